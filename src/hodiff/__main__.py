@@ -1,0 +1,10 @@
+"""`python -m hodiff`, which is what the command `hodiff` runs."""
+
+from __future__ import annotations
+
+import sys
+
+from hodiff.cli._main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

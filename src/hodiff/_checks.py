@@ -1,0 +1,128 @@
+"""Checks of arguments, made before anything is computed. Each says what was got and what to write."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff import _tree
+from hodiff.errors import InputError
+
+
+class Missing:
+    """The default of a point that was not given."""
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Any = Missing()
+
+ACCEPTED = "a tensor, a container of tensors (tuple, list, dict, nested), an nn.Module, or hodiff.select(module, ...)"
+
+
+def check_real_tensor(value: Any, name: str) -> None:
+    """Raise unless `value` is a strided, real floating point tensor."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name}: {_not_a_tensor(value)}")
+    if value.is_floating_point():
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else str(value.layout)
+            raise InputError(f"{name}: is a {kind} tensor; give a dense one (x.to_dense(), or its .values()).")
+        return
+    if value.is_complex():
+        raise InputError(
+            f"{name}: is complex ({value.dtype}); derivatives here are those of real variables. Pass "
+            f"torch.view_as_real(z) and let f begin with torch.view_as_complex(...)."
+        )
+    raise InputError(
+        f"{name}: has dtype {value.dtype}; derivatives need a real floating point tensor. "
+        f"Convert it (x.double()), or pass it to f through args= or kwargs= if it is data."
+    )
+
+
+def _not_a_tensor(value: Any) -> str:
+    if inspect.isgenerator(value) or hasattr(value, "__next__"):
+        return (
+            "is a generator (model.parameters()?), which can be read only once. "
+            "Pass the module itself; f then receives the module, and results are a dict by parameter name."
+        )
+    if isinstance(value, (bool, int, float)):
+        return f"is the number {value!r}; wrap it: torch.tensor({float(value)})."
+    if callable(value) and not isinstance(value, nn.Module):
+        return f"is a function; the function comes first and the point second. Expected {ACCEPTED}."
+    if type(value).__module__ == "numpy":
+        return "is a NumPy object; wrap it: torch.from_numpy(array)."
+    return f"is a {type(value).__name__}; expected {ACCEPTED}."
+
+
+def check_integer(value: Any, name: str, *, least: int) -> int:
+    """Raise unless `value` is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name}: got {value!r}, expected an integer of at least {least}.")
+    return value
+
+
+def check_chunk_size(value: int | str) -> int | None:
+    """The chunk size as an int, or None for `"auto"`."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f'chunk_size: got {value!r}, expected an integer of at least 1, or "auto".')
+    return value
+
+
+def check_output(value: Any, name: str = "f(x)") -> Tensor:
+    """Raise unless `value`, an output of `f`, is a real floating point tensor."""
+    if not isinstance(value, Tensor):
+        hint = " (has_aux=True if f returns (loss, extra))" if isinstance(value, tuple) else ""
+        raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
+    if value.is_complex():
+        raise InputError(f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real).")
+    if not value.is_floating_point():
+        raise InputError(f"f: {name} has dtype {value.dtype}, which has no derivative; return a floating point tensor.")
+    return value
+
+
+def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
+    """Raise unless `output` is one element, or one element per sample of `batch`."""
+    if batch_ndim == 0:
+        if output.numel() != 1:
+            raise InputError(
+                f"f: returned shape {tuple(output.shape)}, expected one element. Reduce it (.sum(), .mean()), use "
+                f"hodiff.jacobian for all outputs, or batch_ndim=1 if each row is an independent sample."
+            )
+        return
+    if tuple(output.shape[:batch_ndim]) != tuple(batch) or output.numel() != batch.numel():
+        averaged = " (an output already reduced over the batch scales every gradient by 1/N)" if not output.ndim else ""
+        raise InputError(
+            f"f: returned shape {tuple(output.shape)}{averaged}, expected one element per sample: {tuple(batch)}, "
+            f"or {tuple(batch)} followed by ones, for batch_ndim={batch_ndim}."
+        )
+
+
+def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> torch.Size:
+    """The shape of the batch that all `tensors` share in their leading dimensions."""
+    check_integer(batch_ndim, "batch_ndim", least=0)
+    first = tensors[0].shape[:batch_ndim]
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.ndim < batch_ndim:
+            raise InputError(
+                f"{name}: has shape {tuple(tensor.shape)}, which has no {batch_ndim} leading batch dimension(s) "
+                f"(batch_ndim={batch_ndim})."
+            )
+        if tensor.shape[:batch_ndim] != first:
+            raise InputError(
+                f"{name}: has batch shape {tuple(tensor.shape[:batch_ndim])}, {names[0]} has {tuple(first)}; "
+                f"with batch_ndim={batch_ndim} all must agree."
+            )
+    return first
+
+
+def check_container(tree: _tree.Tree, count: int, name: str) -> None:
+    """Raise for an empty container."""
+    if not count:
+        raise InputError(f"{name}: is {_tree.describe(tree)} without any tensor; expected {ACCEPTED}.")

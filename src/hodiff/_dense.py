@@ -1,0 +1,65 @@
+"""Dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and their kin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hodiff import _reverse
+from hodiff._evaluate import Evaluation
+
+
+def blocks(
+    ev: Evaluation,
+    outputs: Sequence[Tensor],
+    *,
+    chunk_size: int | None,
+    inputs: list[Tensor] | None = None,
+) -> list[list[Tensor]]:
+    """The derivative of each output by each input, shaped `(*batch, *output event, *input event)`."""
+    inputs = ev.leaves if inputs is None else inputs
+    table = []
+    for index, output in enumerate(outputs):
+        count, rows = basis(output, ev.batch_ndim)
+        last = index == len(outputs) - 1
+        chunks = _reverse.pull_many(ev, [output], rows, count, chunk_size=chunk_size, last=last, inputs=inputs)
+        stacked = _reverse.stacked(ev, chunks, count, inputs)
+        table.append([_ordered(part, output, leaf, ev.batch_ndim) for part, leaf in zip(stacked, inputs, strict=True)])
+    return table
+
+
+def basis(output: Tensor, batch_ndim: int) -> tuple[int, _reverse.Cotangents]:
+    """The unit vectors of one sample's event, the same for every sample: their number, and how to make some."""
+    batch, event = output.shape[:batch_ndim], output.shape[batch_ndim:]
+    count = event.numel()
+
+    def rows(start: int, stop: int) -> list[Tensor]:
+        size = stop - start
+        units = output.new_zeros((size, count))
+        units[:, start:stop].fill_diagonal_(1)
+        return [units.reshape(size, *[1] * batch_ndim, *event).expand(size, *batch, *event)]
+
+    return count, rows
+
+
+def _ordered(stacked: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> Tensor:
+    """From (rows, *batch, *input event) to (*batch, *output event, *input event)."""
+    batch, event = leaf.shape[:batch_ndim], leaf.shape[batch_ndim:]
+    if batch_ndim:
+        stacked = stacked.movedim(0, batch_ndim)
+    return stacked.reshape(*batch, *output.shape[batch_ndim:], *event)
+
+
+def matrix(table: list[list[Tensor]], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
+    """The blocks as one matrix, `(D, D)` or `(*batch, D, D)`, in the order of the leaves."""
+    batch = leaves[0].shape[:batch_ndim]
+    sizes = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
+    rows = [
+        torch.cat([block.reshape(*batch, rows, columns) for block, columns in zip(line, sizes, strict=True)], dim=-1)
+        if len(sizes) > 1
+        else line[0].reshape(*batch, rows, rows)
+        for line, rows in zip(table, sizes, strict=True)
+    ]
+    return torch.cat(rows, dim=-2) if len(rows) > 1 else rows[0]

@@ -1,0 +1,377 @@
+"""Outputs, leaves, and who owns the graph: the one place where a user's function is called.
+
+`Evaluation` takes *what* (a function, or tensors already computed) and *where*, and gives the outputs
+with the leaves to differentiate them by. It is a context: parameters and buffers stay lent (see
+`_swap`) and switches stay set (see `_safety`) until the last pass inside it has run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff import _checks, _nodes, _safety, _translate, _tree
+from hodiff._norms import ExactNorms
+from hodiff._swap import ParameterLoan
+from hodiff._where import Where
+from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, InputError
+
+Allowed = Sequence[str | type] | str | type
+"""`allow=`: the `autograd.Function` classes, or their names, whose backward may be `@once_differentiable`."""
+
+
+class Evaluation:
+    """The outputs of `f` at a point, ready to be differentiated.
+
+    Attributes:
+        where: The parsed point.
+        leaves: The tensors to differentiate by: aliases in the function form, the caller's own in
+            the tensor form.
+        outputs: What `f` returned, or the tensors given in its place.
+        create_graph: Whether the final result stays differentiable.
+        owned: Whether the graph is ours, so that the last pass may free it.
+    """
+
+    def __init__(
+        self,
+        what: Any,
+        where: Any,
+        *,
+        passes: int,
+        create_graph: bool | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        allow: Allowed = (),
+        strict: bool = False,
+        batch_ndim: int = 0,
+        has_aux: bool = False,
+        spread: bool = False,
+    ) -> None:
+        self.where = where if isinstance(where, Where) else Where(where)
+        if create_graph is None:
+            create_graph = _safety.inside() and torch.is_grad_enabled()
+        self.create_graph = bool(create_graph)
+        self.strict = strict
+        self.batch_ndim = batch_ndim
+        self.batch = _checks.check_batch(self.where.tensors, self.where.names, batch_ndim)
+        self.owned = callable(what) and not isinstance(what, Tensor)
+        self.order = _safety.total_order(passes, self.create_graph)
+        self.leaves: list[Tensor] = []
+        self.outputs: Any = None
+        self.aux: Any = None
+        self.drew_random = False
+        self._what: Any = what
+        self._args, self._kwargs = args, kwargs or {}
+        self._allow = {allow} if isinstance(allow, (str, type)) else set(allow)
+        self._spread = spread  # f receives the items of where one by one: f(x, y)
+        self._has_aux = has_aux
+        self._mixes = False
+        if self.owned:
+            _check_function(what)
+        else:
+            self._check_tensors()
+
+    def _check_tensors(self) -> None:
+        """The tensor form: outputs with a graph, and the leaves they were computed from."""
+        outputs, names, _ = _tree.flatten(self._what, "f")
+        for value, name in zip(outputs, names, strict=True):
+            if not isinstance(value, Tensor):
+                raise InputError(
+                    f"{name}: is a {type(value).__name__}; expected a function of {self.where.name}, or a tensor "
+                    f"that was computed from it."
+                )
+        if self._args or self._kwargs:
+            raise InputError("args, kwargs: are passed to a function, but f is a tensor already computed.")
+        twice = self.where.duplicate()
+        if twice:
+            raise InputError(
+                f"{twice}: the same tensor is given twice. A tensor already computed cannot tell the two apart; "
+                f"give it once, or use the function form, where each is a variable of its own."
+            )
+        for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
+            if not tensor.requires_grad:
+                raise GraphError(
+                    f"{name}: does not require grad, so f was computed without tracking it. Call "
+                    f"{name}.requires_grad_() before computing f, or give hodiff the function: hodiff.grad(f, x)."
+                )
+
+    def __enter__(self) -> Evaluation:
+        self._held = _safety.Evaluating(self.order)
+        try:
+            if self.owned:
+                refuse_transforms()
+                self._lend()
+                self.leaves = [_alias(tensor, self.create_graph) for tensor in self.where.tensors]
+                stop = [leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None]
+                self._call()
+            else:
+                self.outputs, self.leaves, stop = self._what, self.where.tensors, []
+            if self._has_aux:
+                self.outputs, self.aux = _split(self.outputs)
+            self._inspect(stop)
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._held.close()
+        if self.create_graph and self.owned:
+            for leaf in self.leaves:
+                # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see.
+                if leaf.is_leaf:
+                    leaf.requires_grad_(False)
+
+    def _lend(self) -> None:
+        """Borrow the modules of the point, with all their parameters and buffers."""
+        roots = [owned.module for owned in self.where.owned]
+        if not roots:
+            return
+        self._loan = ParameterLoan(roots)
+        self._held.defer(self._loan.close)
+        if not self.create_graph:  # what is not differentiated need not be recorded
+            rest = [parameter for root in roots for parameter in root.parameters()]
+            self._loan.put({id(parameter): _still(parameter) for parameter in rest})
+        for root in roots:
+            for module in root.modules():
+                self._held.loan.take(module)
+
+    def at(self, leaves: Sequence[Tensor]) -> Any:
+        """What `f` returns when `leaves` stand in the place of the point's tensors."""
+        owned = self.where.owned
+        if owned:
+            theirs = [i for part in owned for i in range(part.start, part.start + len(part.names))]
+            self._loan.put({id(self.where.tensors[i]): leaves[i] for i in theirs})
+        argument = self.where.argument(leaves)
+        return self._what(*(argument if self._spread else (argument,)), *self._args, **self._kwargs)
+
+    def _call(self) -> None:
+        """Run `f`, and note whether it drew random numbers.
+
+        Where cuDNN's RNN kernels stand in the way of a second derivative, run it once more without them.
+        """
+        before = _random_state(self.leaves)
+        self.outputs = self._value()
+        after = _random_state(self.leaves)
+        self.drew_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        if len(before) > 1 and self.order >= 2 and "CudnnRnnBackward0" in _nodes.survey(self.tensors()).names():
+            self._held.also(_safety.no_cudnn)
+            torch.set_rng_state(before[0])
+            torch.cuda.set_rng_state(before[1])
+            self.outputs = self._value()
+
+    def _value(self) -> Any:
+        versions = [leaf._version for leaf in self.leaves]
+        try:
+            if self.order < 3:
+                value = self.at(self.leaves)
+            else:
+                with ExactNorms() as norms:
+                    value = self.at(self.leaves)
+                self._mixes = norms.mixes_samples
+        except RuntimeError as error:
+            note = _translate.advice_for_f(error)
+            if note:
+                error.add_note(note)
+            raise
+        for leaf, version, name in zip(self.leaves, versions, self.where.names, strict=True):
+            if leaf._version != version:
+                raise GraphError(
+                    f"f changes its argument ({name}) in place, so its derivative by the original value is lost; "
+                    f"begin f with x = x.clone()."
+                )
+        return value
+
+    def tensors(self) -> list[Tensor]:
+        """The outputs as a flat list, each checked to be a real tensor."""
+        leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.owned else "f")
+        return [_checks.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+
+    def scalars(self) -> Tensor:
+        """The single output, checked to be one element, or one per sample."""
+        output = _checks.check_output(self.outputs)
+        _checks.check_scalars(output, self.batch_ndim, self.batch)
+        return output
+
+    def value(self) -> Any:
+        """What the caller gets to see of the outputs: detached, unless the result is differentiable."""
+        return self.outputs if self.create_graph else detached(self.outputs)
+
+    def extra(self) -> Any:
+        """What `f` returned beside the loss, likewise."""
+        return self.aux if self.create_graph else detached(self.aux)
+
+    def _inspect(self, stop: Sequence[Any]) -> None:
+        """Look at the graph once: what it depends on, custom Functions, norms, samples that mix."""
+        outputs = self.tensors()
+        graph = _nodes.survey(outputs, stop)
+        targets = [_nodes.node_of(leaf) for leaf in self.leaves]
+        if self.owned:
+            self._refuse_bypass(graph)
+        self._check_dependence(graph, targets, outputs)
+        if self.order >= 2:
+            self._check_functions(graph, set(targets))
+            refuse_third_order(graph)
+        if self.batch_ndim:
+            self._check_mixing(graph)
+
+    def _check_dependence(self, graph: _nodes.Survey, targets: list[Any], outputs: list[Tensor]) -> None:
+        names = self.where.names
+        unused = [name for node, name in zip(targets, names, strict=True) if node not in graph.visited]
+        if len(unused) == len(names):
+            raise GraphError(_independent(self.owned, _listed(unused), any(output.requires_grad for output in outputs)))
+        if unused and self.strict:
+            raise GraphError(f"strict=True: the result does not depend on {_listed(unused)}.")
+
+    def _refuse_bypass(self, graph: _nodes.Survey) -> None:
+        """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
+        reached = graph.leaf_ids()
+        for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
+            if not tensor.requires_grad:
+                continue
+            if id(tensor) in reached or (tensor.grad_fn is not None and tensor.grad_fn in graph.visited):
+                raise GraphError(
+                    f"f reaches {name} other than through its argument, so that path would be missing from the "
+                    f"derivative. Compute with what f is given; for the parameters of a model pass the model itself: "
+                    f"hodiff.grad(lambda model: loss(model(x)), model). If f means a constant, close over "
+                    f"{name}.detach() instead."
+                )
+
+    def _check_functions(self, graph: _nodes.Survey, targets: set[Any]) -> None:
+        for function, nodes in graph.functions():
+            if function in self._allow or function.__name__ in self._allow or not _nodes.reaches(nodes, targets):
+                continue
+            if function.__name__ == "CheckpointFunction" or "CompiledFunction" in function.__name__:
+                raise _translate.missing([function.__name__])
+            if _nodes.is_once_differentiable(function):
+                raise GraphError(
+                    f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
+                    f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
+                    f"operations, or accept what is there with allow={function.__name__!r}."
+                )
+            _warn_once(function)
+
+    def _check_mixing(self, graph: _nodes.Survey) -> None:
+        names = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
+        if self._mixes or any(getattr(node, "_saved_training", False) for node in graph.named(*names)):
+            warnings.warn(
+                f"batch_ndim={self.batch_ndim} treats samples as independent, but f runs BatchNorm in training mode, "
+                f"which mixes them: the result is the derivative of the sum over the batch, not each sample's own. "
+                f"Use model.eval(), or another norm.",
+                BatchMixingWarning,
+                stacklevel=_outside(),
+            )
+
+
+def detached(value: Any) -> Any:
+    """`value` with its tensors cut from any graph; other leaves as they are."""
+    return _tree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def refuse_transforms() -> None:
+    """Raise inside a `torch.func` transform, where PyTorch forbids leaves of our own."""
+    try:
+        torch.empty(0).requires_grad_()
+    except RuntimeError as error:
+        raise InputError(
+            "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
+            "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."
+        ) from error
+
+
+def _alias(tensor: Tensor, create_graph: bool) -> Tensor:
+    """A leaf that stands for the caller's tensor; connected to it where the result is differentiable."""
+    if tensor.is_inference():
+        tensor = tensor.clone()
+    if not (create_graph and tensor.requires_grad):
+        return tensor.detach().requires_grad_()
+    if tensor.is_leaf:
+        return tensor.view_as(tensor)
+    # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
+    # view by itself, and on this one because `unbind` may return several.
+    return tensor.unsqueeze(0).unbind()[0]
+
+
+def _still(parameter: Tensor) -> Tensor:
+    """A parameter that is not differentiated in: its value, unrecorded."""
+    return (parameter.clone() if parameter.is_inference() else parameter).detach()
+
+
+def _check_function(what: Any) -> None:
+    if isinstance(what, type) and issubclass(what, nn.Module):
+        raise InputError(f"f: is the class {what.__name__}; give an instance of it.")
+
+
+def _split(outputs: Any) -> tuple[Any, Any]:
+    if isinstance(outputs, tuple) and len(outputs) == 2:
+        return outputs
+    raise InputError(f"f: returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")
+
+
+def _independent(owned: bool, names: str, has_graph: bool) -> str:
+    if has_graph:
+        return f"the result does not depend on {names}: it was computed from other tensors. " + (
+            "Let f compute with the argument that it is given."
+            if owned
+            else "Give the tensors that it was computed from, not copies, views or detached ones of them."
+        )
+    source = "the output of f" if owned else "f"
+    return (
+        f"{source} carries no graph: between {names} and the result everything was cut. Usual causes: .detach(), .data "
+        f"or .item(), a torch.no_grad() block, NumPy, an integer or boolean step (argmax, a comparison), or "
+        f"torch.tensor(...) of a result."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def refuse_third_order(graph: _nodes.Survey) -> None:
+    """Raise where a differentiable pass would form what PyTorch gets wrong: the third derivative of a norm."""
+    norms = {type(node).__name__ for node in graph.named(*_translate.NORM_GRADIENTS)}
+    if norms:
+        layer = "layer_norm" if "NativeLayerNormBackwardBackward0" in norms else "batch_norm or instance_norm"
+        raise GraphError(
+            f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
+            f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
+            f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not)."
+        )
+
+
+def _random_state(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The random state that `f` draws from: the CPU's, and the GPU's where the leaves are on one."""
+    cpu = torch.get_rng_state()
+    return (cpu, torch.cuda.get_rng_state()) if any(leaf.is_cuda for leaf in leaves) else (cpu,)
+
+
+_warned: set[type] = set()
+_warned_lock = threading.Lock()
+
+
+def _warn_once(function: type) -> None:
+    with _warned_lock:
+        if function in _warned:
+            return
+        _warned.add(function)
+    warnings.warn(
+        f"{function.__name__} is a Python autograd.Function: a second derivative through it is whatever its backward "
+        f"makes it, which PyTorch cannot verify. Check it once: hodiff.check_derivatives(f, x). "
+        f"(This is said once per class.)",
+        CustomFunctionWarning,
+        stacklevel=_outside(),
+    )
+
+
+def _outside() -> int:
+    """The stack level, as `warnings` counts, of the first frame that is not ours."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hodiff"):
+        level, frame = level + 1, frame.f_back
+    return level

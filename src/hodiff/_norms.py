@@ -1,0 +1,137 @@
+"""Normalisations written from their definition, for third and higher derivatives.
+
+PyTorch's double backward of `layer_norm`, `batch_norm` (training) and `instance_norm` is right, but
+its derivative is not: a third derivative through them is 3-81 % off, silently
+(pytorch#175754, pytorch#186256). The definitions below are plain arithmetic and right at every order.
+`group_norm` and `rms_norm` are right as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` from its definition."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    return _affine(_standardise(input, dims, eps), weight, bias)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` from its definition; running statistics are updated as usual."""
+    dims = (0, *range(2, input.ndim))
+    if training or running_mean is None or running_var is None:
+        if training and input.numel() == input.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+        _update(input, dims, running_mean, running_var, momentum)
+        normal = _standardise(input, dims, eps)
+    else:
+        normal = (input - _per_channel(running_mean, input)) * (_per_channel(running_var, input) + eps).rsqrt()
+    return _affine(normal, _per_channel(weight, input), _per_channel(bias, input))
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.instance_norm` from its definition."""
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    dims = tuple(range(2, input.ndim))
+    _update(input, dims, running_mean, running_var, momentum)
+    return _affine(_standardise(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input))
+
+
+def _standardise(input: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as the kernels accumulate
+    centred = wide - wide.mean(dims, keepdim=True)
+    normal = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return normal.to(input.dtype)
+
+
+def _affine(normal: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        normal = normal * weight
+    return normal if bias is None else normal + bias
+
+
+def _per_channel(value: Any, input: Tensor) -> Any:
+    return None if value is None else value.reshape(1, -1, *[1] * (input.ndim - 2))
+
+
+@torch.no_grad()
+def _update(input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tensor | None, momentum: float) -> None:
+    """Move the running statistics, as the kernels do (they are clones here, see `_swap`)."""
+    average = (0,) if 0 not in dims else ()  # instance norm averages the statistics of its instances
+    if mean is not None:
+        batch_mean = input.mean(dims)
+        mean.lerp_((batch_mean.mean(average) if average else batch_mean).to(mean.dtype), momentum)
+    if var is not None:
+        batch_var = input.var(dims)
+        var.lerp_((batch_var.mean(average) if average else batch_var).to(var.dtype), momentum)
+
+
+_REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.batch_norm: batch_norm,
+    torch.batch_norm: lambda *args, **kwargs: batch_norm(*args[:8], **_without(kwargs, "cudnn_enabled")),
+    F.instance_norm: instance_norm,
+    torch.instance_norm: lambda *args, **kwargs: instance_norm(*args[:8], **_without(kwargs, "cudnn_enabled")),
+}
+
+
+def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != name}
+
+
+class ExactNorms(TorchFunctionMode):
+    """Inside it, layer, batch and instance norm are computed from their definition.
+
+    `mixes_samples` tells whether a batch norm in training mode was met: written out, it leaves no
+    node in the graph by which to recognise it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes_samples = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace the three functions, pass everything else through."""
+        definition = _REPLACED.get(func)
+        if definition is None:
+            return func(*args, **(kwargs or {}))
+        if func in (F.batch_norm, torch.batch_norm):
+            training = args[5] if len(args) > 5 else (kwargs or {}).get("training", False)
+            self.mixes_samples |= bool(training)
+        return definition(*args, **(kwargs or {}))

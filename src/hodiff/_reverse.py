@@ -1,0 +1,241 @@
+"""Reverse passes: the only caller of `torch.autograd.grad`, and the only one who decides what is kept.
+
+The rule is one line, `_keep`: a pass keeps the graph if another pass of ours follows, if the result is
+differentiable, or if the graph is the caller's. Nothing else in the library knows `retain_graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hodiff import _nodes, _translate
+from hodiff._evaluate import Evaluation, refuse_third_order
+from hodiff.errors import GraphError
+
+Cotangents = Callable[[int, int], list[Tensor]]
+"""Makes the cotangents of the vectors from `start` to `stop`, stacked along a new first dimension."""
+
+CHUNK_BYTES = 32 * 2**20
+
+
+def pull(
+    ev: Evaluation,
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    *,
+    last: bool,
+    inputs: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """One pass from `outputs` to the leaves (or to `inputs`); what does not depend on them gives zeros.
+
+    `last` says that no further pass of ours follows. Where one does, by us or by the caller, the graph
+    of the result is searched for operations that have no further derivative, before it is paid for.
+    """
+    inputs = ev.leaves if inputs is None else inputs
+    pairs = [(output, cotangent) for output, cotangent in zip(outputs, cotangents, strict=True) if output.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(leaf) for leaf in inputs]
+    build = not last or ev.create_graph
+    found = _filled(_pull(*_columns(pairs), inputs, keep=_keep(ev, last), build=build), inputs)
+    if build:
+        refuse_missing(outputs, found, inputs, third=ev.order >= 3)
+    return list(found)
+
+
+def gradient(ev: Evaluation, *, last: bool) -> list[Tensor]:
+    """The gradient of the scalar output (of each sample's scalar) by the leaves."""
+    output = ev.scalars()
+    return pull(ev, [output], [torch.ones_like(output)], last=last)
+
+
+def products(
+    ev: Evaluation,
+    outputs: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    count: int | None,
+    *,
+    chunk_size: int | None,
+    inputs: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """The last pass, for one vector (`count` None) or for `count` of them stacked."""
+    vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
+    if count is None:
+        return pull(ev, outputs, vectors, last=True, inputs=inputs)
+    inputs = ev.leaves if inputs is None else inputs
+    rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
+    return stacked(ev, pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs), count, inputs)
+
+
+def pushforward(
+    ev: Evaluation, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
+) -> list[Tensor]:
+    """J v by two passes: u -> J'u is linear, and its derivative by u in the direction v is J v."""
+    cotangents = [torch.zeros_like(output, requires_grad=True) for output in outputs]
+    pulled = pull(ev, outputs, cotangents, last=False)
+    return products(ev, pulled, tangents, count, chunk_size=chunk_size, inputs=cotangents)
+
+
+def pull_many(
+    ev: Evaluation,
+    outputs: Sequence[Tensor],
+    cotangents: Cotangents,
+    count: int,
+    *,
+    chunk_size: int | None,
+    last: bool = True,
+    inputs: list[Tensor] | None = None,
+) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Passes for `count` vectors, some at a time: `(start, stop, results)` with results stacked.
+
+    Chunks go through `torch.vmap`; where an operation has no batching rule, one vector at a time.
+    An automatic chunk is halved when a CUDA device runs out of memory.
+    """
+    inputs = ev.leaves if inputs is None else inputs
+    outputs = list(outputs)
+    live = [index for index, output in enumerate(outputs) if output.requires_grad]
+    size = chunk_size or auto_chunk([outputs[index] for index in live], inputs)
+    if not live:
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            yield start, stop, [leaf.new_zeros((stop - start, *leaf.shape)) for leaf in inputs]
+        return
+    outputs = [outputs[index] for index in live]
+    batched, start = True, 0
+    while start < count:
+        stop = min(start + size, count)
+        chunk = cotangents(start, stop)
+        chunk = [chunk[index] for index in live]
+        done = last and stop == count
+        try:
+            if batched and stop - start > 1:
+                # The first batched pass may find an operation without a batching rule: the graph must survive it.
+                found = _pull_batched(outputs, chunk, inputs, keep=start == 0 or _keep(ev, done), build=ev.create_graph)
+            else:
+                found = _pull_each(ev, outputs, chunk, inputs, done=done)
+        except torch.OutOfMemoryError:
+            if chunk_size or size == 1:
+                raise
+            size = (size + 1) // 2
+            continue
+        except GraphError:
+            raise
+        except Exception:
+            if not batched or stop - start == 1:
+                raise
+            batched = False
+            continue
+        yield start, stop, found
+        start = stop
+
+
+def stacked(
+    ev: Evaluation, chunks: Iterator[tuple[int, int, list[Tensor]]], count: int, inputs: list[Tensor]
+) -> list[Tensor]:
+    """All results of `pull_many`, stacked; written in place where nothing needs their graph."""
+    if ev.create_graph:
+        parts = [found for _, _, found in chunks]
+        if not parts:
+            return [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
+        return parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+    results: list[Tensor] = []
+    for start, stop, found in chunks:
+        if stop - start == count:
+            return list(found)
+        if not results:
+            results = [part.new_empty((count, *part.shape[1:])) for part in found]
+        for result, part in zip(results, found, strict=True):
+            result[start:stop] = part
+    return results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
+
+
+def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+    """How many vectors one batched pass takes: as many as keep its temporaries within `CHUNK_BYTES`."""
+    if not outputs:
+        return 1 << 20
+    largest = _nodes.largest_output(_nodes.survey(outputs))
+    result = sum(leaf.numel() for leaf in inputs)
+    itemsize = max(leaf.element_size() for leaf in inputs)
+    return max(8, CHUNK_BYTES // max(1, (4 * largest + 2 * result) * itemsize))
+
+
+def _keep(ev: Evaluation, last: bool) -> bool:
+    return not (last and ev.owned) or ev.create_graph
+
+
+def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
+
+
+def _filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(found, inputs, strict=True)]
+
+
+def _pull(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], *, keep: bool, build: bool
+) -> Sequence[Tensor | None]:
+    """One reverse pass, without autocast (a backward pass has its own precision: that of the forward)."""
+    device = inputs[0].device.type
+    try:
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return torch.autograd.grad(
+                    outputs, inputs, cotangents, retain_graph=keep, create_graph=build, allow_unused=True
+                )
+        return torch.autograd.grad(
+            outputs, inputs, cotangents, retain_graph=keep, create_graph=build, allow_unused=True
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        ours = _translate.engine_error(error)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+def _pull_batched(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, keep: bool, build: bool
+) -> list[Tensor]:
+    """One pass for several vectors at once."""
+
+    def one(*vectors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_filled(_pull(outputs, vectors, inputs, keep=keep, build=build), inputs))
+
+    return batched(one, cotangents)
+
+
+def _pull_each(
+    ev: Evaluation, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, done: bool
+) -> list[Tensor]:
+    """One pass per vector; the very last one frees, if `done`."""
+    count = cotangents[0].shape[0]
+    rows = []
+    for index in range(count):
+        final = done and index == count - 1
+        vectors = [cotangent[index] for cotangent in cotangents]
+        found = _pull(outputs, vectors, inputs, keep=_keep(ev, final), build=ev.create_graph)
+        rows.append(_filled(found, inputs))
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def batched(function: Callable[..., tuple[Tensor, ...]], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """`function` of each of the stacked vectors, in one batch; what it draws at random is drawn once for all."""
+    return list(torch.vmap(function, randomness="same")(*vectors))
+
+
+def refuse_missing(
+    outputs: Sequence[Tensor], found: Sequence[Tensor], inputs: Sequence[Tensor], *, third: bool
+) -> None:
+    """Raise where the graph of a gradient cannot be differentiated (rightly) once more."""
+    graph = _nodes.survey(found)
+    if third:
+        refuse_third_order(graph)
+    bad = list(graph.named("NotImplemented", "Error", *_translate.UNMARKED))
+    if not bad or not _nodes.reaches(bad, {_nodes.node_of(leaf) for leaf in inputs}):
+        return
+    named = [type(node).__name__ for node in bad if _translate.way_out(type(node).__name__)]
+    if not named:  # the marker is anonymous: the operation is known from the graph before
+        forward = _nodes.survey(outputs).names()
+        named = sorted(name for name in forward if _translate.way_out(name)) or sorted(forward - {"AccumulateGrad"})
+    raise _translate.missing(named)

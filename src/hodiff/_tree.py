@@ -1,0 +1,146 @@
+"""Containers of tensors, in our own few lines (PyTorch has no public pytree).
+
+A container is a tuple, namedtuple, list or dict, nested at will. Everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+
+class Branch(NamedTuple):
+    """How one container is put together: its kind, the keys of its children, and their shapes."""
+
+    template: Any
+    keys: tuple[Any, ...]
+    children: tuple[Tree, ...]
+
+
+Tree = Branch | None
+"""The shape of a container; None is a leaf."""
+
+LEAF: None = None
+
+
+def is_container(value: Any) -> bool:
+    """Whether `value` is a container that hodiff looks into."""
+    return isinstance(value, (tuple, list, dict))
+
+
+def flatten(value: Any, name: str = "x") -> tuple[list[Any], list[str], Tree]:
+    """The leaves of `value`, a readable path for each (`x['w'][0]`), and the tree to rebuild it."""
+    leaves: list[Any] = []
+    names: list[str] = []
+    tree = _walk(value, name, leaves, names)
+    return leaves, names, tree
+
+
+def _walk(value: Any, path: str, leaves: list[Any], names: list[str]) -> Tree:
+    if not is_container(value):
+        leaves.append(value)
+        names.append(path)
+        return LEAF
+    if isinstance(value, dict):
+        keys = tuple(value)
+        paths = [f"{path}[{key!r}]" for key in keys]
+        items = list(value.values())
+    else:
+        items = list(value)
+        fields = getattr(value, "_fields", None)
+        keys = fields if fields else tuple(range(len(items)))
+        paths = [f"{path}.{key}" if fields else f"{path}[{key}]" for key in keys]
+    children = tuple(_walk(item, at, leaves, names) for item, at in zip(items, paths, strict=True))
+    return Branch(_template(value), keys, children)
+
+
+def _template(value: Any) -> Any:
+    """What `_build` needs of a container: its type, or an empty copy where the type alone is not enough."""
+    if isinstance(value, dict) and type(value) is not dict:
+        empty = copy.copy(value)
+        empty.clear()
+        return empty
+    return type(value)
+
+
+def rebuild(tree: Tree, leaves: Iterator[Any]) -> Any:
+    """Put `leaves` (an iterator, in order) back into the shape of `tree`."""
+    if tree is None:
+        return next(leaves)
+    return _build(tree, [rebuild(child, leaves) for child in tree.children])
+
+
+def _build(branch: Branch, items: list[Any]) -> Any:
+    template = branch.template
+    if isinstance(template, dict):
+        filled = copy.copy(template)
+        filled.update(zip(branch.keys, items, strict=True))
+        return filled
+    if template is dict:
+        return dict(zip(branch.keys, items, strict=True))
+    if hasattr(template, "_fields"):
+        return template(*items)
+    return template(items)
+
+
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `function` to each leaf of `value`."""
+    leaves, _, tree = flatten(value)
+    return rebuild(tree, iter([function(leaf) for leaf in leaves]))
+
+
+def difference(expected: Tree, got: Tree, path: str) -> str | None:
+    """Where two trees first differ, in words; None when they are alike (lists and tuples are not)."""
+    if expected is None or got is None:
+        if expected is got:
+            return None
+        return f"{path} is {describe(got)}, expected {describe(expected)}"
+    if is_dict(expected) != is_dict(got) or (not is_dict(expected) and expected.template is not got.template):
+        return f"{path} is {describe(got)}, expected {describe(expected)}"
+    if set(expected.keys) != set(got.keys) or len(expected.keys) != len(got.keys):
+        return f"{path} has {describe(got)}, expected {describe(expected)}"
+    order = dict(zip(got.keys, got.children, strict=True))
+    for key, child in zip(expected.keys, expected.children, strict=True):
+        found = difference(child, order[key], f"{path}[{key!r}]")
+        if found:
+            return found
+    return None
+
+
+def is_dict(branch: Branch) -> bool:
+    """Whether the branch is a dict of any kind."""
+    return branch.template is dict or isinstance(branch.template, dict)
+
+
+def describe(tree: Tree) -> str:
+    """A container's kind and size, for messages."""
+    if tree is None:
+        return "a single tensor"
+    if is_dict(tree):
+        return f"a dict with keys {list(tree.keys)}"
+    return f"a {tree.template.__name__} of {len(tree.keys)}"
+
+
+def rebuild_tree(tree: Tree, expansions: Iterator[Tree]) -> Tree:
+    """`tree` with each leaf replaced by the next of `expansions`."""
+    if tree is None:
+        return next(expansions)
+    return tree._replace(children=tuple(rebuild_tree(child, expansions) for child in tree.children))
+
+
+def leaves_like(tree: Tree, value: Any) -> list[Any]:
+    """The leaves of `value` in the order of `tree` (dicts are matched by key, not by position)."""
+    if tree is None:
+        return [value]
+    items = [value[key] for key in tree.keys] if is_dict(tree) else list(value)
+    return [leaf for child, item in zip(tree.children, items, strict=True) for leaf in leaves_like(child, item)]
+
+
+def paths(tree: Tree, name: str) -> list[str]:
+    """A readable path for each leaf of `tree`."""
+    if tree is None:
+        return [name]
+    return [
+        path for key, child in zip(tree.keys, tree.children, strict=True) for path in paths(child, f"{name}[{key!r}]")
+    ]

@@ -1,0 +1,1 @@
+"""Derivatives of functions: the calculus, from gradients to Hessians and beyond."""

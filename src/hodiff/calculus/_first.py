@@ -1,0 +1,344 @@
+"""First derivatives by reverse mode: `grad`, `value_and_grad`, `vjp`, `jacobian`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from hodiff import _checks, _dense, _reverse, _tree, _where
+from hodiff._evaluate import Allowed, Evaluation
+from hodiff._where import Selection
+from hodiff.calculus import _forward
+
+T = TypeVar("T")
+What = Callable[..., Any] | Tensor
+
+
+@overload
+def grad(
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def grad(
+    f: What,
+    x: T,
+    *,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> T: ...
+
+
+def grad(
+    f: What,
+    x: Any = _checks.MISSING,
+    *,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The gradient of a scalar function, \(\nabla f(x)\).
+
+    Args:
+        f: A function of *x* that returns one element (of any shape), or such a tensor already
+            computed from *x*, whose graph is then left as it was.
+        x: Where: a tensor, a nested container of tensors, a module (its trainable parameters; `f`
+            receives the module), or `hodiff.select(module, ...)`.
+        batch_ndim: So many leading dimensions of *x* index independent samples; `f` returns one
+            element for each, `(N,)` or `(N, 1)`, and so does the gradient hold one for each.
+        create_graph: Whether the result can be differentiated again, by everything that required
+            grad and entered: *x* and what `f` closes over. None means True inside the `f` of
+            another hodiff call (with grad mode on), else False.
+        strict: Raise where the result does not depend on some part of *x*, instead of giving zeros.
+        allow: `autograd.Function`s, or their names, that may be `@once_differentiable` where a
+            second derivative follows.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        The gradient, with the structure, shapes, dtypes and device of *x*; for a module a dict by
+        parameter name.
+
+    Raises:
+        InputError: *x* is not real floating point, or `f` does not return one element (per sample).
+        GraphError: `f` does not depend on *x*, reaches it other than through its argument, or a
+            differentiable result passes an operation without a second derivative.
+
+    Cost:
+        One evaluation of `f` and one reverse pass. The graph is freed by that pass, unless
+        `create_graph` or *f* is a tensor.
+
+    Example:
+        >>> import torch, hodiff
+        >>> hodiff.grad(lambda x: (x**3).sum(), torch.tensor([1.0, 2.0]))
+        tensor([ 3., 12.])
+        >>> hodiff.grad(lambda p: p["a"] * p["b"] ** 2, {"a": torch.tensor(2.0), "b": torch.tensor(3.0)})
+        {'a': tensor(9.), 'b': tensor(12.)}
+    """
+    _, gradient = value_and_grad(
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs
+    )
+    return gradient
+
+
+@overload
+def value_and_grad(
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    has_aux: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, dict[str, Tensor]]: ...
+
+
+@overload
+def value_and_grad(
+    f: What,
+    x: T,
+    *,
+    has_aux: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, T]: ...
+
+
+def value_and_grad(
+    f: What,
+    x: Any = _checks.MISSING,
+    *,
+    has_aux: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The value and the gradient of a scalar function, \(f(x)\) and \(\nabla f(x)\), from one evaluation.
+
+    Args:
+        f: As for `grad`; with `has_aux` it returns `(loss, extra)`, and only the loss is differentiated.
+        x: Where, as for `grad`.
+        has_aux: Whether `f` returns something beside the loss.
+        batch_ndim: Leading dimensions of *x* that index independent samples, as for `grad`.
+        create_graph: Whether gradient, value and extra keep their graph, as for `grad`.
+        strict: Raise where the value does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        `(value, gradient)`, or `((value, extra), gradient)` with `has_aux`. The value has the shape
+        that `f` gave it; the gradient is shaped like *x*. Without `create_graph` all tensors are detached.
+
+    Raises:
+        InputError: As for `grad`, and when `has_aux` finds no pair.
+        GraphError: As for `grad`.
+
+    Cost:
+        One evaluation of `f` and one reverse pass.
+
+    Example:
+        >>> import torch, hodiff
+        >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
+        (tensor(25.), tensor([6., 8.]))
+    """
+    with Evaluation(
+        f,
+        x,
+        passes=1,
+        has_aux=has_aux,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    ) as ev:
+        gradient = _reverse.gradient(ev, last=True)
+    value = (ev.value(), ev.extra()) if has_aux else ev.value()
+    return value, ev.where.result(gradient)
+
+
+@overload
+def vjp(
+    f: Any,
+    x: nn.Module | Selection,
+    u: Any,
+    *,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def vjp(
+    f: Any,
+    x: T,
+    u: Any,
+    *,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> T: ...
+
+
+def vjp(
+    f: Any,
+    x: Any,
+    u: Any,
+    *,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""A vector-Jacobian product, \(J^\top u\) with \(J = \partial f / \partial x\).
+
+    Args:
+        f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
+            computed from *x*.
+        x: Where, as for `grad`.
+        u: A vector like `f(x)`, or K of them with one extra leading dimension on every leaf.
+        create_graph: Whether the result can be differentiated again, as for `grad`.
+        strict: Raise where `f(x)` does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        The product, shaped like *x*; `(K, *shape)` on every leaf for K vectors.
+
+    Raises:
+        InputError: *u* does not resemble `f(x)`.
+        GraphError: As for `grad`.
+
+    Cost:
+        One evaluation of `f` and one reverse pass; for K vectors, a batched pass per chunk.
+
+    Example:
+        >>> import torch, hodiff
+        >>> A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> hodiff.vjp(lambda x: A @ x, torch.ones(2), torch.tensor([1.0, 0.0]))
+        tensor([1., 2.])
+    """
+    chunk = _checks.check_chunk_size(chunk_size)
+    with Evaluation(
+        f, x, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs
+    ) as ev:
+        outputs = ev.tensors()
+        _, _, tree = _tree.flatten(ev.outputs)
+        vectors, count = _where.match(u, tree, outputs, "u", "like f(x)")
+        return ev.where.result(_reverse.products(ev, outputs, vectors, count, chunk_size=chunk))
+
+
+def jacobian(
+    f: Any,
+    x: Any,
+    *,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The Jacobian \(J_{ij} = \partial f_i / \partial x_j\), dense.
+
+    Args:
+        f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
+            computed from *x*.
+        x: Where, as for `grad`.
+        batch_ndim: So many leading dimensions, of *x* and of `f(x)` alike, index independent samples.
+        create_graph: Whether the result can be differentiated again, as for `grad`.
+        strict: Raise where `f(x)` does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many rows (or columns) one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        For tensors `(*f(x).shape, *x.shape)`, and `(*batch, *output event, *input event)` under
+        `batch_ndim`. For containers, the structure of `f(x)` filled with structures of *x*.
+
+    Raises:
+        InputError: `f(x)` is not made of real floating point tensors, or lacks the batch dimensions.
+        GraphError: As for `grad`.
+
+    Cost:
+        One evaluation of `f`, and one batched reverse pass per chunk of rows. When `f(x)` has more
+        elements than *x*, and the result is detached: one evaluation in forward mode per chunk of
+        columns instead (not when `f` draws random numbers, or has an operation without forward mode).
+        Memory: the result, and what a pass over one chunk needs.
+
+    Example:
+        >>> import torch, hodiff
+        >>> hodiff.jacobian(lambda x: torch.stack([x[0] * x[1], x[0] ** 2]), torch.tensor([2.0, 3.0]))
+        tensor([[3., 2.],
+                [4., 0.]])
+    """
+    chunk = _checks.check_chunk_size(chunk_size)
+    with Evaluation(
+        f,
+        x,
+        passes=1,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    ) as ev:
+        outputs = ev.tensors()
+        _check_output_batch(outputs, ev)
+        table = _forward.tall_jacobian(ev, outputs, chunk_size=chunk) or _dense.blocks(ev, outputs, chunk_size=chunk)
+    _, _, tree = _tree.flatten(ev.outputs)
+    return _tree.rebuild(tree, iter([ev.where.result(row) for row in table]))
+
+
+def _check_output_batch(outputs: list[Tensor], ev: Evaluation) -> None:
+    for output in outputs:
+        if output.shape[: ev.batch_ndim] != torch.Size(ev.batch):
+            raise _checks.InputError(
+                f"f: returned shape {tuple(output.shape)}; with batch_ndim={ev.batch_ndim} it must begin with "
+                f"{tuple(ev.batch)}, one row per sample."
+            )

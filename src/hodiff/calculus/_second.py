@@ -1,0 +1,411 @@
+"""Second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `hessian_diagonal`.
+
+All of them differentiate a gradient that was formed with its graph: double backward, the route that
+is right through every layer measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks, _dense, _reverse
+from hodiff._evaluate import Allowed, Evaluation
+from hodiff._where import Where, joined
+
+V = TypeVar("V")
+What = Callable[..., Any] | Tensor
+
+
+def hvp(
+    f: What,
+    x: Any,
+    v: V,
+    *,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> V:
+    r"""A Hessian-vector product, \(H v\) with \(H = \nabla^2 f(x)\), without forming the Hessian.
+
+    Args:
+        f: A function of *x* that returns one element (of any shape), or such a tensor already
+            computed from *x*, whose graph is then left as it was.
+        x: Where: a tensor, a nested container of tensors, a module (its trainable parameters; `f`
+            receives the module), or `hodiff.select(module, ...)`.
+        v: A vector like *x* (a dict by parameter name for a module), or K vectors with one extra
+            leading dimension on every leaf.
+        batch_ndim: So many leading dimensions of *x* index independent samples, as for `grad`; each
+            sample has its own Hessian and its own part of *v*.
+        create_graph: Whether the product can be differentiated again, as for `grad`. That is a third
+            derivative: given a function, layer, batch and instance norm are then computed from their
+            definition, since PyTorch's own third derivative of them is wrong.
+        strict: Raise where the value does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many of K vectors one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        The product, with the structure and shapes of *v*.
+
+    Raises:
+        InputError: *v* does not resemble *x*; or as for `grad`.
+        GraphError: An operation has no second derivative (it is named, with a way out); or as for `grad`.
+
+    Cost:
+        One evaluation of `f` and two reverse passes, about three gradients; for K vectors the second
+        pass is batched, chunk by chunk. Memory: about twice that of a gradient.
+
+    Example:
+        The Hessian of \(\tfrac12 x^\top A x\) is \(A\):
+
+        >>> import torch, hodiff
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> hodiff.hvp(lambda x: 0.5 * x @ A @ x, torch.ones(2), torch.tensor([1.0, 0.0]))
+        tensor([2., 1.])
+
+    Reference:
+        Pearlmutter, B. A. (1994). Fast exact multiplication by the Hessian. Neural Computation 6(1).
+        doi:10.1162/neco.1994.6.1.147. Double backward is its reverse-over-reverse form.
+    """
+    chunk = _checks.check_chunk_size(chunk_size)
+    where = Where(x)
+    vectors, count = where.match(v, "v")
+    with Evaluation(
+        f,
+        where,
+        passes=2,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    ) as ev:
+        gradient = _reverse.gradient(ev, last=False)
+        return where.result(_reverse.products(ev, gradient, vectors, count, chunk_size=chunk))
+
+
+@overload
+def hessian(
+    f: What,
+    x: Tensor,
+    *,
+    matrix: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor: ...
+
+
+@overload
+def hessian(
+    f: What,
+    x: Any,
+    *,
+    matrix: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any: ...
+
+
+def hessian(
+    f: What,
+    x: Any = _checks.MISSING,
+    *,
+    matrix: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The Hessian \(H_{ij} = \partial^2 f / \partial x_i \partial x_j\), dense.
+
+    Args:
+        f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
+        x: Where, as for `grad`.
+        matrix: Whether to give one `(D, D)` matrix, in the order of *x*, instead of nested blocks.
+        batch_ndim: Leading dimensions of *x* that index independent samples; one Hessian for each.
+        create_graph: Whether the result can be differentiated again, as for `hvp`.
+        strict: Raise where the value does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        For a tensor `(*x.shape, *x.shape)`; for containers, the structure of *x* filled with
+        structures of *x*; for a module `{name: {name: block}}`. With `matrix=True` a `(D, D)` tensor.
+        Under `batch_ndim=1`: `(N, *event, *event)`, or `(N, D, D)`.
+
+    Raises:
+        InputError: As for `grad`.
+        GraphError: As for `hvp`.
+
+    Cost:
+        One evaluation of `f`, one reverse pass for the gradient, and one batched pass per chunk of
+        rows, D rows in all (D of one sample, under `batch_ndim`). Memory: the result, and what a
+        pass over one chunk needs; the last pass frees the graph as it goes.
+
+    Example:
+        >>> import torch, hodiff
+        >>> hodiff.hessian(lambda x: x[0] ** 2 * x[1], torch.tensor([1.0, 2.0]))
+        tensor([[4., 2.],
+                [2., 0.]])
+    """
+    _, _, second = value_grad_and_hessian(
+        f,
+        x,
+        matrix=matrix,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        chunk_size=chunk_size,
+        args=args,
+        kwargs=kwargs,
+    )
+    return second
+
+
+def value_grad_and_hessian(
+    f: What,
+    x: Any = _checks.MISSING,
+    *,
+    matrix: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any]:
+    r"""Value, gradient and Hessian of a scalar function, from one evaluation: what a Newton step needs.
+
+    Args:
+        f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
+        x: Where, as for `grad`.
+        matrix: Whether the Hessian is one `(D, D)` matrix, as for `hessian`.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether all three results can be differentiated again.
+        strict: Raise where the value does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        `(value, gradient, hessian)`: the value shaped as `f` gave it, the gradient like *x*, the
+        Hessian as for `hessian`.
+
+    Raises:
+        InputError: As for `grad`.
+        GraphError: As for `hvp`.
+
+    Cost:
+        That of `hessian`; value and gradient are by-products.
+
+    Example:
+        One Newton step finds the minimum of a quadratic:
+
+        >>> import torch, hodiff
+        >>> x = torch.tensor([5.0, -3.0])
+        >>> value, g, H = hodiff.value_grad_and_hessian(lambda x: (x[0] - 1) ** 2 + 2 * (x[1] - 2) ** 2, x)
+        >>> value, x - torch.linalg.solve(H, g)
+        (tensor(66.), tensor([1., 2.]))
+    """
+    chunk = _checks.check_chunk_size(chunk_size)
+    with Evaluation(
+        f,
+        x,
+        passes=2,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    ) as ev:
+        gradient = _reverse.gradient(ev, last=False)
+        table = _dense.blocks(ev, gradient, chunk_size=chunk)
+        where = ev.where
+        if not ev.create_graph:
+            gradient = [part.detach() for part in gradient]
+    if matrix:
+        second = _dense.matrix(table, where.tensors, batch_ndim)
+    else:
+        second = where.result([where.result(row) for row in table])
+    return ev.value(), where.result(gradient), second
+
+
+def cross_hessian(
+    f: What,
+    x: Any,
+    y: Any,
+    *,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The mixed second derivatives \(\partial^2 f / \partial x_i \partial y_j\): one block of the joint Hessian.
+
+    Args:
+        f: A function of *x* and *y* that returns one element, or such a tensor already computed.
+        x: The first point, as for `grad`.
+        y: The second point, as for `grad`.
+        batch_ndim: Leading dimensions, of *x* and *y* alike, that index independent samples.
+        create_graph: Whether the result can be differentiated again, as for `hvp`.
+        strict: Raise where the value does not depend on some part of *x* or *y*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`, after *x* and *y*.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        For tensors `(*x.shape, *y.shape)`, or `(*batch, *x event, *y event)`; for containers, the
+        structure of *x* filled with structures of *y*.
+
+    Raises:
+        InputError: As for `grad`.
+        GraphError: As for `hvp`.
+
+    Cost:
+        One evaluation of `f`, one reverse pass, and one batched pass per chunk of the smaller
+        point's entries.
+
+    Example:
+        >>> import torch, hodiff
+        >>> A = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        >>> hodiff.cross_hessian(lambda x, y: x @ A @ y, torch.ones(2), torch.ones(3))
+        tensor([[1., 2., 3.],
+                [4., 5., 6.]])
+    """
+    chunk = _checks.check_chunk_size(chunk_size)
+    first, second = Where(x), Where(y, "y")
+    with Evaluation(
+        f,
+        joined(first, second),
+        passes=2,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+        spread=True,
+    ) as ev:
+        split = len(first.tensors)
+        xs, ys = ev.leaves[:split], ev.leaves[split:]
+        output = ev.scalars()
+        swapped = sum(leaf.numel() for leaf in ys) < sum(leaf.numel() for leaf in xs)
+        rows, columns = (ys, xs) if swapped else (xs, ys)
+        gradient = _reverse.pull(ev, [output], [torch.ones_like(output)], last=False, inputs=rows)
+        table = _dense.blocks(ev, gradient, chunk_size=chunk, inputs=columns)
+    if swapped:
+        table = [[_transposed(table[j][i], ys[j], batch_ndim) for j in range(len(ys))] for i in range(len(xs))]
+    return first.result([second.result(row) for row in table])
+
+
+def _transposed(block: Tensor, row: Tensor, batch_ndim: int) -> Tensor:
+    """A block with the row's event dimensions moved behind the column's."""
+    event = row.ndim - batch_ndim
+    return block.movedim(tuple(range(batch_ndim, batch_ndim + event)), tuple(range(-event, 0)))
+
+
+def hessian_diagonal(
+    f: What,
+    x: V,
+    *,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> V:
+    r"""The diagonal of the Hessian, \(\partial^2 f / \partial x_i^2\), exact.
+
+    Args:
+        f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
+        x: Where, as for `grad`.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the result can be differentiated again, as for `hvp`.
+        strict: Raise where the value does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        The diagonal, shaped like *x* (a dict by parameter name for a module).
+
+    Raises:
+        InputError: As for `grad`.
+        GraphError: As for `hvp`.
+
+    Cost:
+        As many passes as `hessian`, D rows in chunks, but only one chunk of rows in memory. For an
+        elementwise function `nth_derivative(f, x, 2)` costs two passes.
+
+    Example:
+        >>> import torch, hodiff
+        >>> hodiff.hessian_diagonal(lambda x: x[0] ** 2 * x[1] ** 3, torch.tensor([1.0, 2.0]))
+        tensor([16., 12.])
+    """
+    chunk = _checks.check_chunk_size(chunk_size)
+    with Evaluation(
+        f,
+        x,
+        passes=2,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    ) as ev:
+        gradient = _reverse.gradient(ev, last=False)
+        pairs = list(zip(gradient, ev.leaves, strict=True))
+        diagonals = [
+            _diagonal(ev, part, leaf, chunk, last=index == len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
+        ]
+    return ev.where.result(diagonals)
+
+
+def _diagonal(ev: Evaluation, gradient: Tensor, leaf: Tensor, chunk: int | None, *, last: bool) -> Tensor:
+    """The diagonal of one leaf's block, keeping of each chunk of rows only the entries wanted."""
+    count, units = _dense.basis(gradient, ev.batch_ndim)
+    samples = leaf.shape[: ev.batch_ndim].numel()
+    kept = []
+    for start, stop, (rows,) in _reverse.pull_many(
+        ev, [gradient], units, count, chunk_size=chunk, last=last, inputs=[leaf]
+    ):
+        entries = rows.reshape(stop - start, samples, count)[:, :, start:stop]
+        kept.append(entries.diagonal(dim1=0, dim2=2).clone())  # (samples, stop - start); the rows may go
+    return (torch.cat(kept, dim=1) if kept else leaf.new_zeros(0)).reshape(leaf.shape)

@@ -1,0 +1,1 @@
+"""The command line: `hodiff` and `python -m hodiff`. One file per command; nothing else imports it."""

@@ -1,0 +1,82 @@
+"""`hodiff info`: the versions and settings that a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import re
+import sys
+
+import torch
+
+HELP = "print versions, devices and settings, for a bug report"
+
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra *== *['\"](?P<extra>[\w-]+)['\"]")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """This command has no options."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one line per fact."""
+    facts = {
+        "hodiff": version(),
+        "torch": torch.__version__,
+        "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
+        "devices": ", ".join(devices()),
+        "threads": f"{torch.get_num_threads()}",
+        "default dtype": f"{torch.get_default_dtype()}".removeprefix("torch."),
+        **{f"extra {extra!r}": state for extra, state in extras().items()},
+    }
+    width = max(map(len, facts)) + 2
+    for name, fact in facts.items():
+        print(f"{name:<{width}}{fact}")
+    return 0
+
+
+def version() -> str:
+    """The installed version of hodiff."""
+    try:
+        return importlib.metadata.version("hodiff")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (imported from a folder, not installed)"
+
+
+def devices() -> list[str]:
+    """The devices that PyTorch can use here."""
+    found = [f"cpu ({torch.backends.cpu.get_cpu_capability()})"]
+    found += [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
+
+
+def extras() -> dict[str, str]:
+    """For each extra of the package, whether it is installed, or what of it is missing."""
+    try:
+        requirements = importlib.metadata.requires("hodiff") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    needed: dict[str, list[str]] = {}
+    for requirement in requirements:
+        found = _REQUIREMENT.match(requirement)
+        if found and found["name"] != "hodiff":  # an extra may be made of others
+            needed.setdefault(found["extra"], []).append(found["name"])
+    return {extra: _state(names) for extra, names in sorted(needed.items())}
+
+
+def _state(names: list[str]) -> str:
+    missing = [name for name in names if not _installed(name)]
+    if not missing:
+        return "installed"
+    return f"missing {', '.join(missing)}"
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

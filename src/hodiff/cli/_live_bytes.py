@@ -1,0 +1,58 @@
+"""The exact bytes of tensors alive, and their peak, without the garbage collector."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make while it is on, those of reverse passes included.
+
+    A storage that only a graph holds counts too: its weak reference ends when the memory goes.
+
+    Attributes:
+        now: Bytes alive, of those made while this was on.
+        peak: The largest value of `now` since the last `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        before = {storage._cdata for storage in _storages([*args, *(kwargs or {}).values()])}
+        for storage in _storages([outputs]):
+            if storage._cdata not in before:  # a view, or an argument changed in place, is no new memory
+                self._count(storage)
+        return outputs
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _storages(values: list[Any]) -> Iterator[Any]:
+    """The storages of the tensors among `values`, and in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.untyped_storage()
+        elif isinstance(value, (tuple, list)):
+            yield from _storages(list(value))

@@ -1,0 +1,28 @@
+"""The parser: each command is a module with `HELP`, `configure(parser)` and `run(options) -> exit status`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from hodiff.cli import _info, _tour
+
+COMMANDS = {"info": _info, "tour": _tour}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments; None means those of the process.
+
+    Returns:
+        The exit status: 0, or 1 where a command found something wrong.
+    """
+    parser = argparse.ArgumentParser(prog="hodiff", description="Higher-order gradients for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"hodiff {_info.version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.configure(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
+    options = parser.parse_args(argv)
+    return COMMANDS[options.command].run(options)

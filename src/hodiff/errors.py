@@ -1,0 +1,108 @@
+"""What hodiff raises and warns, and how to catch it.
+
+```text
+HodiffError
+├── InputError(ValueError)         an argument is not what the call needs
+├── GraphError(RuntimeError)       the autograd graph cannot give what was asked
+└── DerivativeError(AssertionError) a checked derivative is wrong
+
+HodiffWarning(UserWarning)
+├── CustomFunctionWarning          a second derivative rests on a Python autograd.Function
+└── BatchMixingWarning             samples of a batch are not independent
+```
+
+Each error also derives from the built-in class that PyTorch would have raised, so existing
+`except` clauses keep working. Every message names the argument, what was got, what was
+expected, and the way out.
+"""
+
+__all__ = [
+    "BatchMixingWarning",
+    "CustomFunctionWarning",
+    "DerivativeError",
+    "GraphError",
+    "HodiffError",
+    "HodiffWarning",
+    "InputError",
+]
+
+
+class HodiffError(Exception):
+    """Base class of everything that hodiff raises on purpose.
+
+    Example:
+        >>> import hodiff
+        >>> issubclass(hodiff.GraphError, hodiff.HodiffError)
+        True
+    """
+
+
+class InputError(HodiffError, ValueError):
+    """An argument has the wrong kind, structure, shape, dtype or device.
+
+    Example:
+        >>> import torch, hodiff
+        >>> hodiff.grad(torch.sum, torch.arange(3))
+        Traceback (most recent call last):
+            ...
+        hodiff.errors.InputError: x: has dtype torch.int64; derivatives need a real floating point tensor. ...
+    """
+
+
+class GraphError(HodiffError, RuntimeError):
+    """The autograd graph is missing, freed, cut, or cannot be differentiated once more.
+
+    Example:
+        >>> import torch, hodiff
+        >>> hodiff.grad(lambda x: x.detach().sum(), torch.ones(3))
+        Traceback (most recent call last):
+            ...
+        hodiff.errors.GraphError: the output of f carries no graph ...
+    """
+
+
+class DerivativeError(HodiffError, AssertionError):
+    """A derivative disagrees with finite differences; `.report` holds the figures.
+
+    Example:
+        >>> import hodiff
+        >>> issubclass(hodiff.DerivativeError, AssertionError)
+        True
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class HodiffWarning(UserWarning):
+    """Base class of hodiff's warnings; filter it to silence all of them.
+
+    Example:
+        >>> import hodiff
+        >>> issubclass(hodiff.HodiffWarning, UserWarning)
+        True
+    """
+
+
+class CustomFunctionWarning(HodiffWarning):
+    """A second derivative passes through a Python `torch.autograd.Function`.
+
+    Its value is whatever the Function's `backward` makes it, which PyTorch cannot verify.
+    Given once per Function class. `hodiff.check_derivatives` verifies it numerically.
+
+    Example:
+        >>> import hodiff
+        >>> issubclass(hodiff.CustomFunctionWarning, hodiff.HodiffWarning)
+        True
+    """
+
+
+class BatchMixingWarning(HodiffWarning):
+    """`batch_ndim` was given, and an operation in `f` mixes the samples of a batch.
+
+    Example:
+        >>> import hodiff
+        >>> issubclass(hodiff.BatchMixingWarning, hodiff.HodiffWarning)
+        True
+    """
