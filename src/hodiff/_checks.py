@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ def _not_a_tensor(value: Any) -> str:
             "Pass the module itself; f then receives the module, and results are a dict by parameter name."
         )
     if isinstance(value, (bool, int, float)):
-        return f"is the number {value!r}; wrap it: torch.tensor({float(value)})."
+        return (
+            f"is the {type(value).__name__} {value!r}, expected a floating point tensor: torch.tensor({float(value)})."
+        )
     if callable(value) and not isinstance(value, nn.Module):
         return f"is a function; the function comes first and the point second. Expected {ACCEPTED}."
     if type(value).__module__ == "numpy":
@@ -122,7 +125,23 @@ def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> tor
     return first
 
 
+def called() -> str:
+    """The public function that the caller called: the outermost of our own frames."""
+    name, frame = "grad", inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hodiff"):
+        name, frame = frame.f_code.co_name, frame.f_back
+    return name
+
+
+def check_arguments(args: Any, kwargs: Any) -> None:
+    """Raise unless `args` is a tuple (or list) and `kwargs` a mapping."""
+    if not isinstance(args, (tuple, list)):
+        raise InputError(f"args: is a {type(args).__name__}; expected a tuple of arguments for f: args=(data,).")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(f"kwargs: is a {type(kwargs).__name__}; expected a dict of keyword arguments for f.")
+
+
 def check_container(tree: _tree.Tree, count: int, name: str) -> None:
     """Raise for an empty container."""
     if not count:
-        raise InputError(f"{name}: is {_tree.describe(tree)} without any tensor; expected {ACCEPTED}.")
+        raise InputError(f"{name}: is empty ({_tree.describe(tree)}, without any tensor); expected {ACCEPTED}.")

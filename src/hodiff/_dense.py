@@ -39,7 +39,7 @@ def basis(output: Tensor, batch_ndim: int) -> tuple[int, _reverse.Cotangents]:
         size = stop - start
         units = output.new_zeros((size, count))
         units[:, start:stop].fill_diagonal_(1)
-        return [units.reshape(size, *[1] * batch_ndim, *event).expand(size, *batch, *event)]
+        return [units.reshape((size, *[1] * batch_ndim, *event)).expand((size, *batch, *event))]
 
     return count, rows
 
@@ -49,7 +49,7 @@ def _ordered(stacked: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> 
     batch, event = leaf.shape[:batch_ndim], leaf.shape[batch_ndim:]
     if batch_ndim:
         stacked = stacked.movedim(0, batch_ndim)
-    return stacked.reshape(*batch, *output.shape[batch_ndim:], *event)
+    return stacked.reshape((*batch, *output.shape[batch_ndim:], *event))
 
 
 def matrix(table: list[list[Tensor]], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
@@ -57,9 +57,9 @@ def matrix(table: list[list[Tensor]], leaves: Sequence[Tensor], batch_ndim: int)
     batch = leaves[0].shape[:batch_ndim]
     sizes = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
     rows = [
-        torch.cat([block.reshape(*batch, rows, columns) for block, columns in zip(line, sizes, strict=True)], dim=-1)
+        torch.cat([block.reshape((*batch, rows, columns)) for block, columns in zip(line, sizes, strict=True)], dim=-1)
         if len(sizes) > 1
-        else line[0].reshape(*batch, rows, rows)
+        else line[0].reshape((*batch, rows, rows))
         for line, rows in zip(table, sizes, strict=True)
     ]
     return torch.cat(rows, dim=-2) if len(rows) > 1 else rows[0]

@@ -66,6 +66,7 @@ class Evaluation:
         self.outputs: Any = None
         self.aux: Any = None
         self.drew_random = False
+        _checks.check_arguments(args, kwargs)
         self._what: Any = what
         self._args, self._kwargs = args, kwargs or {}
         self._allow = {allow} if isinstance(allow, (str, type)) else set(allow)
@@ -152,24 +153,30 @@ class Evaluation:
         return self._what(*(argument if self._spread else (argument,)), *self._args, **self._kwargs)
 
     def _call(self) -> None:
-        """Run `f`, and note whether it drew random numbers.
-
-        Where cuDNN's RNN kernels stand in the way of a second derivative, run it once more without them.
-        """
+        """Run `f`, and note whether it drew random numbers."""
         before = _random_state(self.leaves)
         self.outputs = self._value()
         after = _random_state(self.leaves)
         self.drew_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        if len(before) > 1 and self.order >= 2 and "CudnnRnnBackward0" in _nodes.survey(self.tensors()).names():
-            self._held.also(_safety.no_cudnn)
-            torch.set_rng_state(before[0])
-            torch.cuda.set_rng_state(before[1])
-            self.outputs = self._value()
+        if self.order >= 2:
+            self._call_again(before)
 
-    def _value(self) -> Any:
+    def _call_again(self, random: tuple[Tensor, ...]) -> None:
+        """Run `f` once more, as the first time, where operations stand in the way of a right second derivative."""
+        names = _nodes.survey(_tensors(self.outputs)).names()
+        if "CudnnRnnBackward0" in names:
+            self._held.also(_safety.no_cudnn)
+        elif not (self.order == 2 and _translate.WEIGHT_NORM in names):
+            return
+        torch.set_rng_state(random[0])
+        if len(random) > 1:
+            torch.cuda.set_rng_state(random[1])
+        self.outputs = self._value(exact=_translate.WEIGHT_NORM in names)
+
+    def _value(self, exact: bool = False) -> Any:
         versions = [leaf._version for leaf in self.leaves]
         try:
-            if self.order < 3:
+            if self.order < 3 and not exact:
                 value = self.at(self.leaves)
             else:
                 with ExactNorms() as norms:
@@ -218,6 +225,11 @@ class Evaluation:
         if self.order >= 2:
             self._check_functions(graph, set(targets))
             refuse_third_order(graph)
+            if _nodes.reaches(graph.named(_translate.WEIGHT_NORM), set(targets)):
+                raise GraphError(
+                    "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
+                    "the function instead of its value, which writes the norm out from its definition."
+                )
         if self.batch_ndim:
             self._check_mixing(graph)
 
@@ -267,6 +279,10 @@ class Evaluation:
                 BatchMixingWarning,
                 stacklevel=_outside(),
             )
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in _tree.flatten(outputs)[0] if isinstance(leaf, Tensor)]
 
 
 def detached(value: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Normalisations written from their definition, for third and higher derivatives.
+"""Normalisations written from their definition, where PyTorch's own derivatives are wrong.
 
 PyTorch's double backward of `layer_norm`, `batch_norm` (training) and `instance_norm` is right, but
 its derivative is not: a third derivative through them is 3-81 % off, silently
-(pytorch#175754, pytorch#186256). The definitions below are plain arithmetic and right at every order.
-`group_norm` and `rms_norm` are right as they are.
+(pytorch#175754, pytorch#186256). That of `weight_norm` is wrong at second order already, by the
+parameters: it takes the norm for a constant. The definitions below are plain arithmetic and right at
+every order. `group_norm` and `rms_norm` are right as they are.
 """
 
 from __future__ import annotations
@@ -70,6 +71,12 @@ def instance_norm(
     return _affine(_standardise(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input))
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`torch._weight_norm` from its definition, v g / |v|, with a norm for each index of `dim`."""
+    dims = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else list(range(v.ndim))
+    return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=True))
+
+
 def _standardise(input: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as the kernels accumulate
     centred = wide - wide.mean(dims, keepdim=True)
@@ -100,6 +107,7 @@ def _update(input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tens
 
 
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.batch_norm: batch_norm,
@@ -114,7 +122,7 @@ def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 class ExactNorms(TorchFunctionMode):
-    """Inside it, layer, batch and instance norm are computed from their definition.
+    """Inside it, layer, batch, instance and weight norm are computed from their definition.
 
     `mixes_samples` tells whether a batch norm in training mode was met: written out, it leaves no
     node in the graph by which to recognise it.
@@ -127,7 +135,7 @@ class ExactNorms(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace the three functions, pass everything else through."""
+        """Replace these functions, pass everything else through."""
         definition = _REPLACED.get(func)
         if definition is None:
             return func(*args, **(kwargs or {}))

@@ -45,6 +45,12 @@ def pull(
     return list(found)
 
 
+def peek(ev: Evaluation, output: Tensor, cotangent: Tensor) -> Tensor:
+    """One detached pass to a single leaf, ahead of others that need the same graph."""
+    (found,) = _filled(_pull([output], [cotangent], ev.leaves, keep=True, build=False), ev.leaves)
+    return found
+
+
 def gradient(ev: Evaluation, *, last: bool) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves."""
     output = ev.scalars()
@@ -63,7 +69,10 @@ def products(
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
     vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
     if count is None:
-        return pull(ev, outputs, vectors, last=True, inputs=inputs)
+        found = pull(ev, outputs, vectors, last=True, inputs=inputs)
+        # The derivative of a linear function may be the vector itself: give a result of its own.
+        theirs = {vector.data_ptr() for vector in vectors}
+        return [part.clone() if part.data_ptr() in theirs else part for part in found]
     inputs = ev.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     return stacked(ev, pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs), count, inputs)

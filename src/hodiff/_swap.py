@@ -4,17 +4,16 @@ Nothing of the user's may change, and no hook on a parameter may fire, so `f` se
 the real parameters and clones instead of the real buffers, until the last derivative pass has run
 (an activation checkpoint runs `f`'s blocks again inside the passes).
 
-Two rules keep threads apart:
-
-* parameters belong to one thread at a time: each needs leaves of its own, so the others wait;
-* buffer clones are shared: the first evaluation that meets a module makes them, the last one that
-  leaves puts the originals back. Nobody waits for them, so a forward pass can never deadlock on them.
+A module on loan belongs to one thread at a time: the others wait, so that each evaluation has leaves
+of its own, and starts from the user's buffers (the power iteration of spectral norm moves them).
+Evaluations nested in one thread share a loan; the outermost one puts the originals back.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -61,7 +60,7 @@ class BufferLoan:
         if not module._buffers or id(module) in self._held:
             return
         with _changed:
-            _wait_for([module])
+            _claim([module])
             loan = _loans.get(id(module))
             if loan is None:
                 loan = _loans[id(module)] = _Loan(module)
@@ -79,6 +78,7 @@ class BufferLoan:
                 if not loan.users:
                     loan.give_back()
                     del _loans[key]
+            _release(self._held.values())
         self._held.clear()
 
 
@@ -90,10 +90,7 @@ class ParameterLoan:
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._modules = list({id(module): module for root in roots for module in root.modules()}.values())
         with _changed:
-            _wait_for(self._modules)
-            me = threading.get_ident()
-            for module in self._modules:
-                _claims[id(module)] = (me, _claims.get(id(module), (me, 0))[1] + 1)
+            _claim(self._modules)
         self._slots = [
             (module, name, parameter)
             for module in self._modules
@@ -115,12 +112,34 @@ class ParameterLoan:
             if isinstance(module, nn.RNNBase) and isinstance(parameter, nn.Parameter):
                 setattr(module, name, parameter)  # also refreshes the flat list that RNNs keep
         with _changed:
-            for module in self._modules:
-                owner, depth = _claims.pop(id(module))
-                if depth > 1:
-                    _claims[id(module)] = (owner, depth - 1)
-            _changed.notify_all()
+            _release(self._modules)
         self._slots = []
+
+
+def _claim(modules: Iterable[nn.Module]) -> None:
+    """Make `modules` this thread's, waiting for the others; the lock is held."""
+    modules = list(modules)
+    _wait_for(modules)
+    me = threading.get_ident()
+    for module in modules:
+        _claims[id(module)] = (me, _claims.get(id(module), (me, 0))[1] + 1)
+
+
+def _release(modules: Iterable[nn.Module]) -> None:
+    """Undo one `_claim`; the lock is held."""
+    for module in modules:
+        owner, depth = _claims.pop(id(module))
+        if depth > 1:
+            _claims[id(module)] = (owner, depth - 1)
+    _changed.notify_all()
+
+
+@contextmanager
+def reading(module: nn.Module) -> Iterator[None]:
+    """A moment in which no other thread has replaced the module's parameters."""
+    with _changed:
+        _wait_for(list(module.modules()))
+        yield
 
 
 def _wait_for(modules: list[nn.Module]) -> None:

@@ -10,8 +10,8 @@ from hodiff.errors import GraphError
 # node (`CdistBackward0`), its derivative (`CdistBackwardBackward0`) and the engine's error text.
 _WAYS_OUT = {
     "scaleddotproduct": (
-        "fused attention; f switched a fused kernel on itself, or the tensor was computed outside. Compute it under "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give hodiff the function, which does that"
+        "fused scaled_dot_product_attention; f switched it on itself, or the tensor was computed outside. Compute it "
+        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give hodiff the function, which does that"
     ),
     "cudnnrnn": (
         "a cuDNN RNN; compute it under torch.backends.cudnn.flags(enabled=False), or give hodiff the function, "
@@ -33,6 +33,8 @@ _WAYS_OUT = {
 
 # Nodes that carry no marker of their own, yet raise as soon as they are differentiated.
 UNMARKED = ("CdistBackwardBackward0", "PdistBackwardBackward0", "EmbeddingBagBackwardBackward0")
+
+WEIGHT_NORM = "WeightNormInterfaceBackward0"
 
 NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _tree
+from hodiff import _checks, _swap, _tree
 from hodiff.errors import InputError
 
 
@@ -103,7 +103,12 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
                 f"set requires_grad_(True) on those to differentiate in."
             )
         chosen |= matched & trainable
-    dropped = {first_names[name] for name in first_names if any(_matches(name, pattern) for pattern in exclude)}
+    dropped: set[str] = set()
+    for pattern in exclude:
+        matched = {first_names[name] for name in first_names if _matches(name, pattern)}
+        if not matched:
+            raise InputError(f"exclude: {_no_match(module, pattern, list(first_names))}")
+        dropped |= matched
     names = [name for name, _ in parameters(module) if name in chosen - dropped]
     if not names:
         raise InputError(f"exclude={exclude!r} leaves no parameter of those that {patterns!r} selects.")
@@ -142,11 +147,12 @@ def plain(module: nn.Module) -> nn.Module:
 
 def parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The trainable parameters by name, tied ones once; frozen and integer ones are left out."""
-    return [
-        (name, parameter)
-        for name, parameter in plain(module).named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point()
-    ]
+    with _swap.reading(module):
+        return [
+            (name, parameter)
+            for name, parameter in plain(module).named_parameters()
+            if parameter.requires_grad and parameter.is_floating_point()
+        ]
 
 
 class Owned(NamedTuple):
@@ -176,7 +182,7 @@ class Where:
             self._argument_items, self._argument_tree, self._result_tree = [None], _tree.LEAF, _tree.LEAF
             return
         if value is _checks.MISSING:
-            raise InputError(f"{name}: missing. hodiff evaluates at a point: write hodiff.grad(f, {name}).")
+            raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_checks.called()}(f, {name}).")
         items, paths, tree = _tree.flatten(value, name)
         _checks.check_container(tree, len(items), name)
         self.tensors, self.names, self.owned = [], [], []
@@ -190,7 +196,7 @@ class Where:
         """Append the leaves of one item; return the tree of its result."""
         if isinstance(item, (nn.Module, Selection)):
             module = item if isinstance(item, nn.Module) else item.module
-            pairs = parameters(item) if isinstance(item, nn.Module) else list(item.items())
+            pairs = parameters(item) if isinstance(item, nn.Module) else _selected(item)
             _check_module(module, pairs, path)
             names = tuple(name for name, _ in pairs)
             self.owned.append(Owned(module, len(self.tensors), names))
@@ -237,6 +243,11 @@ class Where:
                 return name
             seen.add(id(tensor))
         return None
+
+
+def _selected(selection: Selection) -> list[tuple[str, Tensor]]:
+    with _swap.reading(selection.module):
+        return list(selection.items())
 
 
 def _check_module(module: nn.Module, pairs: list[tuple[str, Tensor]], path: str) -> None:

@@ -272,7 +272,7 @@ def vjp(
 
 def jacobian(
     f: Any,
-    x: Any,
+    x: Any = _checks.MISSING,
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,

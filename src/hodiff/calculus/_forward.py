@@ -121,4 +121,4 @@ def _columns_of(ev: Evaluation, primals: list[Tensor], index: int, outputs: int,
 
 def _as_block(columns: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> Tensor:
     """From (input event, *output shape) to (*batch, *output event, *input event)."""
-    return columns.movedim(0, -1).reshape(*output.shape, *leaf.shape[batch_ndim:])
+    return columns.movedim(0, -1).reshape((*output.shape, *leaf.shape[batch_ndim:]))

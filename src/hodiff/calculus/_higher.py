@@ -43,12 +43,13 @@ def nth_derivative(
         A tensor shaped like *x*; `f(x)` itself for order 0.
 
     Raises:
-        InputError: *n* is not an integer of at least 0, or `f(x)` has another shape than *x*.
+        InputError: *n* is not an integer of at least 0, `f(x)` has another shape than *x*, or an
+            entry of `f(x)` depends on other entries of *x*.
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
         One evaluation of `f` and n reverse passes, each about 2.5 times as dear as the one before:
-        the graph grows with the order.
+        the graph grows with the order. One more first pass checks that `f` is elementwise.
 
     Example:
         \(z = (x^2)^2\) has \(z' = 4x^3\) and \(z'' = 12x^2\):
@@ -105,7 +106,27 @@ def derivatives(
                 f"f: returned shape {tuple(value.shape)} for x of shape {tuple(x.shape)}; an elementwise function "
                 f"keeps the shape. For other functions use hodiff.grad, hodiff.hessian or hodiff.jacobian."
             )
+        weights = _weights(value)
+        weighted = _reverse.peek(ev, value, weights) if n and value.numel() > 1 else None
         found = [value]
         for order in range(1, n + 1):
             found += _reverse.pull(ev, found[-1:], [torch.ones_like(value)], last=order == n)
+    if weighted is not None:
+        _check_elementwise(weighted, weights * found[1].detach())
     return tuple(found) if ev.create_graph else tuple(part.detach() for part in found)
+
+
+def _weights(like: Tensor) -> Tensor:
+    """Numbers in [1, 2), always the same ones, that touch nobody's random state."""
+    return (1 + torch.rand(like.shape, generator=torch.Generator().manual_seed(0))).to(like)
+
+
+def _check_elementwise(weighted: Tensor, expected: Tensor) -> None:
+    """Raise where the Jacobian J is not diagonal: J^T w then differs from w J^T 1."""
+    apart = (weighted - expected).abs().nan_to_num(0.0, 0.0)
+    scale = torch.maximum(weighted.abs(), expected.abs()).nan_to_num(0.0, 0.0).max()
+    if bool((apart > torch.finfo(weighted.dtype).eps ** 0.5 * scale).any()):
+        raise InputError(
+            "f: is not elementwise: entries of f(x) depend on other entries of x, so that no single number is the "
+            "derivative of an entry. Use hodiff.hessian or hodiff.jacobian, with batch_ndim=1 for independent rows."
+        )

@@ -7,7 +7,7 @@ is right through every layer measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -100,6 +100,22 @@ def hessian(
     x: Tensor,
     *,
     matrix: bool = False,
+    batch_ndim: int = 0,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor: ...
+
+
+@overload
+def hessian(
+    f: What,
+    x: Any,
+    *,
+    matrix: Literal[True],
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     strict: bool = False,
@@ -339,7 +355,7 @@ def _transposed(block: Tensor, row: Tensor, batch_ndim: int) -> Tensor:
 
 def hessian_diagonal(
     f: What,
-    x: V,
+    x: V = _checks.MISSING,
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,

@@ -39,7 +39,9 @@ class Screen:
     def compare(self, label: str, got: float, expected: float, tolerance: float) -> None:
         """A number that is not ours, and what it should be: said, but no failure of this program."""
         right = agree(got, expected, tolerance)
-        self._line(f"   {label}", number(got), number(expected), "right" if right else "wrong", "" if right else "silently")
+        self._line(
+            f"   {label}", number(got), number(expected), "right" if right else "wrong", "" if right else "silently"
+        )
 
     def end(self) -> int:
         """The verdict, and the exit status."""
@@ -58,7 +60,7 @@ def agree(got: float, expected: float, tolerance: float) -> bool:
 
 
 def number(value: float) -> str:
-    """A number in at most 11 characters."""
+    """A number in at most 11 characters: small ones are errors, where two digits tell enough."""
     if math.isfinite(value) and value == int(value) and abs(value) < 10**8:
         return f"{int(value):,}"
-    return f"{value:.5g}" if 1e-2 <= abs(value) < 1e8 else f"{value:.0e}"
+    return f"{value:.2g}" if abs(value) < 1 else f"{value:.6g}"

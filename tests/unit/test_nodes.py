@@ -1,0 +1,67 @@
+import torch
+
+from hodiff import _nodes
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+class Once(Cube):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+def test_the_walk_finds_every_node_once():
+    x = torch.ones(2, requires_grad=True)
+    y = x * x
+    graph = _nodes.survey([(y + y).sum()])
+    assert graph.names() == {"SumBackward0", "AddBackward0", "MulBackward0", "AccumulateGrad"}
+    assert len(graph.visited) == 5  # with None
+    assert graph.leaf_ids() == {id(x)}
+
+
+def test_the_walk_stops_where_told():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    graph = _nodes.survey([y.sin().sum()], stop=[y.grad_fn])
+    assert graph.names() == {"SumBackward0", "SinBackward0", "ExpBackward0"}
+
+
+def test_a_deep_graph_does_not_recurse():
+    y = torch.ones((), requires_grad=True)
+    for _ in range(5000):
+        y = y + 1
+    assert len(_nodes.survey([y]).visited) == 5002
+
+
+def test_reachability():
+    x, z = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    y = (x.sin() * z).sum()
+    (sine,) = _nodes.survey([y]).named("SinBackward0")
+    assert _nodes.reaches([sine], {_nodes.node_of(x)})
+    assert not _nodes.reaches([sine], {_nodes.node_of(z)})
+
+
+def test_functions_are_told_by_their_class():
+    x = torch.ones(2, requires_grad=True)
+    found = {function for function, _ in _nodes.survey([Cube.apply(x) + Once.apply(x)]).functions()}
+    assert found == {Cube, Once}
+    assert _nodes.is_once_differentiable(Once)
+    assert not _nodes.is_once_differentiable(Cube)
+
+
+def test_the_largest_tensor_of_a_graph():
+    x = torch.ones(3, requires_grad=True)
+    assert _nodes.largest_output(_nodes.survey([(x[:, None] * torch.ones(3, 50)).sum()])) == 150

@@ -1,0 +1,72 @@
+"""The written-out norms give PyTorch's values, gradients, and running statistics."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hodiff._norms import ExactNorms
+
+LAYERS = {
+    "layer": (lambda: nn.LayerNorm(4), (5, 3, 4)),
+    "layer, two dims": (lambda: nn.LayerNorm((3, 4)), (5, 3, 4)),
+    "layer, no affine": (lambda: nn.LayerNorm(4, elementwise_affine=False), (5, 4)),
+    "layer, no bias": (lambda: nn.LayerNorm(4, bias=False), (5, 4)),
+    "batch": (lambda: nn.BatchNorm1d(3), (6, 3)),
+    "batch 2d": (lambda: nn.BatchNorm2d(3, affine=False), (6, 3, 2, 2)),
+    "batch, no statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), (6, 3, 2)),
+    "batch, cumulative": (lambda: nn.BatchNorm1d(3, momentum=None), (6, 3)),
+    "batch, eval": (lambda: nn.BatchNorm1d(3).eval(), (6, 3)),
+    "instance": (lambda: nn.InstanceNorm1d(3, affine=True), (4, 3, 5)),
+    "instance, statistics": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), (4, 3, 2, 2)),
+    "instance, eval": (lambda: nn.InstanceNorm1d(3, track_running_stats=True).eval(), (4, 3, 5)),
+    "weight, rows": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (5, 4)),
+    "weight, columns": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=1), (5, 4)),
+    "weight, whole": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=None), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_definition_agrees_with_the_kernel(name):
+    build, shape = LAYERS[name]
+    native = build().double()
+    with torch.no_grad():
+        for parameter in native.parameters():
+            parameter.add_(torch.rand_like(parameter))
+    written = copy.deepcopy(native)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn_like(native(x))
+    native.load_state_dict(written.state_dict())
+    one = torch.autograd.grad((native(x) * weights).sum(), [x, *native.parameters()])
+    with ExactNorms():
+        value = written(x)
+        two = torch.autograd.grad((value * weights).sum(), [x, *written.parameters()])
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    for a, b in zip(native.buffers(), written.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_accumulated_in_float32(dtype):
+    x = (torch.randn(8, 64) * 100).to(dtype)
+    norm = nn.LayerNorm(64).to(dtype)
+    with ExactNorms():
+        written = norm(x)
+    assert written.dtype == dtype
+    torch.testing.assert_close(written, norm(x), rtol=2e-2, atol=2e-2)
+
+
+def test_a_single_value_per_channel_is_refused_as_by_pytorch():
+    norm = nn.BatchNorm1d(3)
+    with ExactNorms(), pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm(torch.ones(1, 3))
+
+
+def test_training_batch_norm_is_noted():
+    with ExactNorms() as norms:
+        nn.BatchNorm1d(3).eval()(torch.ones(2, 3))
+        assert not norms.mixes_samples
+        nn.BatchNorm1d(3)(torch.ones(2, 3))
+    assert norms.mixes_samples

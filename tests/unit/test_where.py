@@ -1,0 +1,111 @@
+import pytest
+import torch
+from torch import nn
+
+import hodiff
+from hodiff._where import Where, joined, parameters
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def test_a_tensor_is_its_own_structure():
+    x = torch.ones(2)
+    where = Where(x)
+    assert where.tensors == [x]
+    assert where.argument([1]) == 1
+    assert where.result([2]) == 2
+
+
+def test_a_module_is_its_trainable_parameters_by_name():
+    m = model()
+    m[0].weight.requires_grad_(False)
+    where = Where(m)
+    assert where.names == ["0.bias", "2.weight", "2.bias"]
+    assert where.argument(where.tensors) is m
+    assert where.result([1, 2, 3]) == {"0.bias": 1, "2.weight": 2, "2.bias": 3}
+
+
+def test_a_container_may_hold_modules():
+    m, x = model(), torch.ones(2)
+    where = Where({"m": m, "x": x})
+    assert where.names[-1] == "x"[:0] + "x['x']"
+    assert where.names[0] == "x['m'].0.weight"
+    argument = where.argument([*where.tensors[:-1], "leaf"])
+    assert argument == {"m": m, "x": "leaf"}
+    assert where.result(range(5)) == {"m": {"0.weight": 0, "0.bias": 1, "2.weight": 2, "2.bias": 3}, "x": 4}
+
+
+def test_joined_points_keep_their_parts():
+    m, x = model(), torch.ones(2)
+    both = joined(Where(x), Where(m, "y"))
+    assert both.names == ["x", "0.weight", "0.bias", "2.weight", "2.bias"]
+    assert both.argument(["leaf", *both.tensors[1:]]) == ("leaf", m)
+    assert both.owned[0].start == 1
+
+
+def test_tied_parameters_count_once():
+    m = model()
+    m.append(nn.Linear(3, 1))
+    m[3].weight = m[2].weight
+    assert [name for name, _ in parameters(m)] == ["0.weight", "0.bias", "2.weight", "2.bias", "3.bias"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "exclude", "names"),
+    [
+        (("0",), (), ["0.weight", "0.bias"]),
+        (("*.bias",), (), ["0.bias", "2.bias"]),
+        (("2.weight", "0.bias"), (), ["0.bias", "2.weight"]),
+        ((), "0", ["2.weight", "2.bias"]),
+        (("*",), ("*.weight", "0"), ["2.bias"]),
+    ],
+)
+def test_select(patterns, exclude, names):
+    m = model()
+    chosen = hodiff.select(m, *patterns, exclude=exclude)
+    assert list(chosen) == names
+    assert all(chosen[name] is m.get_parameter(name) for name in names)
+    assert chosen.module is m
+
+
+def test_select_by_the_name_of_a_tied_alias():
+    m = model()
+    m.append(nn.Linear(3, 1))
+    m[3].weight = m[2].weight
+    assert list(hodiff.select(m, "3")) == ["2.weight", "3.bias"]
+
+
+def test_selection_is_a_mapping():
+    chosen = hodiff.select(model(), "0.bias")
+    assert len(chosen) == 1
+    assert "0.bias" in chosen
+    assert repr(chosen) == "Selection(Sequential, ['0.bias'])"
+    with pytest.raises(KeyError, match=r"2\.bias"):
+        chosen["2.bias"]
+
+
+def test_a_parameter_given_twice():
+    m = model()
+    with pytest.raises(hodiff.InputError, match=r"'0.weight' is given twice"):
+        Where((m, m))
+
+
+def test_lazy_modules_are_refused():
+    with pytest.raises(hodiff.InputError, match=r"uninitialised .* forward pass first"):
+        Where(nn.LazyLinear(2))
+
+
+def test_vectors_are_recognised_by_shape():
+    where = Where({"a": torch.ones(2), "b": torch.ones(())})
+    assert where.match({"b": torch.ones(()), "a": torch.zeros(2)}, "v")[1] is None
+    leaves, count = where.match({"a": torch.zeros(5, 2), "b": torch.ones(5)}, "v")
+    assert count == 5
+    assert leaves[0].shape == (5, 2)
+
+
+def test_a_vector_may_be_any_mapping():
+    m = model()
+    chosen = hodiff.select(m, "0.bias")
+    assert Where(chosen).match(chosen, "v")[0][0] is m[0].bias
