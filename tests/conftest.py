@@ -1,0 +1,45 @@
+"""What every test shares: one thread, seeded randomness, the device, Hypothesis profiles, --slow."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only compete
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# The first call through torch's tracing machinery takes longer than Hypothesis's deadline of 200 ms.
+_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=25, **_COMMON)
+settings.register_profile("ci", max_examples=60, derandomize=True, database=None, **_COMMON)
+settings.register_profile("deep", max_examples=1000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    skip = pytest.mark.skip(reason="slow: run with --slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Each test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where device-aware tests run: HODIFF_DEVICE, else a GPU if there is one, else the CPU."""
+    name = os.environ.get("HODIFF_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)

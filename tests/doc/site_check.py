@@ -1,0 +1,122 @@
+"""Checks a built site: nothing is fetched from elsewhere, and every internal link and anchor exists.
+
+python tests/doc/site_check.py site
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urljoin, urlsplit
+
+# Tags whose attribute makes a browser fetch, as opposed to a link that a reader may follow.
+FETCHES = {
+    "audio": ("src",),
+    "embed": ("src",),
+    "iframe": ("src",),
+    "image": ("href", "xlink:href"),
+    "img": ("src", "srcset"),
+    "link": ("href",),
+    "object": ("data",),
+    "script": ("src",),
+    "source": ("src", "srcset"),
+    "track": ("src",),
+    "use": ("href", "xlink:href"),
+    "video": ("src", "poster"),
+}
+NOT_FETCHED = {"alternate", "canonical", "edit", "next", "prev"}  # values of <link rel=…> that only inform
+EXTERNAL = re.compile(r"^\s*(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
+CSS_URL = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", re.IGNORECASE)
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []  # followed by a reader
+        self.fetched: list[str] = []  # followed by the browser
+        self._in_style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.anchors.update(values[name] for name in ("id", "name") if values.get(name))
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if not (tag == "link" and NOT_FETCHED & set(values.get("rel", "").split())):
+            for name in FETCHES.get(tag, ()):
+                if values.get(name):
+                    self.fetched.extend(_addresses(name, values[name]))
+        self.fetched.extend(_css_addresses(values.get("style", "")))
+        self._in_style = tag == "style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_style = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_style:
+            self.fetched.extend(_css_addresses(data))
+
+
+def _addresses(attribute: str, value: str) -> list[str]:
+    if attribute == "srcset":
+        return [candidate.split()[0] for candidate in value.split(",") if candidate.strip()]
+    return [value]
+
+
+def _css_addresses(css: str) -> list[str]:
+    return [first or second for first, second in CSS_URL.findall(css)]
+
+
+def check_site(root: Path) -> list[str]:
+    """Every fault of the site below `root`, one line each."""
+    pages: dict[Path, _Page] = {}
+    for path in sorted(root.rglob("*.html")):
+        pages[path.resolve()] = page = _Page()
+        page.feed(path.read_text(encoding="utf-8"))
+    if not pages:
+        return [f"{root}: holds no page"]
+
+    faults = []
+    for path, page in pages.items():
+        name = path.relative_to(root.resolve())
+        for address in page.fetched:
+            faults.extend(_fault(root, path, name, address, pages, fetched=True))
+        for address in page.links:
+            faults.extend(_fault(root, path, name, address, pages, fetched=False))
+    for sheet in sorted(root.rglob("*.css")):
+        for address in _css_addresses(sheet.read_text(encoding="utf-8")):
+            faults.extend(_fault(root, sheet.resolve(), sheet.relative_to(root), address, pages, fetched=True))
+    return faults
+
+
+def _fault(root: Path, source: Path, name: Path, address: str, pages: dict, *, fetched: bool) -> list[str]:
+    if EXTERNAL.match(address):
+        return [f"{name}: fetches from elsewhere: {address}"] if fetched else []
+    parts = urlsplit(address)
+    if parts.scheme:  # data:, mailto:
+        return []
+    here = "/" + source.relative_to(root.resolve()).as_posix()
+    there = unquote(urljoin(here, parts.path)) if parts.path else here
+    target = (root.resolve() / there.lstrip("/")).resolve()
+    if target.is_dir():
+        target /= "index.html"
+    if not target.is_file():
+        # 404.html is served at any depth, so its addresses start at the root of wherever the site is hosted.
+        return [] if source.name == "404.html" else [f"{name}: broken: {address}"]
+    fragment = unquote(parts.fragment)
+    if fragment and target in pages and fragment not in pages[target].anchors:
+        return [f"{name}: no such anchor: {address}"]
+    return []
+
+
+def main() -> int:
+    root = Path(sys.argv[1])
+    faults = check_site(root)
+    print("\n".join(faults) or f"{root}: nothing external is fetched, no link is broken")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

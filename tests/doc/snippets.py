@@ -1,0 +1,33 @@
+"""Runs the Python fences of a Markdown page, in order, in one namespace."""
+
+import re
+from pathlib import Path
+
+from sybil.document import Document
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.abstract.codeblock import AbstractCodeBlockParser
+from sybil.parsers.markdown import SkipParser
+from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class PythonFenceParser(AbstractCodeBlockParser):
+    """Every ```python fence, also with options: sybil's own parser silently skips `python exec="true"`."""
+
+    language = "python"
+
+    def __init__(self) -> None:
+        info = re.compile(r"(?P<language>python)(?:[ \t]+(?P<options>[^\n]*))?\n")
+        lexer = RawFencedCodeBlockLexer(info_pattern=info, mapping={"language": "arguments", "source": "source"})
+        super().__init__([lexer], evaluator=PythonEvaluator())
+
+
+def run_page(path: Path) -> int:
+    """Runs the page and returns how many fences it had; a failing one raises with its own line."""
+    document = Document.parse(str(path), PythonFenceParser(), SkipParser())
+    count = 0
+    for example in document.examples():
+        example.evaluate()
+        count += isinstance(example.region.evaluator, PythonEvaluator)
+    return count

@@ -1,0 +1,29 @@
+"""The code in the README and on every page of the documentation runs."""
+
+import re
+
+import pytest
+
+from tests.doc.snippets import ROOT, run_page
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", *(page for page in PAGES if not page.startswith("docs/generated/"))]
+FENCES = {page: len(re.findall(r"^```python\b", (ROOT / page).read_text("utf-8"), re.MULTILINE)) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [page for page, count in FENCES.items() if count])
+def test_page_runs(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_page(ROOT / page) == FENCES[page]  # none is skipped silently
+
+
+def test_the_documentation_has_code():
+    assert sum(FENCES.values()) >= 30
+    for page in ("README.md", "docs/index.md", "docs/recipes/second-order.md", "docs/explain/graphs.md"):
+        assert FENCES[page] >= 2, page
+
+
+def test_each_fence_of_the_site_shows_its_output():
+    for page in PAGES[1:]:
+        for options in re.findall(r"^```python\b(.*)$", (ROOT / page).read_text("utf-8"), re.MULTILINE):
+            assert 'exec="true"' in options, f"{page}: a fence that does not run at build"

@@ -1,0 +1,85 @@
+"""`mkdocs build --strict` fails on each fault that it is there to find.
+
+Needs the docs extra, which the tests' own does not hold; CI runs this file once that is installed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.doc.snippets import ROOT
+
+pytest.importorskip("mkdocs", reason="needs the docs extra")
+pytest.importorskip("mkdocstrings_handlers.python", reason="needs the docs extra")
+pytestmark = pytest.mark.slow
+
+PACKAGE = '''
+"""A package."""
+
+def twice(x: float) -> float:
+    """Doubles.
+
+    Args:
+        x: A number.
+
+    Returns:
+        Its double.
+    """
+    return 2 * x
+'''
+PAGE = """
+# Top
+
+[self](#top) [`twice`][pkg.twice]
+
+::: pkg.twice
+
+```python exec="true" result="text"
+print(6 * 7)
+```
+"""
+FAULTS = {
+    "none": {},
+    "raising snippet": {"page": PAGE.replace("6 * 7", "1 / 0")},
+    "broken link": {"page": PAGE + "\n[gone](gone.md)\n"},
+    "broken anchor": {"page": PAGE + "\n[gone](#gone)\n"},
+    "broken cross-reference": {"page": PAGE + "\n[gone][pkg.gone]\n"},
+    "docstring names an argument that is not there": {
+        "package": PACKAGE.replace("        x: A number", "        y: A number")
+    },
+    "page missing from nav": {"extra": "# Extra\n"},
+    "included file missing": {"page": PAGE + '\n--8<-- "gone.md"\n'},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_strict_build(tmp_path, fault):
+    seeded = FAULTS[fault]
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text(seeded.get("page", PAGE), encoding="utf-8")
+    if "extra" in seeded:
+        (docs / "extra.md").write_text(seeded["extra"], encoding="utf-8")
+    (tmp_path / "src" / "pkg").mkdir(parents=True)
+    (tmp_path / "src" / "pkg" / "__init__.py").write_text(seeded.get("package", PACKAGE).lstrip(), encoding="utf-8")
+    shutil.copytree(ROOT / "docs" / "assets", docs / "assets")
+
+    config = (ROOT / "mkdocs.yml").read_text("utf-8")  # the real one, but for its pages
+    before, rest = config.split("\nnav:\n")
+    after = rest[rest.index("\n\n") :]
+    (tmp_path / "mkdocs.yml").write_text(f"{before}\nnav:\n  - Home: index.md\n{after}", encoding="utf-8")
+
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"],
+        cwd=tmp_path,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (built.returncode == 0) == (fault == "none"), built.stdout + built.stderr
+    if fault == "none":
+        assert "42" in (tmp_path / "site" / "index.html").read_text("utf-8")

@@ -1,0 +1,129 @@
+"""Imports point downwards, and each engine of PyTorch has one place that calls it."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+
+import pytest
+
+from tests.meta import source
+from tests.meta.source import PACKAGE, dotted_names, imports, library_files, module_name, tree, where
+
+FOUNDATION = (
+    "errors",
+    *(path.stem for path in library_files() if path.parent == PACKAGE and re.match("_[a-z]", path.stem)),
+)
+FEATURES = ("curvature", "penalties", "fields", "jets", "sparse")
+
+# Which parts of the library a part may import, besides itself.
+MAY_IMPORT = {
+    **dict.fromkeys(FOUNDATION, FOUNDATION),
+    "graph": ("errors", "_nodes"),
+    "calculus": FOUNDATION,
+    **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
+    "fields": (*FOUNDATION, "calculus", "jets"),
+    "plotting": ("errors",),
+    "verify": None,  # None: the public functions, that is `hodiff` itself, and anything below
+    "cli": None,
+    "__main__": None,
+    "": None,
+}
+
+
+def part(module: str) -> str:
+    """The part of the library a module belongs to: `hodiff.calculus._first` -> `calculus`."""
+    return ([*module.split("."), ""])[1]
+
+
+LIBRARY = {module_name(path): path for path in library_files()}
+
+
+def library_imports(path):
+    for line, name in imports(path):
+        if name.split(".")[0] == "hodiff":
+            yield line, name
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_imports_point_downwards(module):
+    path = LIBRARY[module]
+    assert part(module) in MAY_IMPORT, f"{path.name}: which layer does it belong to? Add it to MAY_IMPORT"
+    allowed = MAY_IMPORT[part(module)]
+    for line, name in library_imports(path):
+        if allowed is not None and part(name) != part(module):
+            assert part(name) in allowed, f"{where(path, line)}: {part(module)} may not import {name}"
+
+
+def test_no_import_cycles():
+    graph = {}
+    for module, path in LIBRARY.items():
+        if allowed_top(module):
+            continue
+        targets = set()
+        for _, name in library_imports(path):
+            parent = name.rpartition(".")[0]
+            targets.add(name if name in LIBRARY else parent)
+        graph[module] = targets - {module}
+    TopologicalSorter(graph).prepare()  # raises CycleError, naming the cycle
+
+
+def allowed_top(module):
+    """The top level collects the public names, and who uses only those may import it lazily."""
+    return MAY_IMPORT[part(module)] is None
+
+
+# Names that only some files, or the files of some folders, may use.
+# The tour shows what the stock routes give; it computes nothing else with them.
+ONLY_IN = {
+    "torch.autograd.grad": ("_reverse", "cli._tour"),
+    "torch.autograd.backward": (),
+    "torch.vmap": ("_reverse",),
+    "torch.func.vmap": ("_reverse",),
+    "torch.autograd.forward_ad": ("calculus._forward", "jets.rules.elementwise"),
+    "torch.func.jvp": ("calculus._forward", "jets.rules.elementwise", "cli._tour"),
+    "torch.func.linearize": ("calculus._forward",),
+    "torch.func.jacfwd": (),
+    "torch.func.jacrev": ("cli._tour",),
+    "torch.func.hessian": (),
+    "torch.func.vjp": (),
+    "torch.func.grad": ("penalties._compiled", "sparse._detect"),
+    "torch.func.grad_and_value": ("penalties._compiled", "sparse._detect"),
+    "torch.autograd.functional": (),
+    "torch.autograd.graph": ("_nodes", "graph"),
+    "torch.utils._pytree": (),
+}
+NODE_ATTRIBUTES = {"next_functions", "saved_tensors", "_sequence_nr", "_input_metadata"}
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_each_engine_has_its_callers(module):
+    path = LIBRARY[module]
+    short = module.removeprefix("hodiff").lstrip(".")
+    for line, name in dotted_names(path):
+        for banned, callers in ONLY_IN.items():
+            if name == banned or name.startswith(banned + "."):
+                assert any(f"{short}.".startswith(f"{caller}.") for caller in callers), (
+                    f"{where(path, line)}: {name} belongs to {callers or 'nobody'}"
+                )
+
+
+@pytest.mark.parametrize("module", [name for name in LIBRARY if part(name) not in ("_nodes", "graph")])
+def test_only_nodes_and_graph_read_node_attributes(module):
+    for node in ast.walk(tree(LIBRARY[module])):
+        if isinstance(node, ast.Attribute):
+            private = node.attr.startswith(("_saved_", "_raw_saved_"))
+            assert not private and node.attr not in NODE_ATTRIBUTES, (
+                f"{where(LIBRARY[module], node.lineno)}: .{node.attr}"
+            )
+
+
+def test_aliases_are_seen_through(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "hodiff"
+    package.mkdir(parents=True)
+    file = package / "a.py"
+    file.write_text(
+        "import torch.autograd as ag\nfrom torch import vmap as v\nimport torch\nag.grad(1)\nv(2)\ntorch.func.jvp(3)\n"
+    )
+    monkeypatch.setattr(source, "PACKAGE", package)
+    names = {name for _, name in source.dotted_names(file)}
+    assert {"torch.autograd.grad", "torch.vmap", "torch.func.jvp"} <= names

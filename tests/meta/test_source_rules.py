@@ -1,0 +1,47 @@
+"""Rules that hold in every file."""
+
+import ast
+import re
+import tomllib
+
+from tests.meta.source import ROOT, files_of_tests, library_files, tree, where
+
+
+def test_no_assert_in_the_library():
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            assert not isinstance(node, ast.Assert), f"{where(path, node.lineno)}: raise an error with words instead"
+
+
+def test_raises_and_warns_match_a_message():
+    """Without match= any accident of the same class passes for the error that was meant."""
+    for path in files_of_tests():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                owner = getattr(getattr(node.func, "value", None), "id", "pytest")
+                if owner == "pytest" and called in ("raises", "warns"):
+                    assert "match" in {keyword.arg for keyword in node.keywords}, (
+                        f"{where(path, node.lineno)}: {called}"
+                    )
+
+
+def test_dependencies_are_torch_and_tqdm():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    required = [re.match(r"[\w-]+", item).group() for item in project["dependencies"]]
+    assert required == ["torch", "tqdm"]
+
+
+def test_every_requirement_is_pinned_for_ci():
+    pins = re.findall(r"^([\w.-]+)==\S+$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    pinned = {normal(name) for name in pins}
+    assert [normal(name) for name in pins] == sorted(pinned)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for extra in [project["dependencies"], *project["optional-dependencies"].values()]:
+        for item in extra:
+            name = re.match(r"[\w-]+", item).group()
+            assert name == "hodiff" or normal(name) in pinned, f"constraints.txt does not pin {name}"
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
