@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hodiff import _checks, _nodes, _safety, _translate, _tree
 from hodiff._norms import ExactNorms
 from hodiff._swap import ParameterLoan
-from hodiff._where import Where
+from hodiff._where import Where, plain
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, InputError
 
 Allowed = Sequence[str | type] | str | type
@@ -67,7 +67,7 @@ class Evaluation:
         self.aux: Any = None
         self.drew_random = False
         _checks.check_arguments(args, kwargs)
-        self._what: Any = what
+        self._what: Any = plain(what) if isinstance(what, nn.Module) else what
         self._args, self._kwargs = args, kwargs or {}
         self._allow = {allow} if isinstance(allow, (str, type)) else set(allow)
         self._spread = spread  # f receives the items of where one by one: f(x, y)

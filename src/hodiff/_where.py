@@ -187,7 +187,8 @@ class Where:
         _checks.check_container(tree, len(items), name)
         self.tensors, self.names, self.owned = [], [], []
         self._argument_tree = tree
-        self._argument_items = items
+        # A compiled module runs eagerly here; give f the module behind the wrapper, whose call says nothing of hooks.
+        self._argument_items = [plain(item) if isinstance(item, nn.Module) else item for item in items]
         expansions = [self._add(item, path, single=tree is _tree.LEAF) for item, path in zip(items, paths, strict=True)]
         self._result_tree = _tree.rebuild_tree(tree, iter(expansions))
         self._check_modules()
