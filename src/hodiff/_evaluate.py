@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Evaluation:
         outputs: What `f` returned, or the tensors given in its place.
         create_graph: Whether the final result stays differentiable.
         owned: Whether the graph is ours, so that the last pass may free it.
+        keep: Whether it stays all the same, for passes after this context (see `resumed`).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Evaluation:
         batch_ndim: int = 0,
         has_aux: bool = False,
         spread: bool = False,
+        keep: bool = False,
     ) -> None:
         self.where = where if isinstance(where, Where) else Where(where)
         if create_graph is None:
@@ -61,11 +64,11 @@ class Evaluation:
         self.batch_ndim = batch_ndim
         self.batch = _checks.check_batch(self.where.tensors, self.where.names, batch_ndim)
         self.owned = callable(what) and not isinstance(what, Tensor)
+        self.keep = keep
         self.order = _safety.total_order(passes, self.create_graph)
         self.leaves: list[Tensor] = []
         self.outputs: Any = None
         self.aux: Any = None
-        self.drew_random = False
         _checks.check_arguments(args, kwargs)
         self._what: Any = plain(what) if isinstance(what, nn.Module) else what
         self._args, self._kwargs = args, kwargs or {}
@@ -109,13 +112,13 @@ class Evaluation:
                 refuse_transforms()
                 self._lend()
                 self.leaves = [_alias(tensor, self.create_graph) for tensor in self.where.tensors]
-                stop = [leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None]
-                self._call()
+                graph = self._call()
             else:
-                self.outputs, self.leaves, stop = self._what, self.where.tensors, []
+                self.outputs, self.leaves = self._what, self.where.tensors
+                graph = self._survey()
             if self._has_aux:
                 self.outputs, self.aux = _split(self.outputs)
-            self._inspect(stop)
+            self._inspect(graph)
         except BaseException:
             self._held.close()
             raise
@@ -128,6 +131,22 @@ class Evaluation:
                 # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see.
                 if leaf.is_leaf:
                     leaf.requires_grad_(False)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """The state of the evaluation once more, for a pass over a kept graph that calls back into Python.
+
+        An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
+        be lent then, and the switches set, as they were in the forward pass.
+        """
+        self._held = _safety.Evaluating(self.order)
+        try:
+            if self.owned:
+                self._lend()
+                self._put(self.leaves)
+            yield
+        finally:
+            self._held.close()
 
     def _lend(self) -> None:
         """Borrow the modules of the point, with all their parameters and buffers."""
@@ -145,33 +164,46 @@ class Evaluation:
 
     def at(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when `leaves` stand in the place of the point's tensors."""
+        self._put(leaves)
+        argument = self.where.argument(leaves)
+        return self._what(*(argument if self._spread else (argument,)), *self._args, **self._kwargs)
+
+    def _put(self, leaves: Sequence[Tensor]) -> None:
+        """Let the borrowed modules have `leaves` for parameters."""
         owned = self.where.owned
         if owned:
             theirs = [i for part in owned for i in range(part.start, part.start + len(part.names))]
             self._loan.put({id(self.where.tensors[i]): leaves[i] for i in theirs})
-        argument = self.where.argument(leaves)
-        return self._what(*(argument if self._spread else (argument,)), *self._args, **self._kwargs)
 
-    def _call(self) -> None:
-        """Run `f`, and note whether it drew random numbers."""
-        before = _random_state(self.leaves)
+    def _call(self) -> _nodes.Survey:
+        """Run `f`; once more, as the first time, where operations stand in the way of a right second derivative."""
+        self._random = _random_state(self.leaves)
         self.outputs = self._value()
-        after = _random_state(self.leaves)
-        self.drew_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        if self.order >= 2:
-            self._call_again(before)
-
-    def _call_again(self, random: tuple[Tensor, ...]) -> None:
-        """Run `f` once more, as the first time, where operations stand in the way of a right second derivative."""
-        names = _nodes.survey(_tensors(self.outputs)).names()
+        graph = self._survey()
+        if self.order < 2:
+            return graph
+        names = graph.names()
         if "CudnnRnnBackward0" in names:
             self._held.also(_safety.no_cudnn)
         elif not (self.order == 2 and _translate.WEIGHT_NORM in names):
-            return
-        torch.set_rng_state(random[0])
-        if len(random) > 1:
-            torch.cuda.set_rng_state(random[1])
+            return graph
+        torch.set_rng_state(self._random[0])
+        if len(self._random) > 1:
+            torch.cuda.set_rng_state(self._random[1])
         self.outputs = self._value(exact=_translate.WEIGHT_NORM in names)
+        return self._survey()
+
+    def _survey(self) -> _nodes.Survey:
+        """The graph of the outputs, down to the leaves; below an alias begins the caller's own."""
+        aliases = [leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None] if self.owned else ()
+        if self._has_aux:
+            outputs, _ = _split(self.outputs)
+            return _nodes.survey(_tensors(outputs), aliases)
+        return _nodes.survey(_tensors(self.outputs), aliases)
+
+    def drew_random(self) -> bool:
+        """Whether `f` drew random numbers (from PyTorch's default generators)."""
+        return any(not torch.equal(a, b) for a, b in zip(self._random, _random_state(self.leaves), strict=True))
 
     def _value(self, exact: bool = False) -> Any:
         versions = [leaf._version for leaf in self.leaves]
@@ -214,18 +246,16 @@ class Evaluation:
         """What `f` returned beside the loss, likewise."""
         return self.aux if self.create_graph else detached(self.aux)
 
-    def _inspect(self, stop: Sequence[Any]) -> None:
+    def _inspect(self, graph: _nodes.Survey) -> None:
         """Look at the graph once: what it depends on, custom Functions, norms, samples that mix."""
         outputs = self.tensors()
-        graph = _nodes.survey(outputs, stop)
-        targets = [_nodes.node_of(leaf) for leaf in self.leaves]
         if self.owned:
             self._refuse_bypass(graph)
-        self._check_dependence(graph, targets, outputs)
+        self._check_dependence(graph, outputs)
         if self.order >= 2:
-            self._check_functions(graph, set(targets))
+            self._check_functions(graph)
             refuse_third_order(graph)
-            if _nodes.reaches(graph.named(_translate.WEIGHT_NORM), set(targets)):
+            if _nodes.reaches(graph.named(_translate.WEIGHT_NORM), self.leaves):
                 raise GraphError(
                     "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
                     "the function instead of its value, which writes the norm out from its definition."
@@ -233,9 +263,9 @@ class Evaluation:
         if self.batch_ndim:
             self._check_mixing(graph)
 
-    def _check_dependence(self, graph: _nodes.Survey, targets: list[Any], outputs: list[Tensor]) -> None:
+    def _check_dependence(self, graph: _nodes.Survey, outputs: list[Tensor]) -> None:
         names = self.where.names
-        unused = [name for node, name in zip(targets, names, strict=True) if node not in graph.visited]
+        unused = [name for leaf, name in zip(self.leaves, names, strict=True) if not graph.contains(leaf)]
         if len(unused) == len(names):
             raise GraphError(_independent(self.owned, _listed(unused), any(output.requires_grad for output in outputs)))
         if unused and self.strict:
@@ -243,11 +273,8 @@ class Evaluation:
 
     def _refuse_bypass(self, graph: _nodes.Survey) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
-        reached = graph.leaf_ids()
         for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
-            if not tensor.requires_grad:
-                continue
-            if id(tensor) in reached or (tensor.grad_fn is not None and tensor.grad_fn in graph.visited):
+            if tensor.requires_grad and graph.contains(tensor):
                 raise GraphError(
                     f"f reaches {name} other than through its argument, so that path would be missing from the "
                     f"derivative. Compute with what f is given; for the parameters of a model pass the model itself: "
@@ -255,9 +282,9 @@ class Evaluation:
                     f"{name}.detach() instead."
                 )
 
-    def _check_functions(self, graph: _nodes.Survey, targets: set[Any]) -> None:
+    def _check_functions(self, graph: _nodes.Survey) -> None:
         for function, nodes in graph.functions():
-            if function in self._allow or function.__name__ in self._allow or not _nodes.reaches(nodes, targets):
+            if function in self._allow or function.__name__ in self._allow or not _nodes.reaches(nodes, self.leaves):
                 continue
             if function.__name__ == "CheckpointFunction" or "CompiledFunction" in function.__name__:
                 raise _translate.missing([function.__name__])

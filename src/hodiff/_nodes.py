@@ -32,7 +32,7 @@ def node_of(tensor: Tensor) -> Node | None:
 class Survey:
     """The nodes below some roots, grouped by class. Strong references: drop it before a pass that frees."""
 
-    __slots__ = ("by_class", "visited")
+    __slots__ = ("_leaf_ids", "by_class", "visited")
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
         by_class: dict[type, list[Node]] = {}
@@ -48,6 +48,7 @@ class Survey:
                 stack.extend(edge[0] for edge in node.next_functions)
         self.by_class = by_class
         self.visited = visited
+        self._leaf_ids: set[int] | None = None
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`, `AccumulateGrad`)."""
@@ -67,7 +68,13 @@ class Survey:
 
     def leaf_ids(self) -> set[int]:
         """The identities of the leaf tensors that would accumulate a gradient."""
-        return {id(node.variable) for node in self.named("AccumulateGrad")}
+        if self._leaf_ids is None:
+            self._leaf_ids = {id(node.variable) for node in self.named("AccumulateGrad")}
+        return self._leaf_ids
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, a leaf or not, is in the graph."""
+        return tensor.grad_fn in self.visited if tensor.grad_fn is not None else id(tensor) in self.leaf_ids()
 
 
 def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
@@ -80,9 +87,13 @@ def is_once_differentiable(function: type) -> bool:
     return getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE
 
 
-def reaches(nodes: Iterable[Node], targets: Collection[Node]) -> bool:
-    """Whether a path leads from one of `nodes` down to one of `targets`."""
-    return not Survey(nodes, stop=targets).visited.isdisjoint(targets)
+def reaches(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> bool:
+    """Whether a path leads from one of `nodes` down to one of `tensors`."""
+    nodes = list(nodes)
+    if not nodes:
+        return False
+    graph = Survey(nodes)
+    return any(graph.contains(tensor) for tensor in tensors)
 
 
 def largest_output(graph: Survey) -> int:

@@ -1,7 +1,8 @@
 """Reverse passes: the only caller of `torch.autograd.grad`, and the only one who decides what is kept.
 
 The rule is one line, `_keep`: a pass keeps the graph if another pass of ours follows, if the result is
-differentiable, or if the graph is the caller's. Nothing else in the library knows `retain_graph`.
+differentiable, if an operator holds on to the graph, or if it is the caller's. Nothing else in the
+library knows `retain_graph`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ def pull(
     """
     inputs = ev.leaves if inputs is None else inputs
     pairs = [(output, cotangent) for output, cotangent in zip(outputs, cotangents, strict=True) if output.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(leaf) for leaf in inputs]
     build = not last or ev.create_graph
-    found = _filled(_pull(*_columns(pairs), inputs, keep=_keep(ev, last), build=build), inputs)
+    if pairs:
+        found = _filled(_pull(*_columns(pairs), inputs, keep=_keep(ev, last), build=build), inputs)
+    else:
+        found = [torch.zeros_like(leaf) for leaf in inputs]
     if build:
         refuse_missing(outputs, found, inputs, third=ev.order >= 3)
-    return list(found)
+    return _connected(ev, found)
 
 
 def peek(ev: Evaluation, output: Tensor, cotangent: Tensor) -> Tensor:
@@ -82,7 +84,8 @@ def pushforward(
     ev: Evaluation, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
 ) -> list[Tensor]:
     """J v by two passes: u -> J'u is linear, and its derivative by u in the direction v is J v."""
-    cotangents = [torch.zeros_like(output, requires_grad=True) for output in outputs]
+    # Ones, though any u would do: the backward of logcumsumexp takes the logarithm of u.
+    cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
     pulled = pull(ev, outputs, cotangents, last=False)
     return products(ev, pulled, tangents, count, chunk_size=chunk_size, inputs=cotangents)
 
@@ -145,10 +148,9 @@ def stacked(
 ) -> list[Tensor]:
     """All results of `pull_many`, stacked; written in place where nothing needs their graph."""
     if ev.create_graph:
-        parts = [found for _, _, found in chunks]
-        if not parts:
-            return [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
-        return parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+        parts = [found for _, _, found in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
+        whole = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+        return _connected(ev, whole)
     results: list[Tensor] = []
     for start, stop, found in chunks:
         if stop - start == count:
@@ -170,8 +172,23 @@ def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
     return max(8, CHUNK_BYTES // max(1, (4 * largest + 2 * result) * itemsize))
 
 
+def _connected(ev: Evaluation, found: list[Tensor]) -> list[Tensor]:
+    """A differentiable result that came out constant is still a function of the point: its derivative is zero.
+
+    The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
+    sum of none of a leaf's entries is 0, and depends on the leaf.
+    """
+    if not ev.create_graph or all(part.requires_grad for part in found):
+        return found
+    callers = [leaf for leaf in ev.leaves if not ev.owned or leaf.grad_fn is not None]
+    if not callers:
+        return found
+    nothing = torch.stack([leaf.reshape(-1)[:0].sum().to(callers[0]) for leaf in callers]).sum()
+    return [part if part.requires_grad else part + nothing.to(part) for part in found]
+
+
 def _keep(ev: Evaluation, last: bool) -> bool:
-    return not (last and ev.owned) or ev.create_graph
+    return not (last and ev.owned) or ev.keep or ev.create_graph
 
 
 def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -228,6 +245,13 @@ def _pull_each(
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+def derivative(output: Tensor, by: Tensor) -> Tensor:
+    """The derivative of the sum of `output`, itself differentiable, in a graph that belongs to no evaluation."""
+    if not output.requires_grad:
+        return torch.zeros_like(by)
+    return _filled(_pull([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
+
+
 def batched(function: Callable[..., tuple[Tensor, ...]], vectors: Sequence[Tensor]) -> list[Tensor]:
     """`function` of each of the stacked vectors, in one batch; what it draws at random is drawn once for all."""
     return list(torch.vmap(function, randomness="same")(*vectors))
@@ -241,7 +265,7 @@ def refuse_missing(
     if third:
         refuse_third_order(graph)
     bad = list(graph.named("NotImplemented", "Error", *_translate.UNMARKED))
-    if not bad or not _nodes.reaches(bad, {_nodes.node_of(leaf) for leaf in inputs}):
+    if not bad or not _nodes.reaches(bad, inputs):
         return
     named = [type(node).__name__ for node in bad if _translate.way_out(type(node).__name__)]
     if not named:  # the marker is anonymous: the operation is known from the graph before

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -129,43 +128,53 @@ def total_order(passes: int, create_graph: bool) -> int:
 class Evaluating:
     """Holds an evaluation's loans and switches until its last pass has run."""
 
-    __slots__ = ("_exits", "loan")
+    __slots__ = ("_undo", "loan")
 
     def __init__(self, order: int) -> None:
-        exits = self._exits = ExitStack()
+        self._undo: list[Callable[[], object]] = []
         try:
             if torch.is_inference_mode_enabled():
-                exits.enter_context(torch.inference_mode(False))
-            grad_mode = torch.is_grad_enabled()
-            torch.set_grad_enabled(True)
-            exits.callback(torch.set_grad_enabled, grad_mode)
+                self.also(torch.inference_mode(False))
+            if not torch.is_grad_enabled():
+                torch.set_grad_enabled(True)
+                self.defer(_grad_off)
             if order >= 2:
-                exits.enter_context(plain_attention)
+                self.also(plain_attention)
             if "torch._dynamo" in sys.modules:
-                exits.enter_context(eager)
-            exits.enter_context(watch_modules)
+                self.also(eager)
+            self.also(watch_modules)
             self.loan = BufferLoan()
-            exits.callback(self.loan.close)
+            self.defer(self.loan.close)
             state.loans.append(self.loan)
             state.orders.append(order)
-            exits.callback(self._leave)
+            self.defer(_leave)
         except BaseException:
-            exits.close()
+            self.close()
             raise
-
-    @staticmethod
-    def _leave() -> None:
-        state.loans.pop()
-        state.orders.pop()
-
-    def close(self) -> None:
-        """Undo everything, in reverse order."""
-        self._exits.close()
 
     def also(self, context: Any) -> None:
         """Enter one more context, left with the rest."""
-        self._exits.enter_context(context)
+        context.__enter__()
+        self._undo.append(lambda: context.__exit__(None, None, None))
 
-    def defer(self, function: Callable[[], None]) -> None:
+    def defer(self, function: Callable[[], object]) -> None:
         """Call `function` on closing."""
-        self._exits.callback(function)
+        self._undo.append(function)
+
+    def close(self) -> None:
+        """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
+        if not self._undo:
+            return
+        try:
+            self._undo.pop()()
+        finally:
+            self.close()
+
+
+def _grad_off() -> None:
+    torch.set_grad_enabled(False)
+
+
+def _leave() -> None:
+    state.loans.pop()
+    state.orders.pop()

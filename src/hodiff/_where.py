@@ -230,6 +230,10 @@ class Where:
         """`leaves` in the shape of the caller's point; a dict by parameter name for a module."""
         return _tree.rebuild(self._result_tree, iter(leaves))
 
+    def tree(self) -> _tree.Tree:
+        """The structure of results."""
+        return self._result_tree
+
     def match(self, value: Any, name: str) -> tuple[list[Tensor], int | None]:
         """The leaves of a vector like this point, and how many vectors they hold (None: just one)."""
         if isinstance(value, Mapping) and not isinstance(value, dict):

@@ -50,8 +50,8 @@ def test_reachability():
     x, z = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     y = (x.sin() * z).sum()
     (sine,) = _nodes.survey([y]).named("SinBackward0")
-    assert _nodes.reaches([sine], {_nodes.node_of(x)})
-    assert not _nodes.reaches([sine], {_nodes.node_of(z)})
+    assert _nodes.reaches([sine], [x])
+    assert not _nodes.reaches([sine], [z])
 
 
 def test_functions_are_told_by_their_class():

@@ -85,7 +85,7 @@ def tall_jacobian(ev: Evaluation, outputs: list[Tensor], *, chunk_size: int | No
     leaves, batch_ndim = ev.leaves, ev.batch_ndim
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in leaves)
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
-    if not ev.owned or ev.create_graph or ev.drew_random or _safety.nested() or not 0 < columns < rows:
+    if not ev.owned or ev.create_graph or _safety.nested() or not 0 < columns < rows or ev.drew_random():
         return None
     largest = max(output.numel() for output in outputs)
     size = chunk_size or max(8, _reverse.CHUNK_BYTES // (8 * largest * outputs[0].element_size()))

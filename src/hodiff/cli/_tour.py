@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
+from hodiff._live_bytes import LiveBytes
 from hodiff.cli import _info
-from hodiff.cli._live_bytes import LiveBytes
 from hodiff.cli._screen import Screen
 
 HELP = "show what hodiff is for, on one screen; exit with 1 if a number is wrong"

@@ -1,0 +1,1 @@
+"""What a call costs: evaluations of f, reverse passes, operations."""

@@ -1,0 +1,1 @@
+"""Test support: problems with known answers, the module zoo, random inputs, and independent oracles."""

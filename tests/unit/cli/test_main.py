@@ -1,0 +1,72 @@
+"""The two ways in, and what `info` says."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import torch
+
+from hodiff.__main__ import main
+from hodiff.cli import _info
+from tests.meta.source import ROOT, imports, library_files
+
+
+def test_info_names_versions_devices_and_extras(capsys):
+    assert main(["info"]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert facts["torch"] == torch.__version__
+    assert facts["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert "cpu" in facts["devices"]
+
+
+def test_info_says_which_extras_are_installed(monkeypatch, capsys):
+    monkeypatch.setattr(_info, "_installed", lambda name: name != "matplotlib")
+    main(["info"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("extra 'plot'") and line.endswith("missing matplotlib") for line in lines)
+    assert any(line.startswith("extra 'scipy'") and line.endswith("installed") for line in lines)
+
+
+def test_extras_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(_info.extras()) == set(project["optional-dependencies"])
+    assert _info.version() == project["version"]
+
+
+def test_info_of_a_folder_that_is_not_installed(monkeypatch, capsys):
+    def absent(name):
+        raise _info.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(_info.importlib.metadata, "version", absent)
+    monkeypatch.setattr(_info.importlib.metadata, "requires", absent)
+    assert main(["info"]) == 0
+    assert "not installed" in capsys.readouterr().out
+
+
+def test_module_and_script_are_the_same_program():
+    ran = subprocess.run([sys.executable, "-m", "hodiff", "info"], capture_output=True, text=True, check=True)
+    assert f"torch          {torch.__version__}" in ran.stdout
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["scripts"] == {"hodiff": "hodiff.__main__:main"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["info", "--nonsense"]])
+def test_misuse_exits_with_two_and_says_how_to_use_it(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: hodiff" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert "info" in printed
+    assert "tour" in printed
+
+
+def test_importing_the_library_does_not_import_the_command_line():
+    for path in library_files():
+        if "cli" not in path.parts and path.name != "__main__.py":
+            assert not [name for _, name in imports(path) if name.startswith("hodiff.cli")], path.name

@@ -1,0 +1,106 @@
+"""`hodiff tour`: one screen, every number checked, and a wrong one ends in status 1."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import hodiff
+from hodiff.__main__ import main
+from hodiff.cli import _tour
+from tests.meta.source import ROOT
+
+
+def failures(printed):
+    return [line for line in printed.splitlines() if "  FAILED" in line]
+
+
+def test_all_is_right_on_one_screen(capsys):
+    before = torch.get_rng_state()
+    assert main(["tour"]) == 0
+    printed = capsys.readouterr().out
+    assert not failures(printed)
+    lines = printed.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    assert printed.isascii()  # any terminal can show it
+    assert torch.equal(before, torch.get_rng_state())
+
+    # the copied program prints z' and y'; the second derivative is another number
+    for row, value in [("z.backward", "32"), ("x.grad.zero_", "4"), ("hodiff.nth_derivative", "48")]:
+        assert re.search(rf"^   {re.escape(row)}.* {value} +{value}  ok", printed, re.MULTILINE), row
+    # the routes that are wrong in PyTorch, next to ours
+    assert sum("wrong  silently" in line for line in lines) == 2
+    # all checks are counted
+    assert f"{sum('  ok' in line for line in lines)} numbers checked." in lines[-1]
+
+
+def test_each_page_that_it_names_exists():
+    for page in _tour.MAP.values():
+        assert (ROOT / page).is_file(), page
+
+
+def test_each_function_that_it_names_exists():
+    for names in _tour.MAP:
+        if names.startswith("grad jacobian"):
+            assert all(hasattr(hodiff, name) for name in names.split())
+
+
+def doubled(function):
+    """The function with a wrong result."""
+
+    def wrong(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return {name: 2 * part for name, part in result.items()} if isinstance(result, dict) else 2 * result
+
+    return wrong
+
+
+@pytest.mark.parametrize(("name", "count"), [("nth_derivative", 1), ("hvp", 2), ("grad", 2)])
+def test_a_wrong_number_fails(name, count, monkeypatch, capsys):
+    monkeypatch.setattr(hodiff, name, doubled(getattr(hodiff, name)))
+    assert main(["tour"]) == 1
+    printed = capsys.readouterr().out
+    assert len(failures(printed)) >= count
+    assert "FAILED" in printed.splitlines()[-1]
+
+
+def test_a_leak_fails(monkeypatch, capsys):
+    kept = []
+    hvp = hodiff.hvp
+    monkeypatch.setattr(hodiff, "hvp", lambda *args: kept.append(hvp(*args)) or kept[-1])
+    assert main(["tour"]) == 1
+    assert "function: without the result" in failures(capsys.readouterr().out)[0]
+
+
+def test_a_freed_graph_fails(monkeypatch, capsys):
+    """If hodiff freed the caller's graph, the bytes beside the result would show it."""
+    losses = []
+
+    def remembered():
+        source, model, loss = classifier()
+        losses.append(loss)
+        return source, model, loss
+
+    def frees(f, model, vector):
+        result = hvp(f, model, vector)
+        if isinstance(f, torch.Tensor):
+            torch.autograd.grad(f, list(model.parameters()))
+            f.backward = lambda: losses[0](model).backward()  # let the tour go on
+        return result
+
+    hvp, classifier = hodiff.hvp, _tour.classifier
+    monkeypatch.setattr(hodiff, "hvp", frees)
+    monkeypatch.setattr(_tour, "classifier", remembered)
+    assert main(["tour"]) == 1
+    assert "beside result" in failures(capsys.readouterr().out)[0]
+
+
+def test_without_scikit_learn_it_says_so_and_goes_on(monkeypatch, capsys):
+    for module in ("sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["tour"]) == 0
+    printed = capsys.readouterr().out
+    assert "scikit-learn is not installed" in printed
+    assert max(map(len, printed.splitlines())) <= 100
