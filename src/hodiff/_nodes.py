@@ -32,7 +32,7 @@ def node_of(tensor: Tensor) -> Node | None:
 class Survey:
     """The nodes below some roots, grouped by class. Strong references: drop it before a pass that frees."""
 
-    __slots__ = ("_leaf_ids", "by_class", "visited")
+    __slots__ = ("_leaf_ids", "_names", "by_class", "visited")
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
         by_class: dict[type, list[Node]] = {}
@@ -49,16 +49,21 @@ class Survey:
         self.by_class = by_class
         self.visited = visited
         self._leaf_ids: set[int] | None = None
+        self._names: set[str] | None = None
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`, `AccumulateGrad`)."""
+        if self.names().isdisjoint(names):
+            return
         for kind, nodes in self.by_class.items():
             if kind.__name__ in names:
                 yield from nodes
 
     def names(self) -> set[str]:
         """The class names of all nodes."""
-        return {kind.__name__ for kind in self.by_class}
+        if self._names is None:
+            self._names = {kind.__name__ for kind in self.by_class}
+        return self._names
 
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""

@@ -25,7 +25,7 @@ CHUNK_BYTES = 32 * 2**20
 def pull(
     ev: Evaluation,
     outputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
     *,
     last: bool,
     inputs: Sequence[Tensor] | None = None,
@@ -56,7 +56,8 @@ def peek(ev: Evaluation, output: Tensor, cotangent: Tensor) -> Tensor:
 def gradient(ev: Evaluation, *, last: bool) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves."""
     output = ev.scalars()
-    return pull(ev, [output], [torch.ones_like(output)], last=last)
+    ones = None if output.numel() == 1 else torch.ones_like(output)  # autograd makes a single one itself
+    return pull(ev, [output], [ones], last=last)
 
 
 def products(
@@ -191,7 +192,7 @@ def _keep(ev: Evaluation, last: bool) -> bool:
     return not (last and ev.owned) or ev.keep or ev.create_graph
 
 
-def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+def _columns(pairs: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], list[Tensor | None]]:
     return [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
 
 
@@ -200,7 +201,7 @@ def _filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Te
 
 
 def _pull(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], *, keep: bool, build: bool
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor], *, keep: bool, build: bool
 ) -> Sequence[Tensor | None]:
     """One reverse pass, without autocast (a backward pass has its own precision: that of the forward)."""
     device = inputs[0].device.type

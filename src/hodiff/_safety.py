@@ -163,12 +163,12 @@ class Evaluating:
 
     def close(self) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
-        if not self._undo:
-            return
         try:
-            self._undo.pop()()
+            while self._undo:
+                self._undo.pop()()
         finally:
-            self.close()
+            if self._undo:
+                self.close()
 
 
 def _grad_off() -> None:

@@ -273,6 +273,8 @@ def match(
     value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str
 ) -> tuple[list[Tensor], int | None]:
     """Check a vector (or several, with one extra leading dimension) against the tensors it must resemble."""
+    if tree is None and isinstance(value, Tensor):
+        return [value], _count(value, likes[0], name)
     _, _, got_tree = _tree.flatten(value, name)
     found = _tree.difference(tree, got_tree, name)
     if found:
