@@ -8,6 +8,7 @@ library knows `retain_graph`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ def pull_many(
     inputs = ev.leaves if inputs is None else inputs
     outputs = list(outputs)
     live = [index for index, output in enumerate(outputs) if output.requires_grad]
-    size = chunk_size or auto_chunk([outputs[index] for index in live], inputs)
+    size = chunk_size or min(max(count, 1), auto_chunk([outputs[index] for index in live], inputs))
     if not live:
         for start in range(0, count, size):
             stop = min(start + size, count)
@@ -197,14 +198,24 @@ def _columns(pairs: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], l
 
 
 def _filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(found, inputs, strict=True)]
+    """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones)."""
+    return [
+        torch.zeros_like(leaf) if part is None else part if part.layout is leaf.layout else part.to_dense()
+        for part, leaf in zip(found, inputs, strict=True)
+    ]
 
 
 def _pull(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor], *, keep: bool, build: bool
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    *,
+    keep: bool,
+    build: bool,
+    device: str = "",
 ) -> Sequence[Tensor | None]:
     """One reverse pass, without autocast (a backward pass has its own precision: that of the forward)."""
-    device = inputs[0].device.type
+    device = device or inputs[0].device.type
     try:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
@@ -219,6 +230,13 @@ def _pull(
         if ours is None:
             raise
         raise ours from error
+
+
+def between(
+    outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor], *, keep: bool, build: bool = False
+) -> Sequence[Tensor | None]:
+    """One bare pass, between tensors or edges of a graph, for `graph._multi`, which knows what to keep."""
+    return _pull(outputs, cotangents, inputs, keep=keep, build=build, device=cotangents[0].device.type)
 
 
 def _pull_batched(

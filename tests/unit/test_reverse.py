@@ -1,0 +1,73 @@
+import pytest
+import torch
+from torch import nn
+
+import hodiff
+from hodiff import _reverse
+
+
+def test_sparse_gradients_come_back_dense():
+    table = nn.Embedding(4, 2, sparse=True)
+    index = torch.tensor([0, 2, 2])
+    g = hodiff.grad(lambda m: (m(index) ** 3).sum(), table)["weight"]
+    product = hodiff.hvp(lambda m: (m(index) ** 3).sum(), table, {"weight": torch.ones(4, 2)})["weight"]
+    counts = torch.tensor([1.0, 0.0, 2.0, 0.0])[:, None]
+    torch.testing.assert_close(g, counts * 3 * table.weight.detach() ** 2)
+    torch.testing.assert_close(product, counts * 6 * table.weight.detach())
+
+
+class NoRule(torch.autograd.Function):
+    """x^3, whose backward cannot be batched by vmap."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        if bool(g.isnan().any()):  # a data-dependent branch: vmap refuses it
+            raise ValueError("not a number")
+        return 3 * x**2 * g
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.CustomFunctionWarning")
+@pytest.mark.parametrize("chunk_size", [1, 2, "auto"])
+def test_a_loop_where_batching_fails(chunk_size):
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    H = hodiff.hessian(lambda x: NoRule.apply(x).sum(), x, chunk_size=chunk_size)
+    assert torch.equal(H, torch.diag(6 * x))
+
+
+def test_an_automatic_chunk_is_halved_when_memory_runs_out(monkeypatch):
+    sizes = []
+    batched = _reverse.batched
+
+    def small(function, vectors):
+        sizes.append(vectors[0].shape[0])
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batched(function, vectors)
+
+    monkeypatch.setattr(_reverse, "batched", small)
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert torch.equal(hodiff.hessian(lambda x: (x**3).sum(), x), torch.diag(6 * x))
+    assert sizes == [5, 3, 2, 2]
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        hodiff.hessian(lambda x: (x**3).sum(), x, chunk_size=4)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_passes_run_without_autocast(enabled):
+    x = torch.randn(8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        with torch.autocast("cpu", enabled=False):
+            plain = hodiff.hvp(lambda x: (x @ x).sin().sum(), x, x)
+
+        def f(x):
+            with torch.autocast("cpu", enabled=False):
+                return (x @ x).sin().sum()
+
+        assert torch.equal(hodiff.hvp(f, x, x), plain)
+        assert torch.is_autocast_enabled("cpu") == enabled
