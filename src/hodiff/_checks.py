@@ -109,6 +109,8 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
 
 def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> torch.Size:
     """The shape of the batch that all `tensors` share in their leading dimensions."""
+    if batch_ndim == 0 and batch_ndim is not False:
+        return torch.Size()
     check_integer(batch_ndim, "batch_ndim", least=0)
     first = tensors[0].shape[:batch_ndim]
     for tensor, name in zip(tensors, names, strict=True):

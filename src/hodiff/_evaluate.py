@@ -109,9 +109,8 @@ class Evaluation:
         self._held = _safety.Evaluating(self.order)
         try:
             if self.owned:
-                refuse_transforms()
                 self._lend()
-                self.leaves = [_alias(tensor, self.create_graph) for tensor in self.where.tensors]
+                self.leaves = _aliases(self.where.tensors, self.create_graph)
                 graph = self._call()
             else:
                 self.outputs, self.leaves = self._what, self.where.tensors
@@ -195,7 +194,8 @@ class Evaluation:
 
     def _survey(self) -> _nodes.Survey:
         """The graph of the outputs, down to the leaves; below an alias begins the caller's own."""
-        aliases = [leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None] if self.owned else ()
+        aliased = self.owned and self.create_graph
+        aliases = [leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None] if aliased else ()
         if self._has_aux:
             outputs, _ = _split(self.outputs)
             return _nodes.survey(_tensors(outputs), aliases)
@@ -229,6 +229,8 @@ class Evaluation:
 
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""
+        if isinstance(self.outputs, Tensor):
+            return [_checks.check_output(self.outputs, "f(x)" if self.owned else "f")]
         leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.owned else "f")
         return [_checks.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
 
@@ -309,6 +311,8 @@ class Evaluation:
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
     return [leaf for leaf in _tree.flatten(outputs)[0] if isinstance(leaf, Tensor)]
 
 
@@ -317,11 +321,15 @@ def detached(value: Any) -> Any:
     return _tree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def refuse_transforms() -> None:
-    """Raise inside a `torch.func` transform, where PyTorch forbids leaves of our own."""
+def _aliases(tensors: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
+    """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
     try:
-        torch.empty(0).requires_grad_()
+        if create_graph:
+            torch.empty(0).requires_grad_()  # refused there, as the leaves of a detached result are
+        return [_alias(tensor, create_graph) for tensor in tensors]
     except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
         raise InputError(
             "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
             "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."

@@ -35,6 +35,7 @@ class Survey:
     __slots__ = ("_leaf_ids", "_names", "by_class", "visited")
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
+        # Every call pays for this loop once or twice: hence its plain look.
         by_class: dict[type, list[Node]] = {}
         visited: set[Node] = {None}  # edges that lead nowhere are None: visited from the start
         stack = [root for root in roots if root is not None]
@@ -43,9 +44,16 @@ class Survey:
             if node in visited:
                 continue
             visited.add(node)
-            by_class.setdefault(type(node), []).append(node)
-            if node not in stop:
-                stack.extend(edge[0] for edge in node.next_functions)
+            kind = type(node)
+            if kind in by_class:
+                by_class[kind].append(node)
+            else:
+                by_class[kind] = [node]
+            if stop and node in stop:
+                continue
+            for below, _ in node.next_functions:
+                if below not in visited:
+                    stack.append(below)
         self.by_class = by_class
         self.visited = visited
         self._leaf_ids: set[int] | None = None
@@ -112,3 +120,16 @@ def largest_output(graph: Survey) -> int:
                     size *= int(length) if isinstance(length, int) else 1
                 largest = max(largest, size)
     return largest
+
+
+def runs_hooks(graph: Survey) -> bool:
+    """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
+    for kind, nodes in graph.by_class.items():
+        names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        for node in nodes:
+            for name in names:
+                raw = getattr(node, name)
+                for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+                    if getattr(saved, "unpack_hook", None) is not None:
+                        return True
+    return False

@@ -27,13 +27,15 @@ class Counted:
         self._users = 0
         self._restore: Callable[[], None] | None = None
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        """Switch it, unless someone has."""
         with self._lock:
             if not self._users:
                 self._restore = self._switch()
             self._users += 1
 
-    def __exit__(self, *exc: object) -> None:
+    def leave(self) -> None:
+        """Restore it, unless someone still needs it."""
         with self._lock:
             self._users -= 1
             if not self._users and self._restore is not None:
@@ -134,7 +136,9 @@ class Evaluating:
         self._undo: list[Callable[[], object]] = []
         try:
             if torch.is_inference_mode_enabled():
-                self.also(torch.inference_mode(False))
+                normal = torch.inference_mode(False)
+                normal.__enter__()
+                self.defer(lambda: normal.__exit__(None, None, None))
             if not torch.is_grad_enabled():
                 torch.set_grad_enabled(True)
                 self.defer(_grad_off)
@@ -152,10 +156,10 @@ class Evaluating:
             self.close()
             raise
 
-    def also(self, context: Any) -> None:
-        """Enter one more context, left with the rest."""
-        context.__enter__()
-        self._undo.append(lambda: context.__exit__(None, None, None))
+    def also(self, switch: Counted) -> None:
+        """One more switch, left with the rest."""
+        switch.enter()
+        self._undo.append(switch.leave)
 
     def defer(self, function: Callable[[], object]) -> None:
         """Call `function` on closing."""

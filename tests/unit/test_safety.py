@@ -20,10 +20,11 @@ def switch():
 
 def test_the_first_switches_and_the_last_restores():
     counted, log = switch()
-    with counted:
-        with counted:
-            assert log == ["on"]
-        assert log == ["on"]
+    counted.enter()
+    counted.enter()
+    counted.leave()
+    assert log == ["on"]
+    counted.leave()
     assert log == ["on", "off"]
 
 
@@ -32,15 +33,16 @@ def test_overlapping_threads_restore_once():
     inside, leave = threading.Event(), threading.Event()
 
     def stay():
-        with counted:
-            inside.set()
-            leave.wait(10)
+        counted.enter()
+        inside.set()
+        leave.wait(10)
+        counted.leave()
 
     thread = threading.Thread(target=stay)
     thread.start()
     inside.wait(10)
-    with counted:
-        pass
+    counted.enter()
+    counted.leave()
     assert log == ["on"]
     leave.set()
     thread.join(10)
