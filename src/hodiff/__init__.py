@@ -5,7 +5,14 @@ A map of the library:
 * first derivatives: `grad`, `value_and_grad`, `vjp`, `jvp`, `jacobian`
 * second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `hessian_diagonal`
 * any order, elementwise: `nth_derivative`, `derivatives`
+* gradient penalties: `gradient_penalty`, on which `wgan_gp_penalty`, `r1_penalty`, `eikonal_penalty` and their kin
+  stand; `jacobian_penalty`, `hessian_penalty`, `curvature_penalty`, `sliced_score_matching_loss`, `PathLengthPenalty`
+* fields, by Taylor mode: `laplacian`, `value_grad_and_laplacian`, `second_order_operator`, `biharmonic`, `divergence`,
+  `curl`, `partial`, `partials`, `jet`; `hodiff.jets.report`
 * where: tensors, containers of them, modules, and `select`ed parameters
+* curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
+  `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `solve` take any
+* graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and its kin
 
@@ -18,38 +25,100 @@ from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
 from hodiff.calculus._forward import jvp
 from hodiff.calculus._higher import derivatives, nth_derivative
 from hodiff.calculus._second import cross_hessian, hessian, hessian_diagonal, hvp, value_grad_and_hessian
+from hodiff.curvature._algebra import MatrixOperator
+from hodiff.curvature._diagonal import diagonal
+from hodiff.curvature._eigen import eigsh
+from hodiff.curvature._fisher import FisherOperator
+from hodiff.curvature._gauss_newton import GaussNewtonOperator
+from hodiff.curvature._hessian import HessianOperator
+from hodiff.curvature._jacobian import JacobianOperator
+from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._solve import solve
+from hodiff.curvature._trace import trace
 from hodiff.errors import (
     BatchMixingWarning,
+    ConvergenceWarning,
     CustomFunctionWarning,
     DerivativeError,
     GraphError,
     HodiffError,
     HodiffWarning,
     InputError,
+    RandomnessWarning,
 )
+from hodiff.fields._laplacian import laplacian, value_grad_and_laplacian
+from hodiff.fields._operator2 import biharmonic, second_order_operator
+from hodiff.fields._partial import jet, partial, partials
+from hodiff.fields._vector import curl, divergence
+from hodiff.graph._multi import multi_grad
+from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
+from hodiff.penalties._gradient import gradient_penalty
+from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
+from hodiff.penalties._jacobian import jacobian_penalty
+from hodiff.penalties._norm import sample_norm
+from hodiff.penalties._path_length import PathLengthPenalty
+from hodiff.penalties._points import interpolate
+from hodiff.penalties._recipes import eikonal_penalty, gradient_norm_penalty
+from hodiff.penalties._score import sliced_score_matching_loss
 from hodiff.verify._check import check_derivatives
 
 __all__ = [
     "BatchMixingWarning",
+    "ConvergenceWarning",
     "CustomFunctionWarning",
     "DerivativeError",
+    "FisherOperator",
+    "GaussNewtonOperator",
     "GraphError",
+    "HessianOperator",
     "HodiffError",
     "HodiffWarning",
     "InputError",
+    "JacobianOperator",
+    "LinearOperator",
+    "MatrixOperator",
+    "PathLengthPenalty",
+    "RandomnessWarning",
     "Selection",
+    "biharmonic",
     "check_derivatives",
     "cross_hessian",
+    "curl",
+    "curvature_penalty",
     "derivatives",
+    "diagonal",
+    "divergence",
+    "dragan_penalty",
+    "eigsh",
+    "eikonal_penalty",
     "grad",
+    "gradient_norm_penalty",
+    "gradient_penalty",
     "hessian",
     "hessian_diagonal",
+    "hessian_penalty",
     "hvp",
+    "interpolate",
     "jacobian",
+    "jacobian_penalty",
+    "jet",
     "jvp",
+    "laplacian",
+    "multi_grad",
     "nth_derivative",
+    "partial",
+    "partials",
+    "r1_penalty",
+    "r2_penalty",
+    "sample_norm",
+    "second_order_operator",
     "select",
+    "sliced_score_matching_loss",
+    "solve",
+    "trace",
     "value_and_grad",
     "value_grad_and_hessian",
+    "value_grad_and_laplacian",
     "vjp",
+    "wgan_gp_penalty",
 ]

@@ -35,6 +35,7 @@ class Evaluation:
         leaves: The tensors to differentiate by: aliases in the function form, the caller's own in
             the tensor form.
         outputs: What `f` returned, or the tensors given in its place.
+        kinds: The classes of the nodes in the outputs' graph.
         create_graph: Whether the final result stays differentiable.
         owned: Whether the graph is ours, so that the last pass may free it.
         keep: Whether it stays all the same, for passes after this context (see `resumed`).
@@ -76,6 +77,7 @@ class Evaluation:
         self._spread = spread  # f receives the items of where one by one: f(x, y)
         self._has_aux = has_aux
         self._mixes = False
+        self.kinds: frozenset[type] = frozenset()
         if self.owned:
             _check_function(what)
         else:
@@ -155,11 +157,9 @@ class Evaluation:
         self._loan = ParameterLoan(roots)
         self._held.defer(self._loan.close)
         if not self.create_graph:  # what is not differentiated need not be recorded
-            rest = [parameter for root in roots for parameter in root.parameters()]
-            self._loan.put({id(parameter): _still(parameter) for parameter in rest})
-        for root in roots:
-            for module in root.modules():
-                self._held.loan.take(module)
+            self._loan.freeze(self.where.tensors, _still)
+        for module in self._loan.modules:
+            self._held.loan.take(module)
 
     def at(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when `leaves` stand in the place of the point's tensors."""
@@ -250,6 +250,7 @@ class Evaluation:
 
     def _inspect(self, graph: _nodes.Survey) -> None:
         """Look at the graph once: what it depends on, custom Functions, norms, samples that mix."""
+        self.kinds = frozenset(graph.by_class)
         outputs = self.tensors()
         if self.owned:
             self._refuse_bypass(graph)

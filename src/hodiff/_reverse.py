@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from hodiff import _nodes, _translate
 from hodiff._evaluate import Evaluation, refuse_third_order
@@ -20,7 +21,10 @@ from hodiff.errors import GraphError
 Cotangents = Callable[[int, int], list[Tensor]]
 """Makes the cotangents of the vectors from `start` to `stop`, stacked along a new first dimension."""
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 64 * 2**20
+
+_cleared: set[type] = set()
+"""Classes of nodes that were found to have second derivatives: graphs of nothing else need no second search."""
 
 
 def pull(
@@ -43,8 +47,9 @@ def pull(
         found = _filled(_pull(*_columns(pairs), inputs, keep=_keep(ev, last), build=build), inputs)
     else:
         found = [torch.zeros_like(leaf) for leaf in inputs]
-    if build:
+    if build and not (ev.order < 3 and _cleared.issuperset(ev.kinds)):
         refuse_missing(outputs, found, inputs, third=ev.order >= 3)
+        _cleared.update(kind for kind in ev.kinds if _is_harmless(kind))
     return _connected(ev, found)
 
 
@@ -189,6 +194,10 @@ def _connected(ev: Evaluation, found: list[Tensor]) -> list[Tensor]:
     return [part if part.requires_grad else part + nothing.to(part) for part in found]
 
 
+def _is_harmless(kind: type) -> bool:
+    return not issubclass(kind, BackwardCFunction) and _translate.way_out(kind.__name__) is None
+
+
 def _keep(ev: Evaluation, last: bool) -> bool:
     return not (last and ev.owned) or ev.keep or ev.create_graph
 
@@ -244,8 +253,9 @@ def _pull_batched(
 ) -> list[Tensor]:
     """One pass for several vectors at once."""
 
-    def one(*vectors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_filled(_pull(outputs, vectors, inputs, keep=keep, build=build), inputs))
+    def one(*vectors: Tensor) -> tuple[Tensor, ...] | Tensor:
+        found = _filled(_pull(outputs, vectors, inputs, keep=keep, build=build), inputs)
+        return found[0] if len(found) == 1 else tuple(found)  # vmap is quicker with a bare tensor
 
     return batched(one, cotangents)
 
@@ -271,9 +281,10 @@ def derivative(output: Tensor, by: Tensor) -> Tensor:
     return _filled(_pull([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
 
 
-def batched(function: Callable[..., tuple[Tensor, ...]], vectors: Sequence[Tensor]) -> list[Tensor]:
+def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """`function` of each of the stacked vectors, in one batch; what it draws at random is drawn once for all."""
-    return list(torch.vmap(function, randomness="same")(*vectors))
+    found = torch.vmap(function, randomness="same")(*vectors)
+    return [found] if isinstance(found, Tensor) else list(found)
 
 
 def refuse_missing(

@@ -12,7 +12,7 @@ Evaluations nested in one thread share a loan; the outermost one puts the origin
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -85,18 +85,24 @@ class BufferLoan:
 class ParameterLoan:
     """The parameters of some modules, to be replaced wherever they occur, until closed."""
 
-    __slots__ = ("_modules", "_slots")
+    __slots__ = ("_slots", "modules")
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
-        self._modules = list({id(module): module for root in roots for module in root.modules()}.values())
+        self.modules = modules_below(roots)
         with _changed:
-            _claim(self._modules)
+            _claim(self.modules)
         self._slots = [
             (module, name, parameter)
-            for module in self._modules
+            for module in self.modules
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
+
+    def freeze(self, kept: Iterable[Tensor], still: Callable[[Tensor], Tensor]) -> None:
+        """Put an unrecorded stand-in in place of each parameter that is not among `kept`."""
+        ids = {id(parameter) for parameter in kept}
+        rest = {id(parameter): parameter for _, _, parameter in self._slots if id(parameter) not in ids}
+        self.put({key: still(parameter) for key, parameter in rest.items()})
 
     def put(self, replacements: Mapping[int, Tensor]) -> None:
         """Put a tensor in place of each parameter whose `id` is a key; the others stay as they are."""
@@ -112,14 +118,15 @@ class ParameterLoan:
             if isinstance(module, nn.RNNBase) and isinstance(parameter, nn.Parameter):
                 setattr(module, name, parameter)  # also refreshes the flat list that RNNs keep
         with _changed:
-            _release(self._modules)
+            _release(self.modules)
         self._slots = []
 
 
 def _claim(modules: Iterable[nn.Module]) -> None:
     """Make `modules` this thread's, waiting for the others; the lock is held."""
     modules = list(modules)
-    _wait_for(modules)
+    if _claims:
+        _wait_for(modules)
     me = threading.get_ident()
     for module in modules:
         _claims[id(module)] = (me, _claims.get(id(module), (me, 0))[1] + 1)
@@ -138,8 +145,21 @@ def _release(modules: Iterable[nn.Module]) -> None:
 def reading(module: nn.Module) -> Iterator[None]:
     """A moment in which no other thread has replaced the module's parameters."""
     with _changed:
-        _wait_for(list(module.modules()))
+        if _claims:
+            _wait_for(modules_below([module]))
         yield
+
+
+def modules_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Every module at or below `roots`, once."""
+    found: dict[int, nn.Module] = {}
+    stack = list(roots)
+    while stack:
+        module = stack.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            stack += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
 
 
 def _wait_for(modules: list[nn.Module]) -> None:

@@ -275,6 +275,9 @@ def match(
     """Check a vector (or several, with one extra leading dimension) against the tensors it must resemble."""
     if tree is None and isinstance(value, Tensor):
         return [value], _count(value, likes[0], name)
+    plain_dict = tree is not None and tree.template is dict and type(value) is dict and tuple(value) == tree.keys
+    if plain_dict and all(map(_alike, value.values(), likes)):  # as every dict of parameters is
+        return list(value.values()), None
     _, _, got_tree = _tree.flatten(value, name)
     found = _tree.difference(tree, got_tree, name)
     if found:
@@ -285,6 +288,15 @@ def match(
     if any(count != counts[0] for count in counts):
         raise InputError(f"{name}: its leaves hold different numbers of vectors: {counts}; give all of them the same.")
     return leaves, counts[0]
+
+
+def _alike(leaf: Any, like: Tensor) -> bool:
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.shape == like.shape
+        and leaf.dtype == like.dtype
+        and leaf.device == like.device
+    )
 
 
 def _count(leaf: Any, like: Tensor, name: str) -> int | None:
