@@ -176,7 +176,13 @@ def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
     largest = _nodes.largest_output(_nodes.survey(outputs))
     result = sum(leaf.numel() for leaf in inputs)
     itemsize = max(leaf.element_size() for leaf in inputs)
-    return max(8, CHUNK_BYTES // max(1, (4 * largest + 2 * result) * itemsize))
+    return fitting(largest, result, itemsize)
+
+
+def fitting(largest: int, elements: int, itemsize: int) -> int:
+    """How many vectors of `elements` fit, where the largest tensor of a pass has so many elements itself."""
+    fit = CHUNK_BYTES // max(1, (4 * largest + 2 * elements) * itemsize)
+    return fit if fit >= 8 else 1  # vectors this large fill the processor one by one, and batching them costs time
 
 
 def _connected(ev: Evaluation, found: list[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ class Selection(Mapping[str, Tensor]):
     A mapping from name to parameter. It reads the module each time, so that inside `f` it shows the
     tensors being differentiated.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> chosen = hodiff.select(torch.nn.Linear(2, 1), "bias")
         >>> list(chosen), chosen["bias"].shape
@@ -79,7 +79,7 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
     Cost:
         No derivative pass; one walk over the module.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
         >>> list(hodiff.select(model, "2.*"))

@@ -87,7 +87,7 @@ def grad(
         One evaluation of `f` and one reverse pass. The graph is freed by that pass, unless
         `create_graph` or *f* is a tensor.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.grad(lambda x: (x**3).sum(), torch.tensor([1.0, 2.0]))
         tensor([ 3., 12.])
@@ -166,7 +166,7 @@ def value_and_grad(
     Cost:
         One evaluation of `f` and one reverse pass.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
@@ -254,7 +254,7 @@ def vjp(
     Cost:
         One evaluation of `f` and one reverse pass; for K vectors, a batched pass per chunk.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> hodiff.vjp(lambda x: A @ x, torch.ones(2), torch.tensor([1.0, 0.0]))
@@ -310,7 +310,7 @@ def jacobian(
         columns instead (not when `f` draws random numbers, or has an operation without forward mode).
         Memory: the result, and what a pass over one chunk needs.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.jacobian(lambda x: torch.stack([x[0] * x[1], x[0] ** 2]), torch.tensor([2.0, 3.0]))
         tensor([[3., 2.],

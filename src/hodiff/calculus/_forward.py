@@ -58,7 +58,7 @@ def jvp(
         first. This is right through every layer, differentiable, and the same for a tensor already
         computed. K vectors share the first pass and take one batched pass per chunk.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> hodiff.jvp(lambda x: A @ x, torch.ones(2), torch.tensor([1.0, 0.0]))

@@ -1,18 +1,24 @@
-"""Derivatives of any order of elementwise functions, by nested reverse mode."""
+"""Derivatives of any order of elementwise functions: nested reverse mode, and Taylor mode from order 3 on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse
+from hodiff import _checks, _reverse, _safety
 from hodiff._evaluate import Allowed, Evaluation
 from hodiff.errors import InputError
+from hodiff.jets import _jet, _push
+from hodiff.jets._jet import NoRule
 
 What = Callable[..., Any] | Tensor
+
+TAYLOR_FROM = 3
+"""The order from which one expansion beats nested passes (0.8 times as fast at 2, as fast at 3, 7 times at 6)."""
 
 
 def nth_derivative(
@@ -48,10 +54,12 @@ def nth_derivative(
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
-        One evaluation of `f` and n reverse passes, each about 2.5 times as dear as the one before:
-        the graph grows with the order. One more first pass checks that `f` is elementwise.
+        Up to order 2, one evaluation of `f` and n reverse passes; one more first pass checks that `f`
+        is elementwise. From order 3 on, one evaluation in Taylor mode on n + 1 vectors, and one on 2
+        vectors as the check. A tensor already computed, or an operation of `f` without a Taylor rule,
+        takes n reverse passes, each about 2.7 times as dear as the one before: the graph grows.
 
-    Example:
+    Examples:
         \(z = (x^2)^2\) has \(z' = 4x^3\) and \(z'' = 12x^2\):
 
         >>> import torch, hodiff
@@ -92,20 +100,23 @@ def derivatives(
     Cost:
         That of `nth_derivative`: the lower orders are by-products.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.derivatives(lambda x: x**3, torch.tensor(2.0), 3)
         (tensor(8.), tensor(12.), tensor(12.), tensor(6.))
     """
     _checks.check_integer(n, "n", least=0)
-    _checks.check_real_tensor(x, "x")
+    if not _jet.is_jet(x):
+        _checks.check_real_tensor(x, "x")
+    _checks.check_arguments(args, kwargs)
+    if callable(f) and not isinstance(f, Tensor) and (n >= TAYLOR_FROM or _jet.is_jet(x)):
+        try:
+            return _by_jets(f, x, n, create_graph, args, kwargs)
+        except NoRule:
+            if _jet.is_jet(x):
+                raise
     with Evaluation(f, x, passes=n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs) as ev:
-        value = _checks.check_output(ev.outputs)
-        if value.shape != x.shape:
-            raise InputError(
-                f"f: returned shape {tuple(value.shape)} for x of shape {tuple(x.shape)}; an elementwise function "
-                f"keeps the shape. For other functions use hodiff.grad, hodiff.hessian or hodiff.jacobian."
-            )
+        value = _check_shape(_checks.check_output(ev.outputs), x)
         weights = _weights(value)
         weighted = _reverse.peek(ev, value, weights) if n and value.numel() > 1 else None
         found = [value]
@@ -130,3 +141,45 @@ def _check_elementwise(weighted: Tensor, expected: Tensor) -> None:
             "f: is not elementwise: entries of f(x) depend on other entries of x, so that no single number is the "
             "derivative of an entry. Use hodiff.hessian or hodiff.jacobian, with batch_ndim=1 for independent rows."
         )
+
+
+def _check_shape(value: Tensor, x: Tensor) -> Tensor:
+    if value.shape != x.shape:
+        raise InputError(
+            f"f: returned shape {tuple(value.shape)} for x of shape {tuple(x.shape)}; an elementwise function "
+            f"keeps the shape. For other functions use hodiff.grad, hodiff.hessian or hodiff.jacobian."
+        )
+    return value
+
+
+def _by_jets(
+    f: Callable[..., Any],
+    x: Tensor,
+    n: int,
+    create_graph: bool | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[Tensor, ...]:
+    """All orders from one expansion along the direction of ones; another direction tells whether f is elementwise."""
+    record = (_safety.inside() and torch.is_grad_enabled()) if create_graph is None else create_graph
+    state = _random_state(x)
+    given = {"args": args, "kwargs": kwargs}
+    output, expansion = _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given)
+    series = _push.coefficients(output, expansion)
+    _check_shape(series[0], x)
+    if n and x.numel() > 1 and not _jet.is_jet(x):
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):  # f draws again what it drew
+            torch.set_rng_state(state[0])
+            if x.is_cuda:
+                torch.cuda.set_rng_state(state[1], x.device)
+            weights = _weights(x)
+            again, check = _push.push(f, [x], [[weights.unsqueeze(0)]], 1, record=False, **given)
+        weighted = _push.entry(_push.coefficients(again, check), 1, 1)[0]
+        _check_elementwise(weighted, weights * _push.entry(series, 1, 1)[0].detach())
+    with torch.set_grad_enabled(record):
+        found = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, n + 1))]
+    return tuple(found) if record else tuple(part.detach() for part in found)
+
+
+def _random_state(x: Tensor) -> tuple[Tensor, ...]:
+    return (torch.get_rng_state(), torch.cuda.get_rng_state(x.device)) if x.is_cuda else (torch.get_rng_state(),)

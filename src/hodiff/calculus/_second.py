@@ -64,7 +64,7 @@ def hvp(
         One evaluation of `f` and two reverse passes, about three gradients; for K vectors the second
         pass is batched, chunk by chunk. Memory: about twice that of a gradient.
 
-    Example:
+    Examples:
         The Hessian of \(\tfrac12 x^\top A x\) is \(A\):
 
         >>> import torch, hodiff
@@ -183,7 +183,7 @@ def hessian(
         rows, D rows in all (D of one sample, under `batch_ndim`). Memory: the result, and what a
         pass over one chunk needs; the last pass frees the graph as it goes.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.hessian(lambda x: x[0] ** 2 * x[1], torch.tensor([1.0, 2.0]))
         tensor([[4., 2.],
@@ -242,7 +242,7 @@ def value_grad_and_hessian(
     Cost:
         That of `hessian`; value and gradient are by-products.
 
-    Example:
+    Examples:
         One Newton step finds the minimum of a quadratic:
 
         >>> import torch, hodiff
@@ -314,7 +314,7 @@ def cross_hessian(
         One evaluation of `f`, one reverse pass, and one batched pass per chunk of the smaller
         point's entries.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> A = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
         >>> hodiff.cross_hessian(lambda x, y: x @ A @ y, torch.ones(2), torch.ones(3))
@@ -389,7 +389,7 @@ def hessian_diagonal(
         As many passes as `hessian`, D rows in chunks, but only one chunk of rows in memory. For an
         elementwise function `nth_derivative(f, x, 2)` costs two passes.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.hessian_diagonal(lambda x: x[0] ** 2 * x[1] ** 3, torch.tensor([1.0, 2.0]))
         tensor([16., 12.])

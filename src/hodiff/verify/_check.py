@@ -127,7 +127,7 @@ def check_derivatives(
         For each order k and direction, 14 evaluations of order k-1 and one of order k. Random
         numbers that `f` draws (dropout) are replayed at each evaluation.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.check_derivatives(lambda x: x.sin().sum(), torch.ones(3)).ok
         True

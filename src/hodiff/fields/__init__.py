@@ -1,0 +1,1 @@
+"""Fields: differential operators of functions of coordinates."""

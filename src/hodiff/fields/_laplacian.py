@@ -1,0 +1,208 @@
+"""Laplacians: exact, weighted, estimated; and with value and gradient from the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks
+from hodiff.errors import InputError
+from hodiff.fields import _directions
+from hodiff.fields._expand import Call, second_order
+
+What = Callable[..., Any] | Tensor
+
+PROBES = ("rademacher", "gaussian", "coordinates")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A randomised result.
+
+    Attributes:
+        value: The estimate, shaped like `f(x)`.
+        stderr: Its standard error, likewise; NaN for a single sample.
+        samples: How many random directions were used.
+    """
+
+    value: Tensor
+    stderr: Tensor
+    samples: int
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    weight: Tensor | None = None,
+    samples: None = None,
+    probes: str = "rademacher",
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: str = "auto",
+    generator: torch.Generator | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    weight: Tensor | None = None,
+    samples: int,
+    probes: str = "rademacher",
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: str = "auto",
+    generator: torch.Generator | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Estimate: ...
+
+
+def laplacian(
+    f: What,
+    x: Tensor = _checks.MISSING,
+    *,
+    weight: Tensor | None = None,
+    samples: int | None = None,
+    probes: str = "rademacher",
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: str = "auto",
+    generator: torch.Generator | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor | Estimate:
+    r"""The Laplacian \(\Delta f = \sum_i \partial_i^2 f\), or \(\sum_{ij} C_{ij} \partial_i \partial_j f\).
+
+    Args:
+        f: A function of *x* that gives one or several numbers for each sample, from that sample alone;
+            or such a tensor already computed from *x*.
+        x: The points, of shape `(*batch, *event)`; usually `(N, D)`.
+        weight: The matrix C, if not the identity: a diagonal of shape `(D,)`; a matrix `(D, D)`, which
+            may be indefinite; a factor S `(D, R)` with C = S Sᵀ, of lower cost where R < D; or a matrix
+            or factor for each sample, `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
+        samples: Estimate it from so many random directions instead of D.
+        probes: Those directions: `"rademacher"` (signs) or `"gaussian"`, drawn for each sample of the
+            batch on its own; or `"coordinates"`, drawn without replacement, the same for the batch.
+        batch_ndim: So many leading dimensions of *x* index independent samples; 0 for a single point.
+        create_graph: Whether the result can be differentiated again, in parameters of `f`, *x* and
+            *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
+        method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets, or
+            reverse with a warning where an operation of `f` has no rule.
+        generator: Source of the random directions; None means the device's default.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A tensor with the shape of `f(x)`. With `samples`, an `Estimate` with `value` and `stderr` of that
+        shape (the standard error of the mean over directions; with one sample it is NaN).
+
+    Raises:
+        InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch dimensions.
+        GraphError: `f` does not depend on *x*; BatchNorm in training mode mixes samples; or, with
+            `method="jets"`, an operation has no rule.
+
+    Cost:
+        Jets: one evaluation of `f` on D + 2 vectors for each one of a plain evaluation (1 value, D
+        first derivatives, 1 sum of second ones), and memory in proportion; R + 2 for a factor of
+        rank R, 2 S + 1 for S samples. Reverse, and always for a tensor already computed: one pass
+        for the gradient and D passes over it, for each component of `f(x)`.
+
+    Examples:
+        \(\Delta \lVert x \rVert^4 = 4 (D + 2) \lVert x \rVert^2\):
+
+        >>> import torch, hodiff
+        >>> hodiff.laplacian(lambda x: x.square().sum(-1) ** 2, torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([16., 32.])
+
+    Reference:
+        Dangel, F. et al. (2025). Collapsing Taylor Mode Automatic Differentiation. arXiv:2505.13644.
+        Li, R. et al. (2024). A computational framework for neural network-based variational Monte Carlo
+        with Forward Laplacian. Nature Machine Intelligence 6. doi:10.1038/s42256-024-00794-x.
+        Hutchinson, M. F. (1989). A stochastic estimator of the trace of the influence matrix.
+        doi:10.1080/03610918908812806.
+    """
+    call = Call("laplacian", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    if samples is None:
+        with call.grad_mode():
+            return second_order(call, _directions.exact(x, batch_ndim, weight)).second[0]
+    _checks.check_integer(samples, "samples", least=1)
+    if probes not in PROBES:
+        raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
+    with call.grad_mode():
+        directions, remaining = _directions.sampled(x, batch_ndim, weight, samples, probes, generator)
+        return estimate(second_order(call, directions).second, remaining)
+
+
+def estimate(each: Any, remaining: float) -> Estimate:
+    """The mean over independent samples, and its standard error."""
+    count = each.shape[0]
+    stderr = each.std(0) * (remaining / count) ** 0.5 if count > 1 else torch.full_like(each[0], torch.nan)
+    return Estimate(each.mean(0), stderr, count)
+
+
+def value_grad_and_laplacian(
+    f: What,
+    x: Tensor = _checks.MISSING,
+    *,
+    weight: Tensor | None = None,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Value, gradient and Laplacian, \(f, \nabla f, \Delta f\), from one pass.
+
+    Args:
+        f: A function of *x*, as for `laplacian`.
+        x: The points, `(*batch, *event)`.
+        weight: A diagonal `(D,)`: the Laplacian is then \(\sum_i w_i \partial_i^2 f\). A zero leaves a
+            coordinate out of the Laplacian but not out of the gradient: that is how u_t and Δu come together.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the results can be differentiated again, as for `laplacian`.
+        method: As for `laplacian`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        `(value, gradient, laplacian)`: the first and last with the shape of `f(x)`. The gradient is
+        shaped like *x* where `f` gives one number per sample, and is the Jacobian
+        `(*batch, *output event, *event)` where it gives several.
+
+    Raises:
+        InputError: As for `laplacian`, and for a *weight* that is not a diagonal.
+        GraphError: As for `laplacian`.
+
+    Cost:
+        That of `laplacian`; value and gradient are by-products.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.value_grad_and_laplacian(lambda x: (x**3).sum(-1), torch.tensor([[1.0, 2.0]]))
+        (tensor([9.]), tensor([[ 3., 12.]]), tensor([18.]))
+    """
+    call = Call("value_grad_and_laplacian", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    if weight is not None and (not isinstance(weight, Tensor) or weight.ndim != 1):
+        raise InputError("weight: expected a diagonal of shape (D,); for a matrix use hodiff.second_order_operator.")
+    with call.grad_mode():
+        value, first, second = second_order(call, _directions.exact(x, batch_ndim, weight, units=True))
+        return value, gradient(call, value, first), second[0]
+
+
+def gradient(call: Call, value: Any, first: Any) -> Any:
+    """Partial derivatives `(D, *out)` as a gradient, or as a Jacobian where f has several components."""
+    components = tuple(value.shape[call.batch_ndim :])
+    last = first.movedim(0, -1)
+    single = all(size == 1 for size in components)
+    return last.reshape(*call.batch, *(() if single else components), *call.event)

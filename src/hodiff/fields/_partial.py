@@ -1,0 +1,294 @@
+"""Single and mixed partial derivatives of any order, and truncated Taylor series."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks, _reverse, _tree
+from hodiff._evaluate import Evaluation, detached
+from hodiff.errors import InputError
+from hodiff.fields._expand import Call, choose, released
+from hodiff.jets import _jet, _push
+
+What = Callable[..., Any] | Tensor
+Index = tuple[int, ...]
+
+REVERSE_UP_TO = 3
+"""Nested reverse passes are faster up to this total order (2-3 times), jets from there on."""
+
+
+def partial(
+    f: What,
+    x: Tensor,
+    index: int | Sequence[int],
+    *,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    r"""One partial derivative: `partial(f, x, (0, 0, 1))` is \(\partial^3 f / \partial x_0^2 \partial x_1\), u_xxy.
+
+    Args:
+        f: A function of *x*, as for `laplacian`.
+        x: The points, `(*batch, D)`.
+        index: The coordinates to differentiate by, in any order, one for each derivative.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the result can be differentiated again, as for `laplacian`.
+        method: `"jets"`, `"reverse"`, or `"auto"`: reverse up to a total order of 3, jets beyond.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A tensor with the shape of `f(x)`.
+
+    Raises:
+        InputError: *index* is empty, or names a coordinate that *x* does not have.
+        GraphError: As for `laplacian`.
+
+    Cost:
+        Reverse: a pass per order, each about 2.7 times as dear as the one before. Jets: nested series,
+        one for each coordinate involved, of its multiplicity; the product of (1 + multiplicity)
+        evaluations, roughly.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.partial(lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, torch.tensor([[1.0, 2.0]]), (0, 0, 1))
+        tensor([24.])
+    """
+    index = (index,) if isinstance(index, int) else tuple(index)
+    return partials(
+        f, x, [index], batch_ndim=batch_ndim, create_graph=create_graph, method=method, args=args, kwargs=kwargs
+    )[tuple(sorted(index))]
+
+
+def partials(
+    f: What,
+    x: Tensor,
+    indices: Sequence[int | Sequence[int]],
+    *,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[tuple[int, ...], Tensor]:
+    r"""Several partial derivatives that share their work.
+
+    Args:
+        f: A function of *x*, as for `laplacian`.
+        x: The points, `(*batch, D)`.
+        indices: The derivatives, each as for `partial`; `()` is the value.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the results can be differentiated again, as for `laplacian`.
+        method: As for `partial`, by the highest order asked for.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A dict from sorted index to a tensor with the shape of `f(x)`.
+
+    Raises:
+        InputError: An index names a coordinate that *x* does not have.
+        GraphError: As for `laplacian`.
+
+    Cost:
+        Reverse: one pass for each distinct prefix of the sorted indices. Jets: all pure derivatives
+        together in one expansion, and one nested expansion for each mixed one that no other contains.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> u = hodiff.partials(lambda x: x[:, 0] ** 2 * x[:, 1], torch.tensor([[3.0, 2.0]]), [0, (0, 0), (0, 1)])
+        >>> u[(0,)], u[(0, 0)], u[(0, 1)]
+        (tensor([12.]), tensor([4.]), tensor([6.]))
+    """
+    call = Call("partials", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    if len(call.event) != 1:
+        raise InputError(f"x: has points of shape {call.event}; partial derivatives need vectors, (D,).")
+    wanted = [_index(each, call.event[0]) for each in indices]
+    if not wanted:
+        raise InputError("indices: is empty; expected derivatives such as [(0,), (0, 1)].")
+    highest = max(len(each) for each in wanted)
+    prefer = "reverse" if highest <= REVERSE_UP_TO and not _jet.is_jet(x) else "jets"
+    with call.grad_mode():
+        found = choose(call, lambda: _by_jets(call, wanted), lambda: _by_reverse(call, wanted), prefer=prefer)
+    return {each: found[each] for each in wanted}
+
+
+def _index(index: Any, size: int) -> Index:
+    index = (index,) if isinstance(index, int) and not isinstance(index, bool) else index
+    if not isinstance(index, (tuple, list)):
+        raise InputError(f"index: got {index!r}, expected a tuple of coordinates such as (0, 0, 1).")
+    for coordinate in index:
+        if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate < size:
+            raise InputError(f"index: got {coordinate!r}; x has the coordinates 0 to {size - 1}.")
+    return tuple(sorted(index))
+
+
+def _by_reverse(call: Call, wanted: Sequence[Index]) -> dict[Index, Tensor]:
+    """Nested passes along the prefixes of the sorted indices; a component of f at a time."""
+    prefixes = sorted({each[:k] for each in wanted for k in range(len(each) + 1)}, key=len)
+    inner = {each[:-1] for each in prefixes if each}
+    order = max(len(each) for each in wanted)
+    with Evaluation(
+        call.f,
+        call.x,
+        passes=order,
+        batch_ndim=call.batch_ndim,
+        create_graph=call.record,
+        args=call.args,
+        kwargs=call.kwargs,
+    ) as ev:
+        output = _checks.check_output(ev.outputs)
+        _push.check_batch(output, call.batch)
+        columns = output.reshape(*call.batch, -1).unbind(-1)
+        tables = []
+        for column in columns:
+            table: dict[Index, Tensor] = {(): column}
+            gradients: dict[Index, Tensor] = {}
+            for each in prefixes:
+                if each:
+                    table[each] = gradients[each[:-1]].select(-1, each[-1])
+                if each in inner:
+                    last = len(each) == order - 1 and each == max(inner, key=lambda p: (len(p), prefixes.index(p)))
+                    last = last and column is columns[-1]
+                    one = torch.ones_like(table[each])
+                    (gradients[each],) = _reverse.pull(ev, [table[each]], [one], last=last)
+            tables.append(table)
+        results = [torch.stack([t[each] for t in tables], -1).reshape(output.shape) for each in wanted]
+    return dict(zip(wanted, released(ev, results), strict=True))
+
+
+def _by_jets(call: Call, wanted: Sequence[Index]) -> dict[Index, Any]:
+    """Pure derivatives from one expansion in several directions, mixed ones from nested expansions."""
+    found: dict[Index, Any] = {}
+    pure = [each for each in wanted if len(set(each)) <= 1]
+    mixed = sorted((each for each in wanted if len(set(each)) > 1), key=len, reverse=True)
+    for index in mixed:
+        if index not in found:
+            found |= _mixed(call, index)
+    if not all(each in found for each in pure):
+        found |= _pure(call, pure)
+    return found
+
+
+def _pure(call: Call, wanted: Sequence[Index]) -> dict[Index, Any]:
+    axes = sorted({each[0] for each in wanted if each}) or [0]
+    order = max(1, *(len(each) for each in wanted)) if len(wanted) > 1 else max(1, len(wanted[0]))
+    seeds = _push.units(call.x, call.batch_ndim)[axes]
+    output, expansion = _push.push(
+        call.f, [call.x], [[seeds]], order, record=call.record, args=call.args, kwargs=call.kwargs
+    )
+    series = _push.coefficients(output, expansion, call.batch)
+    found: dict[Index, Any] = {(): series[0]}
+    for k in range(1, order + 1):
+        rows = _push.entry(series, k, len(axes)) * math.factorial(k)
+        found |= {(axis,) * k: rows[i] for i, axis in enumerate(axes)}
+    return found
+
+
+def _mixed(call: Call, index: Index) -> dict[Index, Any]:
+    """All derivatives that `index` contains: a series of series, one level for each coordinate."""
+    powers = sorted(Counter(index).items())
+    units = _push.units(call.x, call.batch_ndim)
+
+    def expand(level: int, x: Any) -> Any:
+        """A stack of the derivatives by the coordinates from `level` on, all those up to their powers."""
+        if level == len(powers):
+            return call.f(x, *call.args, **(call.kwargs or {})).unsqueeze(0)
+        axis, power = powers[level]
+        seeds = [[units[axis : axis + 1]]]
+        output, expansion = _push.push(lambda y: expand(level + 1, y), [x], seeds, power, record=call.record)
+        series = _push.coefficients(output, expansion)
+        parts = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, power + 1))]
+        return torch.cat(parts, 0)
+
+    stacked = expand(0, call.x)
+    _push.check_batch(stacked[0], call.batch)
+    keys: list[Index] = [()]
+    for axis, power in reversed(powers):
+        keys = [tuple(sorted((axis,) * k + key)) for k in range(power + 1) for key in keys]
+    return dict(zip(keys, stacked.unbind(0), strict=True))
+
+
+def jet(
+    f: Callable[..., Any],
+    primals: Any,
+    series: Any,
+    *,
+    scaled: bool = False,
+    create_graph: bool | None = None,
+) -> tuple[Any, Any]:
+    r"""The Taylor coefficients of \(f(x(t))\) from those of the path \(x(t) = \sum_k x_k t^k\): Taylor mode itself.
+
+    Args:
+        f: A function of one tensor, or of several.
+        primals: \(x(0)\): a tensor, or a tuple of them, one for each argument of `f`.
+        series: The path's derivatives \(x'(0), x''(0), \dots\) up to the order wanted: a list of
+            tensors shaped like the primal; for several primals a tuple of such lists of equal length.
+        scaled: Whether coefficients are divided by k!, in *series* and in the result: \(x_k\) instead
+            of \(x^{(k)}(0)\).
+        create_graph: Whether the results can be differentiated again, as for `laplacian`.
+
+    Returns:
+        `(value, coefficients)`: `f(x(0))`, and the list of the derivatives of \(f(x(t))\) at 0, each shaped
+        like the value. Where `f` returns a container, each is such a container.
+
+    Raises:
+        InputError: *series* does not fit *primals*.
+        GraphError: An operation has no rule, or the result does not depend on the primals.
+
+    Cost:
+        One evaluation of `f` on K + 1 vectors, with O(K²) products for each nonlinear operation.
+
+    Examples:
+        sin(t) = t - t³/6 + ...:
+
+        >>> import torch, hodiff
+        >>> hodiff.jet(torch.sin, torch.tensor(0.0), [torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0)])
+        (tensor(0.), [tensor(1.), tensor(0.), tensor(-1.)])
+
+    Reference:
+        Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13. doi:10.1137/1.9780898717761.
+    """
+    points, given = ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
+    order = _check_series(points, given)
+    record = torch.is_grad_enabled() if create_graph is None else create_graph
+    with torch.set_grad_enabled(record):
+        factor = [1.0 if scaled else float(math.factorial(k)) for k in range(order + 1)]
+        seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
+        output, expansion = _push.push(f, points, seeds, order, record=record)
+        items, _, tree = _tree.flatten(output)
+        found = [_push.coefficients(item, expansion) for item in items]
+        rows = [
+            _tree.rebuild(tree, iter([_push.entry(each, k, 1)[0] * factor[k] for each in found]))
+            for k in range(1, order + 1)
+        ]
+        value = _tree.rebuild(tree, iter([each[0] for each in found]))
+    return (value, rows) if record else (detached(value), [detached(row) for row in rows])
+
+
+def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:
+    """The order, after a check that each path fits its primal."""
+    if not points or len(points) != len(given):
+        raise InputError(f"series: has {len(given)} entries for {len(points)} primals; expected one list for each.")
+    for point, each in zip(points, given, strict=True):
+        if not _jet.is_jet(point):
+            _checks.check_real_tensor(point, "primals")
+        if not isinstance(each, (list, tuple)) or not each or len(each) != len(given[0]):
+            raise InputError("series: expected a list of at least one tensor for each primal, all of one length.")
+        for coefficient in each:
+            tensor = isinstance(coefficient, Tensor)
+            if not tensor or coefficient.shape != point.shape or coefficient.dtype != point.dtype:
+                got = (tuple(coefficient.shape), coefficient.dtype) if tensor else type(coefficient).__name__
+                raise InputError(
+                    f"series: holds {got}; expected tensors like the primal, {(tuple(point.shape), point.dtype)}."
+                )
+    return len(given[0])

@@ -1,0 +1,12 @@
+"""Taylor mode: truncated power series through a function, by rules for its operations.
+
+`hodiff.laplacian` and its kin stand on it; `report` tells which operations of a function have a rule.
+"""
+
+from hodiff.jets import rules as rules
+from hodiff.jets._jet import index_functions
+from hodiff.jets._report import Report, report
+
+index_functions()
+
+__all__ = ["Report", "report"]

@@ -1,0 +1,141 @@
+"""Pushing a series through a function: the only place where jets are made from a user's point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks, _nodes, _safety
+from hodiff.errors import GraphError, InputError
+from hodiff.jets import _jet
+from hodiff.jets._series import Expansion, Series, full
+
+_traced: list[int] = [0]
+"""How many expansions are open while `torch.compile` traces (one thread at a time)."""
+
+
+def units(x: Any, batch_ndim: int) -> Tensor:
+    """The coordinate directions of one sample, `(D, 1, ..., *event)`: the same for every sample."""
+    value = _jet.value_of(x)
+    event = value.shape[batch_ndim:]
+    count = event.numel()
+    eye = torch.eye(count, dtype=value.dtype, device=value.device)
+    return eye.reshape(count, *[1] * batch_ndim, *event)
+
+
+def push(
+    f: Callable[..., Any],
+    points: Sequence[Any],
+    seeds: Sequence[Sequence[Any]],
+    order: int,
+    *,
+    groups: int | None = None,
+    weights: Tensor | None = None,
+    record: bool = True,
+    tally: Any = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, Expansion]:
+    """F at jets: what it returns, with jets in it, and their expansion.
+
+    Args:
+        f: The user's function, called with one jet for each of *points*.
+        points: Where the expansion begins.
+        seeds: For each point its coefficients 1, 2, ...: `(R, *shape)` or broadcastable; missing ones are zero.
+        order: K.
+        groups: How many sums over directions the top coefficient keeps; None keeps every direction.
+        weights: A weight for each direction in those sums.
+        record: Whether the result can be differentiated by reverse mode.
+        tally: Where rules are counted.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+    """
+    rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
+    traced = torch.compiler.is_compiling()
+    held = None if traced else _safety.Evaluating(order)
+    _traced[0] += 1
+    try:
+        number = _traced[0] if held is None else len(_safety.state.orders)
+        expansion = Expansion(number, order, rows, groups=groups, weights=weights, record=record, tally=tally)
+        bases = [base(point, record) for point in points]
+        for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
+            outer.expansion.nests = True
+        jets = []
+        for point, given in zip(bases, seeds, strict=True):
+            series = [point, *given, *[None] * (order - len(given))]
+            jets.append(_jet.wrap(series, expansion))
+        with torch.enable_grad():  # what f computes under a no_grad of its own is then told apart
+            output = f(*jets, *args, **(kwargs or {}))
+        if record and not traced:
+            _refuse_bypass(points, bases, output)
+    finally:
+        _traced[0] -= 1
+        if held is not None:
+            held.close()
+    return output, expansion
+
+
+def base(point: Any, record: bool) -> Any:
+    """The value that an expansion begins with: an alias of the caller's tensor, or a copy without its graph."""
+    if _jet.is_jet(point):
+        return point if record else point.detach()
+    if torch.compiler.is_compiling():
+        return point if record else point.detach()
+    if point.is_inference():
+        point = point.clone()
+    if not record:
+        return point.detach()
+    return point.view_as(point) if point.requires_grad else point
+
+
+def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any) -> None:
+    """Raise where `f` reaches the point other than through its argument."""
+    value = _jet.value_of(output)
+    if not isinstance(value, Tensor) or not value.requires_grad or _jet.jets_among(points):
+        return
+    wanted = [point for point in points if point.requires_grad]
+    if not wanted:
+        return
+    stop = [start.grad_fn for start in bases if start.grad_fn is not None]
+    graph = _nodes.survey([value], stop)
+    for point in wanted:
+        if graph.contains(point):
+            raise GraphError(
+                "f reaches x other than through its argument, so that path would be missing from the derivative. "
+                "Compute with what f is given; if f means a constant, close over x.detach()."
+            )
+
+
+def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -> Series:
+    """The series of a single output, checked to be a real tensor with the batch in front."""
+    value = _jet.value_of(output)
+    if not isinstance(value, Tensor):
+        _checks.check_output(value)
+    if not _jet.is_jet(output):
+        _checks.check_output(output)
+    check_batch(value, batch)
+    if not _jet.belongs(output, expansion) and not expansion.nests:
+        raise GraphError(
+            "the result of f does not depend on x: it was computed from other tensors, or everything was cut on the "
+            "way (.detach(), .data, a no_grad block, a comparison). Let f compute with the argument that it is given."
+        )
+    return _jet.series_of(output, expansion)
+
+
+def check_batch(value: Tensor, batch: Sequence[int]) -> None:
+    """Raise unless an output has the batch in front."""
+    if tuple(value.shape[: len(batch)]) != tuple(batch):
+        raise InputError(
+            f"f: returned shape {tuple(value.shape)}; with batch_ndim={len(batch)} it must begin with {tuple(batch)}, "
+            f"one row per sample."
+        )
+
+
+def entry(series: Series, k: int, rows: int) -> Any:
+    """Coefficient k at full size, `(rows, *S)`; zeros where it is structurally zero."""
+    if series[k] is None:
+        return series[0].new_zeros(()).expand(rows, *series[0].shape)
+    return full(series[k], series[0].shape)

@@ -1,0 +1,236 @@
+r"""Arithmetic of truncated Taylor series in several directions at once.
+
+A series is a list of K + 1 scaled coefficients: coefficient k belongs to \(t^k\), so it is the k-th
+derivative over k!. Coefficient 0 has the shape S of the value. The others have one more dimension in
+front, for the R directions, and are *broadcastable* to `(R, *S)`: what does not depend on the sample
+stays small. None is zero, structurally.
+
+The last coefficient enters every operation linearly (Faà di Bruno: \(y_K = f'(x_0) x_K + \dots\), the dots
+being terms in \(x_1 \dots x_{K-1}\)), so where only the sum over directions is wanted, only the sum is
+carried: its leading dimension is `groups` (1, or as many sums as are kept apart) instead of R.
+
+Reference:
+    Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13. doi:10.1137/1.9780898717761.
+    Dangel, F. et al. (2025). Collapsing Taylor Mode Automatic Differentiation. arXiv:2505.13644.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Series = list[Any]
+"""Coefficients: tensors (or jets of an outer expansion), numbers among derivatives, None for zero."""
+
+
+class Expansion:
+    """One Taylor expansion in progress: its order, its directions, and how the top order is summed.
+
+    Attributes:
+        number: Expansions begun later have higher numbers, and treat the earlier ones' jets as constants.
+        order: K, the highest power carried.
+        directions: R.
+        groups: How many sums of the top coefficient over directions are kept; R keeps all.
+        weights: A weight per direction in those sums, or None for ones.
+        record: Whether rules record a graph for a reverse pass.
+        tally: Where rules are counted, for `hodiff.jets.report`; or None.
+        nests: Whether a later expansion began at a jet of this one.
+    """
+
+    __slots__ = ("directions", "groups", "nests", "number", "order", "record", "tally", "weights")
+
+    def __init__(
+        self,
+        number: int,
+        order: int,
+        directions: int,
+        *,
+        groups: int | None = None,
+        weights: Tensor | None = None,
+        record: bool = True,
+        tally: Any = None,
+    ) -> None:
+        self.number = number
+        self.order = order
+        self.directions = directions
+        self.groups = directions if groups is None else groups
+        self.weights = weights
+        self.record = record
+        self.tally = tally
+        self.nests = False
+
+    def collapse(self, product: Any) -> Any:
+        """The sums of a top-order product over directions, `(R, *S)` to `(groups, *S)`."""
+        if self.weights is not None:
+            product = product * self.weights.reshape(-1, *[1] * (product.ndim - 1))
+        if self.groups == self.directions:
+            return product
+        if self.groups == 1:
+            return product.sum(0, keepdim=True)
+        return product.reshape(self.groups, -1, *product.shape[1:]).sum(1)
+
+    def top(self, k: int) -> bool:
+        """Whether products at order k are summed over directions."""
+        return k == self.order and (self.groups != self.directions or self.weights is not None)
+
+    def constant(self, value: Any) -> Series:
+        """The series of something that does not depend on the variable."""
+        return [value, *[None] * self.order]
+
+
+def aligned(coefficient: Any, ndim: int) -> Any:
+    """A coefficient with singleton dimensions behind the first, so that it broadcasts to `(R, *S)`, S of `ndim`."""
+    for _ in range(ndim + 1 - coefficient.ndim):
+        coefficient = coefficient.unsqueeze(1)
+    return coefficient
+
+
+def full(coefficient: Any, shape: Sequence[int]) -> Any:
+    """A coefficient expanded (without a copy) to its leading dimension and `shape`."""
+    wanted = (coefficient.shape[0], *shape)
+    coefficient = aligned(coefficient, len(shape))
+    return coefficient if tuple(coefficient.shape) == wanted else coefficient.expand(wanted)
+
+
+def total(a: Any, b: Any) -> Any:
+    """A + b, where None is zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+def scaled(coefficient: Any, factor: Any) -> Any:
+    """A coefficient times a factor (a number, or shaped like the value), where None is zero."""
+    if coefficient is None or factor is None:
+        return None
+    return (
+        coefficient if factor is not True and isinstance(factor, (int, float)) and factor == 1 else coefficient * factor
+    )
+
+
+def added(found: Any, coefficient: Any, factor: Any) -> Any:
+    """Found + coefficient · factor, in one kernel where that can be; None is zero."""
+    if found is None or coefficient is None or factor is None:
+        return total(found, scaled(coefficient, factor))
+    if type(found) is type(coefficient) is type(factor) is Tensor:
+        return torch.addcmul(found, coefficient, factor)
+    return found + scaled(coefficient, factor)
+
+
+def ndim_of(value: Any) -> int:
+    """Dimensions of a tensor; a number has none."""
+    return 0 if isinstance(value, (int, float)) else value.ndim
+
+
+def linear_combination(terms: Sequence[tuple[Any, Series]], order: int) -> Series:
+    """Σ factor · series, coefficient by coefficient; shapes broadcast."""
+    ndim = max(ndim_of(series[0]) for _, series in terms)
+    out: Series = []
+    for k in range(order + 1):
+        found = None
+        for factor, series in terms:
+            part = series[k]
+            if part is not None and k:
+                part = aligned(part, ndim)
+            found = total(found, scaled(part, factor))
+        out.append(found)
+    return out
+
+
+def product(expansion: Expansion, a: Series, b: Series, *, order: int | None = None) -> Series:
+    """The product of two series, elementwise."""
+    ndim = max(ndim_of(a[0]), ndim_of(b[0]))
+    same = a is b
+    a = [a[0], *(None if c is None else aligned(c, ndim) for c in a[1:])]
+    b = a if same else [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
+    last = expansion.order if order is None else order
+    return [convolved(expansion, a, b, k) for k in range(last + 1)]
+
+
+def convolved(
+    expansion: Expansion, a: Series, b: Series, k: int, multiply: Callable[[Any, Any], Any] = torch.mul
+) -> Any:
+    """Coefficient k of a product: Σ a_j b_{k-j}; of the top one, the inner terms are summed over directions."""
+    inner, outer = None, None
+    if a is b and multiply is torch.mul:
+        for j in range(1, (k + 1) // 2):
+            inner = total(inner, _times(a[j], a[k - j], multiply))
+        inner = scaled(inner, 2)
+        if k % 2 == 0 and k:
+            inner = total(inner, _times(a[k // 2], a[k // 2], multiply))
+        outer = _times(a[0], a[k], multiply)
+        outer = scaled(outer, 2) if k else outer
+    else:
+        for j in range(1, k):
+            inner = total(inner, _times(a[j], b[k - j], multiply))
+        outer = _times(a[0], b[k], multiply)
+        if k:
+            outer = total(outer, _times(a[k], b[0], multiply))
+    if inner is not None and expansion.top(k):
+        inner = expansion.collapse(inner)
+    return total(outer, inner)
+
+
+def _times(a: Any, b: Any, multiply: Callable[[Any, Any], Any]) -> Any:
+    if a is None or b is None:
+        return None
+    return multiply(a, b)
+
+
+def quotient(expansion: Expansion, a: Series, b: Series) -> Series:
+    r"""A / b, from \(y b = a\): \(y_k = (a_k - \sum_{j \ge 1} b_j y_{k-j}) / b_0\)."""
+    value = a[0] / b[0]
+    ndim = ndim_of(value)
+    inverse = 1 / b[0]
+    b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
+    y: Series = [value]
+    for k in range(1, expansion.order + 1):
+        inner = None
+        for j in range(1, k):
+            inner = total(inner, _times(b[j], y[k - j], torch.mul))
+        if inner is not None and expansion.top(k):
+            inner = expansion.collapse(inner)
+        inner = total(inner, scaled(b[k], value))
+        numerator = None if a[k] is None else aligned(a[k], ndim)
+        numerator = total(numerator, None if inner is None else -inner)
+        y.append(scaled(numerator, inverse))
+    return y
+
+
+def composed(expansion: Expansion, s: Series, x: Series) -> Series:
+    r"""\(f(x(t))\) for an elementwise f with \(s_m = f^{(m)}(x_0) / m!\), by Faà di Bruno.
+
+    \(y_k = \sum_m s_m [(x - x_0)^m]_k\). The powers are independent of f; at the top order they are
+    summed over directions before they are multiplied.
+    """
+    y: Series = [s[0]]
+    power: list[Any] = x  # [(x - x_0)^m]_k
+    y += [scaled(power[k], s[1]) for k in range(1, expansion.order + 1)]
+    for m in range(2, expansion.order + 1):
+        if all(later is None for later in s[m:]):
+            break
+        power = _next_power(expansion, power, x, m)
+        for k in range(m, expansion.order + 1):
+            y[k] = added(y[k], power[k], s[m])
+    return y
+
+
+def _next_power(expansion: Expansion, power: Series, x: Series, m: int) -> Series:
+    """[(x - x_0)^m] from that to the power of m - 1 (whose top coefficient, summed already, is not needed)."""
+    out: Series = [None] * (expansion.order + 1)
+    for k in range(m, expansion.order + 1):
+        found = None
+        if m == 2:
+            for j in range(1, (k + 1) // 2):
+                found = added(found, x[j], x[k - j])
+            found = scaled(found, 2)
+            if k % 2 == 0:
+                found = added(found, x[k // 2], x[k // 2])
+        else:
+            for j in range(1, k - m + 2):
+                found = added(found, x[j], power[k - j])
+        out[k] = expansion.collapse(found) if found is not None and expansion.top(k) else found
+    return out

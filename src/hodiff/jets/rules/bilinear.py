@@ -1,0 +1,224 @@
+"""Products: a convolution of the coefficients; of the top one, the directions are summed with the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hodiff.jets import _jet
+from hodiff.jets._jet import NoRule, belongs, rule, series_of
+from hodiff.jets._series import (
+    Expansion,
+    Series,
+    aligned,
+    convolved,
+    full,
+    linear_combination,
+    product,
+    quotient,
+    total,
+)
+
+
+@rule("bilinear", "mul", "rmul")
+def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A b."""
+    a, b = [*args, *kwargs.values()]
+    if not belongs(a, expansion):
+        a, b = b, a
+    series = series_of(a, expansion)
+    if belongs(b, expansion):
+        return product(expansion, series, series if a is b else series_of(b, expansion))
+    ndim = max(series[0].ndim, b.ndim if hasattr(b, "ndim") else 0)
+    return [series[0] * b, *(None if c is None else aligned(c, ndim) * b for c in series[1:])]
+
+
+@rule("bilinear", "div", "rdiv")
+def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A / b."""
+    kwargs = dict(kwargs)
+    if kwargs.pop("rounding_mode", None) is not None:
+        return func(*_jet.replaced(args, _jet.value_of), rounding_mode="floor")
+    a, b = [*args, *kwargs.values()]
+    if _jet.operation(func) == "rdiv":
+        a, b = b, a
+    if belongs(b, expansion):
+        return quotient(expansion, series_of(a, expansion), series_of(b, expansion))
+    series = series_of(a, expansion)
+    ndim = max(series[0].ndim, b.ndim if hasattr(b, "ndim") else 0)
+    return [series[0] / b, *(None if c is None else aligned(c, ndim) / b for c in series[1:])]
+
+
+@rule("bilinear", "matmul", "rmatmul", "mm", "bmm", "mv", "dot", "inner_product")
+def matmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A @ b, by NumPy's rules for vectors and stacks."""
+    a, b = [*args, *kwargs.values()]
+    if _jet.operation(func) == "rmatmul":
+        a, b = b, a
+    return product_of_matrices(expansion, series_of(a, expansion), series_of(b, expansion))
+
+
+def product_of_matrices(expansion: Expansion, a: Series, b: Series) -> Series:
+    """The convolution of two series of matrices or vectors."""
+    row, column = a[0].ndim == 1, b[0].ndim == 1
+    a = _matrices(a, -2) if row else [a[0], *(None if c is None else _contracted(c, a[0].shape, -1) for c in a[1:])]
+    b = _matrices(b, -1) if column else [b[0], *(None if c is None else _contracted(c, b[0].shape, -2) for c in b[1:])]
+    ndim = max(a[0].ndim, b[0].ndim)
+    a = [a[0], *(None if c is None else aligned(c, ndim) for c in a[1:])]
+    b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
+    out = [convolved(expansion, a, b, k, _matmul) for k in range(expansion.order + 1)]
+    if column:
+        out = [None if c is None else c.squeeze(-1) for c in out]
+    return [None if c is None else c.squeeze(-2 if not column else -1) for c in out] if row else out
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    return torch.matmul(a, b)
+
+
+def _matrices(series: Series, dim: int) -> Series:
+    """Vectors as matrices of one row or column."""
+    shape = series[0].shape
+    return [series[0].unsqueeze(dim), *(None if c is None else full(c, shape).unsqueeze(dim) for c in series[1:])]
+
+
+def _contracted(coefficient: Any, shape: Any, dim: int) -> Any:
+    """A coefficient with the matrix dimensions at full size; the others may stay small."""
+    coefficient = aligned(coefficient, len(shape))
+    if coefficient.shape[-1] == shape[-1] and coefficient.shape[-2] == shape[-2]:
+        return coefficient
+    if coefficient.shape[dim] == shape[dim] and coefficient.ndim > 2:
+        return coefficient  # a size of one in a dimension that is kept broadcasts
+    return coefficient.expand(*coefficient.shape[:-2], *shape[-2:])
+
+
+@rule("bilinear", "linear")
+def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """X Wᵀ + b."""
+    names = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = names["input"], names["weight"], names.get("bias")
+    series = series_of(x, expansion)
+    if belongs(weight, expansion) or (bias is not None and belongs(bias, expansion)):
+        w = series_of(weight, expansion)
+        turned = [w[0].mT if w[0].ndim > 1 else w[0], *(None if c is None else _turned(c, w[0].shape) for c in w[1:])]
+        out = product_of_matrices(expansion, series, turned)
+        return out if bias is None else linear_combination([(1, out), (1, series_of(bias, expansion))], expansion.order)
+    width = series[0].shape[-1]
+    out: Series = [F.linear(series[0], weight, bias)]
+    for c in series[1:]:
+        if c is not None and c.shape[-1] != width:
+            c = c.expand(*c.shape[:-1], width)
+        out.append(None if c is None else F.linear(c, weight))
+    return out
+
+
+def _turned(coefficient: Any, shape: Any) -> Any:
+    coefficient = full(coefficient, shape)
+    return coefficient.mT if len(shape) > 1 else coefficient
+
+
+@rule("composite", "addmm", "addbmm", "baddbmm", "addmv", "addr")
+def add_product(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """β c + α a b."""
+    kwargs = dict(kwargs)
+    beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
+    c, a, b = [*args, *kwargs.values()]
+    name = _jet.operation(func)
+    made = torch.outer(a, b) if name == "addr" else torch.matmul(a, b)
+    made = (made.sum(0) if name == "addbmm" else made) * alpha
+    return made if beta == 0 else c * beta + made  # as in PyTorch, a NaN in c does not matter then
+
+
+@rule("composite", "outer", "ger")
+def outer(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A bᵀ."""
+    a, b = [*args, *kwargs.values()]
+    return a.unsqueeze(-1) * b
+
+
+@rule("composite", "inner", "vdot", "linalg_vecdot", "vecdot")
+def inner(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Σ a b over the last dimension."""
+    a, b = args
+    if _jet.operation(func) == "inner" and b.ndim > 1:
+        return torch.tensordot(a, b, dims=([-1], [-1]))  # pyright: ignore[reportArgumentType]
+    return (a * b).sum(kwargs.get("dim", -1)) if a.ndim else a * b
+
+
+@rule("composite", "addcmul")
+def addcmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A + v b c."""
+    a, b, c = args
+    return a + b * c * kwargs.get("value", 1)
+
+
+@rule("composite", "addcdiv")
+def addcdiv(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A + v b / c."""
+    a, b, c = args
+    return a + b / c * kwargs.get("value", 1)
+
+
+@rule("composite", "lerp")
+def lerp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A + w (b - a)."""
+    a, b, weight = [*args, *kwargs.values()]
+    return a + (b - a) * weight
+
+
+@rule("bilinear", "einsum")
+def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A sum of products in index notation, two at most of which are jets; directions get a letter of their own."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str):
+        raise NoRule("einsum in sublist format", "give the equation as a string")
+    places = [i for i, operand in enumerate(operands) if belongs(operand, expansion)]
+    if len(places) > 2:
+        raise NoRule("einsum of more than two operands that depend on the variable", "split it into two")
+    equation = equation.replace(" ", "")
+    letter = next(c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation)
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        right = ("..." if "..." in left else "") + "".join(
+            sorted(c for c in set(left) - {",", "."} if left.count(c) == 1)
+        )
+    series = {i: series_of(operands[i], expansion) for i in places}
+
+    def run(orders: dict[int, int], summed: bool) -> Any:
+        subscripts = [letter + term if orders.get(i) else term for i, term in enumerate(terms)]
+        values = [_einsum_operand(series[i], orders[i]) if i in orders else operands[i] for i in range(len(operands))]
+        out = right if summed or not any(orders.values()) else letter + right
+        found = torch.einsum(f"{','.join(subscripts)}->{out}", *values)
+        return found.unsqueeze(0) if summed else found
+
+    return _einsum_series(expansion, places, series, run)
+
+
+def _einsum_series(
+    expansion: Expansion, places: list[int], series: dict[int, Series], run: Callable[[dict[int, int], bool], Any]
+) -> Series:
+    out: Series = []
+    for k in range(expansion.order + 1):
+        found = None
+        splits = [{places[0]: k}] if len(places) == 1 else [{places[0]: j, places[1]: k - j} for j in range(k + 1)]
+        for orders in splits:
+            if any(series[i][order] is None for i, order in orders.items()):
+                continue
+            inner = len(orders) == 2 and all(orders.values())
+            joined = inner and expansion.top(k) and expansion.groups == 1 and expansion.weights is None
+            term = run(orders, joined)
+            if inner and expansion.top(k) and not joined:
+                term = expansion.collapse(term)
+            found = total(found, term)
+        out.append(found)
+    return out
+
+
+def _einsum_operand(series: Series, order: int) -> Any:
+    return full(series[order], series[0].shape) if order else series[0]

@@ -1,0 +1,234 @@
+"""Composite operations, written from their definition on jets: norms and softmax are then right at every order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hodiff import _norms
+from hodiff.jets import _jet
+from hodiff.jets._jet import MixesSamples, NoRule, rule
+from hodiff.jets._series import Expansion
+
+
+def _still(x: Any, expansion: Expansion) -> Any:
+    """The value of a jet of this expansion, for shifts that do not change the result."""
+    return x.series[0].detach() if _jet.belongs(x, expansion) else x.detach()
+
+
+def _softmax_parts(expansion: Expansion, x: Any, dim: int) -> tuple[Any, Any, Any]:
+    shift = torch.amax(_still(x, expansion), dim, keepdim=True)
+    shift = torch.where(torch.isfinite(shift), shift, torch.zeros_like(shift))
+    e = torch.exp(x - shift)
+    return shift, e, e.sum(dim, keepdim=True)
+
+
+def _softmax_dim(names: dict[str, Any]) -> int:
+    dim = names.get("dim")
+    if dim is None:
+        raise NoRule("softmax without a dimension")
+    return dim
+
+
+@rule("composite", "softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax")
+def softmax(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Exponentials over their sum, shifted by a constant for safety."""
+    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    x = names["input"] if names.get("dtype") is None else names["input"].to(names["dtype"])
+    name = _jet.operation(func).removeprefix("special_")
+    if name == "softmin":
+        x = -x
+    dim = _softmax_dim(names)
+    shift, e, total = _softmax_parts(expansion, x, dim)
+    return x - shift - torch.log(total) if name == "log_softmax" else e * (1 / total)
+
+
+@rule("composite", "logsumexp", "special_logsumexp")
+def logsumexp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The logarithm of a sum of exponentials."""
+    names = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    dim, keep = names["dim"], names.get("keepdim", False)
+    shift, _, total = _softmax_parts(expansion, names["input"], dim)
+    found = torch.log(total) + shift
+    return found if keep else _squeezed(found, dim)
+
+
+def _squeezed(x: Any, dim: Any) -> Any:
+    dims = sorted((d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)), reverse=True)
+    for d in dims:
+        x = x.squeeze(d)
+    return x
+
+
+@rule("composite", "layer_norm")
+def layer_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """From the definition: PyTorch's own is wrong at third order."""
+    return _norms.layer_norm(*args, **kwargs)
+
+
+@rule("composite", "batch_norm")
+def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """With running statistics only; those of the batch mix its samples."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    if given.get("training") or given.get("running_mean") is None:
+        raise MixesSamples
+    return _norms.batch_norm(**given)
+
+
+@rule("composite", "instance_norm")
+def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """From the definition."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    return _norms.instance_norm(**given)
+
+
+@rule("composite", "group_norm")
+def group_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A layer norm of each group of channels."""
+    names = dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)) | kwargs
+    x, weight, bias = names["input"], names.get("weight"), names.get("bias")
+    groups = x.reshape(x.shape[0], names["num_groups"], -1)
+    centred = groups - groups.mean(-1, keepdim=True)
+    normal = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + names.get("eps", 1e-5))
+    normal = normal.reshape(x.shape)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    normal = normal if weight is None else normal * weight.reshape(shape)
+    return normal if bias is None else normal + bias.reshape(shape)
+
+
+@rule("composite", "rms_norm")
+def rms_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Over the root of the mean square."""
+    names = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
+    x, weight, eps = names["input"], names.get("weight"), names.get("eps")
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    dims = tuple(range(-len(names["normalized_shape"]), 0))
+    normal = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    return normal if weight is None else normal * weight
+
+
+@rule("composite", "var", "std")
+def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Mean square deviation, with Bessel's correction unless told otherwise."""
+    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    x, dim, keep = names["input"], names.get("dim"), names.get("keepdim", False)
+    if len(args) > 2 or isinstance(dim, bool):
+        raise NoRule(_jet.operation(func), "with positional flags; use keywords")
+    if dim is None:
+        dim = tuple(range(x.ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    correction = names.get("correction", 1 if names.get("unbiased", True) else 0)
+    correction = 1 if correction is None else correction
+    centred = x - x.mean(dims, keepdim=True)
+    found = centred.square().sum(dims, keepdim=keep) * (
+        1 / max(count - correction, 0) if count > correction else math.nan
+    )
+    return torch.sqrt(found) if _jet.operation(func) == "std" else found
+
+
+@rule("composite", "norm", "linalg_vector_norm", "linalg_norm")
+def vector_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The Euclidean norm, and those of whole and half-whole powers of |x|."""
+    name = _jet.operation(func)
+    first = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}[name]
+    names: dict[str, Any] = dict(zip(("input", first, "dim", "keepdim", "dtype"), args, strict=False))
+    names |= kwargs
+    x: Any = names.get("input", names.get("x", names.get("A")))
+    order, dim, keep = names.get(first), names.get("dim"), names.get("keepdim", False)
+    pair = (dim is None and x.ndim == 2) or (isinstance(dim, (tuple, list)) and len(dim) == 2)
+    p: Any = 2 if order in (None, "fro") else order  # the Frobenius norm is the Euclidean one of all entries
+    spectral = name == "linalg_norm" and pair and order not in (None, "fro")
+    if spectral or isinstance(p, str) or p in (math.inf, -math.inf, 0) or names.get("dtype") is not None:
+        raise NoRule(f"{name} of this kind")
+    dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    if p == 2:
+        return torch.sqrt(x.square().sum(dims, keepdim=keep))
+    summed: Any = (torch.abs(x) if p == 1 else torch.abs(x) ** p).sum(dims, keepdim=keep)
+    return summed if p == 1 else summed ** (1 / p)
+
+
+@rule("composite", "cosine_similarity")
+def cosine_similarity(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The inner product of unit vectors."""
+    names = dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)) | kwargs
+    a, b, dim, eps = names["x1"], names["x2"], names.get("dim", 1), names.get("eps", 1e-8)
+    size = lambda v: torch.clamp(torch.sqrt(v.square().sum(dim)), min=eps)  # noqa: E731
+    return (a * b).sum(dim) / (size(a) * size(b))
+
+
+@rule("composite", "scaled_dot_product_attention")
+def attention(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """softmax(q kᵀ / √d + mask) v."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    if given.get("enable_gqa"):
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scale = given.get("scale")
+    scores = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.mT
+    if given.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = F.softmax(scores, dim=-1)
+    dropped = given.get("dropout_p", 0.0)
+    return (F.dropout(weights, p=dropped) if dropped else weights) @ v
+
+
+@rule("composite", "mish")
+def mish(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """X tanh(softplus x)."""
+    return args[0] * torch.tanh(F.softplus(args[0]))
+
+
+@rule("composite", "softsign")
+def softsign(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """X / (1 + |x|)."""
+    return args[0] / (1 + torch.abs(args[0]))
+
+
+@rule("composite", "tanhshrink")
+def tanhshrink(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """X - tanh x."""
+    return args[0] - torch.tanh(args[0])
+
+
+@rule("composite", "hardsigmoid")
+def hardsigmoid(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A clamped line."""
+    return F.hardtanh(args[0] / 6, -0.5, 0.5) + 0.5
+
+
+@rule("composite", "hardswish")
+def hardswish(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """X times a hard sigmoid."""
+    return args[0] * (F.hardtanh(args[0] / 6, -0.5, 0.5) + 0.5)
+
+
+@rule("composite", "glu")
+def glu(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """One half times the sigmoid of the other."""
+    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    a, b = torch.chunk(names["input"], 2, dim=names.get("dim", -1))
+    return a * torch.sigmoid(b)
+
+
+@rule("composite", "logit", "special_logit")
+def logit(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """log(x / (1 - x))."""
+    if len(args) > 1 or kwargs:
+        raise NoRule("logit with eps")
+    return torch.log(args[0]) - torch.log1p(-args[0])
+
+
+@rule("composite", "frac")
+def frac(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """X minus its whole part."""
+    return args[0] - torch.trunc(_still(args[0], expansion))

@@ -1,0 +1,478 @@
+r"""Elementwise operations: their Taylor coefficients at the value, by closed recurrences.
+
+For \(y = f(x)\) entry by entry only \(s_m = f^{(m)}(x_0) / m!\) is needed, of the size of the value;
+`composed` does the rest. Each function below gives \(s_0 \dots s_K\) from the differential equation
+that f satisfies, in plain PyTorch: right at any order, differentiable, and jets of an outer
+expansion pass through. A number stands for a constant coefficient, None for zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hodiff.jets import _jet
+from hodiff.jets._jet import NoRule, rule, series_of
+from hodiff.jets._series import Expansion, Series, added, aligned, composed, full, scaled, total
+
+Coefficients = Callable[..., Series]
+
+
+def elementwise(*names: str) -> Callable[[Coefficients], Coefficients]:
+    """Register `coefficients(x0, order, *args, **kwargs)` under names of operations of one tensor."""
+
+    def register(coefficients: Coefficients) -> Coefficients:
+        def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+            given = dict(kwargs)
+            x, rest = (args[0], args[1:]) if args else (given.pop("input"), ())
+            given.pop("inplace", None)
+            if _jet.jets_among((rest, given)) or not _jet.belongs(x, expansion):
+                raise NoRule(names[0], "with a parameter that depends on the variable")
+            series = series_of(x, expansion)
+            found = coefficients(series[0], expansion.order, *rest, **given)
+            return composed(expansion, found, series)
+
+        rule("elementwise", *names)(apply)
+        return coefficients
+
+    return register
+
+
+def integrated(value: Any, derivative: Series) -> Series:
+    """The series of f from its value and the series of f'."""
+    return [value, *(scaled(d, 1 / (m + 1)) for m, d in enumerate(derivative))]
+
+
+def times(a: Series, b: Series, m: int) -> Any:
+    """Coefficient m of a product of primal series."""
+    found = None
+    if a is b:
+        for j in range((m + 1) // 2):
+            found = added(found, a[j], a[m - j])
+        found = scaled(found, 2)
+        return found if m % 2 else added(found, a[m // 2], a[m // 2])
+    for j in range(m + 1):
+        found = added(found, a[j], b[m - j])
+    return found
+
+
+@elementwise("tanh")
+def tanh(x: Any, order: int) -> Series:
+    """Y' = 1 - y²."""
+    y = torch.tanh(x)
+    s = [y, 1 - y * y]
+    for m in range(1, order):
+        s.append(times(s, s, m) * (-1 / (m + 1)) if m > 1 else -y * s[1])
+    return s[: order + 1]
+
+
+@elementwise("sigmoid", "special_expit", "expit")
+def sigmoid(x: Any, order: int) -> Series:
+    """Y' = y (1 - y)."""
+    y = torch.sigmoid(x)
+    s = [y, y - y * y]
+    for m in range(1, order):
+        s.append((s[m] - times(s, s, m)) * (1 / (m + 1)) if m > 1 else (0.5 - y) * s[1])
+    return s[: order + 1]
+
+
+@elementwise("exp")
+def exp(x: Any, order: int) -> Series:
+    """Y' = y."""
+    y = torch.exp(x)
+    return [y, *(scaled(y, 1 / math.factorial(m)) for m in range(1, order + 1))]
+
+
+@elementwise("exp2", "special_exp2")
+def exp2(x: Any, order: int) -> Series:
+    """Y' = y log 2."""
+    y = torch.exp2(x)
+    return [y, *(y * (math.log(2) ** m / math.factorial(m)) for m in range(1, order + 1))]
+
+
+@elementwise("expm1", "special_expm1")
+def expm1(x: Any, order: int) -> Series:
+    """Y' = exp x."""
+    return [torch.expm1(x), *exp(x, order)[1:]]
+
+
+def _cycle(first: list[Any], order: int) -> Series:
+    return [scaled(first[m % len(first)], 1 / math.factorial(m)) for m in range(order + 1)]
+
+
+@elementwise("sin")
+def sin(x: Any, order: int) -> Series:
+    """sin, cos, -sin, -cos, ..."""
+    s, c = torch.sin(x), torch.cos(x)
+    return _cycle([s, c, -s, -c] if order > 1 else [s, c], order)
+
+
+@elementwise("cos")
+def cos(x: Any, order: int) -> Series:
+    """cos, -sin, -cos, sin, ..."""
+    s, c = torch.sin(x), torch.cos(x)
+    return _cycle([c, -s, -c, s] if order > 1 else [c, -s], order)
+
+
+@elementwise("sinh")
+def sinh(x: Any, order: int) -> Series:
+    """sinh, cosh, ..."""
+    return _cycle([torch.sinh(x), torch.cosh(x)], order)
+
+
+@elementwise("cosh")
+def cosh(x: Any, order: int) -> Series:
+    """cosh, sinh, ..."""
+    return _cycle([torch.cosh(x), torch.sinh(x)], order)
+
+
+@elementwise("tan")
+def tan(x: Any, order: int) -> Series:
+    """Y' = 1 + y²."""
+    s = [torch.tan(x)]
+    for m in range(order):
+        square = times(s, s, m)
+        s.append((1 + square if m == 0 else square) * (1 / (m + 1)))
+    return s
+
+
+def power_series(x: Any, p: float, order: int) -> Series:
+    """The coefficients of x**p: binomial(p, m) x**(p - m); those that are constant, as numbers."""
+    s: Series = []
+    binomial = 1.0
+    for m in range(order + 1):
+        if binomial == 0:
+            s.append(None)
+        elif p == m:
+            s.append(torch.ones_like(x) if m == 0 else binomial)
+        else:
+            s.append(scaled(torch.pow(x, p - m) if p - m != 1 else x, binomial))
+        binomial *= (p - m) / (m + 1)
+    return s
+
+
+@elementwise("square")
+def square(x: Any, order: int) -> Series:
+    """x², 2x, 1."""
+    return power_series(x, 2, order)
+
+
+@elementwise("sqrt")
+def sqrt(x: Any, order: int) -> Series:
+    """Each coefficient from the one before: s_m = s_{m-1} (p - m + 1) / (m x)."""
+    return _falling(torch.sqrt(x), x, 0.5, order)
+
+
+@elementwise("rsqrt")
+def rsqrt(x: Any, order: int) -> Series:
+    """As sqrt, with p = -1/2."""
+    return _falling(torch.rsqrt(x), x, -0.5, order)
+
+
+@elementwise("reciprocal")
+def reciprocal(x: Any, order: int) -> Series:
+    """As sqrt, with p = -1."""
+    return _falling(torch.reciprocal(x), x, -1.0, order)
+
+
+def _falling(value: Any, x: Any, p: float, order: int) -> Series:
+    s, inverse = [value], 1 / x
+    for m in range(1, order + 1):
+        s.append(s[-1] * inverse * ((p - m + 1) / m))
+    return s
+
+
+@elementwise("log")
+def log(x: Any, order: int) -> Series:
+    """Y' = 1/x."""
+    return integrated(torch.log(x), reciprocal(x, order - 1))
+
+
+@elementwise("log2")
+def log2(x: Any, order: int) -> Series:
+    """Log over log 2."""
+    return [torch.log2(x), *(scaled(s, 1 / math.log(2)) for s in log(x, order)[1:])]
+
+
+@elementwise("log10")
+def log10(x: Any, order: int) -> Series:
+    """Log over log 10."""
+    return [torch.log10(x), *(scaled(s, 1 / math.log(10)) for s in log(x, order)[1:])]
+
+
+@elementwise("log1p", "special_log1p")
+def log1p(x: Any, order: int) -> Series:
+    """Y' = 1/(1 + x)."""
+    return integrated(torch.log1p(x), reciprocal(1 + x, order - 1))
+
+
+def _of_quadratic(p: float, c0: Any, c1: Any, c2: float, order: int) -> Series:
+    """q**p for q = c0 + c1 t + c2 t²: m c0 y_m = (p - m + 1) c1 y_{m-1} + (2p - m + 2) c2 y_{m-2}."""
+    y = [torch.pow(c0, p)]
+    for m in range(1, order + 1):
+        found = c1 * y[m - 1] * (p - m + 1)
+        if m > 1:
+            found = found + y[m - 2] * (c2 * (2 * p - m + 2))
+        y.append(found / (c0 * m))
+    return y
+
+
+@elementwise("atan", "arctan")
+def atan(x: Any, order: int) -> Series:
+    """Y' = 1/(1 + x²)."""
+    return integrated(torch.atan(x), _of_quadratic(-1, 1 + x * x, 2 * x, 1, order - 1))
+
+
+@elementwise("atanh", "arctanh")
+def atanh(x: Any, order: int) -> Series:
+    """Y' = 1/(1 - x²)."""
+    return integrated(torch.atanh(x), _of_quadratic(-1, 1 - x * x, -2 * x, -1, order - 1))
+
+
+@elementwise("asin", "arcsin")
+def asin(x: Any, order: int) -> Series:
+    """Y' = (1 - x²)^(-1/2)."""
+    return integrated(torch.asin(x), _of_quadratic(-0.5, 1 - x * x, -2 * x, -1, order - 1))
+
+
+@elementwise("acos", "arccos")
+def acos(x: Any, order: int) -> Series:
+    """Y' = -(1 - x²)^(-1/2)."""
+    return [torch.acos(x), *(-s for s in asin(x, order)[1:])]
+
+
+@elementwise("asinh", "arcsinh")
+def asinh(x: Any, order: int) -> Series:
+    """Y' = (x² + 1)^(-1/2)."""
+    return integrated(torch.asinh(x), _of_quadratic(-0.5, x * x + 1, 2 * x, 1, order - 1))
+
+
+@elementwise("acosh", "arccosh")
+def acosh(x: Any, order: int) -> Series:
+    """Y' = (x² - 1)^(-1/2)."""
+    return integrated(torch.acosh(x), _of_quadratic(-0.5, x * x - 1, 2 * x, 1, order - 1))
+
+
+def _gaussian(x: Any, scale: float, rate: float, order: int) -> Series:
+    """Scale * exp(-rate x²): y' = -2 rate x y."""
+    s = [torch.exp(x * x * -rate) * scale]
+    for m in range(order):
+        found = x * s[m] if m == 0 else x * s[m] + s[m - 1]
+        s.append(found * (-2 * rate / (m + 1)))
+    return s
+
+
+@elementwise("erf", "special_erf")
+def erf(x: Any, order: int) -> Series:
+    """Y' = 2/√π exp(-x²)."""
+    return integrated(torch.erf(x), _gaussian(x, 2 / math.sqrt(math.pi), 1.0, order - 1))
+
+
+@elementwise("erfc", "special_erfc")
+def erfc(x: Any, order: int) -> Series:
+    """1 - erf."""
+    return [torch.erfc(x), *(-s for s in erf(x, order)[1:])]
+
+
+@elementwise("special_ndtr", "ndtr")
+def ndtr(x: Any, order: int) -> Series:
+    """Y' = exp(-x²/2)/√(2π)."""
+    value = torch.erfc(x * -math.sqrt(0.5)) * 0.5
+    return integrated(value, _gaussian(x, 1 / math.sqrt(2 * math.pi), 0.5, order - 1))
+
+
+def times_variable(x: Any, s: Series, value: Any) -> Series:
+    """The series of x g(x) from that of g."""
+    return [value, *(x * s[m] + s[m - 1] for m in range(1, len(s)))]
+
+
+@elementwise("gelu")
+def gelu(x: Any, order: int, approximate: str = "none") -> Series:
+    """X Φ(x); or x times the sigmoid of a cubic, in the other approximation."""
+    value = F.gelu(x, approximate=approximate)
+    if approximate == "none":
+        return times_variable(x, ndtr(x, order), value)
+    c = 2 * math.sqrt(2 / math.pi)
+    inner = [(x + 0.044715 * x**3) * c, (1 + 0.134145 * x * x) * c, x * (0.134145 * c), 0.044715 * c]
+    inner = [*inner, *[None] * order][: order + 1]
+    return times_variable(x, _logistic_of(inner, order), value)
+
+
+def _logistic_of(inner: Series, order: int) -> Series:
+    """Y = σ(u) from the series of u, by y' = y (1 - y) u'."""
+    y: Series = [torch.sigmoid(inner[0])]
+    w: Series = []
+    for k in range(1, order + 1):
+        w.append(y[k - 1] - times(y, y, k - 1))
+        found = None
+        for j in range(1, k + 1):
+            if inner[j] is not None:
+                found = total(found, w[k - j] * inner[j] * (j / k))
+        y.append(found)
+    return y
+
+
+@elementwise("silu")
+def silu(x: Any, order: int) -> Series:
+    """X σ(x)."""
+    s = sigmoid(x, order)
+    return times_variable(x, s, x * s[0])
+
+
+@elementwise("softplus")
+def softplus(x: Any, order: int, beta: float = 1.0, threshold: float = 20.0) -> Series:
+    """Y' = σ(βx); the identity above the threshold, as PyTorch has it."""
+    value = F.softplus(x, beta=beta, threshold=threshold)
+    s = sigmoid(beta * x, order - 1)
+    linear = beta * x > threshold
+    found = [value]
+    for m in range(1, order + 1):
+        found.append(torch.where(linear, 1.0 if m == 1 else 0.0, s[m - 1] * (beta ** (m - 1) / m)))
+    return found
+
+
+@elementwise("logsigmoid", "log_sigmoid")
+def logsigmoid(x: Any, order: int) -> Series:
+    """Y' = 1 - σ(x)."""
+    s = sigmoid(x, order - 1)
+    return [F.logsigmoid(x), torch.sigmoid(-x), *(s[m - 1] * (-1 / m) for m in range(2, order + 1))]
+
+
+@elementwise("elu")
+def elu(x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Series:
+    """An exponential below zero, linear above."""
+    below = torch.exp(torch.clamp(x, max=0) * input_scale)
+    value = torch.where(x > 0, x * scale, (below - 1) * (alpha * scale))
+    found = [value]
+    for m in range(1, order + 1):
+        part = below * (alpha * scale * input_scale**m / math.factorial(m))
+        found.append(torch.where(x > 0, scale if m == 1 else 0.0, part))
+    return found
+
+
+@elementwise("celu")
+def celu(x: Any, order: int, alpha: float = 1.0) -> Series:
+    """Elu with a smooth first derivative."""
+    return elu(x, order, alpha, 1.0, 1 / alpha)
+
+
+@elementwise("selu")
+def selu(x: Any, order: int) -> Series:
+    """Elu with the self-normalising constants."""
+    return elu(x, order, 1.6732632423543772, 1.0507009873554805)
+
+
+def _piecewise_linear(value: Any, slope: Any, order: int) -> Series:
+    return [value, slope, *[None] * (order - 1)]
+
+
+@elementwise("relu")
+def relu(x: Any, order: int) -> Series:
+    """Slope 0 or 1; higher derivatives are zero almost everywhere."""
+    return _piecewise_linear(torch.relu(x), (x > 0).to(x.dtype), order)
+
+
+@elementwise("relu6")
+def relu6(x: Any, order: int) -> Series:
+    """Clamp to [0, 6]."""
+    return _piecewise_linear(torch.clamp(x, 0, 6), ((x > 0) & (x < 6)).to(x.dtype), order)
+
+
+@elementwise("hardtanh")
+def hardtanh(x: Any, order: int, min_val: float = -1.0, max_val: float = 1.0) -> Series:
+    """A clamp with open ends."""
+    inside = (x > min_val) & (x < max_val)
+    return _piecewise_linear(torch.clamp(x, min_val, max_val), inside.to(x.dtype), order)
+
+
+@elementwise("leaky_relu")
+def leaky_relu(x: Any, order: int, negative_slope: float = 0.01) -> Series:
+    """Two slopes."""
+    slope = torch.where(x > 0, torch.ones_like(x), negative_slope)
+    return _piecewise_linear(x * slope, slope, order)
+
+
+@elementwise("threshold")
+def threshold(x: Any, order: int, threshold: float, value: float) -> Series:
+    """X above the threshold, a constant below."""
+    above = x > threshold
+    return _piecewise_linear(torch.where(above, x, value), above.to(x.dtype), order)
+
+
+@elementwise("hardshrink")
+def hardshrink(x: Any, order: int, lambd: float = 0.5) -> Series:
+    """X outside the interval, zero inside."""
+    outside = ((x > lambd) | (x < -lambd)).to(x.dtype)
+    return _piecewise_linear(x * outside, outside, order)
+
+
+@elementwise("softshrink")
+def softshrink(x: Any, order: int, lambd: float = 0.5) -> Series:
+    """Shifted towards zero outside the interval."""
+    outside = ((x > lambd) | (x < -lambd)).to(x.dtype)
+    return _piecewise_linear((x - torch.sign(x) * lambd) * outside, outside, order)
+
+
+@elementwise("abs", "fabs")
+def absolute(x: Any, order: int) -> Series:
+    """|x|."""
+    return _piecewise_linear(torch.abs(x), torch.sign(x), order)
+
+
+@elementwise("nan_to_num")
+def nan_to_num(x: Any, order: int, *args: Any, **kwargs: Any) -> Series:
+    """The identity where finite."""
+    return _piecewise_linear(torch.nan_to_num(x, *args, **kwargs), torch.isfinite(x).to(x.dtype), order)
+
+
+@elementwise("lgamma", "special_gammaln")
+def lgamma(x: Any, order: int) -> Series:
+    """Polygamma functions."""
+    return [torch.lgamma(x), *(torch.polygamma(m - 1, x) * (1 / math.factorial(m)) for m in range(1, order + 1))]
+
+
+@elementwise("digamma", "special_psi", "special_digamma")
+def digamma(x: Any, order: int) -> Series:
+    """Polygamma functions, from the first on."""
+    return [torch.digamma(x), *(torch.polygamma(m, x) * (1 / math.factorial(m)) for m in range(1, order + 1))]
+
+
+@rule("elementwise", "pow", "float_power", "rpow")
+def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """`x ** p` for a number or a constant tensor p, `a ** x`, and `x ** y` as exp(y log x)."""
+    base, exponent = [*args, *kwargs.values()][:2]
+    if _jet.operation(func) == "rpow":
+        base, exponent = exponent, base
+    if _jet.operation(func) == "float_power" and getattr(base, "dtype", torch.float64) != torch.float64:
+        raise NoRule("float_power", "it changes the dtype; use pow")
+    if not _jet.belongs(exponent, expansion):
+        series = series_of(base, expansion)
+        if isinstance(exponent, (int, float)):
+            return composed(expansion, power_series(series[0], exponent, expansion.order), series)
+        return _tensor_power(expansion, series, exponent)
+    series = series_of(exponent, expansion)
+    if _jet.belongs(base, expansion):
+        return series_of(torch.exp(exponent * torch.log(base)), expansion)
+    value, logarithm = torch.pow(base, series[0]), math.log(base) if isinstance(base, (int, float)) else torch.log(base)
+    s: Series = [value]
+    for m in range(1, expansion.order + 1):
+        s.append(s[-1] * logarithm * (1 / m))
+    return composed(expansion, s, [value, *(None if c is None else full(c, series[0].shape) for c in series[1:])])
+
+
+def _tensor_power(expansion: Expansion, series: Series, exponent: Any) -> Series:
+    """X ** p for a tensor p: a coefficient whose binomial vanishes is zero also where its power of x is infinite."""
+    x = series[0]
+    s: Series = [torch.pow(x, exponent)]
+    binomial = torch.ones_like(exponent)
+    for m in range(1, expansion.order + 1):
+        binomial = binomial * (exponent - (m - 1)) * (1 / m)
+        s.append(
+            torch.where(binomial == 0, 0.0, binomial * torch.pow(x, torch.where(binomial == 0, 1.0, exponent - m)))
+        )
+    ndim = s[0].ndim
+    return composed(expansion, s, [x, *(None if c is None else aligned(c, ndim) for c in series[1:])])

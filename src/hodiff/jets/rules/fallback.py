@@ -1,0 +1,131 @@
+r"""The rule for operations without one: nested reverse mode, which is right wherever PyTorch's backward is.
+
+With the path \(x(t) = \sum_j x_j t^j\) and \(g(u, t) = \langle u, f(x(t)) \rangle\), coefficient k of f is
+\(\frac{1}{k!} \partial_u \partial_t^k g\) at t = 0: k passes in t, one in u. Forward mode is never nested: through
+some operations (`slogdet`, `solve`, ...) its second derivative is silently wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff import _reverse, _tree
+from hodiff.errors import GraphError
+from hodiff.jets import _jet
+from hodiff.jets._jet import FALLBACK, NoRule, Several
+from hodiff.jets._series import Expansion, Series, full
+
+UNKNOWN_TO_JETS = {
+    "backward": "call hodiff's functions around f, not inside",
+    "numpy": "NumPy cuts the graph; use torch",
+    "__array__": "NumPy cuts the graph; use torch",
+    "tolist": "the result would be a constant; use .detach().tolist()",
+    "lstm": "use rnn cells",
+    "gru": "use rnn cells",
+    "rnn_tanh": "use rnn cells",
+    "rnn_relu": "use rnn cells",
+    "register_hook": "",
+    "storage": "",
+    "untyped_storage": "",
+    "data_ptr": "",
+    "set_": "",
+}
+
+
+def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Coefficients of any differentiable operation of PyTorch."""
+    name = _jet.operation(func)
+    if name in UNKNOWN_TO_JETS:
+        raise NoRule(name, UNKNOWN_TO_JETS[name])
+    native = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
+    if not native or torch.compiler.is_compiling():
+        raise NoRule(name)
+    jets = _jet.jets_among((args, kwargs))
+    if any(_jet.is_jet(jet.series[0]) or jet.expansion is not expansion for jet in jets):
+        raise NoRule(name, "inside nested expansions")
+    with torch.enable_grad():
+        value = func(*_jet.replaced(args, _jet.value_of), **_jet.replaced(kwargs, _jet.value_of))
+        items, _, tree = _tree.flatten(value)
+        places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.is_floating_point()]
+        if any(isinstance(item, Tensor) and item.is_complex() for item in items):
+            raise NoRule(name, "its result is complex")
+        for place in places:
+            items[place] = _coefficients(expansion, name, func, args, kwargs, jets, place, items[place])
+    return items[0] if tree is None else Several(items, lambda parts: _tree.rebuild(tree, iter(parts)))
+
+
+def _coefficients(
+    expansion: Expansion, name: str, func: Any, args: Any, kwargs: Any, jets: list[Any], place: int, value: Tensor
+) -> Series:
+    """The series of one output. A summed top coefficient passes on its own: it enters linearly."""
+
+    def one(*points: Tensor) -> tuple[Tensor, ...]:
+        given = iter(points)
+        replaced = lambda jet: next(given)  # noqa: E731 - jets come in the order in which they were collected
+        result = func(*_jet.replaced(args, replaced), **_jet.replaced(kwargs, replaced))
+        return (_tree.flatten(result)[0][place],)
+
+    order, summed = expansion.order, expansion.top(expansion.order)
+    orders = range(1, order if summed else order + 1)
+    try:
+        found = _along(one, [_path(jet.series, orders, expansion.directions) for jet in jets], order, value)
+        if found is None:
+            return expansion.constant(value)
+        if summed:
+            found[-1] = expansion.collapse(found[-1])
+            if any(jet.series[order] is not None for jet in jets):
+                top = [jet.series[order] for jet in jets if jet.series[order] is not None]
+                steps = [[jet.series[0], jet.series[order]] for jet in jets]
+                linear = _along(one, [_path(step, range(1, 2), len(top[0])) for step in steps], 1, value)
+                found[-1] = found[-1] + linear[0] if linear else found[-1]
+    except GraphError as error:
+        raise NoRule(name, str(error)) from error
+    out = [value, *found]
+    return out if expansion.record else [part.detach() for part in out]
+
+
+Path = Callable[[Tensor], Tensor]
+
+
+def _path(series: Series, orders: range, rows: int) -> Path:
+    """T -> the points x(t), one for each row of t."""
+    base = series[0].unsqueeze(0).expand(rows, *series[0].shape)
+    terms = [(k, full(series[k], series[0].shape)) for k in orders if series[k] is not None]
+
+    def at(t: Tensor) -> Tensor:
+        point = base
+        for k, coefficient in terms:
+            point = point + coefficient * t.reshape(-1, *[1] * (base.ndim - 1)) ** k
+        return point
+
+    at.rows = rows  # pyright: ignore[reportFunctionMemberAccess]
+    return at
+
+
+def _along(one: Callable[..., tuple[Tensor, ...]], paths: list[Path], order: int, value: Tensor) -> list[Tensor] | None:
+    """The coefficients 1 to `order` of the operation along the paths; None where its result is a constant."""
+    rows = paths[0].rows  # pyright: ignore[reportFunctionMemberAccess]
+    t = torch.zeros(rows, dtype=value.dtype, device=value.device, requires_grad=True)
+    points = [path(t) for path in paths]
+    try:
+        output = _reverse.batched(one, points)[0]
+    except RuntimeError:  # no batching rule
+        output = torch.stack([one(*each)[0] for each in zip(*points, strict=True)])
+    if not output.requires_grad:
+        return None
+    u = torch.ones_like(output, requires_grad=True)
+    g = (u * output).sum()
+    found = []
+    for k in range(1, order + 1):
+        g = _reverse.derivative(g, t).sum()
+        found.append(_reverse.derivative(g, u) / math.factorial(k))
+    return found
+
+
+FALLBACK.append(fallback)

@@ -1,0 +1,205 @@
+"""Operations that choose, compare or make: their results are constants, or parts of their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hodiff.jets import _jet
+from hodiff.jets._jet import NoRule, Several, belongs, listed, rule, series_of
+from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination
+
+
+@rule(
+    "constant",
+    *listed(
+        "eq ne gt lt ge le equal greater less greater_equal less_equal not_equal isnan isinf isfinite isclose "
+        "allclose sign sgn floor ceil round trunc fix floor_divide argmax argmin argsort nonzero "
+        "count_nonzero any all logical_and logical_or logical_not logical_xor signbit zeros_like ones_like "
+        "empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
+        "new_tensor detach item __bool__ __float__ __int__ __index__ __len__ __contains__ bool int long "
+        "heaviside bitwise_and bitwise_or bernoulli multinomial searchsorted bucketize histc unique bincount "
+        "numpy_dtype is_nonzero is_same_size result_type can_cast __repr__ __format__ __str__ short byte char "
+        "isreal isneginf isposinf is_floating_point __floordiv__ __rfloordiv__ finfo"
+    ),
+)
+def constant(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on the values, of this expansion only."""
+    lower = lambda jet: jet.series[0] if jet.expansion is expansion else jet  # noqa: E731
+    return func(*_jet.replaced(args, lower), **_jet.replaced(kwargs, lower))
+
+
+@rule("special", "where")
+def where(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Coefficients from the side that was chosen."""
+    if len(args) + len(kwargs) < 3:
+        return constant(expansion, func, args, kwargs)
+    names = dict(zip(("condition", "input", "other"), args, strict=False)) | kwargs
+    condition, x, y = names["condition"], names["input"], names["other"]
+    if isinstance(x, torch.Tensor) and condition is not x and func is torch.Tensor.where:
+        condition, x = x, condition  # x.where(condition, y)
+    condition = _jet.value_of(condition)
+    a, b = series_of(x, expansion), series_of(y, expansion)
+    value = torch.where(condition, a[0], b[0])
+    return [value, *(chosen(condition, a[k], b[k], value.ndim) for k in range(1, expansion.order + 1))]
+
+
+def chosen(condition: Any, a: Any, b: Any, ndim: int) -> Any:
+    """A coefficient of `where`, None being zero."""
+    if a is None and b is None:
+        return None
+    a, b = (None if c is None else aligned(c, ndim) for c in (a, b))
+    return torch.where(condition, 0.0 if a is None else a, 0.0 if b is None else b)
+
+
+@rule("special", "maximum", "minimum", "fmax", "fmin")
+def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The greater (lesser) of two; where they are equal, the mean, as in PyTorch."""
+    x, y = [*args, *kwargs.values()][:2]
+    a, b = series_of(x, expansion), series_of(y, expansion)
+    if _jet.operation(func) in ("fmax", "fmin") and bool((torch.isnan(a[0]) | torch.isnan(b[0])).any()):
+        raise NoRule(_jet.operation(func), "with NaN among the values")
+    upper = _jet.operation(func) in ("maximum", "fmax", "max")
+    value = func(a[0], b[0])
+    first, tied = (a[0] > b[0] if upper else a[0] < b[0]), a[0] == b[0]
+    mean = linear_combination([(0.5, a), (0.5, b)], expansion.order)
+    out: Series = [value]
+    for k in range(1, expansion.order + 1):
+        part = chosen(first, a[k], b[k], value.ndim)
+        out.append(None if part is None else torch.where(tied, aligned(mean[k], value.ndim), part))
+    return out
+
+
+@rule("special", "max", "min", "amax", "amin", "median", "kthvalue", "sort", "topk", "mode", "nanmedian", "aminmax")
+def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Entries chosen by their value: the coefficients at the same places."""
+    name = _jet.operation(func)
+    if name in ("max", "min") and len(args) + len(kwargs) > 1 and not isinstance([*args, *kwargs.values()][1], int):
+        return extreme(expansion, getattr(torch, name), args, kwargs)
+    if name == "aminmax" or not belongs(args[0], expansion):
+        raise NoRule(name)
+    x = series_of(args[0], expansion)
+    if name in ("amax", "amin"):
+        return _amax(expansion, func, x, args[1:], kwargs)
+    if name in ("max", "min", "median", "nanmedian") and len(args) + len(kwargs) == 1:
+        value = func(x[0])
+        index = (x[0].reshape(-1) == value).to(torch.uint8).argmax()
+        if int((x[0] == value).sum()) > 1:
+            raise NoRule(name, "where several entries are equal")
+        return [value, *(None if c is None else full(c, x[0].shape).reshape(len(c), -1)[:, index] for c in x[1:])]
+    names = dict(zip(("k", "dim") if name in ("topk", "kthvalue") else ("dim",), args[1:], strict=False)) | kwargs
+    values, indices, *_ = found = func(x[0], *args[1:], **kwargs)
+    dim = names.get("dim", -1) % max(1, x[0].ndim)
+    keep = indices if indices.ndim == x[0].ndim else indices.unsqueeze(dim)
+    out: Series = [values]
+    for c in x[1:]:
+        part = None
+        if c is not None:
+            wide = full(c, x[0].shape)
+            part = torch.gather(wide, dim + 1, keep.unsqueeze(0).expand(len(c), *keep.shape)) if x[0].ndim else wide
+            part = part if indices.ndim == x[0].ndim else part.squeeze(dim + 1)
+        out.append(part)
+    return Several([out, indices], type(found))
+
+
+def _amax(expansion: Expansion, func: Any, x: Series, args: Any, kwargs: Any) -> Series:
+    """Extremes over some dimensions; where several entries are equal, their mean, as in PyTorch."""
+    value = func(x[0], *args, **kwargs)
+    names = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
+    dims = names.get("dim", ())
+    dims = [d % max(1, x[0].ndim) for d in ((dims,) if isinstance(dims, int) else tuple(dims) or range(x[0].ndim))]
+    kept = value
+    if not names.get("keepdim", False):
+        for d in sorted(dims):
+            kept = kept.unsqueeze(d)
+    mask = (x[0] == kept).to(x[0].dtype)
+    mask = mask / mask.sum(dims, keepdim=True)
+    shifted = [d + 1 for d in dims]
+    keep = bool(names.get("keepdim", False))
+    if not shifted:
+        return x
+    return [value, *(None if c is None else (aligned(c, x[0].ndim) * mask).sum(shifted, keepdim=keep) for c in x[1:])]
+
+
+@rule("special", "clamp", "clip", "clamp_min", "clamp_max")
+def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The identity between the bounds, which may be constants of any shape."""
+    name = _jet.operation(func)
+    names = {"clamp_min": ("input", "min"), "clamp_max": ("input", "max")}.get(name, ("input", "min", "max"))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    low, high = given.get("min"), given.get("max")
+    if belongs(low, expansion) or belongs(high, expansion):
+        raise NoRule(name, "with bounds that depend on the variable; use torch.maximum and torch.minimum")
+    x = series_of(given["input"], expansion)
+    value = torch.clamp(x[0], low, high)
+    inside = torch.ones_like(value)
+    if low is not None:
+        inside = inside * (x[0] >= low)
+    if high is not None:
+        inside = inside * (x[0] <= high)
+    return [value, *(None if c is None else aligned(c, value.ndim) * inside for c in x[1:])]
+
+
+@rule("special", "dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
+def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """One mask for all coefficients."""
+    names = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+    x = series_of(names["input"], expansion)
+    if not names.get("training", True) or names.get("p", 0.5) == 0:
+        return x
+    name = _jet.operation(func)
+    if name not in ("dropout", "dropout1d", "dropout2d", "dropout3d") or _jet.is_jet(x[0]):
+        raise NoRule(f"{name} in training mode")
+    mask = getattr(F, name)(torch.ones_like(x[0]), p=names.get("p", 0.5), training=True)
+    return [x[0] * mask, *(None if c is None else aligned(c, mask.ndim) * mask for c in x[1:])]
+
+
+@rule("special", "prelu", "_prelu_kernel", "rrelu")
+def prelu(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A learned slope below zero."""
+    if _jet.operation(func) == "rrelu":
+        raise NoRule("rrelu")
+    x, weight = [*args, *kwargs.values()]
+    if belongs(weight, expansion):
+        raise NoRule("prelu with a slope that depends on the variable")
+    series = series_of(x, expansion)
+    value = series[0]
+    if weight.numel() > 1:
+        weight = weight.reshape(-1, *[1] * (value.ndim - 2)) if value.ndim > 1 else weight
+    else:
+        weight = weight.reshape(())
+    slope = torch.where(value > 0, torch.ones_like(value), weight)
+    return [value * slope, *(None if c is None else aligned(c, value.ndim) * slope for c in series[1:])]
+
+
+@rule("special", "masked_fill")
+def masked_fill(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A constant (or a scalar jet) where the mask is set."""
+    names = dict(zip(("input", "mask", "value"), args, strict=False)) | kwargs
+    mask = _jet.value_of(names["mask"])
+    x, other = series_of(names["input"], expansion), series_of(names["value"], expansion)
+    value = x[0].masked_fill(mask, other[0])
+    return [value, *(chosen(~mask, x[k], other[k], value.ndim) for k in range(1, expansion.order + 1))]
+
+
+def unsupported(why: str, *names: str) -> None:
+    """Register names that must never reach the fallback."""
+
+    def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NoRule(_jet.operation(func), why)
+
+    rule("none", *names)(apply)
+
+
+unsupported(
+    "its native kernel has a wrong third derivative; use torch.nn.functional's norms",
+    *["native_layer_norm", "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "native_group_norm"],
+)
+unsupported(
+    "its result is not real",
+    *listed("view_as_complex complex polar fft_fft fft_rfft fft_ifft stft hilbert to_sparse"),
+)
+unsupported("jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function")
+unsupported("it reads memory as it lies; use slices", "as_strided", "as_strided_scatter", "as_strided_copy")

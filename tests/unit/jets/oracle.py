@@ -1,0 +1,39 @@
+"""Taylor coefficients without Taylor mode: nested reverse passes of plain PyTorch along a path."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from hodiff.jets import _push
+
+
+def derivative(output: Tensor, by: Tensor) -> Tensor:
+    if not output.requires_grad:
+        return torch.zeros_like(by)
+    found = torch.autograd.grad(output, by, create_graph=True, allow_unused=True, materialize_grads=True)
+    return found[0]
+
+
+def nested(f, x: Tensor, path: list[Tensor], order: int) -> list[Tensor]:
+    """Coefficients 0 to `order` of f(x + t path[0] + t² path[1] + ...)."""
+    t = torch.zeros((), dtype=x.dtype, requires_grad=True)
+    y = f(x + sum(c * t**k for k, c in enumerate(path, 1)))
+    u = torch.ones_like(y, requires_grad=True)
+    g, out = (u * y).sum(), [y]
+    for k in range(1, order + 1):
+        g = derivative(g, t)
+        out.append(derivative(g, u) / math.factorial(k))
+    return out
+
+
+def pushed(f, x: Tensor, path: list[Tensor], order: int) -> list[Tensor]:
+    """The same by jets."""
+    output, expansion = _push.push(f, [x], [[c.unsqueeze(0) for c in path[:order]]], order)
+    series = _push.coefficients(output, expansion)
+    return [series[0], *(_push.entry(series, k, 1)[0] for k in range(1, order + 1))]
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    assert got.shape == expected.shape
+    return float(((got - expected).abs().max() / (1 + expected.abs().max())).detach())

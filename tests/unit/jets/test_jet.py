@@ -1,0 +1,302 @@
+"""What a jet is, what it refuses, and that jets nest."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hodiff
+from hodiff.jets import _jet, _push
+from tests.support.properties import agree
+
+D = torch.float64
+
+
+@pytest.fixture
+def x():
+    return torch.randn(7, 3, dtype=D)
+
+
+def jets_only(f, x, **kwargs):
+    return hodiff.laplacian(f, x, method="jets", **kwargs)
+
+
+def set_item(x):
+    h = x.clone()
+    h[:, 0] = x[:, 1]
+    return h.pow(3).sum(-1)
+
+
+def into_a_tensor(x):
+    return torch.zeros(7, dtype=D).add_(x.pow(3).sum(-1))
+
+
+def through_a_view(x):
+    h = x.clone()
+    h[:, 0].mul_(2)
+    return h.pow(3).sum(-1)
+
+
+class Straight(torch.autograd.Function):
+    """Its backward is not its derivative: a jet that ran its forward would give another number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x**2
+
+
+class Scripted(nn.Module):
+    def forward(self, x):
+        return x.pow(3).sum(-1)
+
+
+LSTM = nn.LSTM(3, 2, batch_first=True).to(D)
+
+REFUSED = {
+    "assignment to an index": (set_item, r"assignment to an index"),
+    "writing into a tensor": (into_a_tensor, r"add_ of a jet into a tensor"),
+    "writing through a view": (through_a_view, r"mul_ on a view"),
+    "out=": (lambda x: torch.sin(x, out=torch.empty_like(x)).sum(-1), r"sin\(out=...\)"),
+    "vmap inside": (lambda x: torch.func.vmap(lambda z: (z**4).sum())(x), "below Python"),
+    "torch.func.grad inside": (lambda x: torch.func.grad(lambda z: (z**4).sum())(x).sum(-1), "below Python"),
+    "hodiff.grad inside": (lambda x: hodiff.grad(lambda z: (z**4).sum(), x).sum(-1), "autograd inside f"),
+    "complex": (lambda x: torch.fft.fft(x**2).abs().sum(-1), "not real"),
+    "view as complex": (lambda x: torch.view_as_complex(x[:, :2] ** 2).abs(), "not real"),
+    "LSTM": (lambda x: LSTM(x[:, None] ** 2)[0].sum((1, 2)), "lstm"),
+    "custom Function": (lambda x: Straight.apply(x).pow(3).sum(-1), r"autograd\.Function"),
+    "NumPy": (lambda x: torch.tensor(x.numpy()).sum(-1), "numpy"),
+    "in place under no_grad": (lambda x: torch.no_grad()(lambda h: h.mul_(2))(x.clone()).sum(-1), "no_grad"),
+    "training batch norm": (lambda x: F.batch_norm(x, None, None, training=True).sum(-1), "mixes the samples"),
+    "bits": (lambda x: x.view(torch.int64).double().sum(-1), "dtype"),
+    "native norm": (lambda x: torch.native_layer_norm(x, (3,), None, None, 1e-5)[0].sum(-1), "native_layer_norm"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_slip_past_the_rules_raises(name, x):
+    f, message = REFUSED[name]
+    with pytest.raises(hodiff.GraphError, match=message):
+        jets_only(f, x)
+
+
+def test_torchscript_raises(x):
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        scripted = torch.jit.script(Scripted())
+    with pytest.raises(hodiff.GraphError, match="forward"):
+        jets_only(scripted, x)
+
+
+FALLS_BACK = ["assignment to an index", "writing into a tensor", "writing through a view", "vmap inside", "complex"]
+
+
+@pytest.mark.parametrize("name", [*FALLS_BACK, "hodiff.grad inside", "LSTM"])
+def test_auto_falls_back_as_a_whole_with_one_warning(name, x):
+    f, message = REFUSED[name]
+    torch.manual_seed(0)
+    expected = hodiff.laplacian(f, x, method="reverse")
+    torch.manual_seed(0)
+    with pytest.warns(hodiff.HodiffWarning, match=message) as caught:
+        got = hodiff.laplacian(f, x)
+    assert len(caught) == 1
+    agree(got.detach(), expected.detach())
+
+
+def test_a_custom_function_keeps_the_derivative_that_its_backward_defines(x):
+    with pytest.warns(hodiff.HodiffWarning, match="hodiff.errors|autograd") as caught:
+        got = hodiff.laplacian(lambda x: Straight.apply(x).pow(2).sum(-1), x)
+    assert any("Taylor mode" in str(each.message) for each in caught)
+    agree(got.detach(), (2 * x**2 * x**2 + 2 * x.round() * 2 * x).sum(-1))
+
+
+def test_no_grad_and_detach_are_part_of_the_function(x):
+    def f(x):
+        with torch.no_grad():
+            frozen = x.sin().sum(-1)
+        return frozen * x.square().sum(-1) + (x.detach() * x**2).sum(-1) + (x.data * x**2).sum(-1)
+
+    agree(jets_only(f, x), 6 * x.sin().sum(-1) + 4 * x.sum(-1))
+
+
+def test_it_works_inside_no_grad_and_inference_mode(x):
+    f = lambda x: (x**4).sum(-1)
+    with torch.no_grad():
+        found = jets_only(f, x)
+    assert not found.requires_grad
+    agree(found, 12 * x.square().sum(-1))
+    with torch.inference_mode():
+        found = jets_only(f, x.clone())
+    agree(found.clone(), 12 * x.square().sum(-1))
+
+
+def test_a_jet_looks_like_its_value(x):
+    seen = {}
+
+    def f(x):
+        seen.update(
+            tensor=isinstance(x, torch.Tensor), shape=x.shape, size=x.size(0), dim=x.dim(), dtype=x.dtype, length=len(x)
+        )
+        seen.update(positive=bool((x.sum() > -1e9).all()), item=x.sum().item(), text=f"{x.sum():.2f}", name=repr(x))
+        return x.square().sum(-1)
+
+    jets_only(f, x)
+    assert seen["tensor"] and seen["shape"] == (7, 3) and seen["size"] == 7 and seen["dim"] == 2 and seen["length"] == 7
+    assert seen["dtype"] == D and seen["positive"] and seen["item"] == float(x.sum())
+    assert seen["text"] == f"{x.sum():.2f}" and seen["name"].startswith("Jet(order 2 in 3 direction")
+
+
+def test_branches_follow_the_value(x):
+    f = lambda x: (x**4).sum(-1) if x.sum() > 0 else (x**3).sum(-1)
+    agree(jets_only(f, x.abs()), 12 * x.square().sum(-1))
+    agree(jets_only(f, -x.abs()), -6 * x.abs().sum(-1))
+
+
+def test_structural_zeros_and_small_seeds():
+    """Identity directions stay independent of the batch until an operation mixes them with it."""
+    shapes = []
+
+    def f(x):
+        shapes.append([None if c is None else tuple(c.shape) for c in x.series])
+        y = F.linear(x, torch.ones(4, 3, dtype=D))
+        shapes.append([None if c is None else tuple(c.shape) for c in y.series])
+        z = torch.tanh(y)
+        shapes.append([None if c is None else tuple(c.shape) for c in z.series])
+        return z.sum(-1)
+
+    jets_only(f, torch.randn(7, 3, dtype=D))
+    assert shapes[0] == [(7, 3), (3, 1, 3), None]
+    assert shapes[1] == [(7, 4), (3, 1, 4), None]
+    assert shapes[2] == [(7, 4), (3, 7, 4), (1, 7, 4)]
+
+
+def test_perturbations_are_not_confused():
+    """d/dx (x d/dy (x + y)) = 1 at every point: the inner variable must not be taken for the outer one."""
+    x = torch.tensor([2.0], dtype=D)
+    one = [torch.ones(1, dtype=D)]
+
+    def outer(x):
+        _, (inner,) = hodiff.jet(lambda y: x + y, torch.tensor([3.0], dtype=D), one)
+        return x * inner
+
+    _, (found,) = hodiff.jet(outer, x, one)
+    assert found.item() == 1.0
+
+
+def test_nested_operators_of_polynomials_give_zeros(x):
+    assert torch.equal(hodiff.biharmonic(lambda x: x.square().sum(-1), x), torch.zeros(7, dtype=D))
+    assert torch.equal(hodiff.biharmonic(lambda x: x.sum(-1), x), torch.zeros(7, dtype=D))
+
+
+def test_threads_do_not_meet(x):
+    errors = []
+
+    def work():
+        for _ in range(20):
+            found = hodiff.biharmonic(lambda x: x.square().sum(-1) ** 2, x)
+            if not torch.allclose(found, torch.full((7,), 120.0, dtype=D)):
+                errors.append(found)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_nothing_of_the_users_is_touched(x):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1)).to(D).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = x.requires_grad_()
+    state = torch.get_rng_state()
+    hodiff.laplacian(model, x).sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    hodiff.laplacian(model, x.detach())
+    assert _jet._running.depth == 0
+
+
+def test_dropout_uses_one_mask(x):
+    def f(x):
+        return F.dropout(x, 0.5, training=True).pow(4).sum(-1)
+
+    torch.manual_seed(3)
+    mask = F.dropout(torch.ones_like(x), 0.5)
+    torch.manual_seed(3)
+    agree(jets_only(f, x), (12 * x.square() * mask**4).sum(-1))
+
+
+def test_transformer_layers_run_on_jets(x):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True).to(D)
+    weights = torch.randn(3, 6, dtype=D)
+    f = lambda x: (layer(x[:, None].repeat(1, 3, 2).cumsum(1)) * weights).sum((1, 2))
+    for mode in (True, False):
+        layer.train(mode)
+        agree(jets_only(f, x).detach(), hodiff.laplacian(f, x, method="reverse").detach(), 1e-9)
+
+
+def test_vmap_around(x):
+    f = lambda x: x.square().sum(-1) ** 2
+    found = torch.vmap(lambda z: hodiff.laplacian(f, z, batch_ndim=0, method="jets"))(x)
+    agree(found, hodiff.laplacian(f, x))
+
+
+def test_checkpoint_inside(x):
+    from torch.utils.checkpoint import checkpoint
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(D)
+    plain = torch.autograd.grad(hodiff.laplacian(net, x).square().sum(), net[0].weight)[0]
+    saved = hodiff.laplacian(lambda x: checkpoint(net, x, use_reentrant=False), x)
+    agree(torch.autograd.grad(saved.square().sum(), net[0].weight)[0], plain)
+
+
+@pytest.mark.slow
+def test_compile_fullgraph_equals_eager(x):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(D)
+
+    def f(x):
+        h = net(x)
+        return (h * x[:, :1].exp() - torch.softmax(x, -1)[:, 1:2]).squeeze(-1)
+
+    compiled = torch.compile(lambda x: hodiff.laplacian(f, x), fullgraph=True, backend="aot_eager")
+    agree(compiled(x).detach(), hodiff.laplacian(f, x).detach())
+    weight = net[0].weight
+    one, two = (
+        torch.autograd.grad(call(x).square().sum(), weight)[0] for call in (compiled, lambda x: hodiff.laplacian(f, x))
+    )
+    agree(one, two)
+
+
+def test_report():
+    x = torch.rand(2, 3, dtype=D)
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).to(D)
+    found = hodiff.jets.report(lambda x: net(x).sum(-1) * torch.atan2(x, x + 1).sum(-1), x)
+    kinds = {each.name: (each.kind, each.calls) for each in found.operations}
+    assert kinds["linear"] == ("bilinear", 2)
+    assert kinds["tanh"] == ("elementwise", 1)
+    assert kinds["rsqrt"] == ("elementwise", 1)  # the norm, written out
+    assert found.fallbacks == ("atan2",) and found.missing is None
+    assert found.order == 2 and found.directions == 3
+    assert all(each.seconds > 0 for each in found.operations)
+    assert "atan2" in str(found) and "fallback" in str(found)
+
+
+def test_report_of_what_stops_it():
+    found = hodiff.jets.report(set_item, torch.rand(7, 3, dtype=D))
+    assert "assignment to an index" in found.missing and "stopped" in str(found)
+
+
+def test_push_takes_several_points():
+    a, b = torch.tensor([2.0], dtype=D), torch.tensor([5.0], dtype=D)
+    output, expansion = _push.push(lambda a, b: a * b, [a, b], [[torch.ones(1, 1, dtype=D)]] * 2, 2)
+    assert [c.item() for c in _push.coefficients(output, expansion)] == [10.0, 7.0, 1.0]
