@@ -1,0 +1,1 @@
+"""Gradient penalties and other regularisers made of derivatives, each differentiable by what is trained."""

@@ -1,0 +1,39 @@
+"""The route through `torch.compile`: a gradient that its tracer can follow.
+
+The rest of the library reads graphs, lends modules and warns, none of which a traced region can hold.
+Inside one, the gradient comes from `torch.func.grad`, which Dynamo writes out as plain operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff import _checks, _tree
+from hodiff.errors import InputError
+
+
+def outputs_and_gradient(
+    critic: Any, x: Any, *, create_graph: bool, args: Any, kwargs: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """What the critic returns, and the gradient's leaves, inside a compiled region."""
+    if isinstance(x, nn.Module) or isinstance(critic.f, Tensor):
+        raise InputError(
+            "torch.compile: a penalty inside a compiled region takes a function and tensors. Call it outside the "
+            "region for a module's parameters, and for a tensor that was already computed."
+        )
+    leaves, _, tree = _tree.flatten(x)
+
+    def total(point: list[Tensor]) -> tuple[Tensor, Tensor]:
+        batch = point[0].shape[: critic.batch_ndim]
+        outputs = critic.f(_tree.rebuild(tree, iter(point)), *args, **(kwargs or {}))
+        scalars = critic.per_sample(outputs, batch)
+        _checks.check_scalars(scalars, critic.batch_ndim, batch)
+        return scalars.sum(), outputs
+
+    gradient, outputs = torch.func.grad(total, has_aux=True)(leaves)
+    if not create_graph:
+        gradient, outputs = [leaf.detach() for leaf in gradient], outputs.detach()
+    return outputs, list(gradient)

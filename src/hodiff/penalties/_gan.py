@@ -1,0 +1,348 @@
+"""The gradient penalties of adversarial training: WGAN-GP, WGAN-LP, DRAGAN, R1 and R2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks, _tree
+from hodiff._evaluate import Allowed
+from hodiff.penalties._gradient import Function, gradient_penalty
+from hodiff.penalties._loss import check_number
+from hodiff.penalties._points import interpolate
+
+
+def wgan_gp_penalty(
+    critic: Function,
+    real: Any,
+    fake: Any,
+    *,
+    weight: float = 10.0,
+    target: float = 1.0,
+    one_sided: bool = False,
+    generator: torch.Generator | None = None,
+    reduction: str = "mean",
+    batch_ndim: int = 1,
+    patch_reduction: str = "sum",
+    create_graph: bool | None = None,
+    grad_scale: float = 1.0,
+    check_independence: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    r"""WGAN-GP, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), between real and generated samples.
+
+    \(\hat x_i\) is a random point on the line from `real[i]` to `fake[i]` (`interpolate`). The norm is over all
+    entries of one sample. With `one_sided=True` it is WGAN-LP, \(\max(0, \lVert\nabla D\rVert - 1)^2\).
+
+    Args:
+        critic: A function of samples `(N, ...)`, with outputs `(N,)`, `(N, 1)` or `(N, 1, H, W)`.
+        real: Real samples, a tensor or a container.
+        fake: Generated samples, as many and alike. They are detached: the generator is not reached.
+        weight: \(\lambda\), 10 in the paper (0.1 for its toy problems).
+        target: The wanted norm.
+        one_sided: Whether only norms above the target count.
+        generator: What the points are drawn from; None: the device's default generator.
+        reduction: As for `gradient_penalty`.
+        batch_ndim: As for `gradient_penalty`.
+        patch_reduction: As for `gradient_penalty`.
+        create_graph: As for `gradient_penalty`.
+        grad_scale: As for `gradient_penalty`.
+        check_independence: As for `gradient_penalty`.
+        allow: As for `gradient_penalty`.
+        args: Further positional arguments for the critic, such as labels.
+        kwargs: Keyword arguments for the critic.
+
+    Returns:
+        A scalar tensor, or shape `(N,)` with `reduction="none"`.
+
+    Raises:
+        InputError: The batches are not alike; or as for `gradient_penalty`.
+        GraphError: As for `gradient_penalty`.
+
+    Cost:
+        One evaluation of the critic and one reverse pass, and a second in the loss's backward.
+
+    Examples:
+        A linear critic with |w| = 5, so 10 (5 - 1)², wherever the points are:
+
+        >>> import torch, hodiff
+        >>> critic = torch.nn.Linear(2, 1)
+        >>> _ = critic.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> hodiff.wgan_gp_penalty(critic, torch.randn(8, 2), torch.randn(8, 2)).item()
+        160.0
+
+    Reference:
+        Gulrajani, I. et al. (2017). arXiv:1704.00028; Petzka, H. et al. (2018), WGAN-LP. arXiv:1709.08894.
+        Other code: BasicSR and mmgeneration (by default) take the norm over channels only, torchgan over the
+        whole batch; TensorFlow-GAN penalises norm/target - 1. The authors' own code has NaN at a zero gradient.
+    """
+    points = interpolate(real, fake, batch_ndim=batch_ndim, generator=generator)
+    return gradient_penalty(
+        critic,
+        points,
+        target=target,
+        one_sided=one_sided,
+        weight=weight,
+        reduction=reduction,
+        batch_ndim=batch_ndim,
+        patch_reduction=patch_reduction,
+        create_graph=create_graph,
+        grad_scale=grad_scale,
+        check_independence=check_independence,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+def dragan_penalty(
+    critic: Function,
+    real: Any,
+    *,
+    weight: float = 10.0,
+    target: float = 1.0,
+    std: float = 0.5,
+    generator: torch.Generator | None = None,
+    reduction: str = "mean",
+    batch_ndim: int = 1,
+    patch_reduction: str = "sum",
+    create_graph: bool | None = None,
+    grad_scale: float = 1.0,
+    check_independence: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    r"""DRAGAN, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), at real samples with noise.
+
+    As in the authors' code, \(\hat x = x + \alpha c \sigma u\): \(\sigma\) is the standard deviation of the batch,
+    \(u \sim U[0,1)\) for each entry, \(\alpha \sim U[0,1)\) for each sample, \(c\) is *std*. The norm is over all
+    entries of one sample. For the paper's normal noise of variance c:
+    `gradient_penalty(critic, real + c**0.5 * torch.randn_like(real), target=1.0, weight=10.0)`.
+
+    Args:
+        critic: A function of samples, as for `wgan_gp_penalty`.
+        real: Real samples, a tensor or a container. They are detached.
+        weight: \(\lambda\), 10 in the paper.
+        target: The wanted norm.
+        std: The reach of the noise, in standard deviations of the batch.
+        generator: What the noise is drawn from; None: the device's default generator.
+        reduction: As for `gradient_penalty`.
+        batch_ndim: As for `gradient_penalty`.
+        patch_reduction: As for `gradient_penalty`.
+        create_graph: As for `gradient_penalty`.
+        grad_scale: As for `gradient_penalty`.
+        check_independence: As for `gradient_penalty`.
+        allow: As for `gradient_penalty`.
+        args: Further positional arguments for the critic, such as labels.
+        kwargs: Keyword arguments for the critic.
+
+    Returns:
+        A scalar tensor, or shape `(N,)` with `reduction="none"`.
+
+    Raises:
+        InputError: As for `gradient_penalty`.
+        GraphError: As for `gradient_penalty`.
+
+    Cost:
+        That of `wgan_gp_penalty`.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> critic = torch.nn.Linear(2, 1)
+        >>> _ = critic.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> hodiff.dragan_penalty(critic, torch.randn(8, 2)).item()
+        160.0
+
+    Reference:
+        Kodali, N. et al. (2017). On convergence and stability of GANs. arXiv:1705.07215. Other code: PyTorch-GAN
+        takes the norm over channels only and draws α per entry; compare_gan uses x + σ (u - ½), clipped to [0, 1].
+    """
+    check_number(std, "std", least=0)
+    leaves, names, tree = _tree.flatten(real, "real")
+    for leaf, name in zip(leaves, names, strict=True):
+        _checks.check_real_tensor(leaf, name)
+    with torch.no_grad():
+        far = [leaf + std * leaf.std(correction=0) * _uniform(leaf, generator) for leaf in leaves]
+    points = interpolate(real, _tree.rebuild(tree, iter(far)), batch_ndim=batch_ndim, generator=generator)
+    return gradient_penalty(
+        critic,
+        points,
+        target=target,
+        weight=weight,
+        reduction=reduction,
+        batch_ndim=batch_ndim,
+        patch_reduction=patch_reduction,
+        create_graph=create_graph,
+        grad_scale=grad_scale,
+        check_independence=check_independence,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
+def r1_penalty(
+    critic: Function,
+    real: Any,
+    *,
+    gamma: float = 10.0,
+    reduction: str = "mean",
+    batch_ndim: int = 1,
+    patch_reduction: str = "sum",
+    create_graph: bool | None = None,
+    grad_scale: float = 1.0,
+    return_outputs: bool = False,
+    check_independence: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""R1, \(\frac{\gamma}{2}\, \mathrm{mean}_i \lVert\nabla D(x_i)\rVert^2\), at real samples.
+
+    Mind the half: it is part of \(\gamma\)'s definition in the paper, in StyleGAN2 and in R3GAN. The squared norm is
+    over all entries of one sample.
+
+    Args:
+        critic: A function of samples, as for `wgan_gp_penalty`.
+        real: Real samples, a tensor or a container. They are detached.
+        gamma: \(\gamma\), 10 in the paper. For a lazy penalty every k steps, pass k times the value.
+        reduction: As for `gradient_penalty`.
+        batch_ndim: As for `gradient_penalty`.
+        patch_reduction: As for `gradient_penalty`. With `"mean"` R1 of P×P patches is P⁴ times smaller.
+        create_graph: As for `gradient_penalty`.
+        grad_scale: As for `gradient_penalty`.
+        return_outputs: Whether to return the critic's outputs too: the loss then needs no other
+            evaluation of the real samples.
+        check_independence: As for `gradient_penalty`.
+        allow: As for `gradient_penalty`.
+        args: Further positional arguments for the critic, such as labels.
+        kwargs: Keyword arguments for the critic.
+
+    Returns:
+        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* a pair.
+
+    Raises:
+        InputError: As for `gradient_penalty`.
+        GraphError: As for `gradient_penalty`.
+
+    Cost:
+        That of `gradient_penalty`.
+
+    Examples:
+        A linear critic with |w| = 5, so 10/2 · 25:
+
+        >>> import torch, hodiff
+        >>> critic = torch.nn.Linear(2, 1)
+        >>> _ = critic.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> hodiff.r1_penalty(critic, torch.randn(8, 2)).item()
+        125.0
+
+    Reference:
+        Mescheder, L. et al. (2018). Which training methods for GANs do actually converge? arXiv:1801.04406.
+        Other code: GAN_stability, GigaGAN and lucidrains' StyleGAN2 leave out the half (their 10 is a gamma
+        of 20); StyleGAN2-ADA uses gamma = 0.0002 · resolution² / batch, every 16 steps times 16.
+    """
+    check_number(gamma, "gamma", least=0)
+    return gradient_penalty(
+        critic,
+        _detached(real),
+        weight=gamma / 2,
+        reduction=reduction,
+        batch_ndim=batch_ndim,
+        patch_reduction=patch_reduction,
+        create_graph=create_graph,
+        grad_scale=grad_scale,
+        return_outputs=return_outputs,
+        check_independence=check_independence,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+def r2_penalty(
+    critic: Function,
+    fake: Any,
+    *,
+    gamma: float = 10.0,
+    reduction: str = "mean",
+    batch_ndim: int = 1,
+    patch_reduction: str = "sum",
+    create_graph: bool | None = None,
+    grad_scale: float = 1.0,
+    return_outputs: bool = False,
+    check_independence: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""R2, \(\frac{\gamma}{2}\, \mathrm{mean}_i \lVert\nabla D(x_i)\rVert^2\), at generated samples.
+
+    The formula of `r1_penalty`, half included, elsewhere. The samples are detached, so the generator is not reached.
+
+    Args:
+        critic: A function of samples, as for `wgan_gp_penalty`.
+        fake: Generated samples, a tensor or a container. They are detached.
+        gamma: \(\gamma\), 10 in the paper; R3GAN uses the same for R1 and R2.
+        reduction: As for `gradient_penalty`.
+        batch_ndim: As for `gradient_penalty`.
+        patch_reduction: As for `gradient_penalty`.
+        create_graph: As for `gradient_penalty`.
+        grad_scale: As for `gradient_penalty`.
+        return_outputs: Whether to return the critic's outputs too.
+        check_independence: As for `gradient_penalty`.
+        allow: As for `gradient_penalty`.
+        args: Further positional arguments for the critic, such as labels.
+        kwargs: Keyword arguments for the critic.
+
+    Returns:
+        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* a pair.
+
+    Raises:
+        InputError: As for `gradient_penalty`.
+        GraphError: As for `gradient_penalty`.
+
+    Cost:
+        That of `gradient_penalty`.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> critic = torch.nn.Linear(2, 1)
+        >>> _ = critic.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> hodiff.r2_penalty(critic, torch.randn(8, 2), gamma=1.0).item()
+        12.5
+
+    Reference:
+        Mescheder, L. et al. (2018). arXiv:1801.04406; Huang, N. et al. (2024), R3GAN. arXiv:2501.05441.
+        Other code: GAN_stability leaves out the half; WGAN-div (PyTorch-GAN) does not detach the samples.
+    """
+    return r1_penalty(
+        critic,
+        fake,
+        gamma=gamma,
+        reduction=reduction,
+        batch_ndim=batch_ndim,
+        patch_reduction=patch_reduction,
+        create_graph=create_graph,
+        grad_scale=grad_scale,
+        return_outputs=return_outputs,
+        check_independence=check_independence,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+def _detached(x: Any) -> Any:
+    """The samples without their history; what is no tensor is left for the check that names it."""
+    return _tree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)

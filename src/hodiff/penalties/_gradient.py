@@ -1,0 +1,201 @@
+"""`gradient_penalty`: the one core, on which the recipes of `_recipes` are a line or two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks, _tree
+from hodiff._evaluate import Allowed
+from hodiff._where import Where
+from hodiff.calculus._first import value_and_grad
+from hodiff.errors import InputError
+from hodiff.penalties import _compiled, _critic, _loss, _norm
+from hodiff.penalties._critic import Critic
+
+Function = Callable[..., Any]
+What = Function | Tensor
+
+
+def gradient_penalty(
+    f: What,
+    x: Any,
+    *,
+    target: float | Tensor = 0.0,
+    one_sided: bool = False,
+    power: float = 2,
+    ord: float = 2,
+    weight: float = 1.0,
+    reduction: str = "mean",
+    batch_ndim: int = 1,
+    patch_reduction: str = "sum",
+    create_graph: bool | None = None,
+    grad_scale: float = 1.0,
+    return_outputs: bool = False,
+    check_independence: bool = False,
+    strict: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""How far each sample's gradient is from a wanted norm: \(w\,\mathrm{mean}_i\,|\lVert\nabla f(x_i)\rVert - t|^p\).
+
+    The norm is taken over everything but the batch, jointly over all tensors of *x*. The result is a loss:
+    with the caller's grad mode on it can be differentiated by what `f` is made of, and that
+    backward pass frees its graph. No `retain_graph` is needed anywhere.
+
+    Args:
+        f: A critic: a function of *x* with one output per sample, `(N,)` or `(N, 1)`, or a map of
+            outputs, `(N, 1, H, W)`, which *patch_reduction* makes one. Or such an output already
+            computed from *x* (which then requires grad): its graph stays the caller's.
+        x: Where: a tensor `(N, ...)` or a container of them; a module (or `hodiff.select`) with `batch_ndim=0`.
+            Nothing of it is changed. Where it requires grad, the penalty is differentiable by it too.
+        target: The wanted norm \(t\), absolute; a number, or a tensor with one entry per sample.
+        one_sided: Whether only norms above the target count: \(\max(0, \lVert g\rVert - t)^p\).
+        power: The exponent \(p\), at least 1.
+        ord: The norm: 2, 1 or `float("inf")`.
+        weight: The factor \(w\).
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions of *x* index independent samples; 0 for parameters.
+        patch_reduction: How several outputs of one sample become one: `"sum"` (what `ones_like`
+            as `grad_outputs` computes) or `"mean"`. They differ by the number of outputs in
+            the norm, thus by its square in a penalty of target 0.
+        create_graph: Whether the penalty can be differentiated. None: where the caller's grad mode is on.
+        grad_scale: Multiplies the outputs before, and divides the gradient after, the first reverse
+            pass; for float16, see the documentation.
+        return_outputs: Whether to return what `f` returned as well, from the same evaluation.
+        check_independence: Whether to test that no sample's output depends on another sample,
+            for one more evaluation; a `BatchMixingWarning` says if it does, and by how much.
+        strict: Raise where the output does not depend on some part of *x*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        args: Further positional arguments for `f`: labels, for instance.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`, in float32 or better. With
+        *return_outputs* `(penalty, outputs)`.
+
+    Raises:
+        InputError: The output is not one per sample (a mean over the batch would make the gradient N times too small),
+            or an option is not known.
+        GraphError: An operation has no second derivative (it is named); `f` does not depend on *x*; `f` is wrapped in
+            `DistributedDataParallel(static_graph=True)`, whose ranks would diverge silently.
+
+    Warns:
+        HodiffWarning: No trainable tensor is reachable from the gradient: the penalty is constant.
+        BatchMixingWarning: BatchNorm in training mode mixes samples.
+
+    Cost:
+        One evaluation of `f` and one reverse pass; the loss's backward is a second one, over both.
+        Memory: the graphs of the evaluation and of the gradient, until that backward.
+
+    Examples:
+        The gradient of a linear critic is its weight, of norm 5 here, so a target of 1 gives (5 - 1)²:
+
+        >>> import torch, hodiff
+        >>> critic = torch.nn.Linear(2, 1)
+        >>> _ = critic.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+        >>> penalty = hodiff.gradient_penalty(critic, torch.randn(8, 2), target=1.0)
+        >>> penalty.backward()
+        >>> penalty.item(), critic.weight.grad  # 2 (5 - 1) w / |w|
+        (16.0, tensor([[4.8000, 6.4000]]))
+
+    Reference:
+        Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028. Drucker, H.
+        and LeCun, Y. (1992). Improving generalization performance using double backpropagation. IEEE
+        Trans. Neural Networks 3(6). doi:10.1109/72.165600.
+    """
+    rule = Rule(target, one_sided, power, ord, weight, reduction)
+    critic = Critic(_loss.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
+    rule.check()
+    critic.check()
+    record = _loss.recorded(create_graph)
+    outputs, gradient = outputs_and_gradient(
+        critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
+    )
+    if check_independence and not torch.compiler.is_compiling():
+        _critic.check_independence(critic, x, args, kwargs, allow)
+    with _loss.recording(record):
+        penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
+        penalty = _loss.finished(penalty, f, outputs, gradient, record)
+    return (penalty, outputs) if return_outputs else penalty
+
+
+class Rule(NamedTuple):
+    """From gradients to a penalty."""
+
+    target: float | Tensor
+    one_sided: bool
+    power: float
+    ord: float
+    weight: float
+    reduction: str
+
+    def check(self) -> None:
+        """Raise for an option that is not known."""
+        _norm.check_ord(self.ord)
+        _loss.check_reduction(self.reduction)
+        _loss.check_number(self.weight, "weight", least=-math.inf)
+        _loss.check_number(self.power, "power", least=1)
+        if not isinstance(self.target, Tensor):
+            _loss.check_number(self.target, "target", least=0)
+
+    def penalty(self, gradient: list[Tensor], batch_ndim: int) -> Tensor:
+        """The penalty of each sample's gradient, reduced."""
+        batch = gradient[0].shape[:batch_ndim]
+        if isinstance(self.target, Tensor):
+            if self.target.ndim and self.target.shape != batch:
+                raise InputError(
+                    f"target: has shape {tuple(self.target.shape)}, expected a number or one entry per sample: "
+                    f"{tuple(batch)}."
+                )
+        elif self.target == 0 and self.ord == 2 and self.power % 2 == 0:
+            squared = _norm.squares(gradient, batch_ndim)  # no root to take, so smooth also at zero
+            return _loss.reduce(
+                squared if self.power == 2 else squared ** (self.power // 2), self.reduction, self.weight
+            )
+        excess = _norm.norm(gradient, batch_ndim, self.ord) - self.target
+        excess = excess.clamp(min=0) if self.one_sided else excess.abs()
+        return _loss.reduce(_to_the(excess, self.power), self.reduction, self.weight)
+
+
+def outputs_and_gradient(
+    critic: Critic, x: Any, *, create_graph: bool, strict: bool, allow: Allowed, args: Any, kwargs: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """What the critic returns, and the gradient's leaves."""
+    if torch.compiler.is_compiling():
+        return _compiled.outputs_and_gradient(critic, x, create_graph=create_graph, args=args, kwargs=kwargs)
+    tensor = isinstance(critic.f, Tensor)
+    where = Where(x)
+    if tensor:
+        _checks.check_batch(where.tensors, where.names, critic.batch_ndim)
+        with torch.enable_grad():
+            what = critic.per_sample(critic.f, where.tensors[0].shape[: critic.batch_ndim])
+    else:
+        what = critic
+    value, gradient = value_and_grad(
+        what,
+        x,
+        has_aux=not tensor,
+        batch_ndim=critic.batch_ndim,
+        create_graph=create_graph,
+        strict=strict,
+        allow=_loss.accepted(allow),
+        args=args,
+        kwargs=kwargs,
+    )
+    return critic.f if tensor else value[1], _tree.flatten(gradient)[0]
+
+
+def _to_the(excess: Tensor, power: float) -> Tensor:
+    """`excess ** power` of what is not negative, with every derivative zero at zero that can be."""
+    if power == 1:
+        return excess
+    if power == int(power):
+        return excess ** int(power)
+    alive = excess != 0  # a broken power has a derivative that is infinite at zero, at some order
+    return torch.where(alive, torch.where(alive, excess, 1) ** power, 0)

@@ -1,0 +1,158 @@
+"""What the losses share: whether they are recorded, how they are reduced, and the warnings that they give."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hodiff import _evaluate, _nodes, _reverse
+from hodiff._evaluate import Allowed, Evaluation
+from hodiff._where import plain
+from hodiff.errors import GraphError, HodiffWarning, InputError
+
+
+def recorded(create_graph: bool | None) -> bool:
+    """Whether a loss keeps its graph: by default, where the caller's grad mode is on."""
+    return torch.is_grad_enabled() if create_graph is None else bool(create_graph)
+
+
+@contextmanager
+def recording(on: bool) -> Iterator[None]:
+    """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""
+    if torch.compiler.is_compiling():  # the tracer knows grad mode, but no inference mode
+        with torch.set_grad_enabled(on):
+            yield
+        return
+    with (
+        torch.inference_mode(False) if on and torch.is_inference_mode_enabled() else nullcontext(),
+        torch.set_grad_enabled(on),
+    ):
+        yield
+
+
+def accepted(allow: Allowed) -> list[str | type]:
+    """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
+    return [*([allow] if isinstance(allow, (str, type)) else allow), "_DDPSink"]
+
+
+def check_critic(f: Any) -> None:
+    """Raise unless `f` can be called or is a tensor, and for a wrapper that loses gradients."""
+    if not callable(f) and not isinstance(f, Tensor):
+        raise InputError(f"f: is a {type(f).__name__}, expected a function, a module, or a tensor computed from x.")
+    if isinstance(f, DistributedDataParallel) and f.static_graph:
+        raise static_graph_error()
+
+
+def uncompiled(f: Any) -> Any:
+    """The module inside a `torch.compile` wrapper: compiled code has no second derivative, and its wrapper warns."""
+    return plain(f) if isinstance(f, nn.Module) and not torch.compiler.is_compiling() else f
+
+
+def check_function(f: Any) -> None:
+    """Raise unless `f` can be called; a tensor will not do."""
+    if isinstance(f, Tensor) or not callable(f):
+        raise InputError(f"f: is a {type(f).__name__}, expected a function or a module.")
+
+
+def evaluation(
+    f: Any, x: Any, *, passes: int, batch_ndim: int, record: bool, allow: Allowed, args: Any, kwargs: Any
+) -> Evaluation:
+    """`f` at `x`, for a loss of its derivatives."""
+    if torch.compiler.is_compiling():
+        raise InputError(
+            "torch.compile: of the penalties only gradient_penalty and its recipes run inside a compiled region; "
+            "call this one outside of it."
+        )
+    check_critic(f)
+    return Evaluation(
+        uncompiled(f),
+        x,
+        passes=passes,
+        batch_ndim=batch_ndim,
+        create_graph=record,
+        allow=accepted(allow),
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+def pulled(ev: Evaluation, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Jᵀv for each of the stacked vectors, stacked; one is a plain pass, several go in batches."""
+    count = vectors[0].shape[0]
+    if count == 1:
+        return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, [v[0] for v in vectors], last=True)]
+    found = _reverse.products(ev, outputs, vectors, count, chunk_size=None)
+    if ev.create_graph:
+        _reverse.refuse_missing(outputs, found, ev.leaves, third=ev.order >= 3)
+    return found
+
+
+def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool) -> Tensor:
+    """The loss, once it is known that its graph is worth having."""
+    if not record or torch.compiler.is_compiling():
+        return loss
+    refuse_static_graph([outputs])
+    warn_if_constant(leaves)
+    # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the last
+    # layer is in no gradient by the input.
+    return loss + 0 * outputs.sum() if isinstance(f, DistributedDataParallel) else loss
+
+
+def check_number(value: Any, name: str, *, least: float) -> None:
+    """Raise unless `value` is a finite number of at least `least`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least}"
+        raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise for a reduction that is not known."""
+    if reduction not in ("mean", "sum", "none"):
+        raise InputError(f'reduction: got {reduction!r}, expected "mean", "sum" or "none".')
+
+
+def reduce(values: Tensor, reduction: str, weight: float) -> Tensor:
+    """The values of all samples as one."""
+    if reduction == "none":
+        return weight * values
+    if reduction == "mean" and not values.numel():
+        raise InputError('x: holds no sample, so there is no mean; use reduction="sum", or skip the empty batch.')
+    return weight * (values.mean() if reduction == "mean" else values.sum())
+
+
+def warn_if_constant(gradient: Sequence[Tensor]) -> None:
+    """Warn when nothing that is trained can be reached from the gradient. `requires_grad` alone would not show it."""
+    graph = _nodes.survey(gradient)
+    if gradient and not any(node.variable.requires_grad for node in graph.named("AccumulateGrad")):
+        warnings.warn(
+            "no trainable tensor is reachable from the gradient, so this penalty is a constant to the optimiser. Usual "
+            "causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, or the gradient does not "
+            "depend on them. If only the value is wanted: create_graph=False, or call it under torch.no_grad().",
+            HodiffWarning,
+            stacklevel=_evaluate._outside(),
+        )
+
+
+def refuse_static_graph(outputs: Sequence[Tensor]) -> None:
+    """Raise for a `DistributedDataParallel(static_graph=True)` that a function hides, at its first step."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    for function, nodes in _nodes.survey(outputs).functions():
+        if function.__name__ == "_DDPSink" and any(node.ddp_weakref().static_graph for node in nodes):
+            raise static_graph_error()
+
+
+def static_graph_error() -> GraphError:
+    return GraphError(
+        "f runs DistributedDataParallel(static_graph=True), which does not average the gradients of a penalty, "
+        "silently: the ranks would drift apart. Give the module inside (ddp.module) to the penalty, and add it to a "
+        "loss that goes through the wrapper, or build the wrapper without static_graph."
+    )

@@ -1,0 +1,118 @@
+"""StyleGAN2's path length regularisation: the one penalty with a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff import _checks, _reverse
+from hodiff._evaluate import Allowed
+from hodiff.errors import InputError
+from hodiff.penalties import _loss, _norm
+from hodiff.penalties._gradient import Function
+
+
+class PathLengthPenalty(nn.Module):
+    r"""Path length regularisation, \(w\,\mathrm{mean}_i (\ell_i - a)^2\), with a running mean \(a\) of the lengths.
+
+    \(\ell_i = \lVert J_i^\top y_i\rVert\) with \(y \sim N(0, I) / \sqrt{HW}\): a step in latent space should change
+    the image by the same amount everywhere. For latents `(N, L, D)` of L layers, the square is averaged over
+    the layers.
+
+    The mean follows the lengths at each call in training mode, \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i \ell_i\),
+    and is saved in the state dict. As in StyleGAN2, this call's own part of it is not a constant to the derivative.
+
+    Args:
+        weight: \(w\), 2 in StyleGAN2. For a lazy penalty every k steps, pass k times the value.
+        decay: \(d\), 0.01 in StyleGAN2.
+
+    Shapes:
+        Called with a generator and latents `(N, D)` or `(N, L, D)`; images `(N, C, *size)`; the penalty is a scalar.
+
+    Cost:
+        One evaluation of the generator and one reverse pass, and a second in the loss's backward.
+
+    Examples:
+        Images that are three times the latents: all paths are 3 |y| long, and |y| is about the root of its dimension.
+
+        >>> import torch, hodiff
+        >>> _ = torch.manual_seed(0)
+        >>> penalty = hodiff.PathLengthPenalty(decay=1.0)
+        >>> scale = torch.tensor(3.0, requires_grad=True)
+        >>> latents = torch.randn(4, 10_000)
+        >>> value = penalty(lambda w: scale * w[:, :, None, None], latents)
+        >>> round(penalty.mean_length.item() / 100, 1)
+        3.0
+
+    Reference:
+        Karras, T. et al. (2020). Analyzing and improving the image quality of StyleGAN. arXiv:1912.04958, appendix B.
+        Other code: labml leaves out the factor of the lazy interval; NVIDIA's has NaN at a zero gradient.
+    """
+
+    mean_length: Tensor
+
+    def __init__(self, weight: float = 2.0, decay: float = 0.01) -> None:
+        super().__init__()
+        _loss.check_number(weight, "weight", least=0)
+        _loss.check_number(decay, "decay", least=0)
+        if decay > 1:
+            raise InputError(f"decay: got {decay!r}, expected a number between 0 and 1.")
+        self.weight = weight
+        self.decay = decay
+        self.register_buffer("mean_length", torch.zeros(()))
+
+    def forward(
+        self,
+        f: Function,
+        w: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        create_graph: bool | None = None,
+        allow: Allowed = (),
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """The penalty at some latents, differentiable by the generator and, where they require grad, the latents.
+
+        Args:
+            f: The synthesis network, a function of *w* with images `(N, C, *size)`.
+            w: Latents, `(N, D)` or `(N, L, D)`.
+            generator: What y is drawn from; None: the device's default generator.
+            create_graph: As for `gradient_penalty`.
+            allow: As for `gradient_penalty`.
+            args: Further positional arguments for `f`.
+            kwargs: Keyword arguments for `f`.
+
+        Returns:
+            A scalar tensor.
+        """
+        _checks.check_real_tensor(w, "w")
+        if w.ndim not in (2, 3) or not w.shape[0]:
+            raise InputError(f"w: has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
+        _loss.check_function(f)
+        record = _loss.recorded(create_graph)
+        with _loss.evaluation(f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs) as ev:
+            images = _checks.check_output(ev.outputs)
+            if images.ndim < 2 or images.shape[0] != w.shape[0]:
+                raise InputError(f"f: returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
+            with torch.no_grad():
+                noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
+                noise = noise / images.shape[2:].numel() ** 0.5
+            gradient = _reverse.pull(ev, [images], [noise], last=True)
+        with _loss.recording(record):
+            layers = w.shape[1] if w.ndim == 3 else 1
+            lengths = _norm.norm(gradient, 1) / layers**0.5
+            mean = self.mean_length.to(lengths)
+            if self.training:
+                mean = mean.lerp(lengths.mean(), self.decay)
+                with torch.no_grad():
+                    self.mean_length.copy_(mean)
+            loss = self.weight * (lengths - mean).square().mean()
+            return _loss.finished(loss, f, images, gradient, record)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"weight={self.weight}, decay={self.decay}"

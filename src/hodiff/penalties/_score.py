@@ -1,0 +1,114 @@
+"""Score matching by random projections: the trace of a Jacobian without the Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks, _reverse
+from hodiff._evaluate import Allowed, Evaluation
+from hodiff._where import Where
+from hodiff.errors import InputError
+from hodiff.penalties import _loss, _norm, _points
+from hodiff.penalties._gradient import What
+
+
+def sliced_score_matching_loss(
+    f: What,
+    x: Any,
+    *,
+    log_density: bool = False,
+    variance_reduced: bool = True,
+    num_projections: int = 1,
+    distribution: str = "rademacher",
+    generator: torch.Generator | None = None,
+    reduction: str = "mean",
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    r"""Sliced score matching, \(\mathrm{mean}_i\,v^\top\nabla s v + \frac12\lVert s\rVert^2\) for \(s = \nabla\log p\).
+
+    v is random with \(E[v v^\top] = I\), one for each sample: the first term estimates the trace of \(\nabla s\).
+    Without variance reduction the second is \(\frac12 (v^\top s)^2\). (v on the *unit* sphere would shrink the
+    first term by 1/dimension, and the second only in the plain form.)
+
+    Args:
+        f: The score, a function of samples with outputs like *x*; with *log_density* the unnormalised log-density
+            (minus an energy), with one output per sample; or such outputs, already computed.
+        x: Data: a tensor `(N, ...)`, or a container of them, as one vector per sample.
+        log_density: Whether `f` is the log-density, whose gradient is then the score.
+        variance_reduced: Whether the second term is exact.
+        num_projections: How many v to average over.
+        distribution: Of v: `"rademacher"`, `"normal"` or `"sphere"` (of radius √dimension).
+        generator: What v is drawn from; None: the device's default generator.
+        reduction: As for `gradient_penalty`.
+        batch_ndim: As for `gradient_penalty`.
+        create_graph: As for `gradient_penalty`.
+        allow: As for `gradient_penalty`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`.
+
+    Raises:
+        InputError: The outputs are not like *x*; or as for `gradient_penalty`.
+        GraphError: As for `gradient_penalty`.
+
+    Cost:
+        One evaluation of `f` and one reverse pass per projection, in batches; one more for a log-density, and norm
+        layers are then computed from their definition (see `hvp`).
+
+    Examples:
+        The score \(-x\) of a standard normal: \(-d + \frac12 \lVert x\rVert^2\), at x = (3, 4).
+
+        >>> import torch, hodiff
+        >>> with torch.no_grad():
+        ...     hodiff.sliced_score_matching_loss(lambda x: -x, torch.tensor([[3.0, 4.0]]))
+        tensor(10.5000)
+
+    Reference:
+        Song, Y. et al. (2019). Sliced score matching. arXiv:1905.07088. Hyvärinen, A. (2005). JMLR 6, 695-709. Other
+        code: ermongroup/sliced_score_matching changes `requires_grad` of the samples, and takes `(N, D)` only.
+    """
+    _loss.check_reduction(reduction)
+    _points.check_distribution(distribution)
+    _checks.check_integer(num_projections, "num_projections", least=1)
+    record = _loss.recorded(create_graph)
+    where = Where(x)
+    passes = 2 if log_density else 1
+    with _loss.evaluation(
+        f, where, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
+    ) as ev:
+        score = _reverse.gradient(ev, last=False) if log_density else _score(ev, where)
+        vectors = [
+            _points.directions(leaf, num_projections, batch_ndim, distribution, generator) for leaf in where.tensors
+        ]
+        products = _loss.pulled(ev, score, vectors)
+        first = ev.tensors()[0]
+    with _loss.recording(record):
+        score = score if record else [part.detach() for part in score]
+        trace = _norm.inner(vectors, products, batch_ndim + 1).mean(0)
+        if variance_reduced:
+            size = _norm.squares(score, batch_ndim)
+        else:
+            size = _norm.inner(vectors, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
+        loss = _loss.reduce(trace + size / 2, reduction, 1.0)
+        return _loss.finished(loss, f, first, score, record)
+
+
+def _score(ev: Evaluation, where: Where) -> list[Tensor]:
+    """The outputs, checked to be like the point."""
+    try:
+        score, count = where.match(ev.outputs, "f(x)")
+    except InputError as error:
+        raise InputError(f"{error} A log-density, with one output per sample, needs log_density=True.") from error
+    if count is not None:
+        raise InputError(f"f: returned {count} vectors like x, expected one.")
+    return score

@@ -1,0 +1,98 @@
+"""StyleGAN2's path length regularisation: formula, running mean, state, and what its backward reaches."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hodiff
+from tests.unit.penalties.oracles import DOUBLE, parameter_gradients, same
+
+
+class Synthesis(nn.Module):
+    """Latents (N, D) or (N, L, D) to images (N, 2, 3, 3)."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 18)).double()
+
+    def forward(self, w):
+        return self.layers(w.flatten(1)).unflatten(1, (2, 3, 3))
+
+
+def lengths(G, w, noise):
+    w = w if w.requires_grad else w.detach().requires_grad_()
+    (g,) = torch.autograd.grad((G(w) * noise / 3).sum(), w, create_graph=True)  # sqrt(3 · 3)
+    return g.square().sum(-1).sqrt() if w.ndim == 2 else g.square().sum(2).mean(1).sqrt()
+
+
+def noise(seed, n=5):
+    return torch.randn(n, 2, 3, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 3, 4)])
+def test_three_steps_by_the_formula(shape):
+    G, w = Synthesis(torch.Size(shape[1:]).numel()), torch.randn(shape, dtype=DOUBLE)
+    penalty = hodiff.PathLengthPenalty().double()
+    a = torch.zeros((), dtype=DOUBLE)
+    for seed in range(3):
+        length = lengths(G, w, noise(seed))
+        mean = a + 0.01 * (length.mean() - a)
+        found = penalty(G, w, generator=torch.Generator().manual_seed(seed))
+        same(found, 2 * (length - mean).square().mean(), G)
+        a = mean.detach()
+        torch.testing.assert_close(penalty.mean_length, a)
+        assert not penalty.mean_length.requires_grad
+
+
+def test_gradient_reaches_the_mapping_network():
+    mapping, G = nn.Linear(6, 4).double(), Synthesis(4)
+    z = torch.randn(5, 6, dtype=DOUBLE)
+    w = mapping(z)
+    hodiff.PathLengthPenalty(weight=1.0).double()(G, w, generator=torch.Generator().manual_seed(1)).backward()
+    length = lengths(G, mapping(z), noise(1))
+    expected = parameter_gradients((length - 0.01 * length.mean()).square().mean(), mapping)
+    for p, g in zip(mapping.parameters(), expected, strict=True):
+        assert g.any()
+        torch.testing.assert_close(p.grad, g)
+
+
+def test_state_moves_in_training_only_and_is_saved():
+    G, w = Synthesis(4), torch.randn(5, 4, dtype=DOUBLE)
+    penalty = hodiff.PathLengthPenalty(decay=0.5)
+    with torch.no_grad():
+        penalty(G, w)
+    moved = penalty.mean_length.clone()
+    assert moved > 0
+    penalty.eval()
+    penalty(G, w)
+    assert torch.equal(penalty.mean_length, moved)
+    restored = hodiff.PathLengthPenalty(decay=0.5)
+    restored.load_state_dict(copy.deepcopy(penalty.state_dict()))
+    assert torch.equal(restored.mean_length, moved)
+    assert repr(restored) == "PathLengthPenalty(weight=2.0, decay=0.5)"
+
+
+def test_constant_generator_gives_zero_and_no_nan():
+    scale = torch.zeros((), dtype=DOUBLE, requires_grad=True)
+    value = hodiff.PathLengthPenalty()(lambda w: scale * w[:, :, None, None], torch.randn(3, 4, dtype=DOUBLE))
+    value.backward()
+    assert value == 0
+    assert scale.grad == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p(Synthesis(4), torch.randn(4, dtype=DOUBLE)), r"w: has shape \(4,\), expected latents"),
+        (lambda p: p(Synthesis(4), torch.zeros(0, 4, dtype=DOUBLE)), r"w: has shape \(0, 4\)"),
+        (lambda p: p(lambda w: w.sum(), torch.randn(3, 4)), r"f: returned shape \(\), expected images \(3, C, ...\)"),
+        (lambda p: p(torch.ones(3), torch.randn(3, 4)), "f: is a Tensor, expected a function or a module"),
+        (lambda p: hodiff.PathLengthPenalty(decay=2), "decay: got 2, expected a number between 0 and 1"),
+        (lambda p: hodiff.PathLengthPenalty(weight="2"), "weight: got '2', expected a number of at least 0"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(hodiff.InputError, match=message):
+        call(hodiff.PathLengthPenalty())
