@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hodiff.cli import _info, _tour
+from hodiff.cli import _explain, _info, _tour
 
-COMMANDS = {"info": _info, "tour": _tour}
+COMMANDS = {"explain": _explain, "info": _info, "tour": _tour}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,162 @@
+"""Why a backward pass failed, in the user's own names and lines: from a record, or after the fact."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from hodiff._nodes import Node
+from hodiff.errors import InputError
+from hodiff.graph import _cut, _saved, _second_time
+from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
+from hodiff.graph._names import is_users, user_frames
+
+
+def of_pass(
+    error: BaseException,
+    call: Pass,
+    roots: list[Node],
+    inputs: list[Any] | None,
+    frames: list[FrameType],
+    record: Record,
+) -> Explanation | None:
+    """The explanation of a pass that failed under a watch."""
+    tensors = _given_tensors(error.__traceback__)
+    return _dispatch(Case(error, call.name, roots, tensors, inputs, frames, record, call))
+
+
+def _dispatch(case: Case) -> Explanation | None:
+    text = str(case.error)
+    if _saved.FREED_TEXT in text or "already been freed" in text:
+        return _second_time.explain(case)
+    if _saved.STALE_TEXT in text:
+        return _cut.changed_in_place(case)
+    if "does not require grad" in text:
+        return _cut.no_graph(case)
+    if "appears to not have been used" in text:
+        return _cut.not_used(case)
+    if any(piece in text for piece in _cut.NO_SECOND):
+        return _cut.no_second_derivative(case)
+    if text == _saved.RELEASED_TEXT:
+        return case.explanation("released", reason=text)
+    return None
+
+
+def attach(error: BaseException, explanation: Explanation) -> None:
+    """Add the explanation to the exception, once."""
+    if not any(note.startswith(TITLE) for note in getattr(error, "__notes__", ())):
+        error.add_note(str(explanation))
+
+
+def explain(exc: BaseException | None = None) -> Explanation | None:
+    r"""Why a backward pass failed, after the fact: nothing need have been recorded.
+
+    The loss is still in the traceback, and the user's variables and source are there. What they show
+    is an inference, and says that it is `likely`. To be certain, run the program under `hodiff explain`,
+    or the part of it under `watch`; then this returns what was recorded at the time.
+
+    Args:
+        exc: The exception; None means the one being handled, or the last one that ended at the prompt.
+
+    Returns:
+        A record that prints as the explanation; None for an exception of another kind. It knows the
+        errors about a graph that was freed, changed in place, never there ("does not require grad"), or
+        does not reach an input ("appears to not have been used"), and missing second derivatives.
+
+    Raises:
+        InputError: No exception was given, and none is there.
+
+    Cost:
+        No pass; one look over the variables in the traceback and the graphs they lead to. Shapes play no role.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> try:
+        ...     loss = x.detach().sum()
+        ...     loss.backward()
+        ... except RuntimeError:
+        ...     print(hodiff.graph.explain().cause)
+        detached
+    """
+    if exc is None:
+        exc = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
+        exc = exc or getattr(sys, "last_value", None)
+    if not isinstance(exc, BaseException):
+        raise InputError("exc: missing, and no exception is being handled. Give the one that backward() raised.")
+    error: BaseException | None = exc
+    while error is not None:
+        with _saved.without_modes():
+            found = _after_the_fact(error)
+        if found is not None:
+            return found
+        error = error.__cause__
+    return None
+
+
+def _after_the_fact(error: BaseException) -> Explanation | None:
+    frames, name = _frames(error.__traceback__)
+    tensors = _given_tensors(error.__traceback__)
+    if not name or not frames:
+        return None
+    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    return _dispatch(Case(error, name, roots, tensors, _given_inputs(error.__traceback__), frames))
+
+
+_ENTRIES = {call.__code__: name for call, (name, _) in PASSES.items()}
+
+
+def _trace(traceback: TracebackType | None) -> list[TracebackType]:
+    found = []
+    while traceback is not None:
+        found.append(traceback)
+        traceback = traceback.tb_next
+    return found
+
+
+class _At:
+    """A frame of a traceback, at the line where the exception passed through it."""
+
+    def __init__(self, traceback: TracebackType) -> None:
+        frame = traceback.tb_frame
+        self.f_code, self.f_globals, self.f_back = frame.f_code, frame.f_globals, frame.f_back
+        self.f_lineno, self.f_locals = traceback.tb_lineno, frame.f_locals
+
+
+def _frames(traceback: TracebackType | None) -> tuple[list[FrameType], str]:
+    """The user's frames down to the pass, the innermost first, and the name of the call."""
+    frames: list[Any] = []
+    steps = _trace(traceback)
+    if not steps:
+        return [], ""
+    for step in steps:
+        name = _ENTRIES.get(step.tb_frame.f_code)
+        if name is not None:
+            outer = list(user_frames(steps[0].tb_frame.f_back))
+            return [*frames[::-1], *outer], name
+        if is_users(step.tb_frame.f_code):
+            frames.append(_At(step))
+    return [], ""
+
+
+def _given(traceback: TracebackType | None) -> dict[str, Any]:
+    """The arguments of the pass that failed."""
+    for step in _trace(traceback):
+        if step.tb_frame.f_code in _ENTRIES:
+            return dict(step.tb_frame.f_locals)
+    return {}
+
+
+def _given_tensors(traceback: TracebackType | None) -> list[Tensor]:
+    given = _given(traceback)
+    value = next((given[name] for name in ("self", "tensors", "outputs") if name in given), ())
+    value = [value] if isinstance(value, Tensor) else value
+    return [item for item in value if isinstance(item, Tensor)]
+
+
+def _given_inputs(traceback: TracebackType | None) -> list[Any] | None:
+    value = _given(traceback).get("inputs")
+    return None if value is None else [value] if isinstance(value, Tensor) else list(value)

@@ -1,0 +1,223 @@
+"""What the user's source says: the text of a line, the loop around it, what it assigns, what a name is built from."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from types import FrameType
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str:
+        """The source line, without its indentation."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+
+def line_of(frame: FrameType) -> Line:
+    """The line that a frame is at."""
+    return Line(frame.f_code.co_filename, frame.f_lineno or 0)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _tree(file: str) -> ast.Module | None:
+    return _parsed("".join(linecache.getlines(file)))
+
+
+def _holds(node: ast.AST, number: int) -> bool:
+    return getattr(node, "lineno", number + 1) <= number <= (getattr(node, "end_lineno", None) or -1)
+
+
+def _scope(line: Line) -> ast.AST | None:
+    """The innermost function around a line, or the module."""
+    scope: ast.AST | None = _tree(line.file)
+    for node in ast.walk(scope) if scope is not None else ():
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and _holds(node, line.number):
+            scope = node  # ast.walk is breadth first: the last one is the innermost
+    return scope
+
+
+def _inside(scope: ast.AST | None) -> Iterator[ast.AST]:
+    """The nodes of a function or a module, without those of functions and classes within it."""
+    stack = [scope] if scope is not None else []
+    while stack:
+        node = stack.pop(0)
+        yield node
+        stack += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
+        ]
+
+
+def loops(line: Line) -> list[ast.stmt]:
+    """The loops around a line within its function, the innermost first."""
+    scope = _scope(line)
+    found: list[ast.stmt] = [
+        node
+        for node in _inside(scope)
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and any(_holds(part, line.number) for part in node.body)
+    ]
+    return found[::-1]
+
+
+def statements(line: Line) -> Iterator[ast.stmt]:
+    """The simple statements of the function around a line, in order."""
+    scope = _scope(line)
+    simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
+    found = [node for node in _inside(scope) if isinstance(node, simple)]
+    yield from sorted(found, key=lambda node: node.lineno)
+
+
+def targets(node: ast.AST) -> list[str]:
+    """What a statement assigns, as written: `y`, `self.h`."""
+    if isinstance(node, ast.Assign):
+        found: list[ast.expr] = list(node.targets)
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor)):
+        found = [node.target]
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        found = [item.optional_vars for item in node.items if item.optional_vars is not None]
+    else:
+        return []
+    flat: list[ast.expr] = []
+    while found:
+        target = found.pop(0)
+        if isinstance(target, (ast.Tuple, ast.List)):
+            found = [*target.elts, *found]
+        else:
+            flat.append(target.value if isinstance(target, ast.Starred) else target)
+    return [ast.unparse(target) for target in flat]
+
+
+def assigned_by(line: Line) -> list[str]:
+    """What the statement at a line assigns."""
+    tree = _tree(line.file)
+    found = [
+        node
+        for node in (ast.walk(tree) if tree is not None else ())
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and _holds(node, line.number)
+    ]
+    return targets(found[-1]) if found else []
+
+
+def assignments(name: str, line: Line) -> list[int]:
+    """The lines that assign `name` in the function around a line."""
+    scope = _scope(line)
+    return sorted(
+        node.lineno  # type: ignore[attr-defined]
+        for node in _inside(scope)
+        if name in targets(node)
+    )
+
+
+def is_assigned(name: str, file: str) -> bool:
+    """Whether anything in the file assigns `name`, or the same attribute of `self`."""
+    tree = _tree(file)
+    also = re.sub(r"^.*\.", "self.", name)
+    return any({name, also} & set(targets(node)) for node in (ast.walk(tree) if tree is not None else ()))
+
+
+def within(node: ast.AST, number: int) -> bool:
+    """Whether a line lies in a statement."""
+    return _holds(node, number)
+
+
+def carried(loop: ast.stmt) -> list[str]:
+    """The names that a loop reads before it assigns them: what one step hands to the next."""
+    stores: dict[str, int] = {}
+    loads: dict[str, int] = {}
+    for number, statement in enumerate(_flat(getattr(loop, "body", []))):
+        names = set(targets(statement))
+        if not isinstance(statement, (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.Try)):
+            for node in ast.walk(statement):
+                if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+                    loads.setdefault(ast.unparse(node), number)
+        if isinstance(statement, ast.AugAssign):
+            loads.setdefault(ast.unparse(statement.target), number)
+        for name in names:
+            stores.setdefault(name, number)
+    return [name for name, first in stores.items() if loads.get(name, first + 1) <= first]
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        yield statement
+        for field in ("body", "orelse", "finalbody"):
+            yield from _flat(getattr(statement, field, []) if not isinstance(statement, ast.FunctionDef) else [])
+
+
+_BASE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def base(path: str) -> str:
+    """A path without its subscripts: `state[0]` -> `state`, `self.h` as it is."""
+    found = _BASE.match(path)
+    return found.group() if found else path
+
+
+_CUTS = {
+    "detach": "detached",
+    "detach_": "detached",
+    "data": "detached",
+    "item": "constant",
+    "tolist": "constant",
+    "numpy": "constant",
+    "tensor": "constant",
+    "as_tensor": "constant",
+    "no_grad": "no_grad",
+    "inference_mode": "no_grad",
+    "argmax": "constant",
+    "grad": "gradient",
+}
+
+
+def cuts(name: str, line: Line) -> list[tuple[Line, str]]:
+    """Lines before `line`, among those that `name` is computed from, that look as if they cut the graph."""
+    wanted, found = {base(name)}, []
+    blocks = _no_grad_blocks(line)
+    for statement in reversed([s for s in statements(line) if s.lineno <= line.number]):
+        mine = {base(target) for target in targets(statement)}
+        if not (mine & wanted or statement.lineno == line.number):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                wanted.add(node.id)
+            word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            kind = _CUTS.get(word)
+            if kind == "gradient" and "create_graph=True" in ast.unparse(statement):
+                kind = "constant gradient"
+            if kind and statement.lineno != line.number:
+                found.append((Line(line.file, statement.lineno), kind))
+        if any(_holds(block, statement.lineno) for block in blocks):
+            found.append((Line(line.file, statement.lineno), "no_grad"))
+    return list(dict.fromkeys(found))
+
+
+def _no_grad_blocks(line: Line) -> list[ast.AST]:
+    scope = _scope(line)
+    return [
+        node
+        for node in (ast.walk(scope) if scope is not None else ())
+        if isinstance(node, ast.With)
+        and any(word in ast.unparse(item) for item in node.items for word in ("no_grad", "inference_mode"))
+    ]

@@ -1,0 +1,349 @@
+"""Recording, while a program runs, what explains a failing backward pass afterwards.
+
+A `TorchFunctionMode` sees each call. Per operation it keeps one number and one line: the place that the
+next node of this thread gets, and the user's line. Nothing is attached to tensors or walked in the
+forward. Per pass that frees, the nodes that ran are tagged with the pass, in a dict that the node owns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hodiff import _nodes
+from hodiff._nodes import Node
+from hodiff.graph import _explain, _predict, _saved
+from hodiff.graph._case import PASSES, Lost, Pass
+from hodiff.graph._names import KNOWN, is_users, user_frames
+from hodiff.graph._source import Line, line_of
+
+LOG = 200_000
+"""Entries of the log of lines; then its older half goes, but for each line's first."""
+
+_serial = itertools.count()
+
+
+_PASS, _PLAIN, _OPERATION, _INPLACE, _CUT, _GRADIENT = range(6)
+
+
+def _kind(func: Any) -> int:
+    """What a function is to the recorder."""
+    if func in PASSES:
+        return _PASS
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in ("data", "grad"):
+            return _CUT if attribute == "data" else _GRADIENT
+        return _OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else _PLAIN
+    if name in ("detach", "detach_", "item", "tolist", "numpy"):
+        return _CUT
+    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+        return _INPLACE
+    if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
+        return _INPLACE
+    return _OPERATION
+
+
+class Watch(TorchFunctionMode):
+    """The recorder that `watch()` gives; `.passes` lists the backward passes seen.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with hodiff.graph.watch() as record:
+        ...     x.square().sum().backward()
+        >>> [call.name for call in record.passes]
+        ['Tensor.backward']
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[Pass] = []
+        self.key = f"hodiff {next(_serial)}"
+        self._kinds: dict[Any, int] = {}
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._lines: list[tuple[CodeType, int]] = []
+        self._last: dict[tuple[CodeType, int], int] = {}
+        self._first: dict[int, tuple[CodeType, int]] = {}
+        self._lost: dict[int, tuple[Any, Lost]] = {}
+        self._changed: dict[int, tuple[CodeType, int]] = {}
+        self._repeats: dict[tuple[Line, ...], int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one call, and note what it did."""
+        if torch.compiler.is_dynamo_compiling():  # Dynamo would trace what follows into the graph, wrongly
+            return func(*args, **(kwargs or {}))
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        if kind == _PLAIN:
+            return func(*args, **(kwargs or {}))
+        if kind == _PASS:
+            return self._run_pass(func, args, kwargs or {})
+        if kind == _GRADIENT:
+            return self._read_gradient(func, args)
+        before = _saved.counter()
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        after = _saved.counter()
+        if after != before:
+            self._note(before, after)
+        elif kind != _INPLACE and (isinstance(result, Tensor) or kind == _CUT) and _has_no_graph(result):
+            self._note_lost(func, kind, args, kwargs, result)
+        if kind == _INPLACE and args:
+            self._note_change(args[0])
+        return result
+
+    def _read_gradient(self, func: Any, args: Any) -> Any:
+        """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""
+        result = func(*args)
+        frame = sys._getframe(2)
+        if isinstance(result, Tensor) and not result.requires_grad and is_users(frame.f_code):
+            self._remember(result, Lost("gradient", line_of(frame), "grad"))
+        return result
+
+    def _note(self, before: int, after: int) -> None:
+        """The nodes `before` ... `after - 1` were made at the user's line."""
+        key = _user_line(sys._getframe(2))
+        lines = self._lines
+        if lines and lines[-1] == key and before >= self._ends[-1]:
+            self._ends[-1] = after
+        else:
+            self._starts.append(before)
+            self._ends.append(after)
+            lines.append(key)
+            if len(lines) > LOG:
+                self._shorten()
+        self._last[key] = after
+
+    def _shorten(self) -> None:
+        """Forget the older half of the log, but for the first entry of each line: what is hoisted ran once."""
+        half = len(self._lines) // 2
+        first = {key: index for index, key in reversed(list(enumerate(self._lines)))}
+        keep = [index for index, key in enumerate(self._lines) if index >= half or first[key] == index]
+        self._starts = [self._starts[index] for index in keep]
+        self._ends = [self._ends[index] for index in keep]
+        self._lines = [self._lines[index] for index in keep]
+
+    def _note_lost(self, func: Any, kind: int, args: Any, kwargs: Any, result: Any) -> None:
+        """The result has no graph: was one cut here, or before?"""
+        name = getattr(func, "__name__", "")
+        if kind == _CUT:
+            lost = "detached" if name in ("detach", "detach_", "__get__") else "constant"
+        else:
+            inherited = None
+            for tensor in _tensors((args, kwargs)):
+                if tensor.requires_grad:
+                    lost = "no_grad" if not torch.is_grad_enabled() else "constant"
+                    break
+                inherited = inherited or self._lost.get(id(tensor))
+            else:
+                if inherited is not None:
+                    self._remember(result, inherited[1])
+                return
+        if isinstance(result, Tensor) and (kind == _OPERATION or args[0].requires_grad):
+            self._remember(result, Lost(lost, _as_line(_user_line(sys._getframe(2))), name))
+
+    def _remember(self, tensor: Tensor, lost: Lost) -> None:
+        key, table = id(tensor), self._lost
+        table[key] = (weakref.ref(tensor, lambda _: table.pop(key, None)), lost)
+
+    def _note_change(self, what: Any) -> None:
+        line = _user_line(sys._getframe(2))
+        for tensor in _tensors(what):
+            self._changed[_saved.storage(tensor)[0]] = line
+
+    def lost(self, tensor: Tensor) -> Lost | None:
+        """Where a tensor without a graph lost it."""
+        found = self._lost.get(id(tensor))
+        return found[1] if found and found[0]() is tensor else None
+
+    def changed(self, tensor: Tensor) -> Line | None:
+        """The line that last changed a tensor's memory in place."""
+        found = self._changed.get(_saved.storage(tensor)[0])
+        return _as_line(found) if found else None
+
+    def made(self, node: Node) -> Line | None:
+        """The line that made a node; None if it was not seen."""
+        if not _saved.sequences_work():
+            return None
+        place = _saved.sequence(node)
+        index = bisect_right(self._starts, place) - 1
+        return _as_line(self._lines[index]) if index >= 0 and place < self._ends[index] else None
+
+    def ran_again(self, node: Node) -> bool:
+        """Whether the line that made a node made others after it."""
+        place = _saved.sequence(node)
+        index = bisect_right(self._starts, place) - 1
+        return index >= 0 and self._last.get(self._lines[index], 0) > self._ends[index]
+
+    def _run_pass(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, names = PASSES[func]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        roots, inputs = roots_of(given), as_list(given.get("inputs"))
+        create = bool(given.get("create_graph"))
+        retain = create if given.get("retain_graph") is None else bool(given["retain_graph"])
+        stack = tuple(line_of(frame) for frame in user_frames(sys._getframe(2)))
+        before = _saved.counter()
+        repeat = self._repeats[stack] = self._repeats.get(stack, -1) + 1
+        call = Pass(len(self.passes), name, stack, retain, before, repeat)
+        self.passes.append(call)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self._failed(error, call, roots, inputs, sys._getframe(2))
+            raise
+        after = _saved.counter()
+        if after != before:
+            self._note_pass(before, after, sys._getframe(2))
+        self._succeeded(call, roots, inputs)
+        if isinstance(result, tuple) and stack:
+            for tensor in result:
+                if isinstance(tensor, Tensor) and not tensor.requires_grad:
+                    self._remember(tensor, Lost("constant gradient" if create else "gradient", stack[0], name))
+        return result
+
+    def _note_pass(self, before: int, after: int, frame: FrameType) -> None:
+        self._starts.append(before)
+        self._ends.append(after)
+        self._lines.append(_user_line(frame))
+
+    def _succeeded(self, call: Pass, roots: list[Node], inputs: list[Any] | None) -> None:
+        """Tag what the pass freed."""
+        if not call.retained:
+            self._tag(call, run_by(roots, inputs))
+
+    def _tag(self, call: Pass, nodes: Sequence[Node]) -> None:
+        key, index = self.key, call.number
+        for node in nodes:
+            leaf = _saved.leaf(node)
+            _saved.tags(node)[key] = (index, -1 if leaf is None else _saved.version(leaf))
+
+    def _failed(
+        self, error: Exception, call: Pass, roots: list[Node], inputs: list[Any] | None, frame: FrameType
+    ) -> None:
+        """Explain, and then tag the nodes that the failing pass freed on its way."""
+        try:
+            explained = _explain.of_pass(error, call, roots, inputs, list(user_frames(frame)), self)
+        except Exception:  # an explanation must not hide what it explains
+            explained = None
+        if explained is not None:
+            _explain.attach(error, explained)
+        self._tag(call, self._spent(run_by(roots, inputs)))
+
+    def _spent(self, nodes: list[Node]) -> list[Node]:
+        """Those that a failing pass ran: what it freed, and all above, as a node waits for those."""
+        fresh = [node for node in nodes if self.tag(node) is None]
+        ran = {node for node in fresh if _predict.trouble(node) == "freed"}
+        parents: dict[Node, list[Node]] = {}
+        for node in fresh:
+            for child in _saved.children(node):
+                parents.setdefault(child, []).append(node)
+        stack = list(ran)
+        while stack:
+            above = [parent for parent in parents.get(stack.pop(), ()) if parent not in ran]
+            ran.update(above)
+            stack += above
+        return list(ran)
+
+    def tag(self, node: Node) -> tuple[Pass, int] | None:
+        """The pass that freed a node, and for a leaf the version that it had then."""
+        found = _saved.tags(node).get(self.key)
+        return (self.passes[found[0]], found[1]) if found else None
+
+
+def roots_of(given: dict[str, Any]) -> list[Node]:
+    """The nodes where a pass begins."""
+    return [node for item in as_list(given.get("tensors")) or () if (node := _node(item)) is not None]
+
+
+def _node(item: Any) -> Node | None:
+    return _nodes.node_of(item) if isinstance(item, Tensor) else getattr(item, "node", None)
+
+
+def as_list(value: Any) -> list[Any] | None:
+    if value is None:
+        return None
+    return [value] if isinstance(value, Tensor) or hasattr(value, "node") else list(value)
+
+
+def run_by(roots: list[Node], inputs: list[Any] | None) -> list[Node]:
+    """The nodes that a pass from `roots` to `inputs` runs."""
+    return _predict.executed(roots, inputs)
+
+
+def _has_no_graph(result: Any) -> bool:
+    return not isinstance(result, Tensor) or (not result.requires_grad and result.is_floating_point())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in arguments, two levels deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return []
+    found = []
+    for item in value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += _tensors(item)
+    return found
+
+
+def _user_line(frame: FrameType | None) -> tuple[CodeType, int]:
+    """The code and the number of the user's line that `frame` was called from."""
+    start, known = frame, KNOWN
+    while frame is not None:
+        code = frame.f_code
+        mine = known.get(code)
+        if mine is None:
+            mine = is_users(code)
+        if mine:
+            return code, frame.f_lineno or 0
+        frame = frame.f_back
+    return (start.f_code, start.f_lineno or 0) if start is not None else (_as_line.__code__, 0)
+
+
+def _as_line(key: tuple[CodeType, int]) -> Line:
+    return Line(key[0].co_filename, key[1])
+
+
+def watch() -> Watch:
+    """A context in which a failing backward pass says why: the variable, the lines, the cause, the fixes.
+
+    The explanation is a note of the exception (`exc.__notes__`), which tracebacks print. Numbers, errors
+    and graphs are those of the same program without the context; it concerns the thread that enters it.
+
+    Returns:
+        A context manager; entered, it gives the recorder, whose `.passes` lists the passes seen.
+
+    Cost:
+        Some 10 µs per operation: at most 1.3 times the time of plain training. No pass, and no memory
+        of tensors: one number and one line per operation, one small dict per node that a pass freed.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> a = torch.rand(4, requires_grad=True)
+        >>> with hodiff.graph.watch():
+        ...     b = a**2
+        ...     b.mean().backward()
+        ...     try:
+        ...         b.sum().backward()
+        ...     except RuntimeError as error:
+        ...         print(error.__notes__[0].splitlines()[0])
+        hodiff: why this Tensor.backward failed
+    """
+    return Watch()

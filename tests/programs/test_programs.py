@@ -1,0 +1,215 @@
+"""Each program here, run by `hodiff explain` and by plain Python: the right words where it fails, silence where not."""
+
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hodiff
+from hodiff.__main__ import main
+from hodiff.graph import explain, watch
+
+HERE = Path(__file__).parent
+
+
+class Failing:
+    """What must be said: the cause, the variable, text of the lines, and words of the first fix; never the last."""
+
+    def __init__(self, cause, variable, created, freed, fix, never="", after=None):
+        self.cause, self.variable, self.created, self.freed = cause, variable, created, freed
+        self.fix, self.never = fix, never
+        self.after = cause if after is None else after  # what explain() says with nothing recorded
+
+
+FAILING = {
+    "reused_in_loop": Failing("hoisted", "y", "y = t @ a", "loss.backward()", "inside the loop"),
+    "hoisted_and_updated": Failing(
+        "hoisted", "y", "y = t @ a", "loss.backward()", "inside the loop", "retain_graph=True"
+    ),
+    "shared_b": Failing("two losses", "c", "c = b * 2", "d.backward()", "(d + e).backward()"),
+    "shared_b_retained": Failing("two losses", "c", "c = b * 2", "d.backward()  # also fine", "(d + e)"),
+    "losses_at_layers": Failing(
+        "two losses", "features", "features = trunk(x).tanh()", "loss1.backward()", "(loss1 + loss2).backward()"
+    ),
+    "spent_then_extended": Failing("two losses", "b", "b = a * torch.tensor(2)", "c.backward()", "(c + d)"),
+    "spent_then_extended_e": Failing("two losses", "c", "c = b * torch.tensor(3)", "c.backward()", "(c + e)"),
+    "detached_loss": Failing("detached", "w", "w = z.detach() + 1", "", "drop the detach()", "retain_graph"),
+    "running_loss": Failing(
+        "carried", "total", "total = total + loss", "total.backward()", "part.detach()", "retain_graph"
+    ),
+    "rnn_state": Failing(
+        "carried", "h", "h = cell(torch.ones(2, 3), h)", "loss.backward()", "h = h.detach()", "retain"
+    ),
+    "rnn_module_state": Failing(
+        "carried", "self.h", "self.h = self.cell(x, self.h)", "loss.backward()", "self.h.detach()", "retain"
+    ),
+    "gan_attached_fake": Failing(
+        "two losses", "fake", "fake = generator(torch.randn(8, 2))", "d_loss.backward()", "fake.detach()", "one pass"
+    ),
+    "cached_logits": Failing(
+        "cached attribute", "pi.logits", "loss = -pi.log_prob(action).mean()", "loss.backward()", "`pi` anew inside"
+    ),
+    "same_loss_twice": Failing(
+        "same loss twice", "loss", "loss = a.exp().sum()", "loss.backward()", "compute `loss` again"
+    ),
+    "changed_in_place": Failing("changed in place", "s", "s += 1", "", "make a new tensor", "retain_graph=True"),
+    "stepped_too_early": Failing(
+        "changed in place", "model.2.weight", "optimizer.step()", "", "before the optimizer's step", "retain_graph=True"
+    ),
+    "under_no_grad": Failing("no_grad", "loss", "b = a * 2", "", "outside the no_grad block", "retain_graph"),
+    "constant_gradient": Failing(
+        "constant gradient",
+        "penalty",
+        "(g,) = torch.autograd.grad(y, x, create_graph=True)",
+        "",
+        "zero",
+        "retain_graph",
+    ),
+    "gradient_without_graph": Failing(
+        "gradient without create_graph", "penalty", "(g,) = torch.autograd.grad(y, x)", "", "create_graph=True"
+    ),
+    "not_used": Failing("not used", "w", "", "", "allow_unused=True", "retain_graph"),
+}
+FINE = ["reused_works", "losses_at_layers_retained", "deleted_factor", "retained_twice", "second_order_claim"]
+OWN = ["crashes", "exits"]
+
+
+def test_every_program_is_tested():
+    assert {path.stem for path in HERE.glob("*.py")} - {"__init__", "test_programs"} == {*FAILING, *FINE, *OWN}
+
+
+def path(name: str) -> str:
+    return str(HERE / f"{name}.py")
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """`hodiff explain` sets up a process for a program; a test has one to give back."""
+    monkeypatch.setattr(sys, "argv", ["hodiff"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def plainly(name: str) -> BaseException | None:
+    try:
+        runpy.run_path(path(name), run_name="__main__")
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_explained(name, process, capsys):
+    want = FAILING[name]
+    assert main(["explain", path(name)]) == 1
+    text = capsys.readouterr().err
+    assert "Traceback (most recent call last):" in text
+    note = text[text.index("hodiff: why this") :]
+    assert text.index("RuntimeError:") < text.index(note)  # after the traceback
+    assert "(likely" not in note
+    assert f"`{want.variable}`" in note
+    for label, line in (("created at|cut at|changed at", want.created), ("freed by", want.freed)):
+        if line:
+            assert re.search(rf"(?:{label}) +{name}\.py:\d+ +{re.escape(line)}", note), note
+    fixes = note[note.index("fix 1") :]
+    assert want.fix in fixes
+    assert not want.never or want.never not in fixes
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_explained_after_the_fact(name, capsys):
+    error = plainly(name)
+    found = explain(error)
+    want = FAILING[name]
+    assert found is not None
+    assert found.cause == want.after
+    assert found.variable.split(".")[-1] in (want.variable.split(".")[-1], "out")
+    assert found.certain == (found.cause == "not used")
+    assert ("likely" in str(found)) != found.certain
+    assert not want.never or all(want.never not in fix for fix in found.fixes)
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_silent_and_transparent(name, process, capsys):
+    assert plainly(name) is None
+    plain = capsys.readouterr()
+    import torch
+
+    torch.manual_seed(0)
+    assert main(["explain", path(name)]) == 0
+    explained = capsys.readouterr()
+    assert explained.err == plain.err == ""
+    if "randn" not in Path(path(name)).read_text("utf-8"):
+        assert explained.out == plain.out
+
+
+def command(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")]))}
+    return subprocess.run(
+        [sys.executable, *arguments], input=stdin, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_process_is_the_programs(tmp_path):
+    explained = command("-m", "hodiff", "explain", path("exits"), "--flag", "-m", "x", stdin="input", cwd=tmp_path)
+    plain = command(path("exits"), "--flag", "-m", "x", stdin="input", cwd=tmp_path)
+    assert explained.stdout == plain.stdout
+    assert "'--flag', '-m', 'x'" in plain.stdout
+    assert explained.stderr == plain.stderr == ""
+    assert explained.returncode == plain.returncode == 7
+
+
+def test_a_crash_looks_as_without_us():
+    explained = command("-m", "hodiff", "explain", path("crashes"), "a", "b")
+    plain = command(path("crashes"), "a", "b")
+    assert explained.stderr == plain.stderr
+    assert "ZeroDivisionError" in plain.stderr
+    assert explained.returncode == plain.returncode == 1
+
+
+def test_a_module_and_a_picture(tmp_path):
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("", "utf-8")
+    (package / "train.py").write_text(Path(path("reused_in_loop")).read_text("utf-8"), "utf-8")
+    done = command("-m", "hodiff", "explain", "--picture", "p.svg", "-m", "pkg.train", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "created at   train.py:10   y = t @ a" in done.stderr
+    svg = (tmp_path / "p.svg").read_text("utf-8")
+    assert svg.startswith("<svg")
+    assert "y = t @ a" in svg
+    assert svg.count("#c22") == 1  # one cross: y's row, at the second pass
+
+
+def test_a_script_that_is_not_there(process, capsys):
+    assert main(["explain", path("nowhere")]) == 1
+    assert "nowhere.py" in capsys.readouterr().err
+
+
+def test_keyboard_interrupt(process, capsys, tmp_path):
+    script = tmp_path / "interrupted.py"
+    script.write_text("raise KeyboardInterrupt\n", "utf-8")
+    assert main(["explain", str(script)]) == 130
+
+
+def test_errors_of_hodiff_are_explained_through_their_cause():
+    import torch
+
+    a = torch.rand(4, requires_grad=True)
+    with watch(), pytest.raises(hodiff.GraphError, match="freed") as caught:
+        loss = a.exp().sum()
+        loss.backward()
+        hodiff.grad(loss, a)
+    assert "`loss`" in caught.value.__cause__.__notes__[0]
+
+
+def test_stdin_stays(process, monkeypatch, tmp_path, capsys):
+    script = tmp_path / "reads.py"
+    script.write_text("import sys\nprint(sys.stdin.read().upper())\n", "utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("words"))
+    assert main(["explain", str(script)]) == 0
+    assert capsys.readouterr().out == "WORDS\n"

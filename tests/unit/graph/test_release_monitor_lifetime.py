@@ -1,0 +1,156 @@
+"""release, monitor and lifetime."""
+
+import contextlib
+import re
+import warnings
+import weakref
+import xml.etree.ElementTree
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hodiff
+from hodiff.graph import lifetime, monitor, predict, release
+from tests.support.ledger import Ledger, without_collector
+from tests.unit.graph.random_graphs import Cube
+
+
+def test_release_returns_the_memory_at_once():
+    a = torch.rand(1000, requires_grad=True)
+    with without_collector(), Ledger() as ledger:
+        loss = a.exp().sin().sum()
+        assert ledger.alive(besides=loss) == 4000
+        assert release(loss) == (2, 4000 + 0 * 4)
+        assert ledger.alive(besides=loss) == 0
+    with pytest.raises(hodiff.GraphError, match="was released, by hodiff"):
+        loss.backward()
+
+
+def test_release_keeps_what_others_need():
+    a = torch.rand(5, requires_grad=True)
+    trunk = a.exp()
+    first, second = trunk.sin().sum(), trunk.cos().sum()
+    expected = torch.autograd.grad(second, a, retain_graph=True)[0]
+    assert release(first, keep=second).nodes == 1
+    assert predict(first).verdict == "fail"
+    second.backward()
+    assert torch.equal(a.grad, expected)
+
+
+def test_release_of_lists_and_functions_but_not_of_packed():
+    a = torch.rand(4, requires_grad=True)
+    loss = a[torch.tensor([0, 1])].sum() + Cube.apply(a).sum()
+    assert release(loss).nodes == 2
+    packed = checkpoint(lambda x: x.sin(), a, use_reentrant=False).sum()
+    assert release(packed).nodes == 0
+    packed.backward()
+    assert torch.allclose(a.grad, a.detach().cos())
+
+
+def test_release_of_a_freed_graph_is_nothing():
+    a = torch.rand(4, requires_grad=True)
+    loss = a.exp().sum()
+    loss.backward()
+    assert release(loss) == (0, 0)
+
+
+def run_total(detach: bool):
+    a = torch.rand(4, requires_grad=True)
+    growth = monitor()
+    total = torch.zeros(())
+    for _ in range(8):
+        loss = a.exp().sum()
+        total = total + (loss.detach() if detach else loss)
+        growth.step(total=total)
+    return growth
+
+
+def test_monitor_names_the_line_of_a_running_total():
+    with pytest.warns(hodiff.HodiffWarning, match=r"behind total grows.*total = total \+ \(loss.*extends it") as caught:
+        growth = run_total(detach=False)
+    assert len(caught) == 1  # once
+    assert caught[0].filename == __file__
+    nodes = [step.nodes for step in growth.history["total"]]
+    assert nodes == [3 * step + 1 for step in range(1, 9)]  # exp, sum, add; and the leaf
+    assert growth.history["total"][-1].bytes == 8 * 16
+    assert "total: grows" in str(growth)
+
+
+def test_monitor_is_silent_when_nothing_grows():
+    growth = run_total(detach=True)
+    assert "total: no growth" in str(growth)
+
+
+def test_monitor_of_a_state_and_of_gradients():
+    cell = nn.RNNCell(3, 4)
+    h = torch.zeros(2, 4)
+    growth = monitor(h=lambda: h)
+    with pytest.warns(hodiff.HodiffWarning, match=r"One parameter is used 4 times"):
+        for _ in range(6):
+            h = cell(torch.ones(2, 3), h)
+            growth.step()
+    model = nn.Linear(2, 1)
+    growth = monitor(model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            model(torch.ones(1, 2)).exp().sum().backward(create_graph=True)
+            growth.step()
+    assert "model: grows" in str(growth)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def test_monitor_keeps_nothing_alive():
+    a = torch.rand(4, requires_grad=True)
+    growth = monitor()
+    loss = a.exp().sum()
+    growth.step(loss=loss)
+    mark = weakref.ref(loss)
+    del loss
+    assert mark() is None
+
+
+def test_monitor_input_errors():
+    with pytest.raises(hodiff.InputError, match="total: is a object"):
+        monitor(total=object())
+
+
+def pictured():
+    a = torch.rand(4, requires_grad=True)
+    with lifetime() as picture:
+        y = a.exp()
+        y.sin().sum().backward(retain_graph=True)
+        for _ in range(2):
+            with contextlib.suppress(RuntimeError):
+                y.cos().sum().backward()
+    return picture
+
+
+def test_lifetime():
+    picture = pictured()
+    spans = {(span.line.text.split(".")[0][:5], span.stop, span.state, span.bytes) for span in picture.spans}
+    assert spans == {
+        ("y = a", 0, "held", 16),
+        ("y", 0, "held", 16),
+        ("y = a", 1, "freed", 16),
+        ("y", 1, "freed", 16),
+        ("y", 2, "freed", 16),
+        ("y = a", 2, "missing", 0),
+    }
+    assert "MISSING in pass 2" in str(picture)
+    assert str(picture).startswith("3 backward passes")
+
+
+def test_the_picture_is_well_formed(tmp_path):
+    picture = pictured()
+    root = xml.etree.ElementTree.fromstring(picture.svg())
+    kinds = [element.tag.rpartition("}")[2] for element in root]
+    assert kinds.count("rect") == 5
+    assert kinds.count("path") == 1
+    assert kinds.count("line") == 3
+    assert not re.search(r"(href|src)=", picture.svg())
+    picture.save(tmp_path / "p.svg")
+    assert (tmp_path / "p.svg").read_text("utf-8") == picture._repr_svg_()

@@ -1,0 +1,283 @@
+"""watch changes no number and no error, in the company of compile, checkpoints, hooks, Functions and threads."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hodiff
+from hodiff.graph import _watch, explain, watch
+from tests.unit.graph.random_graphs import Cube, Graphs
+
+
+def note(error) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def train(steps=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(5, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *[p.detach() for p in model.parameters()]]
+
+
+def test_training_is_the_same():
+    plain = train()
+    with watch() as record:
+        watched = train()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert [call.repeat for call in record.passes] == [0, 1, 2]
+    assert not any(call.retained for call in record.passes)
+
+
+def test_random_graphs_are_the_same():
+    for seed in range(25):
+        outcomes = []
+        for context in (torch.enable_grad(), watch()):
+            with context:
+                graphs = Graphs(seed)
+                outcome = []
+                for loss in graphs.losses * 2:
+                    try:
+                        loss.backward(retain_graph=graphs.r.random() < 0.4)
+                    except RuntimeError as error:
+                        outcome.append(str(error))
+                        said = note(error)
+                assert context.__class__.__name__ != "Watch" or not outcome or "hodiff: why" in said
+                outcomes.append((outcome, [leaf.grad for leaf in graphs.leaves]))
+        assert outcomes[0][0] == outcomes[1][0]
+        torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_functions_are_the_same(backend):
+    def f(x):
+        return (x.sin() * x).sum()
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    right = f(x)
+    (gradient,) = torch.autograd.grad(right, x)
+    torch.compiler.reset()
+    with watch():
+        compiled = torch.compile(f, backend=backend)
+        got = compiled(x)
+        (found,) = torch.autograd.grad(got, x)
+        again = compiled(x)
+    assert got.shape == ()
+    torch.testing.assert_close(got, right)
+    torch.testing.assert_close(again, right)
+    torch.testing.assert_close(found, gradient)
+    torch.testing.assert_close(compiled(x), right)
+
+
+def test_checkpoints_hooks_and_save_on_cpu():
+    ran = []
+
+    def block(x):
+        ran.append(1)
+        return x.sin().exp()
+
+    a = torch.rand(3, requires_grad=True)
+    with watch(), torch.autograd.graph.save_on_cpu():
+        b = checkpoint(block, a, use_reentrant=False)
+        b.register_hook(lambda g: ran.append(2))
+        loss = b.square().sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            loss.backward()
+    assert ran in ([1, 2, 1], [1, 1, 2])
+    assert "same loss" in note(caught.value)
+
+
+def test_functions_and_their_own_exceptions():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ZeroDivisionError("mine")
+
+    a = torch.rand(3, requires_grad=True)
+    with watch():
+        Cube.apply(a).sum().backward()
+        with pytest.raises(ZeroDivisionError, match=r"^mine$") as caught:
+            Fails.apply(a).sum().backward()
+    assert note(caught.value) == ""
+    assert torch.allclose(a.grad, 3 * a.detach() ** 2)
+
+
+def test_a_function_that_is_met_again():
+    a = torch.rand(3, requires_grad=True)
+    with watch():
+        y = Cube.apply(a)
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            y.sin().sum().backward()
+    assert "shared part: `y` = CubeBackward" in note(caught.value)
+
+
+def test_nested_tensors():
+    with watch():
+        jagged = torch.nested.nested_tensor([torch.rand(2, 3)], layout=torch.jagged, requires_grad=True)
+        (jagged * 2).values().sum().backward()
+
+
+def test_threads_go_their_own_ways():
+    caught = []
+
+    def other():
+        a = torch.rand(3, requires_grad=True)
+        loss = a.exp().sum()
+        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            caught.append(error)
+
+    a = torch.rand(3, requires_grad=True)
+    with watch():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        a.exp().sum().backward()
+    assert note(caught[0]) == ""
+    assert a.grad is not None
+
+
+def test_one_note_from_nested_watches():
+    a = torch.rand(3, requires_grad=True)
+    with watch(), watch():
+        loss = a.exp().sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            loss.backward()
+    assert note(caught.value).count("hodiff: why") == 1
+
+
+def test_autograd_functions_are_seen_as_well():
+    a = torch.rand(3, requires_grad=True)
+    with watch() as record:
+        y = a.exp()
+        torch.autograd.grad(y.sum(), a)
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            torch.autograd.backward(y.sin().sum())
+    assert [call.name for call in record.passes] == ["autograd.grad", "autograd.backward"]
+    assert "why this autograd.backward failed" in note(caught.value)
+    assert "`y`" in note(caught.value)
+
+
+def test_a_helper_that_is_called_for_everything():
+    """The line that made the shared part runs again for others: the variable's own assignments decide."""
+
+    def layer(x):
+        return x.exp()
+
+    a, b = (torch.rand(3, requires_grad=True) for _ in "ab")
+    with watch():
+        y = layer(a)
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            for _ in range(2):
+                loss = (y * layer(b)).sum()
+                loss.backward()
+    assert "outside the loop" in note(caught.value)
+
+
+def test_one_line_that_differentiates_two_losses():
+    def step(loss):
+        loss.backward()
+
+    a = torch.rand(3, requires_grad=True)
+    with watch():
+        y = a.exp()
+        first, second = y.sum(), y.sin().sum()
+        step(first)
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            step(second)
+    assert "belongs to both losses" in note(caught.value)
+
+
+def test_a_failing_pass_is_known_to_have_freed_what_it_ran():
+    a, b = (torch.rand(3, requires_grad=True) for _ in "ab")
+    with watch():
+        old = b.exp()
+        old.sum().backward()
+        fresh = a.exp()
+        loss = (fresh * old).sum()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            loss.backward()
+    assert "same loss" in note(caught.value)
+
+
+def test_detach_is_withheld_where_nothing_would_be_left():
+    a = torch.rand(3, requires_grad=True)
+    y = a.exp()
+    with watch():
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            y.sin().sum().backward()
+    assert "detach" not in note(caught.value)
+
+
+def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
+    monkeypatch.setattr(_watch, "LOG", 50)
+    a = torch.rand(3, requires_grad=True)
+    with watch() as record:
+        y = a.exp()
+        for _ in range(200):
+            z = a.sin()
+            z = z.cos()
+        assert len(record._lines) <= 60
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="second time") as caught:
+            y.sin().sum().backward()
+    assert "y = a.exp()" in note(caught.value)
+
+
+def test_second_derivatives():
+    a = torch.rand(3, 2, requires_grad=True)
+    with watch():
+        y = torch.cdist(a, a + 1).sum()
+        with pytest.raises(RuntimeError, match="not implemented") as caught:
+            (g,) = torch.autograd.grad(y, a, create_graph=True)
+            g.square().sum().backward()
+    assert "no second derivative: _cdist_backward" in note(caught.value)
+
+
+def test_explain_of_nothing():
+    with pytest.raises(hodiff.InputError, match="no exception is being handled"):
+        explain()
+    assert explain(ValueError("x")) is None
+
+
+def test_explain_finds_the_exception_being_handled():
+    a = torch.rand(3, requires_grad=True)
+    loss = a.exp().sum()
+    loss.backward()
+    try:
+        loss.backward()
+    except RuntimeError:
+        found = explain()
+    assert (found.cause, found.variable, found.certain) == ("same loss twice", "loss", False)
+
+
+def test_explain_of_what_was_released():
+    a = torch.rand(3, requires_grad=True)
+    loss = a.exp().sum()
+    hodiff.graph.release(loss)
+    with pytest.raises(hodiff.GraphError, match="was released, by hodiff") as caught:
+        loss.backward()
+    assert explain(caught.value).cause == "released"
