@@ -8,7 +8,9 @@ HodiffError
 
 HodiffWarning(UserWarning)
 ├── CustomFunctionWarning          a second derivative rests on a Python autograd.Function
-└── BatchMixingWarning             samples of a batch are not independent
+├── BatchMixingWarning             samples of a batch are not independent
+├── ConvergenceWarning             an estimate or a solution did not reach its tolerance
+└── RandomnessWarning              an operator is that of one random draw
 ```
 
 Each error also derives from the built-in class that PyTorch would have raised, so existing
@@ -18,19 +20,21 @@ expected, and the way out.
 
 __all__ = [
     "BatchMixingWarning",
+    "ConvergenceWarning",
     "CustomFunctionWarning",
     "DerivativeError",
     "GraphError",
     "HodiffError",
     "HodiffWarning",
     "InputError",
+    "RandomnessWarning",
 ]
 
 
 class HodiffError(Exception):
     """Base class of everything that hodiff raises on purpose.
 
-    Example:
+    Examples:
         >>> import hodiff
         >>> issubclass(hodiff.GraphError, hodiff.HodiffError)
         True
@@ -40,7 +44,7 @@ class HodiffError(Exception):
 class InputError(HodiffError, ValueError):
     """An argument has the wrong kind, structure, shape, dtype or device.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.grad(torch.sum, torch.arange(3))
         Traceback (most recent call last):
@@ -52,7 +56,7 @@ class InputError(HodiffError, ValueError):
 class GraphError(HodiffError, RuntimeError):
     """The autograd graph is missing, freed, cut, or cannot be differentiated once more.
 
-    Example:
+    Examples:
         >>> import torch, hodiff
         >>> hodiff.grad(lambda x: x.detach().sum(), torch.ones(3))
         Traceback (most recent call last):
@@ -64,7 +68,7 @@ class GraphError(HodiffError, RuntimeError):
 class DerivativeError(HodiffError, AssertionError):
     """A derivative disagrees with finite differences; `.report` holds the figures.
 
-    Example:
+    Examples:
         >>> import hodiff
         >>> issubclass(hodiff.DerivativeError, AssertionError)
         True
@@ -78,7 +82,7 @@ class DerivativeError(HodiffError, AssertionError):
 class HodiffWarning(UserWarning):
     """Base class of hodiff's warnings; filter it to silence all of them.
 
-    Example:
+    Examples:
         >>> import hodiff
         >>> issubclass(hodiff.HodiffWarning, UserWarning)
         True
@@ -91,7 +95,7 @@ class CustomFunctionWarning(HodiffWarning):
     Its value is whatever the Function's `backward` makes it, which PyTorch cannot verify.
     Given once per Function class. `hodiff.check_derivatives` verifies it numerically.
 
-    Example:
+    Examples:
         >>> import hodiff
         >>> issubclass(hodiff.CustomFunctionWarning, hodiff.HodiffWarning)
         True
@@ -101,8 +105,28 @@ class CustomFunctionWarning(HodiffWarning):
 class BatchMixingWarning(HodiffWarning):
     """`batch_ndim` was given, and an operation in `f` mixes the samples of a batch.
 
-    Example:
+    Examples:
         >>> import hodiff
         >>> issubclass(hodiff.BatchMixingWarning, hodiff.HodiffWarning)
+        True
+    """
+
+
+class ConvergenceWarning(HodiffWarning):
+    """An eigenpair, an estimate or a solution did not reach its tolerance; the record says how far it got.
+
+    Examples:
+        >>> import hodiff
+        >>> issubclass(hodiff.ConvergenceWarning, hodiff.HodiffWarning)
+        True
+    """
+
+
+class RandomnessWarning(HodiffWarning):
+    """The function of an operator draws random numbers (dropout): the operator is that of one draw, held fixed.
+
+    Examples:
+        >>> import hodiff
+        >>> issubclass(hodiff.RandomnessWarning, hodiff.HodiffWarning)
         True
     """

@@ -1,0 +1,1 @@
+"""Curvature without the matrix: linear operators, and what can be learnt from their products."""

@@ -1,0 +1,297 @@
+"""The gradient graphs of all batches: built once, kept within a budget, shared by an operator and its blocks."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff import _evaluate, _nodes, _reverse
+from hodiff._evaluate import Evaluation
+from hodiff._where import Where
+from hodiff.curvature import _memory
+from hodiff.curvature._data import NONE, Batches, check_total
+from hodiff.errors import GraphError, RandomnessWarning
+
+
+class Piece(ABC):
+    """One batch, evaluated: its part of every sum, and a graph through which products run.
+
+    Attributes:
+        ev: The evaluation; its graph is kept.
+        value: The batch's sum, detached.
+        weight: What the sums are divided by, its part of it; None: by nothing.
+        gradient: The gradient of the sum by each leaf, detached.
+        random: Whether the function drew random numbers.
+        calls_back: Whether passes over the graph run Python (activation checkpoints do).
+    """
+
+    ev: Evaluation
+    value: Tensor
+    weight: float | None
+    gradient: list[Tensor]
+    random: bool = False
+    calls_back: bool = False
+
+    @property
+    @abstractmethod
+    def roots(self) -> list[Tensor]:
+        """The tensors whose graph a product runs through."""
+
+    def ready(self) -> AbstractContextManager[None]:
+        """The state in which a product may run."""
+        if self.calls_back:
+            return self.ev.resumed()
+        return _normal_mode() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _normal_mode() -> AbstractContextManager[None]:
+    return torch.inference_mode(False)  # pyright: ignore[reportReturnType]
+
+
+Build = Callable[[Where, Any, int], Piece]
+
+
+class Source:
+    """The pieces of an operator, one for each batch.
+
+    All batches are kept or none, unless their order is fixed: of shuffled data, kept and new batches
+    would overlap (a product was 23-93 % off).
+    """
+
+    def __init__(self, build: Build, point: Any, batches: Batches, memory_budget: float) -> None:
+        _memory.check_budget(memory_budget)
+        self._build, self._point, self._batches, self._budget = build, point, batches, memory_budget
+        self.where = point if isinstance(point, Where) else Where(point)
+        self.device = self.where.tensors[0].device
+        self._closed = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pieces: dict[int, Piece] = {}
+        self._random: dict[int, tuple[Tensor, ...]] = {}
+        self._stamp: list[tuple[int, int]] | None = None
+        self._largest: int | None = None
+        self.bytes = 0
+        self.weight = 0.0
+        self.value: Tensor | None = None
+        self.gradient: list[Tensor] = []
+
+    # --- the first pass
+
+    def evaluate(self) -> None:
+        """The first pass over the data, unless it has been made; a check that the point is still the same."""
+        if self._closed:
+            raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
+        if self._stamp is not None:
+            self._check_point()
+            return
+        self._stamp = self._versions()
+        try:
+            self._first_pass()
+        except BaseException:
+            self._forget()
+            raise
+
+    def _first_pass(self) -> None:
+        keeping = self._budget > 0
+        limit = _memory.budget(self._budget, self.device) if self._batches.given and keeping else 0
+        for number, batch in enumerate(self._batches):
+            state = random_state(self.device)
+            piece, size = self._measured(batch, number)
+            self._add(piece)
+            if self._largest is None:
+                self._largest = _nodes.largest_output(_nodes.survey(piece.roots))
+            if piece.random:
+                self._random[number] = state
+            if keeping and self._batches.given and self.bytes + size > limit:
+                keeping = False
+                if not self._batches.fixed:
+                    self._pieces, self.bytes = {}, 0
+            if keeping:
+                self._pieces[number] = piece
+                self.bytes += size
+            del piece
+        check_total(self.weight)
+        if self._random:
+            self._warn_random()
+
+    def _measured(self, batch: Any, number: int) -> tuple[Piece, int]:
+        """A new piece, and its bytes (they matter only where there are several batches)."""
+        if not self._batches.given:
+            return self._build(self.where, batch, number), 0
+        return _memory.measured(lambda: self._build(self.where, batch, number), self.device)
+
+    def _add(self, piece: Piece) -> None:
+        self.weight = 1.0 if piece.weight is None else self.weight + piece.weight
+        if self.value is None:
+            self.value = piece.value.clone()
+            self.gradient = [part.clone() for part in piece.gradient]
+            return
+        self.value += piece.value
+        for total, part in zip(self.gradient, piece.gradient, strict=True):
+            total += part
+
+    # --- later passes
+
+    def pieces(self) -> Iterator[Piece]:
+        """One piece after another: those that are kept, the others evaluated again."""
+        self.evaluate()
+        count = self._batches.count
+        if len(self._pieces) == count:
+            yield from list(self._pieces.values())
+            return
+        value, weight, scale = 0.0, 0.0, 1e-30
+        for number, batch in enumerate(self._batches):
+            piece = self._pieces.get(number)
+            if piece is None:
+                piece = self._again(batch, number)
+            own = float(piece.value)
+            value, scale = value + own, scale + abs(own)
+            weight = 1.0 if piece.weight is None else weight + piece.weight
+            yield piece
+            del piece
+        self._compare(value, weight, scale)
+
+    def _again(self, batch: Any, number: int) -> Piece:
+        """A batch evaluated once more, drawing the random numbers that it drew first."""
+        if not self._random:
+            return self._build(self.where, batch, number)
+        now = random_state(self.device)
+        set_random_state(self._random.get(number, now))
+        try:
+            return self._build(self.where, batch, number)
+        finally:
+            set_random_state(now)
+
+    def _compare(self, value: float, weight: float, scale: float) -> None:
+        """Raise where a pass over the data found another function than the first pass."""
+        first = float(self.value if self.value is not None else 0.0)
+        eps = torch.finfo(self.where.tensors[0].dtype).eps
+        if abs(weight - self.weight) > 1e-6 * self.weight or abs(value - first) > 1e3 * eps * scale:
+            raise GraphError(
+                f"two passes over data disagree: the sum was {first:.8g} (weight {self.weight:g}) and is now "
+                f"{value:.8g} (weight {weight:g}), so products would belong to different operators."
+                f"{self._culprits()} Use model.eval(), data without random augmentation, a list of fixed batches, or a "
+                f"memory_budget= that keeps all graphs."
+            )
+
+    # --- what a product needs
+
+    def auto_chunk(self, elements: int) -> int:
+        """How many vectors of so many elements keep the temporaries of a pass within `CHUNK_BYTES`."""
+        if self._largest is None:
+            self.evaluate()
+        itemsize = max(tensor.element_size() for tensor in self.where.tensors)
+        return _reverse.fitting(self._largest or 1, elements, itemsize)
+
+    def largest(self) -> int:
+        """Elements of the largest tensor that a pass handles."""
+        self.auto_chunk(1)
+        return self._largest or 1
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether the first pass over the data has been made."""
+        return self._stamp is not None
+
+    @property
+    def kept(self) -> int:
+        """How many batches have their graph kept."""
+        return len(self._pieces)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every batch has."""
+        return self._stamp is not None and len(self._pieces) == self._batches.count
+
+    @property
+    def batches(self) -> int | None:
+        """How many batches there are, if that is known."""
+        return self._batches.count
+
+    def cached_bytes(self) -> int:
+        """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
+        if self._pieces and not self._batches.given and not self.bytes and self._pieces[0].ev.owned:
+            _, self.bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
+        return self.bytes
+
+    def first_batch_bytes(self) -> int:
+        """Bytes of one batch's graph, by evaluating it."""
+        batch = next(iter(self._batches))
+        piece, size = _memory.measured(lambda: self._build(self.where, batch, 0), self.device)
+        self._largest = _nodes.largest_output(_nodes.survey(piece.roots))
+        return size
+
+    # --- lifetime
+
+    def refresh(self) -> None:
+        """Forget everything; the next product evaluates at the point as it is then."""
+        self._forget()
+        self._closed = False
+        if not isinstance(self._point, Where):
+            self.where = Where(self._point)
+
+    def close(self) -> None:
+        """Free the graphs."""
+        self._forget()
+        self._closed = True
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in self.where.tensors]
+
+    def _check_point(self) -> None:
+        now = self._versions()
+        if now == self._stamp:
+            return
+        pairs = zip(now, self._stamp or [], self.where.names, strict=True)
+        changed = [name for new, old, name in pairs if new != old]
+        raise GraphError(
+            f"parameters changed since the operator was evaluated ({', '.join(changed[:4])}"
+            f"{', ...' if len(changed) > 4 else ''}); H.refresh() evaluates it at the new ones."
+        )
+
+    # --- randomness
+
+    def _warn_random(self) -> None:
+        warnings.warn(
+            f"the function draws random numbers, so this is the operator of one draw, held fixed until H.refresh()."
+            f"{self._culprits()} For the deterministic one use model.eval().",
+            RandomnessWarning,
+            stacklevel=_evaluate._outside(),
+        )
+
+    def _culprits(self) -> str:
+        """The modules that are known to draw random numbers, or to mix samples, in training mode."""
+        found = [
+            f"{name or 'the model'} ({type(module).__name__})"
+            for owned in self.where.owned
+            for name, module in owned.module.named_modules()
+            if module.training and _varies(module)
+        ]
+        return f" In training mode: {', '.join(found[:4])}." if found else ""
+
+
+def _varies(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
+    rate = getattr(module, "p", getattr(module, "dropout", 0.0))
+    return isinstance(rate, float) and rate > 0
+
+
+def random_state(device: torch.device) -> tuple[Tensor, ...]:
+    """The state of the generators that a function may draw from."""
+    cpu = torch.get_rng_state()
+    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,)
+
+
+def set_random_state(state: tuple[Tensor, ...]) -> None:
+    """Put a state back."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1])

@@ -1,0 +1,178 @@
+"""The data contract: re-iterable batches, and sums with weights.
+
+A loss over data is the quotient of two sums, over all batches, of `(sum, weight)`. So averages are
+exact for ragged, masked and class-weighted batches, where a mean of means is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff import _tree
+from hodiff.errors import GraphError, InputError
+
+BatchWeight = Callable[[Any], Any] | str | None
+
+NONE: Any = object()
+"""The one batch of a function that takes no data."""
+
+
+class Batches:
+    """The batches of `data=`, in passes.
+
+    Attributes:
+        fixed: Whether every pass gives the same batches in the same order.
+        count: How many there are; None while that is unknown.
+    """
+
+    def __init__(self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False) -> None:
+        check_data(data)
+        self._data, self._device, self._keep, self._progress = data, device, keep, progress
+        self._kept: list[Any] | None = None
+        self.fixed = data is None or keep or (isinstance(data, Sequence) and not isinstance(data, str))
+        self.count: int | None = 1 if data is None else _length(data)
+
+    @property
+    def given(self) -> bool:
+        """Whether there are data at all."""
+        return self._data is not None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._data is None:
+            yield NONE
+            return
+        if self._kept is not None:
+            yield from self._shown(self._kept)
+            return
+        kept, count = [], 0
+        for batch in self._shown(self._data):
+            count += 1
+            moved = self._moved(batch)
+            if self._keep:
+                kept.append(moved)
+            yield moved
+        if not count:
+            raise InputError("data: gave no batch. (An iterator that is used up? Give a list or a DataLoader.)")
+        self.count = count
+        if self._keep:
+            self._kept = kept
+
+    def _shown(self, batches: Iterable[Any]) -> Iterable[Any]:
+        if not self._progress:
+            return batches
+        from tqdm import tqdm
+
+        return tqdm(batches, total=self.count, desc="hodiff: batches", leave=False)
+
+    def _moved(self, batch: Any) -> Any:
+        """The batch with its tensors on the parameters' device."""
+        return _tree.tree_map(self._move, batch)
+
+    def _move(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.device == self._device else leaf.to(self._device, non_blocking=True)
+        if self._device.type != "cpu" and callable(getattr(leaf, "to", None)) and not isinstance(leaf, nn.Module):
+            return leaf.to(self._device)
+        return leaf
+
+
+def check_data(data: Any) -> None:
+    """Raise unless `data` can be iterated again and again, batch by batch."""
+    if data is None:
+        return
+    if isinstance(data, (Tensor, str, Mapping)) or (isinstance(data, tuple) and _all_tensors(data)):
+        what = f"a {type(data).__name__}" + (" of tensors" if isinstance(data, tuple) else "")
+        raise InputError(f"data: is {what}, which looks like one batch; expected an iterable of batches: data=[batch].")
+    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise InputError(f"data: is a {type(data).__name__}; expected an iterable of batches, a list or a DataLoader.")
+    if inspect.isgenerator(data) or iter(data) is data:
+        raise InputError(
+            f"data: is a one-shot iterator ({type(data).__name__}): the second product would see no data and give "
+            f"zero. Give what makes the iterator: a list, a DataLoader."
+        )
+
+
+def _all_tensors(data: tuple[Any, ...]) -> bool:
+    return bool(data) and all(isinstance(item, Tensor) for item in data)
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+class Weighted:
+    """Turns what a user's function returns for a batch into `(sum, weight)`."""
+
+    def __init__(self, batches: Batches, batch_weight: BatchWeight, name: str = "f") -> None:
+        if not (batch_weight is None or callable(batch_weight) or batch_weight == "equal"):
+            raise InputError(
+                f"batch_weight: got {batch_weight!r}; expected a function of the batch (its number of samples), or "
+                f'"equal".'
+            )
+        if batch_weight is not None and not batches.given:
+            raise InputError("batch_weight: weighs batches, but no data= is given.")
+        self._batches, self._weight, self._name = batches, batch_weight, name
+
+    def __call__(self, returned: Any, batch: Any, number: int) -> tuple[Any, Any]:
+        """`(sum, weight)` of batch `number`."""
+        if isinstance(returned, tuple):
+            return self._pair(returned)
+        if self._weight == "equal" or not self._batches.given:
+            return returned, 1.0
+        if callable(self._weight):
+            weight = _checked(self._weight(batch), "batch_weight")
+            return returned * weight, weight
+        if number or (self._batches.count or 1) > 1:
+            raise InputError(mean_of_many(self._name))
+        return returned, 1.0
+
+    def _pair(self, returned: tuple[Any, ...]) -> tuple[Any, Any]:
+        if len(returned) != 2:
+            raise InputError(f"{self._name}: returned a tuple of {len(returned)}, expected (sum, weight).")
+        if not self._batches.given:
+            raise InputError(
+                f"{self._name}: returned a tuple, expected one element; the pair (sum, weight) goes with data=[...]."
+            )
+        if self._weight is not None:
+            raise InputError(f"batch_weight: is given, but {self._name} returns (sum, weight), which needs none.")
+        return returned[0], _checked(returned[1], f"{self._name}: the weight")
+
+
+def _checked(weight: Any, name: str) -> Any:
+    if isinstance(weight, Tensor):
+        if weight.requires_grad:
+            raise InputError(
+                f"{name} depends on the parameters, so the quotient sum / weight has further derivatives, which would "
+                f"be missing; detach it if it counts as a constant."
+            )
+        if weight.numel() != 1:
+            raise InputError(f"{name} has shape {tuple(weight.shape)}, expected one number: how much the sum counts.")
+        weight = float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+        raise InputError(f"{name} is {weight!r}, expected a number that is not negative: how much the sum counts.")
+    return float(weight)
+
+
+def mean_of_many(name: str) -> str:
+    """What to write instead of a bare mean over several batches."""
+    return (
+        f"{name}: returned a bare value, and there are several batches: a mean of means is not the mean where batches "
+        f"are ragged, masked or weighted. Return the sum and what it is divided by:\n"
+        f"    total = F.cross_entropy(model(inputs), targets, reduction='sum')\n"
+        f"    return total, len(targets)\n"
+        f"or say how much each batch counts: batch_weight=lambda batch: len(batch[1]), or batch_weight='equal'."
+    )
+
+
+def check_total(weight: float) -> None:
+    """Raise where there is nothing to divide by."""
+    if not weight > 0:
+        raise GraphError(f"the weights of all batches add up to {weight}; there is nothing to average over.")

@@ -1,0 +1,159 @@
+"""`HessianOperator`: products with a Hessian, from gradient graphs that are built once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+
+from hodiff import _checks, _nodes, _reverse
+from hodiff._evaluate import Allowed, Evaluation
+from hodiff._where import Where
+from hodiff.curvature._cache import Piece, Source
+from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
+from hodiff.curvature._from_data import Parts, SummedOperator
+from hodiff.errors import InputError
+
+
+@final
+class GradientGraph(Piece):
+    """The gradient of one batch's sum, with its graph."""
+
+    def __init__(self, ev: Evaluation, graph: list[Tensor], weight: float) -> None:
+        self.ev, self.graph, self.weight = ev, graph, weight
+        self.value = ev.scalars().detach().reshape(())
+        self.gradient = [part.detach() for part in graph]
+
+    @property
+    def roots(self) -> list[Tensor]:
+        """The gradient."""
+        return self.graph
+
+
+@final
+class HessianOperator(SummedOperator):
+    r"""The Hessian \(H = \nabla^2 f(x)\) as an operator, without the matrix.
+
+    With `data`, of a mean over all batches: \(f(x) = \sum_b s_b(x) \,/\, \sum_b w_b\), where the function
+    returns \((s_b, w_b)\), the sum over the batch and what it is divided by. So averages are exact for
+    ragged, masked and class-weighted batches.
+
+    The gradient's graph of each batch is built at the first product and kept, so that every further
+    product costs one reverse pass. What does not fit into `memory_budget` is evaluated again at each
+    product: all batches, unless `data` is a list (or another sequence), whose order is fixed.
+
+    Args:
+        f: A function of *where* that returns one element; with `data`, `f(where, batch)` returns
+            `(sum, weight)`. Or, without `data`, such a tensor already computed, whose graph stays.
+        where: A tensor, a container of tensors, a module, or `hodiff.select(module, ...)`, as for `hodiff.grad`.
+        data: A re-iterable of batches: a list, a DataLoader. Tensors in a batch are moved to the
+            device of *where*.
+        batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
+            says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
+        memory_budget: What the graphs may hold: bytes (an int, 0 to keep none), or a fraction of the
+            memory that is free (a float).
+        chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
+        progress: Whether to show a bar over the batches.
+        strict: Raise where the value does not depend on some part of *where*.
+        allow: `@once_differentiable` Functions to accept, as for `hodiff.grad`.
+        args: Further positional arguments for `f`, after the batch.
+        kwargs: Keyword arguments for `f`.
+
+    Attributes:
+        value: The value of the function, a by-product.
+        gradient: Its gradient, like *where*, a by-product.
+
+    Raises:
+        InputError: Data that can be read only once; a bare mean of several batches; or as for `hodiff.hvp`.
+        GraphError: A changed parameter (`H.refresh()` starts anew), two passes over the data that
+            disagree; or as for `hodiff.hvp`.
+
+    Warns:
+        RandomnessWarning: `f` draws random numbers (dropout). Its operator is that of one draw.
+
+    Cost:
+        Construction evaluates nothing. The first product: one evaluation and one pass for each batch.
+        Every product: one pass for each batch, and where its graph is not kept, an evaluation and a
+        pass more. `H.cost()` says it in numbers. Memory: the graphs, about twice the activations.
+
+    Examples:
+        The Hessian of a sum of squares is 2 X'X:
+
+        >>> import torch, hodiff
+        >>> X = torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> H = hodiff.HessianOperator(lambda w: (X @ w).square().sum(), torch.zeros(2))
+        >>> H @ torch.tensor([1.0, 0.0])
+        tensor([4., 4.])
+        >>> def loss(w, rows):
+        ...     return (rows @ w).square().sum(), len(rows)
+        >>> H = hodiff.HessianOperator(loss, torch.zeros(2), data=[X[:2], X[2:]])  # the mean: 2 X'X / 3
+        >>> 3 * H.dense()
+        tensor([[ 4.,  4.],
+                [ 4., 10.]])
+
+    Reference:
+        Pearlmutter, B. A. (1994). Fast exact multiplication by the Hessian. Neural Computation 6(1).
+        doi:10.1162/neco.1994.6.1.147.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any] | Tensor,
+        where: Any,
+        *,
+        data: Any = None,
+        batch_weight: BatchWeight = None,
+        memory_budget: float = 0.5,
+        chunk_size: int | str = "auto",
+        progress: bool = False,
+        strict: bool = False,
+        allow: Allowed = (),
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_function(f, data)
+        _checks.check_arguments(args, kwargs)
+        batches = Batches(data, Where(where).tensors[0].device, progress=progress)
+        options = {"strict": strict, "allow": allow, "args": args, "kwargs": kwargs}
+        build = partial(_build, f, Weighted(batches, batch_weight), options)
+        super().__init__(Source(build, where, batches, memory_budget), chunk_size)
+
+    @property
+    def _passes(self) -> tuple[int, int]:
+        return 1, 1
+
+    def _route(self) -> str:
+        return "double backward"
+
+    def _apply(self, piece: Piece, parts: Parts, count: int | None, chunk: int) -> Parts:
+        graph, leaves = self._of_chosen(piece.roots), self._of_chosen(piece.ev.leaves)
+        return _reverse.products(piece.ev, graph, parts, count, chunk_size=chunk, inputs=leaves)
+
+
+def check_function(f: Any, data: Any) -> None:
+    """Raise unless `f` can be evaluated with the data."""
+    if not callable(f) and not isinstance(f, Tensor):
+        raise InputError(f"f: is a {type(f).__name__}; expected a function of the point, or a tensor computed from it.")
+    if isinstance(f, Tensor) and data is not None:
+        raise InputError("data: is passed to a function, but f is a tensor already computed.")
+
+
+def _build(
+    f: Callable[..., Any] | Tensor, weigh: Weighted, options: dict[str, Any], where: Where, batch: Any, number: int
+) -> Piece:
+    """Evaluate one batch, and its gradient with a graph."""
+
+    def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        given = () if batch is NONE else (batch,)
+        return weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
+
+    what = f if isinstance(f, Tensor) else weighed
+    with Evaluation(what, where, passes=2, create_graph=False, has_aux=what is weighed, keep=True, **options) as ev:
+        random = what is weighed and ev.drew_random()
+        calls_back = _nodes.runs_hooks(_nodes.survey(ev.tensors()))
+        gradient = _reverse.gradient(ev, last=False)
+    piece = GradientGraph(ev, gradient, ev.aux if what is weighed else 1.0)
+    piece.random, piece.calls_back = random, calls_back
+    return piece

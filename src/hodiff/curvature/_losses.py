@@ -1,0 +1,247 @@
+"""Losses as functions of a network's outputs: their sum, what it is divided by, and their output Hessian.
+
+For cross-entropy, squared error and binary cross-entropy the Hessian is written out; any other twice
+differentiable loss is differentiated twice, which concerns the outputs only and is cheap.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hodiff import _reverse, _tree
+from hodiff._evaluate import Evaluation
+from hodiff.curvature._data import NONE, Weighted
+from hodiff.errors import InputError
+
+Parts = list[Tensor]
+KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
+Loss = Callable[..., Any] | nn.Module
+
+
+class Bend(ABC):
+    """A symmetric matrix over the outputs of one batch, by its products."""
+
+    @abstractmethod
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """The product with one vector like the outputs, or with `count` stacked ones."""
+
+
+@final
+class Softmax(Bend):
+    r"""Of cross-entropy, for each position: \(s\,(\operatorname{diag} p - p p^\top)\)."""
+
+    def __init__(self, p: Tensor, scale: Tensor, classes: int) -> None:
+        self.p, self._scale, self.dim = p, scale, classes - p.ndim  # counted from the end
+
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """See `Bend`."""
+        (v,) = tangents
+        weighted = self.p * v
+        return [(weighted - self.p * weighted.sum(self.dim, keepdim=True)) * self._scale]
+
+    def sampled(self, samples: int, generator: torch.Generator | None) -> Tensor:
+        r"""Scores \(p - e_y\) of labels y drawn from p, zero at ignored positions: `(samples, *p.shape)`."""
+        rows = self.p.movedim(self.dim, -1)
+        flat = rows.reshape(-1, rows.shape[-1])
+        device = "cpu" if generator is None else generator.device
+        labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(flat.device)
+        scores = flat - torch.nn.functional.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
+        return scores.reshape((samples, *rows.shape)).movedim(-1, self.dim) * (self._scale > 0)
+
+
+@final
+class Elementwise(Bend):
+    """Of a loss that is a sum over entries: a diagonal."""
+
+    def __init__(self, diagonal: Tensor | float) -> None:
+        self._diagonal = diagonal
+
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """See `Bend`."""
+        return [v * self._diagonal for v in tangents]
+
+
+@final
+class Differentiated(Bend):
+    """Of any loss: a second pass through the graph of its gradient by the outputs."""
+
+    def __init__(self, ev: Evaluation, gradient: Parts) -> None:
+        self._ev, self._gradient = ev, gradient
+
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """See `Bend`."""
+        return _reverse.products(self._ev, self._gradient, tangents, count, chunk_size=count)
+
+
+@final
+class Outer(Bend):
+    r"""A mean over M draws of \(\sum_i s_i s_i^\top\): Fisher matrices of given scores.
+
+    The scores are stacked, `(M, *outputs)` on each leaf; `dims` says which dimensions, counted from the
+    end, belong to one sample. The others tell the samples apart.
+    """
+
+    def __init__(self, scores: Parts, dims: Callable[[Tensor], tuple[int, ...]]) -> None:
+        self._scores, self._dims = scores, dims
+
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """See `Bend`."""
+        draws, lead = self._scores[0].shape[0], 0 if count is None else 1
+        total = [torch.zeros_like(v) for v in tangents]
+        for draw in range(draws):
+            scores = [score[draw] for score in self._scores]
+            inner = [self._inner(s, v) for s, v in zip(scores, tangents, strict=True)]
+            weight = inner[0].flatten(lead) if len(inner) == 1 else torch.stack([p.flatten(lead) for p in inner]).sum(0)
+            for sum_, s, part in zip(total, scores, inner, strict=True):
+                sum_ += s * weight.reshape(part.shape) / draws
+        return total
+
+    def _inner(self, s: Tensor, v: Tensor) -> Tensor:
+        dims = self._dims(s)
+        return (s * v).sum(dims, keepdim=True) if dims else s * v  # an empty tuple would sum over all
+
+
+class Scored:
+    """A loss on one batch.
+
+    Attributes:
+        value: The sum, detached.
+        weight: What it is divided by; None: by nothing.
+        gradient: The gradient of the sum by each output, detached.
+        bend: Its Hessian by the outputs.
+    """
+
+    __slots__ = ("bend", "gradient", "value", "weight")
+
+    def __init__(self, value: Tensor, weight: float | None, gradient: Parts, bend: Bend) -> None:
+        self.value, self.weight, self.gradient, self.bend = value, weight, gradient, bend
+
+
+def check_loss(loss: Any) -> None:
+    """Raise unless the loss is a function, or one of the modules whose Hessian is known."""
+    if isinstance(loss, type):
+        raise InputError(f"loss: is the class {loss.__name__}; give an instance of it.")
+    if isinstance(loss, nn.modules.loss._Loss):
+        if not isinstance(loss, KNOWN):
+            raise InputError(
+                f"loss: {type(loss).__name__} is not one whose sums and weights are known "
+                f"({', '.join(kind.__name__ for kind in KNOWN)}). Give a function that returns (sum, weight):\n"
+                f"    def loss(outputs, batch):\n"
+                f"        return {type(loss).__name__}(reduction='sum')(outputs, batch[1]), len(outputs)"
+            )
+        if loss.reduction == "none":
+            raise InputError('loss: reduction="none" gives no scalar; use "mean" or "sum".')
+    elif not callable(loss):
+        raise InputError(
+            f"loss: is a {type(loss).__name__}; expected loss(outputs, batch) -> (sum, weight), nn.CrossEntropyLoss(), "
+            f"nn.MSELoss() or nn.BCEWithLogitsLoss()."
+        )
+
+
+def target_of(batch: Any) -> Tensor:
+    """The second item of a batch, for losses that are given as modules."""
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2 and isinstance(batch[1], Tensor):
+        return batch[1]
+    raise InputError(
+        "loss: a loss module takes its targets from batch[1], and this batch is no pair (inputs, targets); give a "
+        "function loss(outputs, batch) -> (sum, weight)."
+    )
+
+
+def score(
+    loss: Loss,
+    weigh: Weighted,
+    outputs: Parts,
+    tree: _tree.Tree,
+    batch: Any,
+    number: int,
+    allow: Any,
+    shortcut: Callable[[Tensor], None],
+) -> Scored:
+    """The loss of one batch, its gradient by the outputs, and its output Hessian."""
+    if isinstance(loss, KNOWN):
+        if len(outputs) != 1:
+            raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
+        return _known(loss, outputs[0].detach(), target_of(batch))
+    point = _tree.rebuild(tree, iter([output.detach() for output in outputs]))
+
+    def weighed(values: Any) -> tuple[Any, Any]:
+        return weigh(loss(values) if batch is NONE else loss(values, batch), batch, number)
+
+    with Evaluation(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow) as ev:
+        shortcut(ev.scalars())
+        gradient = _reverse.gradient(ev, last=False)
+        value = ev.scalars().detach().reshape(())
+    return Scored(value, ev.aux, [part.detach() for part in gradient], Differentiated(ev, gradient))
+
+
+def _known(loss: nn.Module, z: Tensor, target: Tensor) -> Scored:
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return cross_entropy(loss, z, target)
+    if isinstance(loss, nn.MSELoss):
+        _check_shapes(z, target)
+        value = (z - target).square().sum()
+        weight = float(z.numel()) if loss.reduction == "mean" else None
+        return Scored(value, weight, [2 * (z - target)], Elementwise(2.0))
+    return _binary(loss, z, target)
+
+
+def cross_entropy(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Scored:
+    r"""Cross-entropy with class weights, ignored positions and label smoothing.
+
+    At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so its
+    gradient is \(s p - t\) and its Hessian \(s (\operatorname{diag} p - p p^\top)\), with \(s = \sum_c t_c\).
+    """
+    classes = 0 if z.ndim == 1 else 1
+    t, weight = _targets(loss, z, target, classes)
+    log_p = F.log_softmax(z, classes)
+    p, scale = log_p.exp(), t.sum(classes, keepdim=True)
+    value = -(t * log_p).sum()
+    total = weight if loss.reduction == "mean" else None
+    return Scored(value, total, [scale * p - t], Softmax(p, scale, classes))
+
+
+def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> tuple[Tensor, float]:
+    """How much each log-probability counts, and what `reduction="mean"` divides by."""
+    count, smooth = z.shape[classes], loss.label_smoothing
+    shape = [1] * z.ndim
+    shape[classes] = count
+    given = loss.weight
+    class_weight = torch.ones(count, dtype=z.dtype, device=z.device) if given is None else given.detach().to(z)
+    if target.is_floating_point():
+        _check_shapes(z, target)
+        t = (1 - smooth) * target + smooth / count
+        return t * class_weight.reshape(shape), float(z.numel() // count)
+    expected = tuple(z.shape[:classes] + z.shape[classes + 1 :])
+    if tuple(target.shape) != expected:
+        raise InputError(f"loss: targets have shape {tuple(target.shape)}, expected {expected} for the outputs.")
+    used = target != loss.ignore_index
+    safe = torch.where(used, target, 0)
+    hot = torch.zeros_like(z).scatter_(classes, safe.unsqueeze(classes), 1.0)
+    t = ((1 - smooth) * hot + smooth / count) * class_weight.reshape(shape) * used.unsqueeze(classes)
+    return t, float((class_weight[safe] * used).sum())
+
+
+def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
+    _check_shapes(z, target)
+    target = target.to(z)
+    weight = torch.ones_like(z) if loss.weight is None else loss.weight.detach().to(z).expand_as(z)
+    positive = 1.0 if loss.pos_weight is None else loss.pos_weight.detach().to(z)
+    p = torch.sigmoid(z)
+    value = F.binary_cross_entropy_with_logits(z, target, loss.weight, reduction="sum", pos_weight=loss.pos_weight)
+    mass = weight * (positive * target + 1 - target)
+    total = float(z.numel()) if loss.reduction == "mean" else None
+    return Scored(value, total, [mass * p - weight * positive * target], Elementwise(mass * p * (1 - p)))
+
+
+def _check_shapes(z: Tensor, target: Tensor) -> None:
+    if z.shape != target.shape:
+        raise InputError(
+            f"loss: targets have shape {tuple(target.shape)}, the outputs {tuple(z.shape)}; they must agree."
+        )

@@ -1,0 +1,122 @@
+"""What estimators and `cost` return: small frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hodiff.curvature._memory import readable
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """An estimated trace.
+
+    Attributes:
+        value: The estimate, a tensor without dimensions.
+        stderr: Its standard error (zero where the trace is exact).
+        converged: Whether the tolerance was reached; True where none was asked for.
+        products: How many products it took.
+    """
+
+    value: Tensor
+    stderr: Tensor
+    converged: bool
+    products: int
+
+
+@dataclass(frozen=True)
+class DiagonalRecord:
+    """A diagonal, estimated or exact.
+
+    Attributes:
+        value: The diagonal, like the point.
+        stderr: The standard error of each entry, likewise (zero where exact).
+        converged: Whether the tolerance was reached; True where none was asked for.
+        products: How many products it took.
+    """
+
+    value: Any
+    stderr: Any
+    converged: bool
+    products: int
+
+
+@dataclass(frozen=True)
+class EigenRecord:
+    """Some eigenpairs.
+
+    Attributes:
+        value: The eigenvalues, `(k,)`: the one asked for first comes first.
+        vectors: The eigenvectors as columns, `(D, k)`, orthonormal; `A.unflatten(vectors)` shapes them.
+        residual: |A x - λ x| of each pair, `(k,)`, computed from products.
+        converged: Whether every residual is within the tolerance.
+        products: How many products it took.
+    """
+
+    value: Tensor
+    vectors: Tensor
+    residual: Tensor
+    converged: bool
+    products: int
+
+
+@dataclass(frozen=True)
+class SolveRecord:
+    """The solution of a linear system.
+
+    Attributes:
+        value: The solution, in the spelling of the right-hand side.
+        residual: |b - A x| / |b|, computed from a product at the end.
+        converged: Whether that is within the tolerance.
+        products: How many products it took.
+        status: `"converged"`, `"negative curvature"` (CG met d with d'A d <= 0), `"budget"` (the products
+            ran out) or `"stagnation"` (rounding, or a singular system, allows no better).
+        direction: The d of negative curvature, where CG met one; else None.
+    """
+
+    value: Any
+    residual: float
+    converged: bool
+    products: int
+    status: str
+    direction: Any = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operator takes, in bytes, evaluations of the function, and reverse passes.
+
+    Attributes:
+        size: The number of columns, D.
+        dense_bytes: The matrix of `dense()`.
+        product_bytes: One product: its result, and about its temporaries.
+        cache_bytes: The graphs of all batches, if kept; measured on one batch before the first product.
+        free_bytes: What is free on the device.
+        batches: How many batches there are; None if that is unknown.
+        kept: How many of them have their graph kept.
+        evaluations: Evaluations of the function per product.
+        passes: Reverse passes per product.
+        dense_passes: Reverse passes of `dense()`, batched ones counted once.
+    """
+
+    size: int
+    dense_bytes: int
+    product_bytes: int
+    cache_bytes: int
+    free_bytes: int
+    batches: int | None
+    kept: int
+    evaluations: int
+    passes: int
+    dense_passes: int
+
+    def __str__(self) -> str:
+        return (
+            f"dense(): {readable(self.dense_bytes)}, {self.dense_passes} passes\n"
+            f"one product: {readable(self.product_bytes)}, {self.evaluations} evaluations, {self.passes} passes\n"
+            f"cache: {readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
+            f"free: {readable(self.free_bytes)}"
+        )

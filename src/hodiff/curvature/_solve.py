@@ -1,0 +1,268 @@
+"""`solve`: linear systems by conjugate gradients or MINRES, never unconverged without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff import _checks
+from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._probes import check_square, warn_not_converged
+from hodiff.curvature._records import SolveRecord
+from hodiff.curvature._trace import check_rtol
+from hodiff.errors import InputError
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Run(NamedTuple):
+    """Where a run of a method ended."""
+
+    x: Tensor
+    status: str  # "converged" by its own recurrence, "negative curvature", "budget", "stagnation"
+    direction: Tensor | None = None
+
+
+def solve(
+    operator: LinearOperator,
+    b: Any,
+    *,
+    method: str = "cg",
+    damping: float = 0.0,
+    preconditioner: LinearOperator | None = None,
+    start: Any = None,
+    rtol: float | None = None,
+    products: int | None = None,
+) -> SolveRecord:
+    r"""The solution of \((A + \lambda I)\, x = b\) for a symmetric operator.
+
+    Conjugate gradients are for positive definite operators. They stop where they meet a direction
+    *d* with \(d^\top (A + \lambda I)\, d \le 0\), and say so. MINRES is for indefinite ones.
+
+    Args:
+        operator: A symmetric operator.
+        b: The right-hand side: like the point, or flat `(D,)`.
+        method: `"cg"` or `"minres"`.
+        damping: The \(\lambda\) that is added.
+        preconditioner: A positive definite operator close to the inverse of \(A + \lambda I\), for
+            example `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*.
+        start: Where to begin, like *b*; None is zero.
+        rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
+            \(\lVert b \rVert\). None: 1e-4 in single precision, 1e-8 in double.
+        products: How many products to spend at most; None: `10 D`, at most 1000.
+
+    Returns:
+        A record: `value` in the structure and shape of *b*; `residual`, relative and true, from a
+        product at the end; `converged`; `products`; `status`; and the `direction` of negative curvature.
+
+    Raises:
+        InputError: The operator is not symmetric, *b* does not fit, or the method is unknown.
+
+    Warns:
+        ConvergenceWarning: The solution has not converged; the message says why, and what to do.
+
+    Cost:
+        A product per iteration, and one for the residual. Memory: a few vectors.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> A = hodiff.MatrixOperator(torch.tensor([[4.0, 1.0], [1.0, 3.0]]))
+        >>> found = hodiff.solve(A, torch.tensor([5.0, 4.0]))
+        >>> found.value.round(decimals=4), found.status, found.products
+        (tensor([1., 1.]), 'converged', 3)
+
+    Reference:
+        Hestenes, M. R., Stiefel, E. (1952). J. Res. Nat. Bur. Standards 49. doi:10.6028/jres.049.044.
+        Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
+    """
+    check_square(operator, "solve", symmetric=True)
+    if method not in ("cg", "minres"):
+        raise InputError(f"method: got {method!r}, expected 'cg' or 'minres'.")
+    check_rtol(rtol)
+    _check_damping(damping)
+    right, kind = _vector(operator, b, "b")
+    x = torch.zeros_like(right) if start is None else _vector(operator, start, "start")[0].clone()
+    size = operator.shape[0]
+    limit = min(10 * size + 10, 1000) if products is None else _checks.check_integer(products, "products", least=2)
+    if rtol is None:
+        rtol = 1e-8 if operator.dtype == torch.float64 else 1e-4
+    before = operator.products
+    inverse = _preconditioning(preconditioner, operator)
+    x, residual, status, direction = _iterate(
+        (conjugate_gradients if method == "cg" else minres), _damped(operator, damping), inverse, right, x, rtol,
+        lambda: before + limit - operator.products,
+    )  # fmt: skip
+    converged = status == "converged"
+    if not converged:
+        warn_not_converged(_explanation(status, residual, rtol, operator.products - before))
+    shape = (lambda v: v) if kind == "flat" else operator.unflatten
+    return SolveRecord(
+        value=shape(x),
+        residual=residual,
+        converged=converged,
+        products=operator.products - before,
+        status=status,
+        direction=None if direction is None else shape(direction),
+    )
+
+
+def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, str]:
+    """One vector, flat, and how it was spelled."""
+    vectors = operator._domain.parse(b, name)
+    if vectors.number is not None:
+        raise InputError(f"{name}: holds {vectors.number} vectors; solve takes one right-hand side at a time.")
+    flat = operator._domain.join([part.detach() for part in vectors.parts], None)
+    if not torch.isfinite(flat).all():
+        raise InputError(f"{name}: has entries that are not finite.")
+    return flat, vectors.kind
+
+
+def _check_damping(damping: Any) -> None:
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)):
+        raise InputError(f"damping: got {damping!r}, expected a number.")
+
+
+def _damped(operator: LinearOperator, damping: float) -> Product:
+    if not damping:
+        return operator.__matmul__
+    return lambda v: torch.add(operator @ v, v, alpha=damping)
+
+
+def _preconditioning(preconditioner: Any, operator: LinearOperator) -> Product:
+    if preconditioner is None:
+        return lambda r: r
+    check_square(preconditioner, "preconditioner", symmetric=True)
+    if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
+        raise InputError(
+            f"preconditioner: is {tuple(preconditioner.shape)}, {preconditioner.dtype}; the operator is "
+            f"{tuple(operator.shape)}, {operator.dtype}."
+        )
+    return preconditioner.__matmul__
+
+
+def _iterate(
+    method: Callable[..., Run],
+    product: Product,
+    inverse: Product,
+    b: Tensor,
+    x: Tensor,
+    rtol: float,
+    left: Callable[[], int],
+) -> tuple[Tensor, float, str, Tensor | None]:
+    """Run a method, look at the true residual, and begin anew from there while that helps.
+
+    Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
+    """
+    size = float(b.norm())
+    if size == 0:
+        return torch.zeros_like(b), 0.0, "converged", None
+    r = b - product(x) if bool(x.any()) else b.clone()
+    residual = float(r.norm()) / size
+    while residual > rtol:
+        if left() < 2:
+            return x, residual, "budget", None
+        # The last product is kept for the true residual.
+        run = method(product, inverse, r, 0.5 * rtol * size, lambda: left() - 1)
+        r = b - product(x + run.x)
+        before, residual = residual, float(r.norm()) / size
+        if residual < before or run.status == "negative curvature":
+            x = x + run.x
+        if residual <= rtol:
+            break
+        if run.status == "negative curvature":
+            return x, residual, run.status, run.direction
+        if not residual < 0.5 * before:
+            if not residual < before:
+                residual = before
+            return x, residual, "budget" if left() < 2 else "stagnation", None
+    return x, residual, "converged", None
+
+
+def _explanation(status: str, residual: float, rtol: float, products: int) -> str:
+    advice = {
+        "negative curvature": (
+            "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
+            "Add damping, use method='minres', or take hodiff.GaussNewtonOperator"
+        ),
+        "budget": "the products ran out. Allow more, add damping, or give a preconditioner",
+        "stagnation": (
+            "the residual no longer falls: the system is singular (b lies partly outside its range) or rounding allows "
+            "no better. Add damping, or use double precision"
+        ),
+    }[status]
+    return f"solve: after {products} products the relative residual is {residual:.2g} (rtol={rtol:g}); {advice}."
+
+
+def conjugate_gradients(
+    product: Product, inverse: Product, b: Tensor, tolerance: float, left: Callable[[], int]
+) -> Run:
+    """A x = b from zero, until |r| <= tolerance; `d'Ad <= 0` ends it."""
+    x, r = torch.zeros_like(b), b.clone()
+    z = inverse(r)
+    d, rz = z.clone(), _dot(r, z)
+    if rz <= 0:
+        raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
+    eps = torch.finfo(b.dtype).eps
+    while left() > 0:
+        image = product(d)
+        curvature = _dot(d, image)
+        if not curvature > eps * float(d.norm()) * float(image.norm()) * 1e-2:
+            return Run(x, "negative curvature", d)
+        step = rz / curvature
+        x = torch.add(x, d, alpha=step)
+        r = torch.add(r, image, alpha=-step)
+        if float(r.norm()) <= tolerance:
+            return Run(x, "converged")
+        z = inverse(r)
+        before, rz = rz, _dot(r, z)
+        if rz <= 0:
+            return Run(x, "stagnation")
+        d = torch.add(z, d, alpha=rz / before)
+    return Run(x, "budget")
+
+
+def minres(product: Product, inverse: Product, b: Tensor, tolerance: float, left: Callable[[], int]) -> Run:
+    """A x = b from zero, least |r| in the Krylov space at each step; the Lanczos matrix is reduced by rotations."""
+    x = torch.zeros_like(b)
+    r1 = r2 = b.clone()
+    y = inverse(b)
+    beta = _dot(b, y)
+    if beta <= 0:
+        raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
+    beta = first = beta**0.5
+    phi, beta_old, epsilon, dbar, cs, sn = beta, 0.0, 0.0, 0.0, -1.0, 0.0
+    w, w_old = torch.zeros_like(b), torch.zeros_like(b)
+    eps = torch.finfo(b.dtype).eps
+    # phi is the residual in the preconditioner's norm; the caller looks at the true one.
+    target, scale = tolerance * first / float(b.norm()), 0.0
+    while left() > 0:
+        v = y / beta
+        y = product(v)
+        if beta_old:
+            y = torch.add(y, r1, alpha=-beta / beta_old)
+        alpha = _dot(v, y)
+        y = torch.add(y, r2, alpha=-alpha / beta)
+        r1, r2 = r2, y
+        y = inverse(r2)
+        beta_old, beta = beta, max(_dot(r2, y), 0.0) ** 0.5
+        scale = max(scale, abs(alpha), beta)
+        epsilon_old, delta = epsilon, cs * dbar + sn * alpha
+        gbar, epsilon, dbar = sn * dbar - cs * alpha, sn * beta, -cs * beta
+        gamma = max((gbar**2 + beta**2) ** 0.5, eps * scale * 1e-3, 1e-300)
+        cs, sn = gbar / gamma, beta / gamma
+        step, phi = cs * phi, sn * phi
+        w_new = (v - epsilon_old * w_old - delta * w) / gamma
+        w_old, w = w, w_new
+        x = torch.add(x, w, alpha=step)
+        if abs(phi) <= target:
+            return Run(x, "converged")
+        if beta <= 10 * eps * scale:  # the Krylov space is exhausted
+            return Run(x, "stagnation")
+    return Run(x, "budget")
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a, b))

@@ -1,0 +1,364 @@
+"""The data contract: sums and weights, data that can be read again, caches, staleness, randomness."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hodiff
+from tests.support.ledger import Ledger, flags, snapshot, without_collector
+from tests.support.operators import IGNORED, LABELS, D, X, draw, network, plain_hessian, split, sum_of_cross_entropy
+from tests.support.properties import agree
+
+V = draw(39, seed=40)
+
+
+def union(weight: Tensor | None = None, targets: Tensor = LABELS) -> tuple[nn.Module, Tensor]:
+    model = network()
+    return model, plain_hessian(F.cross_entropy(model(X), targets, weight=weight), list(model.parameters()))
+
+
+# --- averages ---------------------------------------------------------------------------------------------------------
+
+
+def test_ragged_batches_are_the_union() -> None:
+    model, dense = union()
+    agree(hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS)).dense(), dense, 1e-12)
+
+
+def test_ignored_targets_are_the_union() -> None:
+    """Seven and three, of which four and three count: a mean of means is 16 % off."""
+    model, dense = union(targets=IGNORED)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), (batch[1] != -100).sum()
+
+    agree(hodiff.HessianOperator(loss, model, data=split(X, IGNORED)).dense(), dense, 1e-12)
+
+
+def test_class_weights_are_the_union() -> None:
+    weight = torch.tensor([0.2, 3.0, 1.0], dtype=D)
+    model, dense = union(weight)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="sum"), weight[batch[1]].sum()
+
+    agree(hodiff.HessianOperator(loss, model, data=split(X, LABELS)).dense(), dense, 1e-12)
+
+
+def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_bare_mean_of_several_batches_is_refused() -> None:
+    for data in (split(X, LABELS), DataLoader(TensorDataset(X, LABELS), batch_size=4), Lazy()):
+        with pytest.raises(hodiff.InputError, match=r"(?s)mean of means.*return total, len\(targets\)"):
+            hodiff.HessianOperator(mean, network(), data=data) @ V
+
+
+class Lazy:
+    """Batches whose number is not known beforehand."""
+
+    def __iter__(self):
+        return iter(split(X, LABELS))
+
+
+def test_bare_mean_with_batch_weight() -> None:
+    model, dense = union()
+    weighted = hodiff.HessianOperator(mean, model, data=split(X, LABELS), batch_weight=lambda batch: len(batch[1]))
+    agree(weighted.dense(), dense, 1e-12)
+    equal = hodiff.HessianOperator(mean, model, data=split(X, LABELS), batch_weight="equal")
+    halves = [plain_hessian(mean(model, batch), list(model.parameters())) for batch in split(X, LABELS)]
+    agree(equal.dense(), (halves[0] + halves[1]) / 2, 1e-12)
+    agree(hodiff.HessianOperator(mean, model, data=[(X, LABELS)]).dense(), dense, 1e-12)
+
+
+def test_value_and_gradient_are_by_products() -> None:
+    model = network()
+    expected = F.cross_entropy(model(X), LABELS)
+    grads = torch.autograd.grad(expected, list(model.parameters()))
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS))
+    G = hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.CrossEntropyLoss(), model, data=split(X, LABELS))
+    for operator in (H, G):
+        agree(operator.value, expected.detach(), 1e-12)
+        agree(list(operator.gradient.values()), list(grads), 1e-12)
+        assert operator.products == 0
+    assert list(H.block("0").gradient) == ["0.weight", "0.bias"]
+
+
+BAD_WEIGHTS = {
+    r"depends on the parameters": lambda m: m[0].weight.sum().square(),
+    r"not negative": lambda m: -1,
+    r"one number": lambda m: torch.ones(2),
+    r"expected a number": lambda m: "ten",
+}
+
+
+@pytest.mark.parametrize("pattern", BAD_WEIGHTS)
+def test_bad_weights(pattern: str) -> None:
+    f = lambda m, b: (m(b[0]).square().sum(), BAD_WEIGHTS[pattern](m))
+    with pytest.raises(hodiff.InputError, match=pattern):
+        hodiff.HessianOperator(f, network(), data=split(X)) @ V
+
+
+def test_other_misuse_of_the_contract() -> None:
+    model = network()
+    with pytest.raises(hodiff.GraphError, match="nothing to average"):
+        hodiff.HessianOperator(lambda m, b: (m(b[0]).sum(), 0), model, data=split(X)) @ V
+    with pytest.raises(hodiff.InputError, match=r"pair \(sum, weight\) goes with data"):
+        hodiff.HessianOperator(lambda m: (m(X).sum(), 10), model) @ V
+    with pytest.raises(hodiff.InputError, match="needs none"):
+        hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS), batch_weight="equal") @ V
+    with pytest.raises(hodiff.InputError, match="tuple of 3"):
+        hodiff.HessianOperator(lambda m, b: (m(b[0]).sum(), 1, 2), model, data=split(X)) @ V
+    with pytest.raises(hodiff.InputError, match="no data"):
+        hodiff.HessianOperator(lambda m: m(X).sum(), model, batch_weight="equal")
+    with pytest.raises(hodiff.InputError, match="function of the batch"):
+        hodiff.HessianOperator(mean, model, data=split(X, LABELS), batch_weight="mean")
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+NOT_DATA = {
+    r"one-shot iterator \(generator\)": lambda: (batch for batch in split(X, LABELS)),
+    r"one-shot iterator \(list_iterator\)": lambda: iter(split(X, LABELS)),
+    r"a tuple of tensors.*data=\[batch\]": lambda: (X, LABELS),
+    r"a Tensor.*one batch": lambda: X,
+    r"a dict.*one batch": lambda: {"x": X},
+    r"is a int": lambda: 3,
+}
+
+
+@pytest.mark.parametrize("pattern", NOT_DATA)
+def test_what_is_no_data_is_refused_at_once(pattern: str) -> None:
+    with pytest.raises(hodiff.InputError, match=pattern):
+        hodiff.HessianOperator(sum_of_cross_entropy, network(), data=NOT_DATA[pattern]())
+
+
+def test_empty_data() -> None:
+    with pytest.raises(hodiff.InputError, match="gave no batch"):
+        hodiff.HessianOperator(sum_of_cross_entropy, network(), data=[]) @ V
+
+
+@pytest.mark.parametrize("budget", [0, 3000, 0.5])
+def test_shuffled_data_are_one_operator(budget: float) -> None:
+    """A budget for one batch of three: none is kept, since the next pass brings others."""
+    model, dense = union()
+    loader = DataLoader(TensorDataset(X, LABELS), batch_size=4, shuffle=True)
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=loader, memory_budget=budget)
+    for _ in range(3):
+        agree(H.dense(), dense, 1e-11)
+    assert H._source.kept == (3 if budget == 0.5 else 0)
+
+
+def test_a_list_may_be_kept_in_part() -> None:
+    model, dense = union()
+    data = list(zip(X.split(2), LABELS.split(2), strict=True))
+    whole = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data)
+    whole @ V
+    each = whole.cost().cache_bytes // 5
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, memory_budget=int(2.5 * each))
+    agree(H.dense(), dense, 1e-11)
+    assert H._source.kept == 2
+    assert "(2 of 5)" in repr(H)
+
+
+def test_the_budget_bounds_what_is_alive() -> None:
+    model = network()
+    data = list(zip(X.split(1), LABELS.split(1), strict=True))
+    loss = sum_of_cross_entropy
+    hodiff.HessianOperator(loss, model, data=data) @ V
+    for budget in (0, 5000):
+        with without_collector(), Ledger() as ledger:
+            H = hodiff.HessianOperator(loss, model, data=data, memory_budget=budget)
+            H @ V
+        totals = 2 * 39 * 8 + 100  # value and gradient, as sums
+        assert ledger.alive() <= budget + totals, ledger.makers()
+
+
+@pytest.mark.parametrize("budget", [True, "much", -1, 1.5])
+def test_bad_budget(budget: object) -> None:
+    with pytest.raises(hodiff.InputError, match="memory_budget"):
+        hodiff.HessianOperator(mean, network(), data=split(X, LABELS), memory_budget=budget)  # type: ignore[arg-type]
+
+
+def test_progress_shows_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    hodiff.HessianOperator(sum_of_cross_entropy, network(), data=split(X, LABELS), progress=True) @ V
+    captured = capsys.readouterr()
+    assert "hodiff" in captured.err and not captured.out
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def counting() -> tuple[list[int], object]:
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        calls.append(len(batch[0]))
+        return sum_of_cross_entropy(model, batch)
+
+    return calls, loss
+
+
+def test_each_batch_is_evaluated_once() -> None:
+    calls, loss = counting()
+    H = hodiff.HessianOperator(loss, network(), data=split(X, LABELS))
+    assert calls == []
+    H @ V, H.dense(), H.block("0").dense(), (H + 0.1) @ V, H.value
+    assert calls == [7, 3]
+
+
+def test_without_a_budget_each_product_evaluates_once_more() -> None:
+    calls, loss = counting()
+    H = hodiff.HessianOperator(loss, network(), data=split(X, LABELS), memory_budget=0)
+    H @ V
+    first = len(calls)
+    H @ V
+    H.dense()
+    assert len(calls) - first == 4
+    assert H.cost().evaluations == 2 and H.cost().passes == 4
+
+
+def test_cost_says_what_is_needed_before() -> None:
+    H = hodiff.HessianOperator(sum_of_cross_entropy, network(), data=split(X, LABELS), chunk_size=10)
+    before = H.cost()
+    assert (before.size, before.batches, before.kept) == (39, 2, 0)
+    assert before.dense_bytes == 39 * 39 * 8
+    H @ V
+    after = H.cost()
+    assert (after.kept, after.evaluations, after.passes, after.dense_passes) == (2, 0, 2, 8)
+    assert 0.5 < before.cache_bytes / after.cache_bytes < 2
+    assert "dense(): 11.9 KiB, 8 passes" in str(after)
+
+
+def test_dense_that_does_not_fit_says_how_large_it_is() -> None:
+    x = torch.zeros(2_000_000)
+    H = hodiff.HessianOperator(lambda x: x.square().sum(), x)
+    with pytest.raises(hodiff.InputError, match=r"2000000 x 2000000.*14\.6 TiB.*free.*eigsh"):
+        H.dense()
+
+
+# --- staleness and lifetime -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, 0.5])
+def test_changed_parameters_raise_until_refresh(budget: float) -> None:
+    model = network()
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS), memory_budget=budget)
+    before = H @ V
+    with torch.no_grad():
+        model[3].weight.mul_(1.5)
+    for call in (lambda: H @ V, lambda: H.value, lambda: H.gradient, lambda: H.block("0") @ V[:16]):
+        with pytest.raises(hodiff.GraphError, match=r"parameters changed.*3\.weight.*refresh"):
+            call()
+    assert H.refresh() is H
+    expected = plain_hessian(F.cross_entropy(model(X), LABELS), list(model.parameters()))
+    agree(H @ V, expected @ V, 1e-11)
+    assert (H @ V - before).norm() > 1e-3
+
+
+def test_optimizer_step_and_load_state_dict_are_seen() -> None:
+    model = network()
+    H = hodiff.HessianOperator(lambda m: m(X).square().mean(), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for change in (optimizer.step, lambda: model.load_state_dict(network().state_dict()), lambda: model.to(D).float()):
+        H.refresh() @ V
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        change()
+        with pytest.raises(hodiff.GraphError, match="refresh"):
+            H @ V
+
+
+def test_close_frees_and_says_so() -> None:
+    model = network()
+    hodiff.HessianOperator(lambda m: m(X).square().mean(), model) @ V
+    with without_collector(), Ledger() as ledger:
+        with hodiff.HessianOperator(lambda m: m(X).square().mean(), model) as H:
+            H @ V
+            assert ledger.alive() > 1000
+        assert ledger.alive() <= 6 * 8  # shapes of vectors
+    with pytest.raises(hodiff.GraphError, match=r"closed.*refresh"):
+        H @ V
+    H.refresh() @ V
+
+
+def test_nothing_of_the_users_changes() -> None:
+    model = network()
+    model[0].bias.grad = torch.ones(4, dtype=D)
+    before, switches, random = snapshot(model), flags(), torch.get_rng_state()
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS))
+    H @ V, H.dense(), H.value
+    assert snapshot(model) == before and flags() == switches
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_it_works_without_grad_mode_and_in_inference_mode() -> None:
+    model, dense = union()
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS))
+    with torch.no_grad():
+        agree(H @ V, dense @ V, 1e-11)
+    with torch.inference_mode():
+        found = H @ V.clone()
+        again = hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS)) @ V
+    agree(found.clone(), dense @ V, 1e-11)
+    agree(again.clone(), dense @ V, 1e-11)
+
+
+def test_inside_another_call_it_refuses_to_be_a_constant() -> None:
+    H = hodiff.HessianOperator(lambda x: (x**4).sum(), torch.ones(2))
+    with pytest.raises(hodiff.GraphError, match=r"hodiff\.hvp"):
+        hodiff.grad(lambda x: (x * (H @ torch.ones(2))).sum(), torch.ones(2))
+
+
+# --- randomness -------------------------------------------------------------------------------------------------------
+
+
+def dropout() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+@pytest.mark.parametrize("budget", [0, 0.5])
+def test_dropout_is_named_and_held_fixed(budget: float) -> None:
+    model = dropout()
+    f = lambda m, b: (m(b[0]).square().sum(), len(b[0]))
+    H = hodiff.HessianOperator(f, model, data=split(X), memory_budget=budget)
+    with pytest.warns(hodiff.RandomnessWarning, match=r"2 \(Dropout\).*model\.eval\(\)"):
+        matrix = H.dense()
+    agree(H.dense(), matrix, 1e-12)
+    agree(matrix, matrix.T, 1e-12)
+    state = torch.get_rng_state()
+    H @ draw(H.shape[1])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.RandomnessWarning")
+def test_passes_that_disagree_are_refused() -> None:
+    """Shuffled data with dropout and no cache: every pass would be another operator."""
+    model = dropout()
+    loader = DataLoader(TensorDataset(X), batch_size=4, shuffle=True)
+    f = lambda m, b: (m(b[0]).square().sum(), len(b[0]))
+    H = hodiff.HessianOperator(f, model, data=loader, memory_budget=0)
+    with pytest.raises(hodiff.GraphError, match=r"two passes over data disagree.*Dropout"):
+        for _ in range(5):
+            H @ draw(H.shape[1])
+
+
+def test_augmented_data_are_refused() -> None:
+    class Augmented:
+        def __iter__(self):
+            return iter([(X + 0.1 * torch.randn_like(X), LABELS)])
+
+    H = hodiff.HessianOperator(sum_of_cross_entropy, network(), data=Augmented(), memory_budget=0)
+    with pytest.raises(hodiff.GraphError, match="two passes over data disagree"):
+        H @ V, H @ V
+
+
+def test_shuffling_raises_no_false_alarm() -> None:
+    loader = DataLoader(TensorDataset(X.float(), LABELS), batch_size=3, shuffle=True)
+    H = hodiff.HessianOperator(sum_of_cross_entropy, network().float(), data=loader, memory_budget=0)
+    for _ in range(5):
+        H @ V.float()
