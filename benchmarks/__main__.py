@@ -1,0 +1,42 @@
+"""`python -m benchmarks [--quick] [SUBJECT ...]`: what was measured, its bar, and whether it is met."""
+
+import argparse
+import sys
+
+import torch
+
+from benchmarks import curvature, fields, graph, hessian, hvp, memory, penalties
+from benchmarks.table import header, line
+
+SUBJECTS = {
+    "fields": fields,
+    "curvature": curvature,
+    "graph": graph,
+    "hvp": hvp,
+    "hessian": hessian,
+    "memory": memory,
+    "penalties": penalties,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"any of {', '.join(SUBJECTS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="a few rounds each: a trial run, not a measurement")
+    options = parser.parse_args()
+    unknown = set(options.subjects) - set(SUBJECTS)
+    if unknown:
+        parser.error(f"unknown subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, one thread; median [least - most] over interleaved rounds\n")
+    print(header())
+    missed = 0
+    for name in options.subjects or SUBJECTS:
+        for row in SUBJECTS[name].rows(options.quick):
+            print(line(row), flush=True)
+            missed += row.met is False
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

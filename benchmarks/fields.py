@@ -1,0 +1,211 @@
+"""Field operators against the stock routes of PyTorch, and against `jet-for-pytorch` where it is installed."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, hessian, jvp, vmap
+
+import hodiff
+from benchmarks.table import Row
+from benchmarks.timing import best, race, ratios, spread
+from hodiff._live_bytes import LiveBytes
+
+Route = Callable[[nn.Module, Tensor, bool], Tensor]
+LOOP = "loop"
+
+
+def network(inputs: int, width: int, layers: int = 4, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    sizes = [inputs, *[width] * layers]
+    pairs = [(nn.Linear(a, b), activation()) for a, b in pairwise(sizes)]
+    return nn.Sequential(*(layer for pair in pairs for layer in pair), nn.Linear(width, 1))
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    torch.manual_seed(0)
+    rounds = 2 if quick else 9
+    yield from laplacians(rounds)
+    yield from memory()
+    yield from few_dimensions(2 * rounds)
+    yield from plates(rounds)
+    yield from high_orders(rounds)
+    yield from overhead(20 * rounds)
+    yield from compiled(rounds)
+
+
+def ours(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+    return hodiff.laplacian(f, x, create_graph=train)
+
+
+def by_loop(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+    parts = [
+        torch.autograd.grad(g[:, i].sum(), x, create_graph=train, retain_graph=True)[0][:, i] for i in range(x.shape[1])
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def by_hessian(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+    with torch.set_grad_enabled(train):
+        return vmap(lambda z: hessian(lambda y: f(y)[0])(z).diagonal().sum())(x)
+
+
+def by_jvp_of_grad(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+    units = torch.eye(x.shape[1])
+    g = grad(lambda y: f(y)[0])
+
+    def one(z: Tensor) -> Tensor:
+        return vmap(lambda v: jvp(g, (z,), (v,))[1] @ v)(units).sum()
+
+    with torch.set_grad_enabled(train):
+        return vmap(one)(x)
+
+
+STOCK: dict[str, Route] = {LOOP: by_loop, "vmap(hessian)": by_hessian, "vmap(jvp(grad))": by_jvp_of_grad}
+
+
+def peer(f: nn.Sequential, dimension: int) -> Route | None:
+    """The collapsed Laplacian of `jet-for-pytorch`, traced and simplified beforehand."""
+    try:
+        from jet.laplacian import laplacian  # pyright: ignore[reportMissingImports]
+        from jet.simplify import simplify  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    example = torch.randn(dimension)
+    made = simplify(laplacian(f, example), example)
+    return lambda f, x, train: vmap(lambda z: made(z)[-1])(x)
+
+
+def run(route: Route, f: nn.Module, x: Tensor, train: bool) -> Callable[[], object]:
+    """The route in value, or a training step's gradient with it."""
+    parameters = [p for p in f.parameters() if p.requires_grad]
+
+    def step() -> object:
+        result = route(f, x, train)
+        return torch.autograd.grad(result.square().mean(), parameters, allow_unused=True) if train else result
+
+    return step
+
+
+def laplacians(rounds: int) -> Iterator[Row]:
+    f = network(50, 256)
+    theirs = peer(f, 50)
+    if theirs is None:
+        yield Row("jet-for-pytorch", "not installed", "-")
+    for batch in (64, 256, 512):
+        x = torch.randn(batch, 50)
+        routes: dict[str, Route] = {"hodiff": ours, **STOCK, **({"jet-for-pytorch": theirs} if theirs else {})}
+        if batch == 512:
+            del routes["vmap(hessian)"]  # the slowest in memory
+        for train, bar in ((False, 2.0), (True, 1.8)):
+            times = race({name: run(route, f, x, train) for name, route in routes.items()}, rounds=rounds)
+            case = f"D = 50, 4x256 tanh, batch {batch}, {'training' if train else 'value'}"
+            yield against(times, [name for name in STOCK if name in routes], "laplacian", case, bar)
+            if theirs:
+                yield against(times, ["jet-for-pytorch"], "laplacian", case, 0.9)
+
+
+def against(times: dict, others: list[str], subject: str, case: str, bar: float) -> Row:
+    """Other over ours."""
+    fastest = best(times, others)
+    found = ratios(times, fastest, "hodiff")
+    milliseconds = {name: statistics.median(times[name]) * 1e3 for name in ("hodiff", fastest)}
+    measured = f"{spread(found)}; {milliseconds['hodiff']:.1f} ms, {fastest} {milliseconds[fastest]:.1f}"
+    return Row(f"{subject}: other / ours", case, measured, f"{bar}", statistics.median(found) >= bar)
+
+
+def memory() -> Iterator[Row]:
+    f, x = network(50, 256), torch.randn(256, 50)
+    for train, bar in ((False, 0.5), (True, 0.6)):
+        peaks = {}
+        for name, route in {"hodiff": ours, **STOCK}.items():
+            call = run(route, f, x, train)
+            call()
+            with LiveBytes() as live:
+                call()
+            peaks[name] = live.peak / 2**20
+        least = min(STOCK, key=lambda name: peaks[name])
+        share = peaks["hodiff"] / peaks[least]
+        measured = f"{share:.2f}; {peaks['hodiff']:.0f} MiB, {least} {peaks[least]:.0f}"
+        case = f"D = 50, 4x256 tanh, batch 256, {'training' if train else 'value'}"
+        yield Row("peak memory of laplacian: ours / least other", case, measured, f"{bar}", share <= bar)
+
+
+def few_dimensions(rounds: int) -> Iterator[Row]:
+    for dimension, width, batch in ((2, 64, 256), (2, 64, 2048), (3, 128, 1024)):
+        f, x = network(dimension, width), torch.randn(batch, dimension)
+        for train in (False, True):
+            times = race({"hodiff": run(ours, f, x, train), LOOP: run(by_loop, f, x, train)}, rounds=rounds)
+            case = f"D = {dimension}, 4x{width} tanh, batch {batch}, {'training' if train else 'value'}"
+            yield against(times, [LOOP], "laplacian", case, 1.0)
+
+
+def plates(rounds: int) -> Iterator[Row]:
+    f, x = network(3, 64), torch.randn(256, 3)
+    units = torch.eye(3)
+
+    def laplacian_of(g: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda z: vmap(lambda v: jvp(grad(g), (z,), (v,))[1] @ v)(units).sum()
+
+    def nested(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+        with torch.set_grad_enabled(train):
+            return vmap(laplacian_of(laplacian_of(lambda y: f(y)[0])))(x)
+
+    def loops(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = f(x)
+        for _ in range(2):
+            (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            u = sum(torch.autograd.grad(g[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(3))
+        return u
+
+    mine: Route = lambda f, x, train: hodiff.biharmonic(f, x, create_graph=train)  # noqa: E731
+    for train in (False, True):
+        contenders = {"hodiff": mine, "nested HVPs": nested, "nested loops": loops}
+        times = race({name: run(route, f, x, train) for name, route in contenders.items()}, rounds=rounds)
+        case = f"D = 3, 4x64 tanh, batch 256, {'training' if train else 'value'}"
+        yield against(times, ["nested HVPs"], "biharmonic", case, 3.0)
+        yield against(times, ["nested loops"], "biharmonic", case, 1.0)
+
+
+def high_orders(rounds: int) -> Iterator[Row]:
+    f, x, order = network(1, 128, 3), torch.randn(512, 1), 6
+
+    def nested(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+        x = x.detach().requires_grad_()
+        found = [f(x)]
+        for k in range(order):
+            found += torch.autograd.grad(found[-1].sum(), x, create_graph=train or k < order - 1)
+        return torch.stack(found)
+
+    mine: Route = lambda f, x, train: torch.stack(hodiff.derivatives(f, x, order, create_graph=train))  # noqa: E731
+    for train, bar in ((False, 6.0), (True, 9.0)):
+        times = race({"hodiff": run(mine, f, x, train), "nested grad": run(nested, f, x, train)}, rounds=rounds)
+        case = f"orders 0 to 6, 3x128 tanh, batch 512, {'training' if train else 'value'}"
+        yield against(times, ["nested grad"], "derivatives", case, bar)
+
+
+def overhead(rounds: int) -> Iterator[Row]:
+    f, x = network(2, 64), torch.randn(1, 2)
+    times = race(
+        {"laplacian": lambda: hodiff.laplacian(f, x, create_graph=False), "forward": lambda: f(x)}, rounds=rounds
+    )
+    each = {name: statistics.median(values) / len(f) * 1e6 for name, values in times.items()}
+    yield Row("time of one operation", "D = 2, batch 1", f"{each['laplacian']:.0f} us, plain {each['forward']:.0f} us")
+
+
+def compiled(rounds: int) -> Iterator[Row]:
+    f, x = network(3, 64), torch.randn(512, 3)
+    f.requires_grad_(False)
+    try:
+        fast = torch.compile(lambda x: hodiff.laplacian(f, x), fullgraph=True)
+        error = float((fast(x) - hodiff.laplacian(f, x)).abs().max())
+    except Exception as problem:  # no C++ compiler, for one
+        yield Row("laplacian under torch.compile", "D = 3, batch 512", f"not run: {type(problem).__name__}")
+        return
+    times = race({"hodiff": lambda: fast(x), "eager": lambda: hodiff.laplacian(f, x)}, rounds=rounds)
+    row = against(times, ["eager"], "compiled laplacian", "D = 3, 4x64 tanh, batch 512, value", 1.0)
+    yield row._replace(measured=f"{row.measured}; differs by {error:.0e}")
