@@ -135,6 +135,14 @@ def called() -> str:
     return name
 
 
+def outside() -> int:
+    """The stack level, as `warnings` counts, of the first frame that is not ours."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hodiff"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def check_arguments(args: Any, kwargs: Any) -> None:
     """Raise unless `args` is a tuple (or list) and `kwargs` a mapping."""
     if not isinstance(args, (tuple, list)):

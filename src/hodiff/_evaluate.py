@@ -7,9 +7,6 @@ with the leaves to differentiate them by. It is a context: parameters and buffer
 
 from __future__ import annotations
 
-import inspect
-import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _nodes, _safety, _translate, _tree
+from hodiff import _checks, _examine, _nodes, _safety, _translate, _tree
 from hodiff._norms import ExactNorms
 from hodiff._swap import ParameterLoan
 from hodiff._where import Where, plain
-from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, InputError
+from hodiff.errors import GraphError, InputError
 
 Allowed = Sequence[str | type] | str | type
 """`allow=`: the `autograd.Function` classes, or their names, whose backward may be `@once_differentiable`."""
@@ -253,62 +250,18 @@ class Evaluation:
         self.kinds = frozenset(graph.by_class)
         outputs = self.tensors()
         if self.owned:
-            self._refuse_bypass(graph)
-        self._check_dependence(graph, outputs)
-        if self.order >= 2:
-            self._check_functions(graph)
-            refuse_third_order(graph)
-            if _nodes.reaches(graph.named(_translate.WEIGHT_NORM), self.leaves):
-                raise GraphError(
-                    "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
-                    "the function instead of its value, which writes the norm out from its definition."
-                )
-        if self.batch_ndim:
-            self._check_mixing(graph)
-
-    def _check_dependence(self, graph: _nodes.Survey, outputs: list[Tensor]) -> None:
-        names = self.where.names
-        unused = [name for leaf, name in zip(self.leaves, names, strict=True) if not graph.contains(leaf)]
-        if len(unused) == len(names):
-            raise GraphError(_independent(self.owned, _listed(unused), any(output.requires_grad for output in outputs)))
+            _examine.refuse_bypass(graph, self.where)
+        unused = _examine.unused(graph, self.leaves, self.where.names)
+        if len(unused) == len(self.leaves):
+            raise GraphError(_examine.independent(self.owned, unused, any(output.requires_grad for output in outputs)))
         if unused and self.strict:
-            raise GraphError(f"strict=True: the result does not depend on {_listed(unused)}.")
-
-    def _refuse_bypass(self, graph: _nodes.Survey) -> None:
-        """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
-        for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
-            if tensor.requires_grad and graph.contains(tensor):
-                raise GraphError(
-                    f"f reaches {name} other than through its argument, so that path would be missing from the "
-                    f"derivative. Compute with what f is given; for the parameters of a model pass the model itself: "
-                    f"hodiff.grad(lambda model: loss(model(x)), model). If f means a constant, close over "
-                    f"{name}.detach() instead."
-                )
-
-    def _check_functions(self, graph: _nodes.Survey) -> None:
-        for function, nodes in graph.functions():
-            if function in self._allow or function.__name__ in self._allow or not _nodes.reaches(nodes, self.leaves):
-                continue
-            if function.__name__ == "CheckpointFunction" or "CompiledFunction" in function.__name__:
-                raise _translate.missing([function.__name__])
-            if _nodes.is_once_differentiable(function):
-                raise GraphError(
-                    f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
-                    f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
-                    f"operations, or accept what is there with allow={function.__name__!r}."
-                )
-            _warn_once(function)
-
-    def _check_mixing(self, graph: _nodes.Survey) -> None:
-        names = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
-        if self._mixes or any(getattr(node, "_saved_training", False) for node in graph.named(*names)):
-            warnings.warn(
-                f"batch_ndim={self.batch_ndim} treats samples as independent, but f runs BatchNorm in training mode, "
-                f"which mixes them: the result is the derivative of the sum over the batch, not each sample's own. "
-                f"Use model.eval(), or another norm.",
-                BatchMixingWarning,
-                stacklevel=_outside(),
-            )
+            raise GraphError(f"strict=True: the result does not depend on {_examine.listed(unused)}.")
+        if self.order >= 2:
+            _examine.check_functions(graph, self.leaves, self._allow)
+            _examine.refuse_third_order(graph)
+            _examine.refuse_weight_norm(graph, self.leaves)
+        if self.batch_ndim and (self._mixes or _examine.mixes_samples(graph)):
+            _examine.warn_of_mixing(self.batch_ndim)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -366,64 +319,7 @@ def _split(outputs: Any) -> tuple[Any, Any]:
     raise InputError(f"f: returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")
 
 
-def _independent(owned: bool, names: str, has_graph: bool) -> str:
-    if has_graph:
-        return f"the result does not depend on {names}: it was computed from other tensors. " + (
-            "Let f compute with the argument that it is given."
-            if owned
-            else "Give the tensors that it was computed from, not copies, views or detached ones of them."
-        )
-    source = "the output of f" if owned else "f"
-    return (
-        f"{source} carries no graph: between {names} and the result everything was cut. Usual causes: .detach(), .data "
-        f"or .item(), a torch.no_grad() block, NumPy, an integer or boolean step (argmax, a comparison), or "
-        f"torch.tensor(...) of a result."
-    )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def refuse_third_order(graph: _nodes.Survey) -> None:
-    """Raise where a differentiable pass would form what PyTorch gets wrong: the third derivative of a norm."""
-    norms = {type(node).__name__ for node in graph.named(*_translate.NORM_GRADIENTS)}
-    if norms:
-        layer = "layer_norm" if "NativeLayerNormBackwardBackward0" in norms else "batch_norm or instance_norm"
-        raise GraphError(
-            f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
-            f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
-            f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not)."
-        )
-
-
 def _random_state(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The random state that `f` draws from: the CPU's, and the GPU's where the leaves are on one."""
     cpu = torch.get_rng_state()
     return (cpu, torch.cuda.get_rng_state()) if any(leaf.is_cuda for leaf in leaves) else (cpu,)
-
-
-_warned: set[type] = set()
-_warned_lock = threading.Lock()
-
-
-def _warn_once(function: type) -> None:
-    with _warned_lock:
-        if function in _warned:
-            return
-        _warned.add(function)
-    warnings.warn(
-        f"{function.__name__} is a Python autograd.Function: a second derivative through it is whatever its backward "
-        f"makes it, which PyTorch cannot verify. Check it once: hodiff.check_derivatives(f, x). "
-        f"(This is said once per class.)",
-        CustomFunctionWarning,
-        stacklevel=_outside(),
-    )
-
-
-def _outside() -> int:
-    """The stack level, as `warnings` counts, of the first frame that is not ours."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("hodiff"):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff import _nodes, _translate
-from hodiff._evaluate import Evaluation, refuse_third_order
+from hodiff import _examine, _nodes, _translate
+from hodiff._evaluate import Evaluation
 from hodiff.errors import GraphError
 
 Cotangents = Callable[[int, int], list[Tensor]]
@@ -299,7 +299,7 @@ def refuse_missing(
     """Raise where the graph of a gradient cannot be differentiated (rightly) once more."""
     graph = _nodes.survey(found)
     if third:
-        refuse_third_order(graph)
+        _examine.refuse_third_order(graph)
     bad = list(graph.named("NotImplemented", "Error", *_translate.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):
         return

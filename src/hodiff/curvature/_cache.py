@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _evaluate, _nodes, _reverse
+from hodiff import _checks, _nodes, _reverse
 from hodiff._evaluate import Evaluation
 from hodiff._where import Where
 from hodiff.curvature import _memory
@@ -263,7 +263,7 @@ class Source:
             f"the function draws random numbers, so this is the operator of one draw, held fixed until H.refresh()."
             f"{self._culprits()} For the deterministic one use model.eval().",
             RandomnessWarning,
-            stacklevel=_evaluate._outside(),
+            stacklevel=_checks.outside(),
         )
 
     def _culprits(self) -> str:

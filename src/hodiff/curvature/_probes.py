@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
+from hodiff import _checks
 from hodiff.curvature._operator import LinearOperator
-from hodiff.errors import InputError
+from hodiff.errors import ConvergenceWarning, InputError
 
 DISTRIBUTIONS = ("rademacher", "normal")
 
@@ -69,9 +72,4 @@ def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
 
 def warn_not_converged(text: str) -> None:
     """Say that a tolerance was not reached."""
-    import warnings
-
-    from hodiff import _evaluate
-    from hodiff.errors import ConvergenceWarning
-
-    warnings.warn(text, ConvergenceWarning, stacklevel=_evaluate._outside())
+    warnings.warn(text, ConvergenceWarning, stacklevel=_checks.outside())

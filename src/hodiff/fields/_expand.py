@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hodiff import _checks, _nodes, _reverse
-from hodiff._evaluate import Evaluation, _outside, detached
+from hodiff._evaluate import Evaluation, detached
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.fields._directions import Directions
 from hodiff.jets import _jet, _push
@@ -92,7 +92,7 @@ def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, p
             f"Nested reverse mode is used for the whole call: the same result, slower. Choose it by "
             f'method="reverse".',
             HodiffWarning,
-            stacklevel=_outside(),
+            stacklevel=_checks.outside(),
         )
         return call.finish(reverse())
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _evaluate, _reverse, _tree
+from hodiff import _checks, _reverse, _tree
 from hodiff._evaluate import Allowed, Evaluation
 from hodiff.errors import BatchMixingWarning, InputError
 from hodiff.penalties import _norm
@@ -94,5 +94,5 @@ def check_independence(critic: Critic, x: Any, args: Any, kwargs: Any, allow: Al
             f"{error / size:.2g} times the largest entry of the gradients. The penalty is then not one of each "
             f"sample's own gradient. Usual causes: BatchNorm in training mode, minibatch statistics.",
             BatchMixingWarning,
-            stacklevel=_evaluate._outside(),
+            stacklevel=_checks.outside(),
         )

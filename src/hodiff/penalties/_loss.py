@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hodiff import _evaluate, _nodes, _reverse
+from hodiff import _checks, _nodes, _reverse
 from hodiff._evaluate import Allowed, Evaluation
 from hodiff._where import plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
@@ -137,7 +137,7 @@ def warn_if_constant(gradient: Sequence[Tensor]) -> None:
             "causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, or the gradient does not "
             "depend on them. If only the value is wanted: create_graph=False, or call it under torch.no_grad().",
             HodiffWarning,
-            stacklevel=_evaluate._outside(),
+            stacklevel=_checks.outside(),
         )
 
 
