@@ -55,9 +55,7 @@ class Evaluation:
         keep: bool = False,
     ) -> None:
         self.where = where if isinstance(where, Where) else Where(where)
-        if create_graph is None:
-            create_graph = _safety.inside() and torch.is_grad_enabled()
-        self.create_graph = bool(create_graph)
+        self.create_graph = _safety.recorded(create_graph)
         self.strict = strict
         self.batch_ndim = batch_ndim
         self.batch = _checks.check_batch(self.where.tensors, self.where.names, batch_ndim)
@@ -173,7 +171,8 @@ class Evaluation:
 
     def _call(self) -> _nodes.Survey:
         """Run `f`; once more, as the first time, where operations stand in the way of a right second derivative."""
-        self._random = _random_state(self.leaves)
+        devices = [leaf.device for leaf in self.leaves]
+        self._random = _safety.RandomState.of(next((d for d in devices if d.type == "cuda"), devices[0]))
         self.outputs = self._value()
         graph = self._survey()
         if self.order < 2:
@@ -183,9 +182,7 @@ class Evaluation:
             self._held.also(_safety.no_cudnn)
         elif not (self.order == 2 and _translate.WEIGHT_NORM in names):
             return graph
-        torch.set_rng_state(self._random[0])
-        if len(self._random) > 1:
-            torch.cuda.set_rng_state(self._random[1])
+        self._random.restore()
         self.outputs = self._value(exact=_translate.WEIGHT_NORM in names)
         return self._survey()
 
@@ -200,7 +197,7 @@ class Evaluation:
 
     def drew_random(self) -> bool:
         """Whether `f` drew random numbers (from PyTorch's default generators)."""
-        return any(not torch.equal(a, b) for a, b in zip(self._random, _random_state(self.leaves), strict=True))
+        return self._random.moved()
 
     def _value(self, exact: bool = False) -> Any:
         versions = [leaf._version for leaf in self.leaves]
@@ -317,9 +314,3 @@ def _split(outputs: Any) -> tuple[Any, Any]:
     if isinstance(outputs, tuple) and len(outputs) == 2:
         return outputs
     raise InputError(f"f: returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")
-
-
-def _random_state(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The random state that `f` draws from: the CPU's, and the GPU's where the leaves are on one."""
-    cpu = torch.get_rng_state()
-    return (cpu, torch.cuda.get_rng_state()) if any(leaf.is_cuda for leaf in leaves) else (cpu,)

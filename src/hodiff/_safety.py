@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hodiff._swap import BufferLoan
 
@@ -125,6 +125,39 @@ def total_order(passes: int, create_graph: bool) -> int:
     if not create_graph:
         return passes
     return passes + max(1, state.orders[-1] if state.orders else 1)
+
+
+def recorded(create_graph: bool | None) -> bool:
+    """Whether a result of the calculus keeps its graph: by default, inside the `f` of another call."""
+    return inside() and torch.is_grad_enabled() if create_graph is None else bool(create_graph)
+
+
+def loss_recorded(create_graph: bool | None) -> bool:
+    """Whether a loss (a penalty, a field) keeps its graph: by default, where the caller's grad mode is on."""
+    return torch.is_grad_enabled() if create_graph is None else bool(create_graph)
+
+
+class RandomState(NamedTuple):
+    """The state of the default generators that a function on a device may draw from."""
+
+    device: torch.device
+    states: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, device: torch.device) -> RandomState:
+        """The state now: the CPU's, and the GPU's where the device is one."""
+        cpu = torch.get_rng_state()
+        return cls(device, (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,))
+
+    def restore(self) -> None:
+        """Put this state back."""
+        torch.set_rng_state(self.states[0])
+        if len(self.states) > 1:
+            torch.cuda.set_rng_state(self.states[1], self.device)
+
+    def moved(self) -> bool:
+        """Whether anything was drawn since."""
+        return any(not torch.equal(a, b) for a, b in zip(self.states, self.of(self.device).states, strict=True))
 
 
 class Evaluating:

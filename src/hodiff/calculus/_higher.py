@@ -161,17 +161,15 @@ def _by_jets(
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Tensor, ...]:
     """All orders from one expansion along the direction of ones; another direction tells whether f is elementwise."""
-    record = (_safety.inside() and torch.is_grad_enabled()) if create_graph is None else create_graph
-    state = _random_state(x)
+    record = _safety.recorded(create_graph)
+    state = _safety.RandomState.of(x.device)
     given = {"args": args, "kwargs": kwargs}
     output, expansion = _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given)
     series = _push.coefficients(output, expansion)
     _check_shape(series[0], x)
     if n and x.numel() > 1 and not _jet.is_jet(x):
         with torch.random.fork_rng([x.device] if x.is_cuda else []):  # f draws again what it drew
-            torch.set_rng_state(state[0])
-            if x.is_cuda:
-                torch.cuda.set_rng_state(state[1], x.device)
+            state.restore()
             weights = _weights(x)
             again, check = _push.push(f, [x], [[weights.unsqueeze(0)]], 1, record=False, **given)
         weighted = _push.entry(_push.coefficients(again, check), 1, 1)[0]
@@ -179,7 +177,3 @@ def _by_jets(
     with torch.set_grad_enabled(record):
         found = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, n + 1))]
     return tuple(found) if record else tuple(part.detach() for part in found)
-
-
-def _random_state(x: Tensor) -> tuple[Tensor, ...]:
-    return (torch.get_rng_state(), torch.cuda.get_rng_state(x.device)) if x.is_cuda else (torch.get_rng_state(),)

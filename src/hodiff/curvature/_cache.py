@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hodiff import _checks, _nodes, _reverse
 from hodiff._evaluate import Evaluation
+from hodiff._safety import RandomState
 from hodiff._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
@@ -74,7 +75,7 @@ class Source:
 
     def _forget(self) -> None:
         self._pieces: dict[int, Piece] = {}
-        self._random: dict[int, tuple[Tensor, ...]] = {}
+        self._random: dict[int, RandomState] = {}
         self._stamp: list[tuple[int, int]] | None = None
         self._largest: int | None = None
         self.bytes = 0
@@ -102,7 +103,7 @@ class Source:
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self._batches.given and keeping else 0
         for number, batch in enumerate(self._batches):
-            state = random_state(self.device)
+            state = RandomState.of(self.device)
             piece, size = self._measured(batch, number)
             self._add(piece)
             if self._largest is None:
@@ -162,12 +163,12 @@ class Source:
         """A batch evaluated once more, drawing the random numbers that it drew first."""
         if not self._random:
             return self._build(self.where, batch, number)
-        now = random_state(self.device)
-        set_random_state(self._random.get(number, now))
+        now = RandomState.of(self.device)
+        self._random.get(number, now).restore()
         try:
             return self._build(self.where, batch, number)
         finally:
-            set_random_state(now)
+            now.restore()
 
     def _compare(self, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""
@@ -282,16 +283,3 @@ def _varies(module: nn.Module) -> bool:
         return True
     rate = getattr(module, "p", getattr(module, "dropout", 0.0))
     return isinstance(rate, float) and rate > 0
-
-
-def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The state of the generators that a function may draw from."""
-    cpu = torch.get_rng_state()
-    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,)
-
-
-def set_random_state(state: tuple[Tensor, ...]) -> None:
-    """Put a state back."""
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state(state[1])

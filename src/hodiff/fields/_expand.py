@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _nodes, _reverse
+from hodiff import _checks, _nodes, _reverse, _safety
 from hodiff._evaluate import Evaluation, detached
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.fields._directions import Directions
@@ -55,7 +55,7 @@ class Call:
     @property
     def record(self) -> bool:
         """Whether the result is to be differentiable: a field is a loss."""
-        return torch.is_grad_enabled() if self.create_graph is None else self.create_graph
+        return _safety.loss_recorded(self.create_graph)
 
     def grad_mode(self) -> Any:
         """The context of everything that the result is computed with, also under the caller's `no_grad`."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse, _tree
+from hodiff import _checks, _reverse, _safety, _tree
 from hodiff._evaluate import Evaluation, detached
 from hodiff.errors import InputError
 from hodiff.fields._expand import Call, choose, released
@@ -260,7 +260,7 @@ def jet(
     """
     points, given = ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
     order = _check_series(points, given)
-    record = torch.is_grad_enabled() if create_graph is None else create_graph
+    record = _safety.loss_recorded(create_graph)
     with torch.set_grad_enabled(record):
         factor = [1.0 if scaled else float(math.factorial(k)) for k in range(order + 1)]
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]

@@ -80,11 +80,6 @@ def is_function(node: Node) -> bool:
     return issubclass(type(node), BackwardCFunction)
 
 
-def is_opaque(node: Node) -> bool:
-    """Whether the node's saved values cannot be seen: an in-place operation on a view, or C++ of others."""
-    return _plan(type(node)).opaque
-
-
 def is_raising(node: Node) -> bool:
     """Whether the node stands for a derivative that does not exist."""
     return type(node).__name__ in _RAISING

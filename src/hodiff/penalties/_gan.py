@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff import _checks, _tree
-from hodiff._evaluate import Allowed
+from hodiff._evaluate import Allowed, detached
 from hodiff.penalties._gradient import Function, gradient_penalty
 from hodiff.penalties._loss import check_number
 from hodiff.penalties._points import interpolate
@@ -255,7 +255,7 @@ def r1_penalty(
     check_number(gamma, "gamma", least=0)
     return gradient_penalty(
         critic,
-        _detached(real),
+        detached(real),  # what is no tensor is left for the check that names it
         weight=gamma / 2,
         reduction=reduction,
         batch_ndim=batch_ndim,
@@ -341,8 +341,3 @@ def r2_penalty(
         args=args,
         kwargs=kwargs,
     )
-
-
-def _detached(x: Any) -> Any:
-    """The samples without their history; what is no tensor is left for the check that names it."""
-    return _tree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)

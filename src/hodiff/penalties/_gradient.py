@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _tree
+from hodiff import _checks, _safety, _tree
 from hodiff._evaluate import Allowed
 from hodiff._where import Where
 from hodiff.calculus._first import value_and_grad
@@ -113,7 +113,7 @@ def gradient_penalty(
     critic = Critic(_loss.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
-    record = _loss.recorded(create_graph)
+    record = _safety.loss_recorded(create_graph)
     outputs, gradient = outputs_and_gradient(
         critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
     )

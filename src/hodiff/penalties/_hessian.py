@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _tree
+from hodiff import _checks, _safety, _tree
 from hodiff._evaluate import Allowed
 from hodiff._where import Where
 from hodiff.calculus._forward import jvp
@@ -93,7 +93,7 @@ def hessian_penalty(
     if reduction not in ("max", "mean", "sum", "none"):
         raise InputError(f'reduction: got {reduction!r}, expected "max", "mean", "sum" or "none".')
     _loss.check_function(f)
-    record = _loss.recorded(create_graph)
+    record = _safety.loss_recorded(create_graph)
     _checks.check_arguments(args, kwargs)
     where = Where(x)
     _checks.check_batch(where.tensors, where.names, batch_ndim)
@@ -203,7 +203,7 @@ def curvature_penalty(
     _loss.check_number(weight, "weight", least=0)
     _loss.check_number(h, "h", least=0)
     _loss.check_reduction(reduction)
-    record = _loss.recorded(create_graph)
+    record = _safety.loss_recorded(create_graph)
     _loss.check_function(f)
     critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0)
     critic.check()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _dense
+from hodiff import _checks, _dense, _safety
 from hodiff._evaluate import Allowed
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
@@ -78,7 +78,7 @@ def jacobian_penalty(
     _points.check_distribution(distribution)
     if num_projections is not None:
         _checks.check_integer(num_projections, "num_projections", least=1)
-    record = _loss.recorded(create_graph)
+    record = _safety.loss_recorded(create_graph)
     with _loss.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:

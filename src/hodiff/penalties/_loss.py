@@ -18,11 +18,6 @@ from hodiff._where import plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 
-def recorded(create_graph: bool | None) -> bool:
-    """Whether a loss keeps its graph: by default, where the caller's grad mode is on."""
-    return torch.is_grad_enabled() if create_graph is None else bool(create_graph)
-
-
 @contextmanager
 def recording(on: bool) -> Iterator[None]:
     """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""

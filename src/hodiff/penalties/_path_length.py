@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _reverse
+from hodiff import _checks, _reverse, _safety
 from hodiff._evaluate import Allowed
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm
@@ -93,7 +93,7 @@ class PathLengthPenalty(nn.Module):
         if w.ndim not in (2, 3) or not w.shape[0]:
             raise InputError(f"w: has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
         _loss.check_function(f)
-        record = _loss.recorded(create_graph)
+        record = _safety.loss_recorded(create_graph)
         with _loss.evaluation(f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs) as ev:
             images = _checks.check_output(ev.outputs)
             if images.ndim < 2 or images.shape[0] != w.shape[0]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse
+from hodiff import _checks, _reverse, _safety
 from hodiff._evaluate import Allowed, Evaluation
 from hodiff._where import Where
 from hodiff.errors import InputError
@@ -80,7 +80,7 @@ def sliced_score_matching_loss(
     _loss.check_reduction(reduction)
     _points.check_distribution(distribution)
     _checks.check_integer(num_projections, "num_projections", least=1)
-    record = _loss.recorded(create_graph)
+    record = _safety.loss_recorded(create_graph)
     where = Where(x)
     passes = 2 if log_density else 1
     with _loss.evaluation(
