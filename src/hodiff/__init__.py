@@ -25,13 +25,13 @@ from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
 from hodiff.calculus._forward import jvp
 from hodiff.calculus._higher import derivatives, nth_derivative
 from hodiff.calculus._second import cross_hessian, hessian, hessian_diagonal, hvp, value_grad_and_hessian
-from hodiff.curvature._algebra import MatrixOperator
 from hodiff.curvature._diagonal import diagonal
 from hodiff.curvature._eigen import eigsh
 from hodiff.curvature._fisher import FisherOperator
 from hodiff.curvature._gauss_newton import GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
+from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._solve import solve
 from hodiff.curvature._trace import trace

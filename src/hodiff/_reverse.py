@@ -21,7 +21,6 @@ from hodiff.errors import GraphError
 Cotangents = Callable[[int, int], list[Tensor]]
 """Makes the cotangents of the vectors from `start` to `stop`, stacked along a new first dimension."""
 
-CHUNK_BYTES = 64 * 2**20
 
 _cleared: set[type] = set()
 """Classes of nodes that were found to have second derivatives: graphs of nothing else need no second search."""
@@ -63,7 +62,7 @@ def gradient(ev: Evaluation, *, last: bool) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves."""
     output = ev.scalars()
     ones = None if output.numel() == 1 else torch.ones_like(output)  # autograd makes a single one itself
-    return pull(ev, [output], [ones], last=last)
+    return _own(pull(ev, [output], [ones], last=last))
 
 
 def products(
@@ -78,13 +77,35 @@ def products(
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
     vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
     if count is None:
-        found = pull(ev, outputs, vectors, last=True, inputs=inputs)
-        # The derivative of a linear function may be the vector itself: give a result of its own.
-        theirs = {vector.data_ptr() for vector in vectors}
-        return [part.clone() if part.data_ptr() in theirs else part for part in found]
+        return _own(pull(ev, outputs, vectors, last=True, inputs=inputs), vectors)
     inputs = ev.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
-    return stacked(ev, pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs), count, inputs)
+    chunks = pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
+    return stacked(ev, chunks, count, inputs)
+
+
+def _own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Results that share no memory, so that each may be written into.
+
+    The engine passes one tensor on to both parts of a sum, and the derivative of a linear function may be the
+    vector itself, or a view of it.
+    """
+    if len(found) == 1 and not vectors:
+        return found
+    taken = {_memory(vector) for vector in vectors}
+    result: list[Tensor] = []
+    for part in found:
+        memory = _memory(part)
+        result.append(part.clone() if memory in taken else part)
+        taken.add(memory)
+    return result
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        return id(tensor)
 
 
 def pushforward(
@@ -146,7 +167,7 @@ def pull_many(
                 raise
             batched = False
             continue
-        yield start, stop, found
+        yield start, stop, _own(found, chunk)
         start = stop
 
 
@@ -169,19 +190,24 @@ def stacked(
     return results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
 
 
+def chunk_bytes(device: torch.device) -> int:
+    """What the temporaries of a batched pass may take. On a processor it gains only while its caches hold them."""
+    return (20 if device.type == "cpu" else 64) * 2**20
+
+
 def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
-    """How many vectors one batched pass takes: as many as keep its temporaries within `CHUNK_BYTES`."""
+    """How many vectors one batched pass takes: as many as keep its temporaries within `chunk_bytes`."""
     if not outputs:
         return 1 << 20
     largest = _nodes.largest_output(_nodes.survey(outputs))
     result = sum(leaf.numel() for leaf in inputs)
     itemsize = max(leaf.element_size() for leaf in inputs)
-    return fitting(largest, result, itemsize)
+    return fitting(largest, result, itemsize, inputs[0].device)
 
 
-def fitting(largest: int, elements: int, itemsize: int) -> int:
+def fitting(largest: int, elements: int, itemsize: int, device: torch.device) -> int:
     """How many vectors of `elements` fit, where the largest tensor of a pass has so many elements itself."""
-    fit = CHUNK_BYTES // max(1, (4 * largest + 2 * elements) * itemsize)
+    fit = chunk_bytes(device) // max(1, (4 * largest + 6 * elements) * itemsize)
     return fit if fit >= 8 else 1  # vectors this large fill the processor one by one, and batching them costs time
 
 
@@ -277,6 +303,8 @@ def _pull_each(
         vectors = [cotangent[index] for cotangent in cotangents]
         found = _pull(outputs, vectors, inputs, keep=_keep(ev, final), build=ev.create_graph)
         rows.append(_filled(found, inputs))
+    if count == 1:
+        return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 

@@ -1,16 +1,14 @@
-"""Operators made of operators, and of matrices."""
+"""Sums, multiples, products and transposes of operators."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from hodiff._reverse import CHUNK_BYTES
+from hodiff.curvature._block import BlockOperator, OfOne, chosen_leaves
 from hodiff.curvature._operator import ALGEBRA, LinearOperator
 from hodiff.curvature._space import Space
 from hodiff.errors import InputError
@@ -30,35 +28,6 @@ def number(value: Any, sign: str) -> float:
     raise InputError(
         f"operator {sign} {what}: expected a number or an operator; for a matrix write hodiff.MatrixOperator(A)."
     )
-
-
-def chosen_leaves(operator: LinearOperator, patterns: tuple[str, ...]) -> list[int]:
-    """The numbers of the leaves whose names match."""
-    if operator.shape[0] != operator.shape[1] or not operator._domain.like(operator._range):
-        raise InputError(f"block: needs rows and columns of the same kind; {operator!r} has not.")
-    names = operator._domain.names
-    chosen: set[int] = set()
-    for pattern in patterns or ("*",):
-        if not isinstance(pattern, str):
-            raise InputError(
-                f"block: got a {type(pattern).__name__}, expected names of leaves: {', '.join(names[:6])}."
-            )
-        found = {index for index, name in enumerate(names) if _matches(name, pattern)}
-        if not found:
-            near = difflib.get_close_matches(pattern.rstrip(".*"), names, n=3, cutoff=0.4) or names[:6]
-            raise InputError(f"block: {pattern!r} matches no leaf. Near: {', '.join(near)}.")
-        chosen |= found
-    return sorted(chosen)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if name == pattern:  # names like x[0] are no patterns
-        return True
-    while name:
-        if fnmatchcase(name, pattern):
-            return True
-        name = name.rpartition(".")[0]
-    return False
 
 
 def _bridge(parts: Parts, count: int | None, source: Space, target: Space) -> Parts:
@@ -133,12 +102,12 @@ class SumOperator(LinearOperator):
 
 
 @final
-class ScaledOperator(LinearOperator):
+class ScaledOperator(OfOne):
     """c A."""
 
     def __init__(self, inner: LinearOperator, factor: float) -> None:
-        super().__init__()
-        self._inner, self._factor = inner, factor
+        super().__init__(inner)
+        self._factor = factor
 
     @property
     def _domain(self) -> Space:
@@ -148,19 +117,11 @@ class ScaledOperator(LinearOperator):
     def _range(self) -> Space:
         return self._inner._range
 
-    @property
-    def symmetric(self) -> bool:
-        """Whether A is."""
-        return self._inner.symmetric
-
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         return [part * self._factor for part in self._inner._product(parts, count)]
 
     def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
         return [part * self._factor for part in self._inner._product_transposed(parts, count)]
-
-    def _chunk(self, count: int) -> int:
-        return self._inner._chunk(count)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return ScaledOperator(self._inner._blocked(chosen), self._factor)
@@ -170,13 +131,13 @@ class ScaledOperator(LinearOperator):
 
 
 @final
-class ShiftedOperator(LinearOperator):
+class ShiftedOperator(OfOne):
     """A + λ I."""
 
     def __init__(self, inner: LinearOperator, shift: float) -> None:
-        super().__init__()
+        super().__init__(inner)
         _check_sizes(inner._domain, inner._range, "A + number")
-        self._inner, self._shift = inner, shift
+        self._shift = shift
 
     @property
     def _domain(self) -> Space:
@@ -185,11 +146,6 @@ class ShiftedOperator(LinearOperator):
     @property
     def _range(self) -> Space:
         return self._inner._range
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether A is."""
-        return self._inner.symmetric
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         own = _bridge(parts, count, self._domain, self._range)
@@ -200,9 +156,6 @@ class ShiftedOperator(LinearOperator):
         own = _bridge(parts, count, self._range, self._domain)
         found = self._inner._product_transposed(parts, count)
         return [torch.add(part, v, alpha=self._shift) for part, v in zip(found, own, strict=True)]
-
-    def _chunk(self, count: int) -> int:
-        return self._inner._chunk(count)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return ShiftedOperator(self._inner._blocked(chosen), self._shift)
@@ -261,12 +214,8 @@ class ProductOperator(LinearOperator):
 
 
 @final
-class TransposedOperator(LinearOperator):
+class TransposedOperator(OfOne):
     """A'."""
-
-    def __init__(self, inner: LinearOperator) -> None:
-        super().__init__()
-        self._inner = inner
 
     @property
     def _domain(self) -> Space:
@@ -276,140 +225,17 @@ class TransposedOperator(LinearOperator):
     def _range(self) -> Space:
         return self._inner._domain
 
-    @property
-    def symmetric(self) -> bool:
-        """Whether A is."""
-        return self._inner.symmetric
-
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         return self._inner._product_transposed(parts, count)
 
     def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
         return self._inner._product(parts, count)
 
-    def _chunk(self, count: int) -> int:
-        return self._inner._chunk(count)
-
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return TransposedOperator(self._inner._blocked(chosen))
 
     def _about(self) -> str:
         return f"transpose of {self._inner!r}"
-
-
-@final
-class BlockOperator(LinearOperator):
-    """Some rows, and the same columns, of any operator: its vectors are padded with zeros."""
-
-    def __init__(self, inner: LinearOperator, chosen: list[int]) -> None:
-        super().__init__()
-        self._inner, self._chosen = inner, chosen
-        self._space = inner._domain.only(chosen)
-
-    @property
-    def _domain(self) -> Space:
-        return self._space
-
-    @property
-    def _range(self) -> Space:
-        return self._space
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the whole is."""
-        return self._inner.symmetric
-
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
-        return self._cut(self._inner._product(self._padded(parts, count), count))
-
-    def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
-        return self._cut(self._inner._product_transposed(self._padded(parts, count), count))
-
-    def _padded(self, parts: Parts, count: int | None) -> Parts:
-        whole = self._inner._domain.zeros(count)
-        for index, part in zip(self._chosen, parts, strict=True):
-            whole[index] = part
-        return whole
-
-    def _cut(self, parts: Parts) -> Parts:
-        return [parts[index] for index in self._chosen]
-
-    def _chunk(self, count: int) -> int:
-        return self._inner._chunk(count)
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        return BlockOperator(self._inner, [self._chosen[index] for index in chosen])
-
-    def _about(self) -> str:
-        return f"block of {self._inner!r}"
-
-
-@final
-class MatrixOperator(LinearOperator):
-    r"""A matrix as an operator: for sums with others, as a preconditioner, and in tests.
-
-    Args:
-        A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
-        symmetric: Whether it is its own transpose; by default this is looked at.
-
-    Raises:
-        InputError: *A* is not a real floating point matrix or vector, or `symmetric=True` is not true.
-
-    Cost:
-        A product is a matrix product. The matrix is not copied.
-
-    Examples:
-        >>> import torch, hodiff
-        >>> A = hodiff.MatrixOperator(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
-        >>> (A + 1.0) @ torch.tensor([1.0, 0.0])
-        tensor([3., 1.])
-        >>> hodiff.eigsh(hodiff.MatrixOperator(torch.tensor([1.0, 5.0, 3.0])), k=1).value
-        tensor([5.])
-    """
-
-    def __init__(self, A: Tensor, *, symmetric: bool | None = None) -> None:
-        super().__init__()
-        if not isinstance(A, Tensor) or A.ndim not in (1, 2) or not A.is_floating_point() or not A.numel():
-            kind = f"{A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
-            raise InputError(f"A: is {kind}; expected a real floating point matrix (M, D), or the (D,) of a diagonal.")
-        self._matrix = A.detach()
-        diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
-        found = diagonal or (square and bool(torch.equal(self._matrix, self._matrix.T)))
-        if symmetric and not found:
-            raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
-        self._symmetric = found if symmetric is None else symmetric
-        self._columns_space = Space.line(self._matrix.new_empty(()).expand(A.shape[-1]))
-        self._rows_space = Space.line(self._matrix.new_empty(()).expand(A.shape[0]))
-
-    @property
-    def _domain(self) -> Space:
-        return self._columns_space
-
-    @property
-    def _range(self) -> Space:
-        return self._rows_space
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the matrix is its own transpose."""
-        return self._symmetric
-
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
-        (v,) = parts
-        return [self._matrix * v if self._matrix.ndim == 1 else v @ self._matrix.T]
-
-    def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
-        (u,) = parts
-        return [self._matrix * u if self._matrix.ndim == 1 else u @ self._matrix]
-
-    def _chunk(self, count: int) -> int:
-        return max(1, CHUNK_BYTES // (2 * max(self.shape) * self._matrix.element_size()))
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        return self
-
-    def _about(self) -> str:
-        return "diagonal" if self._matrix.ndim == 1 else "matrix"
 
 
 def _transpose(operator: LinearOperator) -> LinearOperator:

@@ -185,11 +185,11 @@ class Source:
     # --- what a product needs
 
     def auto_chunk(self, elements: int) -> int:
-        """How many vectors of so many elements keep the temporaries of a pass within `CHUNK_BYTES`."""
+        """How many vectors of so many elements one pass should take."""
         if self._largest is None:
             self.evaluate()
         itemsize = max(tensor.element_size() for tensor in self.where.tensors)
-        return _reverse.fitting(self._largest or 1, elements, itemsize)
+        return _reverse.fitting(self._largest or 1, elements, itemsize, self.device)
 
     def largest(self) -> int:
         """Elements of the largest tensor that a pass handles."""

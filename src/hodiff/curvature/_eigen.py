@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hodiff import _checks
-from hodiff._reverse import CHUNK_BYTES
 from hodiff.curvature._lanczos import Basis
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_generator, check_square, flat_product, probes, warn_not_converged
@@ -15,6 +14,7 @@ from hodiff.curvature._trace import check_rtol
 from hodiff.errors import InputError
 
 WHICH = ("largest", "smallest", "magnitude")
+BASIS_BYTES = 64 * 2**20
 
 
 def eigsh(
@@ -100,7 +100,7 @@ def eigsh(
 
 def _room(operator: LinearOperator, k: int) -> int:
     """How many vectors to keep before a restart."""
-    fitting = CHUNK_BYTES // (32 * operator.shape[0])
+    fitting = BASIS_BYTES // (32 * operator.shape[0])
     return max(2 * k + 10, 30, min(fitting, 300))
 
 

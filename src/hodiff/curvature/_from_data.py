@@ -167,7 +167,7 @@ class SummedOperator(DataOperator):
                 for sum_, part in zip(total, found, strict=True):
                     sum_ += part
             else:
-                total = _own(found, parts)
+                total = [part.contiguous() for part in found]  # an expanded one cannot be added to
         factor = 1 / self._source.weight
         return [part.mul_(factor) for part in total] if factor != 1 else total
 
@@ -176,12 +176,3 @@ class SummedOperator(DataOperator):
 
     def _of_chosen(self, values: Sequence[Tensor]) -> Parts:
         return [values[index] for index in self._chosen]
-
-
-def _own(found: Parts, vectors: Parts) -> Parts:
-    """Results that may be written into: the derivative of a linear function can be a view of the vector."""
-    theirs = {vector.untyped_storage().data_ptr() for vector in vectors}
-    return [
-        part.clone() if part.untyped_storage().data_ptr() in theirs or not part.is_contiguous() else part
-        for part in found
-    ]

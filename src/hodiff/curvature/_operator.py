@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -249,20 +249,37 @@ def _times(operator: LinearOperator, v: Any, domain: Space, target: Space, produ
         found = product([part.detach() for part in parts], None)
         return target.join(found, None) if kind == "flat" else target.result(found)
     size = operator._chunk(count)
+    parts = [part.detach() for part in parts]
     if kind == "columns":
-        rows = parts[0].new_empty((count, target.size), dtype=target.dtype)
-        for start in range(0, count, size):
-            some = domain.rows(parts[0].detach()[:, start : start + size])
-            number = min(size, count - start)
-            target.join_into(rows[start : start + number], product(some, number))
-        return rows.T
+        return _times_columns(parts[0], size, domain, target, product).T
     results = target.empty(count)
-    for start in range(0, count, size):
-        number = min(size, count - start)
-        found = product([part.detach()[start : start + number] for part in parts], number)
+    for start, stop, found in _in_chunks(parts, count, size, product):
         for result, part in zip(results, found, strict=True):
-            result[start : start + number] = part
+            result[start:stop] = part
     return target.result(results)
+
+
+def _times_columns(columns: Tensor, size: int, domain: Space, target: Space, product: Product) -> Tensor:
+    """Products with columns `(D, K)`, as rows `(K, M)`."""
+    count = columns.shape[1]
+    rows = columns.new_empty((count, target.size), dtype=target.dtype)
+    block = domain.turned_at_once(size)
+    for first in range(0, count, block):
+        some = domain.rows(columns[:, first : first + block])
+        for start, stop, found in _in_chunks(some, min(block, count - first), size, product):
+            target.join_into(rows[first + start : first + stop], found)
+    return rows
+
+
+def _in_chunks(parts: list[Tensor], count: int, size: int, product: Product) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Products of `size` vectors at a time: `(start, stop, results)`. One that stands alone is not stacked."""
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        if stop - start == 1:
+            found = [part.unsqueeze(0) for part in product([part[start] for part in parts], None)]
+        else:
+            found = product([part[start:stop] for part in parts], stop - start)
+        yield start, stop, found
 
 
 def _columns(operator: LinearOperator, domain: Space, target: Space, product: Product) -> Tensor:

@@ -17,6 +17,22 @@ from hodiff import _tree, _where
 from hodiff._where import Where
 from hodiff.errors import InputError
 
+TURNED_BYTES = 16 * 2**20
+_TILE = 4096
+
+
+def _turned(columns: Tensor) -> Tensor:
+    """The transpose `(K, n)`, each row contiguous.
+
+    By tiles: a processor turns what its caches hold two to five times faster than a large matrix at once.
+    """
+    if columns.stride(0) == 1 or columns.device.type != "cpu" or len(columns) <= _TILE:
+        return columns.T if columns.stride(0) == 1 else columns.T.contiguous()
+    rows = columns.new_empty(columns.T.shape)
+    for start in range(0, len(columns), _TILE):
+        rows[:, start : start + _TILE] = columns[start : start + _TILE].T
+    return rows
+
 
 class Vectors(NamedTuple):
     """Vectors as they were given: their spelling, and their parts (`number` is None for a single one)."""
@@ -122,12 +138,16 @@ class Space:
         ]
 
     def rows(self, columns: Tensor) -> list[Tensor]:
-        """The parts of columns `(D, K)`, each contiguous."""
+        """The parts of columns `(D, K)`."""
         pieces = columns.split(self._sizes, dim=0)
         return [
-            piece.T.contiguous().reshape((piece.shape[1], *like.shape)).to(like.dtype)
+            _turned(piece).reshape((piece.shape[1], *like.shape)).to(like.dtype)
             for piece, like in zip(pieces, self._likes, strict=True)
         ]
+
+    def turned_at_once(self, least: int) -> int:
+        """How many vectors to turn from columns into rows in one go: some `TURNED_BYTES`, but at least so many."""
+        return max(least, TURNED_BYTES // max(1, self.size * self.itemsize()))
 
     def join_into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
         """Write the parts of several vectors as the rows of `out`."""

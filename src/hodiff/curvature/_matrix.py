@@ -1,0 +1,83 @@
+"""`MatrixOperator`: a matrix that is known entry by entry."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hodiff import _reverse
+from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._space import Space
+from hodiff.errors import InputError
+
+Parts = list[Tensor]
+
+
+@final
+class MatrixOperator(LinearOperator):
+    r"""A matrix as an operator: for sums with others, as a preconditioner, and in tests.
+
+    Args:
+        A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
+        symmetric: Whether it is its own transpose; by default this is looked at.
+
+    Raises:
+        InputError: *A* is not a real floating point matrix or vector, or `symmetric=True` is not true.
+
+    Cost:
+        A product is a matrix product. The matrix is not copied.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> A = hodiff.MatrixOperator(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
+        >>> (A + 1.0) @ torch.tensor([1.0, 0.0])
+        tensor([3., 1.])
+        >>> hodiff.eigsh(hodiff.MatrixOperator(torch.tensor([1.0, 5.0, 3.0])), k=1).value
+        tensor([5.])
+    """
+
+    def __init__(self, A: Tensor, *, symmetric: bool | None = None) -> None:
+        super().__init__()
+        if not isinstance(A, Tensor) or A.ndim not in (1, 2) or not A.is_floating_point() or not A.numel():
+            kind = f"{A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
+            raise InputError(f"A: is {kind}; expected a real floating point matrix (M, D), or the (D,) of a diagonal.")
+        self._matrix = A.detach()
+        diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
+        found = diagonal or (square and bool(torch.equal(self._matrix, self._matrix.T)))
+        if symmetric and not found:
+            raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
+        self._symmetric = found if symmetric is None else symmetric
+        self._columns_space = Space.line(self._matrix.new_empty(()).expand(A.shape[-1]))
+        self._rows_space = Space.line(self._matrix.new_empty(()).expand(A.shape[0]))
+
+    @property
+    def _domain(self) -> Space:
+        return self._columns_space
+
+    @property
+    def _range(self) -> Space:
+        return self._rows_space
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the matrix is its own transpose."""
+        return self._symmetric
+
+    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+        (v,) = parts
+        return [self._matrix * v if self._matrix.ndim == 1 else v @ self._matrix.T]
+
+    def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
+        (u,) = parts
+        return [self._matrix * u if self._matrix.ndim == 1 else u @ self._matrix]
+
+    def _chunk(self, count: int) -> int:
+        return max(1, _reverse.chunk_bytes(self.device) // (2 * max(self.shape) * self._matrix.element_size()))
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return self
+
+    def _about(self) -> str:
+        return "diagonal" if self._matrix.ndim == 1 else "matrix"
