@@ -11,10 +11,9 @@ import hodiff
 from benchmarks.models import dense, network_of_input
 from benchmarks.table import Row
 from hodiff._live_bytes import LiveBytes
-from hodiff._reverse import chunk_bytes
+from hodiff._reverse import CHUNK_BYTES
 
 SIZE = 1000
-AUTO = chunk_bytes(torch.device("cpu"))
 
 
 class Bytes(NamedTuple):
@@ -34,8 +33,8 @@ def rows(quick: bool) -> Iterator[Row]:
         fixed = peaks[16] - 16 * row
         for chunk in (8, 64, "auto"):
             found = count(hodiff_route(f, x, chunk))
-            allowed = fixed + (AUTO if chunk == "auto" else chunk * row)
-            of = mib(AUTO) if chunk == "auto" else f"{chunk} rows of {row / 2**10:.1f} KiB"
+            allowed = fixed + (CHUNK_BYTES if chunk == "auto" else chunk * row)
+            of = mib(CHUNK_BYTES) if chunk == "auto" else f"{chunk} rows of {row / 2**10:.1f} KiB"
             measured = f"{mib(found.peak)}, of it {mib(found.result)} the result; {found.after} B left beside it"
             met = found.peak <= 1.05 * allowed and not found.after
             subject = f"peak memory of hessian, chunk_size={chunk}"

@@ -22,6 +22,8 @@ Cotangents = Callable[[int, int], list[Tensor]]
 """Makes the cotangents of the vectors from `start` to `stop`, stacked along a new first dimension."""
 
 
+CHUNK_BYTES = 64 * 2**20
+
 _cleared: set[type] = set()
 """Classes of nodes that were found to have second derivatives: graphs of nothing else need no second search."""
 
@@ -190,13 +192,8 @@ def stacked(
     return results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
 
 
-def chunk_bytes(device: torch.device) -> int:
-    """What the temporaries of a batched pass may take. On a processor it gains only while its caches hold them."""
-    return (20 if device.type == "cpu" else 64) * 2**20
-
-
 def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
-    """How many vectors one batched pass takes: as many as keep its temporaries within `chunk_bytes`."""
+    """How many vectors one batched pass takes: as many as keep its temporaries within `CHUNK_BYTES`."""
     if not outputs:
         return 1 << 20
     largest = _nodes.largest_output(_nodes.survey(outputs))
@@ -207,8 +204,9 @@ def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
 
 def fitting(largest: int, elements: int, itemsize: int, device: torch.device) -> int:
     """How many vectors of `elements` fit, where the largest tensor of a pass has so many elements itself."""
-    fit = chunk_bytes(device) // max(1, (4 * largest + 6 * elements) * itemsize)
-    return fit if fit >= 8 else 1  # vectors this large fill the processor one by one, and batching them costs time
+    fit = CHUNK_BYTES // max(1, (4 * largest + 6 * elements) * itemsize)
+    # Large vectors fill a device one by one, and a processor's caches soon: then batching them costs time.
+    return fit if fit >= (25 if device.type == "cpu" else 8) else 1
 
 
 def _connected(ev: Evaluation, found: list[Tensor]) -> list[Tensor]:

@@ -88,7 +88,7 @@ def tall_jacobian(ev: Evaluation, outputs: list[Tensor], *, chunk_size: int | No
     if not ev.owned or ev.create_graph or _safety.nested() or not 0 < columns < rows or ev.drew_random():
         return None
     largest = max(output.numel() for output in outputs)
-    size = chunk_size or max(8, _reverse.chunk_bytes(outputs[0].device) // (8 * largest * outputs[0].element_size()))
+    size = chunk_size or max(8, _reverse.CHUNK_BYTES // (8 * largest * outputs[0].element_size()))
     primals = [leaf.detach() for leaf in leaves]
     try:
         blocks = [_columns_of(ev, primals, index, len(outputs), size) for index in range(len(primals))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff import _checks, _reverse
 from hodiff.curvature._lanczos import Basis
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_generator, check_square, flat_product, probes, warn_not_converged
@@ -14,7 +14,6 @@ from hodiff.curvature._trace import check_rtol
 from hodiff.errors import InputError
 
 WHICH = ("largest", "smallest", "magnitude")
-BASIS_BYTES = 64 * 2**20
 
 
 def eigsh(
@@ -100,7 +99,7 @@ def eigsh(
 
 def _room(operator: LinearOperator, k: int) -> int:
     """How many vectors to keep before a restart."""
-    fitting = BASIS_BYTES // (32 * operator.shape[0])
+    fitting = _reverse.CHUNK_BYTES // (32 * operator.shape[0])
     return max(2 * k + 10, 30, min(fitting, 300))
 
 

@@ -74,7 +74,7 @@ class MatrixOperator(LinearOperator):
         return [self._matrix * u if self._matrix.ndim == 1 else u @ self._matrix]
 
     def _chunk(self, count: int) -> int:
-        return max(1, _reverse.chunk_bytes(self.device) // (2 * max(self.shape) * self._matrix.element_size()))
+        return max(1, _reverse.CHUNK_BYTES // (2 * max(self.shape) * self._matrix.element_size()))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return self
