@@ -205,6 +205,12 @@ def test_singular_and_hopeless_systems_say_so() -> None:
         with pytest.warns(hodiff.ConvergenceWarning, match="damping"):
             found = hodiff.solve(singular, b, method=method)
         assert not found.converged and found.residual == pytest.approx(true_residual(singular, found.value, b))
+    # The null vector is met after some steps, when rounding has left it a tiny curvature: no step follows it.
+    A = with_spectrum(torch.arange(6.0, dtype=D))
+    with pytest.warns(hodiff.ConvergenceWarning, match="negative or zero curvature"):
+        found = hodiff.solve(A, draw(6))
+    assert found.status == "negative curvature" and found.products <= 8 and found.residual <= 1
+    assert (A @ found.direction).norm() <= 1e-12 * found.direction.norm()
     with pytest.warns(hodiff.ConvergenceWarning, match="products ran out"):
         found = hodiff.solve(with_spectrum(POSITIVE), draw(100), products=5)
     assert found.status == "budget" and found.products <= 5
