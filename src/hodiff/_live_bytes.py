@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,7 @@ def _storages(values: list[Any]) -> Iterator[Any]:
     """The storages of the tensors among `values`, and in the lists among them."""
     for value in values:
         if isinstance(value, Tensor):
-            yield value.untyped_storage()
+            with suppress(NotImplementedError):  # a sparse tensor has none: its parts were counted when they were made
+                yield value.untyped_storage()
         elif isinstance(value, (tuple, list)):
             yield from _storages(list(value))

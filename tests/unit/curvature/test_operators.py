@@ -287,3 +287,16 @@ def test_batches_add_up_where_two_leaves_have_one_gradient() -> None:
     agree(H @ v, 2 * torch.cat([both, both]))
     agree(H @ v[:, None].expand(6, 3), 2 * torch.cat([both, both])[:, None].expand(6, 3))
     agree(H.gradient, (2 * (x + y),) * 2)
+
+
+def test_sparse_gradients_of_an_embedding_over_batches() -> None:
+    words = [torch.tensor([1, 2, 3]), torch.tensor([3, 3])]
+    loss = lambda m, word: (m(word).pow(3).sum(), len(word))
+    dense = nn.Embedding(5, 2, dtype=D)
+    sparse = nn.Embedding(5, 2, sparse=True, _weight=dense.weight.detach().clone())
+    H = hodiff.HessianOperator(loss, sparse, data=words)
+    agree(H.dense(), hodiff.HessianOperator(loss, dense, data=words).dense(), 1e-12)
+    agree(
+        H.dense().diagonal().reshape(5, 2),
+        6 * dense.weight * torch.bincount(torch.cat(words), minlength=5)[:, None] / 5,
+    )
