@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _examine, _nodes, _safety, _translate, _tree
+from hodiff import _checks, _examine, _nodes, _safety, _translate, _tree, _why
 from hodiff._norms import ExactNorms
 from hodiff._swap import ParameterLoan
 from hodiff._where import Where, plain
@@ -97,10 +98,12 @@ class Evaluation:
             )
         for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
             if not tensor.requires_grad:
-                raise GraphError(
+                error = GraphError(
                     f"{name}: does not require grad, so f was computed without tracking it. Call "
                     f"{name}.requires_grad_() before computing f, or give hodiff the function: hodiff.grad(f, x)."
                 )
+                self._explain(error)
+                raise error
 
     def __enter__(self) -> Evaluation:
         self._held = _safety.Evaluating(self.order)
@@ -120,8 +123,12 @@ class Evaluation:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._held.close()
+    def __exit__(self, kind: object, error: object, *rest: object) -> None:
+        try:
+            if isinstance(error, GraphError):
+                self._explain(error)
+        finally:
+            self._held.close()
         if self.create_graph and self.owned:
             for leaf in self.leaves:
                 # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see.
@@ -243,6 +250,38 @@ class Evaluation:
         return self.aux if self.create_graph else detached(self.aux)
 
     def _inspect(self, graph: _nodes.Survey) -> None:
+        try:
+            self._judge(graph)
+        except GraphError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: GraphError) -> None:
+        """Let the message say which line and which variable it is about, where that can be told (see `_why`)."""
+        failure = _why.Failure(
+            error,
+            self._what if self.owned else None,
+            self._again if self.owned and not _collective() else None,
+            [] if self.owned else _tensors(self._what),
+            self.leaves or self.where.tensors,
+            self.where.tensors,
+            self.where.names,
+            self.strict,
+            partial(_translate.blames, str(error)),
+        )
+        _why.complete(failure, [_examine.USUAL_CAUSES, *([_translate.FREED_WAY_OUT] if self.owned else [])])
+
+    def _again(self) -> list[Tensor]:
+        """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
+        now = _safety.RandomState.of(self._random.device)
+        self._random.restore()
+        try:
+            outputs = self.at(self.leaves)
+        finally:
+            now.restore()
+        return _tensors(_split(outputs)[0] if self._has_aux else outputs)
+
+    def _judge(self, graph: _nodes.Survey) -> None:
         """Look at the graph once: what it depends on, custom Functions, norms, samples that mix."""
         self.kinds = frozenset(graph.by_class)
         outputs = self.tensors()
@@ -303,6 +342,11 @@ def _alias(tensor: Tensor, create_graph: bool) -> Tensor:
 def _still(parameter: Tensor) -> Tensor:
     """A parameter that is not differentiated in: its value, unrecorded."""
     return (parameter.clone() if parameter.is_inference() else parameter).detach()
+
+
+def _collective() -> bool:
+    """Whether `f` may wait for other processes, which would not call it again."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _check_function(what: Any) -> None:

@@ -29,11 +29,13 @@ def independent(owned: bool, unused: list[str], has_graph: bool) -> str:
             else "Give the tensors that it was computed from, not copies, views or detached ones of them."
         )
     source = "the output of f" if owned else "f"
-    return (
-        f"{source} carries no graph: between {names} and the result everything was cut. Usual causes: .detach(), .data "
-        f"or .item(), a torch.no_grad() block, NumPy, an integer or boolean step (argmax, a comparison), or "
-        f"torch.tensor(...) of a result."
-    )
+    return f"{source} carries no graph: between {names} and the result everything was cut. {USUAL_CAUSES}"
+
+
+USUAL_CAUSES = (
+    "Usual causes: .detach(), .data or .item(), a torch.no_grad() block, NumPy, an integer or boolean step "
+    "(argmax, a comparison), or torch.tensor(...) of a result."
+)
 
 
 def listed(names: list[str]) -> str:

@@ -45,6 +45,17 @@ def way_out(name: str) -> str | None:
     return next((advice for piece, advice in _WAYS_OUT.items() if piece in key), None)
 
 
+def blames(message: str, name: str) -> bool:
+    """Whether a message of ours is about the nodes of a class, forward or backward, by the class's name."""
+    advice = way_out(name)
+    return (advice is not None and advice in message) or any(
+        words in message and piece in name for piece, words in _BLAMED.items()
+    )
+
+
+_BLAMED = {"WeightNorm": "weight_norm", "NativeLayerNorm": "layer_norm", "NativeBatchNorm": "batch_norm"}
+
+
 def missing(names: list[str]) -> GraphError:
     """The error for a graph through operations that have no second derivative."""
     known = [advice for name in names if (advice := way_out(name))]
@@ -56,10 +67,13 @@ def missing(names: list[str]) -> GraphError:
     )
 
 
-_FREED = (
-    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it. "
+FREED_WAY_OUT = (
     "Call hodiff before that pass (hodiff never frees a graph of yours), or give hodiff the function instead of its "
     "value: hodiff.hvp(f, x, v)."
+)
+_FREED = (
+    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it. "
+    + FREED_WAY_OUT
 )
 _CHANGED = (
     "a tensor that the graph needs was changed in place after it was used. Compute the result again after the change, "

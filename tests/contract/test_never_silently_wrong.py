@@ -176,7 +176,7 @@ def ways_out() -> str:
         raised = [measure(case.name, order, where).raised for order in (1, 2, 3) for where in case.wheres]
         message = next((str(e) for e in raised if e is not None), None)
         if message is not None:
-            first = " ".join(message.split())
+            first = message.splitlines()[0]  # below come the lines of this very program
             lines.append(f"* **{case.name}**: {first}\n")
     return "\n## What the errors say\n\n" + "".join(lines)
 

@@ -34,7 +34,7 @@ class Pass(NamedTuple):
         stack: The user's lines, the innermost first.
         retained: Whether it was to keep the graph.
         place: How many nodes had been made before.
-        repeat: How many passes the same stack of lines had asked for before.
+        repeat: How many passes the same stack of lines had asked for before; -1 if that was not counted.
     """
 
     number: int
@@ -46,7 +46,7 @@ class Pass(NamedTuple):
 
     def __str__(self) -> str:
         line = self.stack[0] if self.stack else Line("?", 0)
-        return f"{line}   {line.text}   (call #{self.repeat} on that line)"
+        return f"{line}   {line.text}" + (f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else "")
 
 
 class Lost(NamedTuple):
@@ -82,6 +82,7 @@ class Record(Protocol):
 
 
 TITLE = "hodiff: why this"
+LIKELY = "likely; run `hodiff explain SCRIPT` to be sure"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Explanation:
         reason: The cause, as a sentence.
         fixes: What can be done here.
         certain: Whether all of it was recorded. Otherwise it is an inference, and printed as likely.
+        watched: Whether there was a record at all.
     """
 
     call: str
@@ -113,11 +115,16 @@ class Explanation:
     reason: str = ""
     fixes: tuple[str, ...] = ()
     certain: bool = True
+    watched: bool = False
 
     def __str__(self) -> str:
-        likely = "" if self.certain else " (likely; run `hodiff explain SCRIPT` to be sure)"
-        lines = [f"{TITLE} {self.call} failed{likely}", ""]
-        lines += [f"  {line}" for line in self.text]
+        likely = "" if self.certain else " (likely)" if self.watched else f" ({LIKELY})"
+        return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
+
+    @property
+    def body(self) -> str:
+        """The lines below the title."""
+        lines = [f"  {line}" for line in self.text]
         if self.reason:
             lines.append(f"    => {self.reason}")
         for number, fix in enumerate(self.fixes, 1):
@@ -150,4 +157,5 @@ class Case:
 
     def explanation(self, cause: str, **parts: Any) -> Explanation:
         """An explanation of this case."""
-        return Explanation(self.name, cause, failed=self.line, **{"certain": self.record is not None, **parts})
+        watched = self.record is not None
+        return Explanation(self.name, cause, failed=self.line, **{"certain": watched, "watched": watched, **parts})

@@ -19,7 +19,7 @@ NO_SECOND = (
     "donated buffers",
 )
 
-_KINDS = {
+KINDS = {
     "detached": "it was detached there, so nothing below is part of the graph.",
     "no_grad": "it was computed while gradients were switched off (no_grad or inference_mode).",
     "gradient": "it is a gradient that was taken without create_graph=True, so it has no graph of its own.",
@@ -35,7 +35,7 @@ _FIXES = {
     "constant": "stay with tensor operations from the inputs to the loss.",
     "no graph": "call requires_grad_() on what it is computed from; look for detach(), .data, .item(), no_grad.",
 }
-_CAUSES = {"gradient": "gradient without create_graph"}
+CAUSES = {"gradient": "gradient without create_graph"}
 
 
 def no_graph(case: Case) -> Explanation | None:
@@ -55,11 +55,11 @@ def no_graph(case: Case) -> Explanation | None:
     if silenced:
         text.append(f"  no gradient reaches: {', '.join(silenced)}")
     return case.explanation(
-        _CAUSES.get(kind, kind),
+        CAUSES.get(kind, kind),
         variable=variable,
         created=line,
         text=tuple(text),
-        reason=_KINDS[kind],
+        reason=KINDS[kind],
         fixes=(_FIXES[kind],),
         certain=certain,
     )
@@ -146,7 +146,7 @@ def changed_in_place(case: Case) -> Explanation | None:
         text.append(f"  saved at     {made}   {made.text}")
     if changed is not None:
         text.append(f"  changed at   {changed}   {changed.text}")
-    text.append(f"  failing call {case.call or case.line}")
+    text.append(f"  failing call {case.call or (f'{case.line}   {case.line.text}' if case.line is not None else '?')}")
     step = ".step(" in changed.text if changed is not None else value.is_leaf and value.requires_grad
     fixes = (
         ["call backward() before the optimizer's step, or compute the loss again after it."]

@@ -26,6 +26,7 @@ _OURS = (
     str(Path(__file__).resolve().parents[1]) + os.sep,
     "<frozen ",
     "<__array_function__",
+    "<eval_with_key>",  # what torch.fx and torch.compile write; the line that called it is the user's
 )
 _CODE_OPTIMIZED = 0x1
 KNOWN: dict[CodeType, bool] = {}

@@ -77,7 +77,7 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
         InputError: `loss` or `inputs` that are no tensors.
 
     Cost:
-        No pass; some 10 µs per node that would run. No memory of tensors; nothing is changed.
+        No pass; some 6 µs per node that would run. No memory of tensors; nothing is changed.
 
     Examples:
         >>> import torch, hodiff
@@ -130,9 +130,12 @@ def trouble(node: Node) -> str:
     """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing."""
     if _saved.is_raising(node):
         return "missing"
-    states = {slot.state for slot in _saved.slots(node)}
-    order = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
-    return next((state for state in order if state in states), "")
+    found = [slot[1] for slot in _saved.slots(node) if slot[1] in _TROUBLES]
+    return min(found, key=_TROUBLES.index) if found else ""
+
+
+_TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
+"""The states with which a node cannot be run, or might not be; the first that is found is told."""
 
 
 def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
@@ -263,7 +266,7 @@ def shared(*losses: Tensor) -> Shared:
         InputError: Fewer than two, or something that is no tensor.
 
     Cost:
-        No pass; linear in the nodes, some 15 µs each. No memory of tensors; nothing is changed.
+        No pass; linear in the nodes, some 10 µs each. No memory of tensors; nothing is changed.
 
     Examples:
         >>> import torch, hodiff

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -87,35 +87,53 @@ def is_raising(node: Node) -> bool:
 
 def slots(node: Node) -> list[Slot]:
     """The saved tensors of a node with their states. Runs no hook."""
-    plan = _plan(type(node))
+    names, function, opaque = _plan(type(node))
     if not works():
-        return [Slot("?", UNKNOWN, None)] if plan.names or plan.function or plan.opaque else []
-    if plan.function:
+        return [Slot("?", UNKNOWN, None)] if names or function or opaque else []
+    if function:
         return _function_slots(node)
-    if plan.opaque:
+    if opaque:
         return [Slot("?", UNKNOWN, None)]
-    return _builtin_slots(node, plan)
+    return _builtin_slots(node, names)
 
 
-def _builtin_slots(node: Node, plan: _Plan) -> list[Slot]:
+def _builtin_slots(node: Node, names: Iterable[tuple[str, str, str]]) -> list[Slot]:
     found: list[Slot] = []
-    for name, raw_name, value_name in plan.names:
+    for name, raw_name, value_name in names:
+        # Most slots are alive, and are read without a further call. A list has no `unpack_hook`.
         try:
             raw = getattr(node, raw_name)
-        except RuntimeError as error:  # the getter of a list raises by itself
-            found.append(Slot(name, FREED if FREED_TEXT in str(error) else UNKNOWN, None))
-            continue
-        if isinstance(raw, tuple):
-            several = [_state(part) for part in raw]
-            if any(state == ALIVE for state, _ in several) and not any(state == PACKED for state, _ in several):
-                several = [(_check(node, value_name, state), value) for state, value in several]
-            found += [Slot(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
-            continue
-        state, value = _state(raw)
-        if state == ALIVE:
-            state = _check(node, value_name, state)
-        found.append(Slot(name, state, value))
+            if raw.unpack_hook is None:
+                value = raw.data
+                if value is not None:
+                    getattr(node, value_name)  # raises if stale
+                    found.append(_slot(Slot, (name, ALIVE, value)))
+                    continue
+        except (RuntimeError, AttributeError):
+            pass
+        found += _one_slot(node, name, raw_name, value_name)
     return found
+
+
+_slot = tuple.__new__
+"""Makes a named tuple at a third of the cost; `inspect` and `predict` make one for each saved tensor."""
+
+
+def _one_slot(node: Node, name: str, raw_name: str, value_name: str) -> list[Slot]:
+    """The slot of this name, whatever its state; several, if it is a list."""
+    try:
+        raw = getattr(node, raw_name)
+    except RuntimeError as error:  # the getter of a list raises by itself
+        return [Slot(name, FREED if FREED_TEXT in str(error) else UNKNOWN, None)]
+    if isinstance(raw, tuple):
+        several = [_state(part) for part in raw]
+        if any(state == ALIVE for state, _ in several) and not any(state == PACKED for state, _ in several):
+            several = [(_check(node, value_name, state), value) for state, value in several]
+        return [Slot(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
+    state, value = _state(raw)
+    if state == ALIVE:
+        state = _check(node, value_name, state)
+    return [Slot(name, state, value)]
 
 
 def _state(raw: Any) -> tuple[str, Tensor | None]:
@@ -252,14 +270,6 @@ counter: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore
 """The place that this thread's next node will get."""
 
 
-def size_of(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's shape; empty for a nested tensor, which has none."""
-    try:
-        return tuple(tensor.shape)
-    except RuntimeError:
-        return ()
-
-
 def storage(tensor: Tensor) -> tuple[int, int]:
     """An identity for the memory under a tensor, and its size in bytes."""
     try:
@@ -267,6 +277,16 @@ def storage(tensor: Tensor) -> tuple[int, int]:
         return memory._cdata, memory.nbytes()
     except (RuntimeError, NotImplementedError):  # sparse, nested and the like: parts of its own
         return id(tensor), 0
+
+
+def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
+    """A tensor's shape, empty for a nested tensor, which has none; and what `storage` says."""
+    try:
+        memory = tensor.untyped_storage()
+        return tuple(tensor.shape), memory._cdata, memory.nbytes()
+    except (RuntimeError, NotImplementedError):
+        nested = tensor.is_nested and tensor.layout is torch.strided
+        return () if nested else tuple(tensor.shape), *storage(tensor)
 
 
 def held_by_python(slot: Slot, times: int = 1) -> bool:
@@ -315,7 +335,7 @@ def _tests() -> tuple[bool, int, bool]:
 
 
 def _states(node: Node) -> dict[str, str]:
-    return {slot.name: slot.state for slot in _builtin_slots(node, _plan(type(node)))}
+    return {slot.name: slot.state for slot in _builtin_slots(node, _plan(type(node)).names)}
 
 
 def _test_states() -> bool:

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import NamedTuple
 
 from torch import Tensor
 
 from hodiff import _nodes
 from hodiff._nodes import Node
 from hodiff.graph import _inspect, _predict, _saved, _source
+from hodiff.graph._advice import Shared, fixes, loss_at, reason
 from hodiff.graph._case import Case, Explanation, Pass
 from hodiff.graph._names import local_variables
 from hodiff.graph._source import Line
-
-
-class Shared(NamedTuple):
-    """The part that was freed before, and what is known of it."""
-
-    node: Node | None
-    variable: str
-    created: Line | None
-    freed: Line | None
-    freed_text: str
-    cause: str
-    other: str = ""  # the variable of the loss whose pass freed it
-    changed: tuple[str, ...] = ()  # leaves below that changed since
-    through: bool = False  # every leaf is reached only through it
-    moved: bool = False  # a leaf of the first loss changed since its pass
 
 
 def explain(case: Case) -> Explanation | None:
@@ -55,8 +40,8 @@ def explain(case: Case) -> Explanation | None:
         created=shared.created,
         freed=shared.freed,
         text=tuple(text),
-        reason=_reason(shared),
-        fixes=tuple(_fixes(shared, case)),
+        reason=reason(shared),
+        fixes=tuple(fixes(shared, case)),
     )
 
 
@@ -87,9 +72,9 @@ def _recorded(case: Case) -> Shared | None:
     if freed_by is None:
         return None
     call = freed_by[0]
-    created = record.made(node)
     same = node in case.roots
-    variable = _variable(case, node, created)
+    variable = _variable(case, node, record.made(node))
+    created = record.made(node) or _only_assignment(case, variable)
     if same:
         cause = "same loss twice"
     elif call.stack != case.call.stack:
@@ -103,10 +88,11 @@ def _recorded(case: Case) -> Shared | None:
         call.stack[0] if call.stack else None,
         str(call),
         cause,
-        other=_loss_at(call.stack[0]) if call.stack else "",
+        other=loss_at(call.stack[0]) if call.stack else "",
         changed=tuple(_changed(case, node)),
         through=_all_through(case.roots, edge),
         moved=_moved(case, call),
+        by=call.name,
     )
 
 
@@ -167,6 +153,16 @@ def _carried_above(case: Case, node: Node) -> str:
     return ""
 
 
+def _only_assignment(case: Case, variable: str) -> Line | None:
+    """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
+    for frame in case.frames:
+        line = _source.line_of(frame)
+        numbers = _source.assignments(variable, line)
+        if numbers:
+            return Line(line.file, numbers[0]) if len(numbers) == 1 else None
+    return None
+
+
 def _loops(case: Case) -> list[ast.stmt]:
     """The loops around the failing call, in the innermost of the user's frames that has any."""
     for frame in case.frames:
@@ -189,21 +185,21 @@ def _hoisted_or_carried(case: Case, variable: str) -> str:
         numbers = _source.assignments(name, line)
         if any(_source.within(loop, number) for loop in loops[:1] for number in numbers):
             return "carried"
+        if name != variable and any(_source.fills(loop, name) for loop in loops[:1]):
+            return "carried"  # a list to which each step adds
         if numbers:
             return "hoisted"
         if "." in name:
-            written = any(_source.is_assigned(name, each.f_code.co_filename) for each in case.frames)
-            return "carried" if written else "cached attribute"
+            writers = _writers(case, name)
+            return "carried" if writers - {"__init__"} else "hoisted" if writers else "cached attribute"
         return ""
     return ""
 
 
-_LOSS = re.compile(r"([\w.\[\]]+)\.backward\(|grad\(\s*([\w.]+)\s*,")
-
-
-def _loss_at(line: Line) -> str:
-    found = _LOSS.search(line.text)
-    return (found.group(1) or found.group(2)) if found else ""
+def _writers(case: Case, name: str) -> set[str]:
+    """The functions, in the files of the user's frames, that assign a variable."""
+    files = {frame.f_code.co_filename for frame in case.frames}
+    return {writer for file in files for writer in _source.assigned_in(name, file)}
 
 
 # --- from what is left ------------------------------------------------------------------------------------------------
@@ -233,10 +229,16 @@ def _inferred(case: Case) -> Shared | None:
         for name in _source.carried(loop):
             if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in _in_sight(case)):
                 return _shared(case, None, name, "carried")
+    for node, name, found in judged:
+        if found == "carried" and name != _source.base(name):
+            return _shared(case, node, name, "carried")
     for held in _in_sight(case):
         name = _source.base(held)
-        if "." in name and any(_source.is_assigned(name, frame.f_code.co_filename) for frame in case.frames):
+        if "." in name and _writers(case, name):
             return _shared(case, None, name, "carried")
+    for node, name in spent.items():  # no loop is in sight: an optimizer calls this function again and again
+        if not _source.assignments(_source.base(name), _line(case)):
+            return _shared(case, node, name, "hoisted")
     return None
 
 
@@ -265,7 +267,7 @@ def _line(case: Case) -> Line:
 def _same_twice(case: Case) -> Shared | None:
     """Is there an earlier pass of the same variable, or none of its assignments in the loop?"""
     root = case.roots[0]
-    variable = case.names.nodes.get(root, "") or _loss_at(_line(case))
+    variable = case.names.nodes.get(root, "") or loss_at(_line(case))
     if not variable:
         return None
     numbers = [number for number in _source.assignments(variable, _line(case)) if number <= _line(case).number]
@@ -286,9 +288,11 @@ def _same_twice(case: Case) -> Shared | None:
 
 
 def _frees(statement: ast.stmt, variable: str) -> bool:
-    """Whether a statement calls `variable.backward()`, and does not retain."""
+    """Whether a statement calls `variable.backward()`, or `autograd.grad(variable, ...)`, and does not retain."""
     text = ast.unparse(statement)
-    return f"{variable}.backward(" in text and "retain_graph=True" not in text
+    if "retain_graph=True" in text or "create_graph=True" in text:
+        return False
+    return f"{variable}.backward(" in text or f"autograd.grad({variable}," in text
 
 
 def _other_loss(case: Case, below: set[Node]) -> Shared | None:
@@ -310,69 +314,6 @@ def _other_loss(case: Case, below: set[Node]) -> Shared | None:
                 freed = Line(_line(case).file, passes[0].lineno)
                 between = range(freed.number, _line(case).number)
                 moved = any(s.lineno in between and ".step(" in ast.unparse(s) for s in _source.statements(_line(case)))
-                return shared._replace(freed=freed, freed_text=_at(freed), other=name, moved=moved)
+                by = "autograd.grad" if "grad(" in freed.text else ""
+                return shared._replace(freed=freed, freed_text=_at(freed), other=name, moved=moved, by=by)
     return None
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _reason(shared: Shared) -> str:
-    return {
-        "hoisted": "it was built once, outside the loop, and every iteration differentiates through it again.",
-        "carried": "it is state from a previous step, whose pass freed its graph; this step differentiates into it.",
-        "two losses": "it belongs to both losses, and the pass of the first freed it.",
-        "same loss twice": "the same loss is differentiated twice, and the first pass freed what it needs.",
-        "cached attribute": "an object computed it once and keeps it; every pass through the object needs it again.",
-    }[shared.cause]
-
-
-def _fixes(shared: Shared, case: Case) -> list[str]:
-    """What is valid here. A retained graph is not, once a leaf below has changed."""
-    name = shared.variable or "that value"
-    code = f"`{name}`" if shared.variable else name
-    stale = [leaf for leaf in shared.changed if leaf != "(unknown)"]
-    because = f"\n(required: {', '.join(stale[:3])} changed in place since; a retained graph would be stale or raise)"
-    required = because if stale else ""
-    retain = not stale and shared.changed != ("(unknown)",)
-    detach = [] if shared.through else [f"{name} = {name}.detach() if no gradient through it is wanted."]
-    failing = case.names.nodes.get(case.roots[0], "") or (_loss_at(case.line) if case.line else "")
-    if shared.cause == "hoisted":
-        keep = ["pass retain_graph=True in every pass but the last, if nothing in it changes."] if retain else []
-        return [f"move the line that computes {code} inside the loop.{required}", *keep, *detach]
-    if shared.cause == "cached attribute":
-        return [f"make the object `{name.split('.')[0]}` anew inside the loop, before it is used.{required}"]
-    if shared.cause == "carried":
-        if failing and failing == shared.variable:
-            return [
-                f"differentiate each step's own part, and add it up detached: {name} = {name} + part.detach().",
-                f"or call {name}.backward() once, after the loop.",
-            ]
-        return [f"{name} = {name}.detach() at the start of each step, so that gradients stop there.", *_unroll()]
-    if shared.cause == "same loss twice":
-        keep = ["pass retain_graph=True in the first call, if the same gradient is wanted again."] if retain else []
-        return [f"compute {code} again before the second call.{required}", *keep]
-    pair = f"{shared.other} + {failing}" if shared.other and failing and shared.other != failing else "the sum of both"
-    if stale:
-        use = [f"give the first loss {name}.detach(), if its pass needs no gradient through it."]
-        return [f"compute {code} again for the second loss.{required}", *use]
-    losses = pair.replace(" + ", ", ") if " + " in pair else "first, second"
-    if shared.moved:  # the first loss is past: what it needs changed after its pass
-        return [
-            f"give the first loss {name}.detach(), if its pass needs no gradient through it.",
-            *(["pass retain_graph=True in the first call, if it does."] if retain else []),
-        ]
-    return [
-        f"one pass for both: ({pair}).backward()." if " + " in pair else f"one pass for {pair}.",
-        f"each loss's own gradients: hodiff.multi_grad([{losses}], parameters).",
-        *(["pass retain_graph=True in the first call."] if retain else []),
-        *(
-            [f"give one of the losses {name}.detach() if it needs no gradient through it."]
-            if not shared.through
-            else []
-        ),
-    ]
-
-
-def _unroll() -> list[str]:
-    return ["to differentiate through several steps, add their losses up and call backward() once, after them."]

@@ -130,11 +130,26 @@ def assignments(name: str, line: Line) -> list[int]:
     )
 
 
-def is_assigned(name: str, file: str) -> bool:
-    """Whether anything in the file assigns `name`, or the same attribute of `self`."""
+def assigned_in(name: str, file: str) -> set[str]:
+    """The names of the functions in a file that assign `name`, or the same attribute of `self`; "" for the module."""
     tree = _tree(file)
-    also = re.sub(r"^.*\.", "self.", name)
-    return any({name, also} & set(targets(node)) for node in (ast.walk(tree) if tree is not None else ()))
+    also = {name, re.sub(r"^.*\.", "self.", name)}
+    lines = [node.lineno for node in (ast.walk(tree) if tree is not None else ()) if also & set(targets(node))]  # type: ignore[attr-defined]
+    return {getattr(_scope(Line(file, number)), "name", "") for number in lines}
+
+
+_GROW = ("append", "extend", "insert", "appendleft")
+
+
+def fills(loop: ast.stmt, name: str) -> bool:
+    """Whether a loop puts something into a container: `name.append(x)`, `name[i] = x`."""
+    for node in ast.walk(loop):
+        call = node.func if isinstance(node, ast.Call) else None
+        if isinstance(call, ast.Attribute) and call.attr in _GROW and ast.unparse(call.value) == name:
+            return True
+        if any(target.startswith(f"{name}[") for target in targets(node)):
+            return True
+    return False
 
 
 def within(node: ast.AST, number: int) -> bool:

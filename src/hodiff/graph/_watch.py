@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,8 +32,10 @@ LOG = 200_000
 
 _serial = itertools.count()
 
+counter, is_dynamo_compiling = _saved.counter, torch.compiler.is_dynamo_compiling
 
-_PASS, _PLAIN, _OPERATION, _INPLACE, _CUT, _GRADIENT = range(6)
+
+_OPERATION, _INPLACE, _CUT, _GRADIENT, _PLAIN, _PASS = range(6)  # what is recorded comes first: see __torch_function__
 
 
 def _kind(func: Any) -> int:
@@ -45,13 +48,35 @@ def _kind(func: Any) -> int:
         if attribute in ("data", "grad"):
             return _CUT if attribute == "data" else _GRADIENT
         return _OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else _PLAIN
-    if name in ("detach", "detach_", "item", "tolist", "numpy"):
+    if name in ("detach", "detach_", "item", "tolist", "numpy", "__float__"):
         return _CUT
+    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
+        return _PLAIN  # x.grad = None and the like: no value changes
     if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
         return _INPLACE
     if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
         return _INPLACE
     return _OPERATION
+
+
+def is_gradient(func: Any) -> bool:
+    """Whether a function is the getter of `x.grad`."""
+    return _kind(func) == _GRADIENT
+
+
+class _Recording(threading.local):
+    """The watches that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.here: list[Watch] = []
+
+
+_recording = _Recording()
+
+
+def recording() -> Watch | None:
+    """The innermost watch around this code."""
+    return _recording.here[-1] if _recording.here else None
 
 
 class Watch(TorchFunctionMode):
@@ -82,20 +107,22 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
-        if torch.compiler.is_dynamo_compiling():  # Dynamo would trace what follows into the graph, wrongly
+        # An optimizer makes hundreds of these calls in a step, hence the plain look.
+        if is_dynamo_compiling():  # Dynamo would trace what follows into the graph, wrongly
             return func(*args, **(kwargs or {}))
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind(func)
-        if kind == _PLAIN:
-            return func(*args, **(kwargs or {}))
-        if kind == _PASS:
-            return self._run_pass(func, args, kwargs or {})
-        if kind == _GRADIENT:
-            return self._read_gradient(func, args)
-        before = _saved.counter()
+        if kind > _CUT:
+            if kind == _PASS:
+                return self._run_pass(func, args, kwargs or {})
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if kind == _GRADIENT and KNOWN.get(sys._getframe(1).f_code) is not False:
+                self._note_gradient(result, sys._getframe(1))
+            return result
+        before = counter()
         result = func(*args, **kwargs) if kwargs else func(*args)
-        after = _saved.counter()
+        after = counter()
         if after != before:
             self._note(before, after)
         elif kind != _INPLACE and (isinstance(result, Tensor) or kind == _CUT) and _has_no_graph(result):
@@ -104,13 +131,19 @@ class Watch(TorchFunctionMode):
             self._note_change(args[0])
         return result
 
-    def _read_gradient(self, func: Any, args: Any) -> Any:
+    def __enter__(self) -> Self:
+        _recording.here.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self in _recording.here:
+            _recording.here.remove(self)
+        super().__exit__(*exc)
+
+    def _note_gradient(self, gradient: Any, frame: FrameType) -> None:
         """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""
-        result = func(*args)
-        frame = sys._getframe(2)
-        if isinstance(result, Tensor) and not result.requires_grad and is_users(frame.f_code):
-            self._remember(result, Lost("gradient", line_of(frame), "grad"))
-        return result
+        if isinstance(gradient, Tensor) and not gradient.requires_grad and is_users(frame.f_code):
+            self._remember(gradient, Lost("gradient", line_of(frame), "grad"))
 
     def _note(self, before: int, after: int) -> None:
         """The nodes `before` ... `after - 1` were made at the user's line."""
@@ -142,7 +175,7 @@ class Watch(TorchFunctionMode):
             lost = "detached" if name in ("detach", "detach_", "__get__") else "constant"
         else:
             inherited = None
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 if tensor.requires_grad:
                     lost = "no_grad" if not torch.is_grad_enabled() else "constant"
                     break
@@ -151,8 +184,13 @@ class Watch(TorchFunctionMode):
                 if inherited is not None:
                     self._remember(result, inherited[1])
                 return
-        if isinstance(result, Tensor) and (kind == _OPERATION or args[0].requires_grad):
-            self._remember(result, Lost(lost, _as_line(_user_line(sys._getframe(2))), name))
+        if kind == _OPERATION or args[0].requires_grad:
+            self._cut(result, Lost(lost, _as_line(_user_line(sys._getframe(2))), name), (args, kwargs))
+
+    def _cut(self, result: Any, lost: Lost, sources: Any) -> None:
+        """Here the graph of `sources` ended: the result, a tensor or a number, is not in it."""
+        if isinstance(result, Tensor):
+            self._remember(result, lost)
 
     def _remember(self, tensor: Tensor, lost: Lost) -> None:
         key, table = id(tensor), self._lost
@@ -160,7 +198,7 @@ class Watch(TorchFunctionMode):
 
     def _note_change(self, what: Any) -> None:
         line = _user_line(sys._getframe(2))
-        for tensor in _tensors(what):
+        for tensor in (what,) if isinstance(what, Tensor) else tensors_in(what):
             self._changed[_saved.storage(tensor)[0]] = line
 
     def lost(self, tensor: Tensor) -> Lost | None:
@@ -210,7 +248,7 @@ class Watch(TorchFunctionMode):
         if isinstance(result, tuple) and stack:
             for tensor in result:
                 if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                    self._remember(tensor, Lost("constant gradient" if create else "gradient", stack[0], name))
+                    self._cut(tensor, Lost("constant gradient" if create else "gradient", stack[0], name), args)
         return result
 
     def _note_pass(self, before: int, after: int, frame: FrameType) -> None:
@@ -225,9 +263,10 @@ class Watch(TorchFunctionMode):
 
     def _tag(self, call: Pass, nodes: Sequence[Node]) -> None:
         key, index = self.key, call.number
+        inner = (index, -1)
         for node in nodes:
             leaf = _saved.leaf(node)
-            _saved.tags(node)[key] = (index, -1 if leaf is None else _saved.version(leaf))
+            _saved.tags(node)[key] = inner if leaf is None else (index, _saved.version(leaf))
 
     def _failed(
         self, error: Exception, call: Pass, roots: list[Node], inputs: list[Any] | None, frame: FrameType
@@ -286,7 +325,7 @@ def _has_no_graph(result: Any) -> bool:
     return not isinstance(result, Tensor) or (not result.requires_grad and result.is_floating_point())
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in arguments, two levels deep."""
     if isinstance(value, Tensor):
         return [value]
@@ -299,7 +338,7 @@ def _tensors(value: Any) -> list[Tensor]:
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (tuple, list, dict)):
-            found += _tensors(item)
+            found += tensors_in(item)
     return found
 
 
@@ -331,7 +370,7 @@ def watch() -> Watch:
         A context manager; entered, it gives the recorder, whose `.passes` lists the passes seen.
 
     Cost:
-        Some 10 µs per operation: at most 1.3 times the time of plain training. No pass, and no memory
+        Some 10 µs per operation: at most about 1.3 times the time of plain training. No pass, and no memory
         of tensors: one number and one line per operation, one small dict per node that a pass freed.
 
     Examples:

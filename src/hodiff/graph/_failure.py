@@ -1,0 +1,303 @@
+"""What the errors of hodiff's calculus say beyond their first sentence: the line, the variable, and what to do.
+
+In the function form `f` is called once more, under a watch, with the same argument and the same random numbers;
+what it did on the way is then recorded, and certain. In the tensor form the forward pass is past: what is left of
+it (the states of the graph, the variables and the source) is read, unless a watch of the user's recorded it.
+
+It is asked through `hodiff._why`, so that the calculus need not know of this package.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff import _nodes, _why
+from hodiff._nodes import Node
+from hodiff._why import Failure
+from hodiff.graph import _cut, _predict, _saved, _second_time
+from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
+from hodiff.graph._names import Names, user_frames
+from hodiff.graph._source import Line, line_of
+from hodiff.graph._watch import Watch, is_gradient, recording, tensors_in
+
+SHOWN = 3
+"""Lines of one kind that a message shows."""
+
+WALKS = 200
+"""How often one run asks whether a cut concerns the argument, which is a walk over a graph; then it makes no claim."""
+
+
+def words(failure: Failure) -> str:
+    """The lines to add to a message; empty if there is nothing to say."""
+    frames = list(user_frames(sys._getframe(1)))
+    if failure.again is not None:
+        return _of_function(failure, failure.again, frames)
+    return _of_tensors(failure, frames) if failure.function is None else ""
+
+
+# --- the function form: f once more, under a watch --------------------------------------------------------------------
+
+
+class _Rerun(Watch):
+    """A watch that also notes where the caller's tensors and ours were used, and each place that cut ours off."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self.used: dict[int, Line] = {}
+        self.cuts: list[Lost] = []
+        self.steps: dict[Line, bool] = {}  # integer and boolean results, and whether they depend on the argument
+        self.walks = 0
+        self._sought = {id(tensor) for tensor in [*failure.leaves, *failure.theirs]}
+        self._leaves = failure.leaves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one call, and note what it did."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        given = [] if getattr(func, "__name__", "") == "__get__" else tensors_in((args, kwargs))
+        for tensor in given:
+            if id(tensor) in self._sought:
+                self.used.setdefault(id(tensor), _user_line())
+        if isinstance(result, Tensor) and not result.is_floating_point() and _user_line() not in self.steps:
+            self.steps[_user_line()] = self._reach(given)
+        if is_gradient(func) and isinstance(result, Tensor) and not result.requires_grad:
+            self._cut(result, Lost("gradient", _user_line(), "grad"), args)
+        return result
+
+    def _cut(self, result: Any, lost: Lost, sources: Any) -> None:
+        super()._cut(result, lost, sources)
+        if lost not in self.cuts and self.walks < WALKS:
+            self.walks += 1
+            if self._reach(tensors_in(sources)):
+                self.cuts.append(lost)
+
+    def _reach(self, tensors: Iterable[Tensor]) -> bool:
+        with torch.inference_mode(False), torch.enable_grad():  # f may have switched them: a leaf has no node then
+            nodes = [node for tensor in tensors if (node := _nodes.node_of(tensor)) is not None]
+        return _nodes.reaches(nodes, self._leaves)
+
+
+def _user_line() -> Line:
+    frame = next(user_frames(sys._getframe(2)), None)
+    return Line("?", 0) if frame is None else line_of(frame)
+
+
+def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]) -> str:
+    with _Rerun(failure) as record:
+        outputs = again()
+    with _saved.without_modes():
+        # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.
+        graph = _nodes.survey(outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None])
+        cause = failure.error.__cause__
+        if cause is not None:
+            return _from_engine(failure, cause, outputs, frames, record)
+        if any(tensor.requires_grad and graph.contains(tensor) for tensor in failure.theirs):
+            return _bypass(failure, record)
+        missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
+        if len(missing) == len(failure.leaves) or (missing and failure.strict):
+            return _lost(failure, outputs, missing, frames, record)
+        return _blamed(failure, outputs, Names(), record)
+
+
+def _bypass(failure: Failure, record: _Rerun) -> str:
+    """Where `f` used the caller's own tensor."""
+    lines = {record.used[id(tensor)] for tensor in failure.theirs if id(tensor) in record.used}
+    return "\n".join(f"  used at      {line}   {line.text}" for line in sorted(lines)[:SHOWN])
+
+
+_WAYS_OUT = {
+    "detached": "drop the detach() (or .data) there, if a derivative through it is wanted.",
+    "no_grad": "move it out of the no_grad block, or compute it under torch.enable_grad().",
+    "gradient": (
+        "take that gradient with hodiff.grad, which is differentiable inside f, or with "
+        "autograd.grad(..., create_graph=True)."
+    ),
+    "constant gradient": "its derivative is zero; hodiff.grad inside f gives zeros there, instead of a constant.",
+    "constant": (
+        "stay with tensor operations: item(), float(), NumPy and torch.tensor(...) give constants, "
+        "torch.stack and torch.cat do not."
+    ),
+}
+
+
+def _way_out(kind: str, line: Line) -> str:
+    """What to do about a cut; a detach() that only serves NumPy is not the cause."""
+    leaves_torch = kind == "detached" and any(word in line.text for word in (".numpy(", ".item(", ".tolist("))
+    return _WAYS_OUT["constant" if leaves_torch else kind]
+
+
+def _lost(
+    failure: Failure, outputs: Sequence[Tensor], missing: Sequence[Tensor], frames: list[FrameType], record: _Rerun
+) -> str:
+    """Where `f` cut its argument off; or that it never used it, and what the result was computed from."""
+    last = next((lost for output in outputs if (lost := record.lost(output)) is not None), None)
+    cuts = sorted(record.cuts, key=lambda lost: lost != last)[:SHOWN]
+    if cuts:
+        kind, line = cuts[0].kind, cuts[0].line
+        lines = [f"  cut at       {lost.line}   {lost.line.text}" for lost in cuts]
+        return "\n".join([*lines, f"    => {_cut.KINDS[kind]}", f"    fix: {_way_out(kind, line)}"])
+    steps = [line for line, concerned in record.steps.items() if concerned]
+    if record.walks == WALKS:
+        return ""
+    if steps:
+        line = steps[-1]
+        return "\n".join(
+            [
+                f"  cut at       {line}   {line.text}",
+                "    => its result is integer or boolean, which has no derivative.",
+                "    fix: use a smooth substitute (softmax, sigmoid, a soft mask) where a derivative is wanted.",
+            ]
+        )
+    lines = []
+    if not any(id(leaf) in record.used for leaf in missing):
+        ids = {id(leaf) for leaf in missing}
+        names = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
+        lines.append(f"  no operation in f was given {', '.join(names[:6])}: compute with f's argument")
+    others = _others(failure, outputs, frames)
+    return "\n".join([*lines, f"  its graph leads to: {', '.join(others)}"] if others else lines)
+
+
+def _others(failure: Failure, outputs: Sequence[Tensor], frames: list[FrameType]) -> list[str]:
+    """The names of the leaves that the result was computed from instead."""
+    names = Names(frames, _closure(failure.function))
+    leaves = [leaf for node in _predict.executed(_roots(outputs), None) if (leaf := _saved.leaf(node)) is not None]
+    return sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    """The variables that a function closes over."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    found = {}
+    for name, cell in zip(code.co_freevars if code is not None else (), cells or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return found
+
+
+# --- the tensor form: what is left ------------------------------------------------------------------------------------
+
+
+def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
+    with _saved.without_modes():
+        record, cause = recording(), failure.error.__cause__
+        if cause is not None:
+            return _from_engine(failure, cause, failure.outputs, frames, record)
+        untracked = [tensor for tensor in [*failure.theirs, *failure.outputs] if not tensor.requires_grad]
+        if untracked:
+            return _untracked(_case(failure, untracked[:1], frames, record))
+        graph = _nodes.survey(failure.outputs)
+        if not all(graph.contains(leaf) for leaf in failure.leaves):
+            found = _cut.not_used(_case(failure, failure.outputs, frames, record))
+            return "\n".join(f"  {line}" for line in found.text) if found is not None else ""
+        return _blamed(failure, failure.outputs, Names(frames), record)
+
+
+def _untracked(case: Case) -> str:
+    """Where a tensor lost its graph; nothing if that cannot be told."""
+    found = _cut.no_graph(case)
+    if found is None or found.created is None:
+        return ""
+    kind = next((kind for kind, cause in _cut.CAUSES.items() if cause == found.cause), found.cause)
+    return _body(replace(found, fixes=(_way_out(kind, found.created),)))
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _roots(outputs: Sequence[Tensor]) -> list[Node]:
+    return [node for output in outputs if (node := _nodes.node_of(output)) is not None]
+
+
+def _case(
+    failure: Failure, tensors: Sequence[Tensor], frames: list[FrameType], record: Watch | None, error: Any = None
+) -> Case:
+    """The failing call of hodiff, as if it were a pass."""
+    stack = tuple(line_of(frame) for frame in frames)
+    call = None if record is None else Pass(len(record.passes), "hodiff", stack, True, _saved.counter(), -1)
+    roots, inputs = _roots(tensors), list(failure.leaves)
+    return Case(error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call)
+
+
+def _from_engine(
+    failure: Failure, cause: BaseException, outputs: Sequence[Tensor], frames: list[FrameType], record: Watch | None
+) -> str:
+    """The engine refused: what was freed, or changed, and by which line."""
+    text = str(cause)
+    case = _case(failure, outputs, frames, record, cause)
+    if _saved.FREED_TEXT in text or "already been freed" in text:
+        if failure.function is not None:
+            return _freed_by_f(case)
+        found = _second_time.explain(case)
+        return _body(found) if found is not None else _freed(case)
+    if _saved.STALE_TEXT in text:
+        found = _cut.changed_in_place(case)
+        if found is not None and failure.function is not None:  # what else is said there is about a pass of the caller
+            found = replace(found, fixes=found.fixes[:1])
+        return _body(found) if found is not None else ""
+    return _blamed(failure, outputs, case.names, record)
+
+
+def _freed_part(case: Case) -> list[Node]:
+    """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
+    nodes = _predict.executed(case.roots, case.inputs)
+    return _predict.topmost(case.roots, [node for node in nodes if _predict.trouble(node) == "freed"])
+
+
+def _freed(case: Case) -> str:
+    """That part alone, where nothing tells which pass it was."""
+    given = [f"`{name}`" for tensor in case.tensors if (name := case.names.of(tensor))]
+    shown = ", ".join(_predict.label(node, case.names) for node in _freed_part(case)[:SHOWN])
+    return f"  the freed part{' of ' + ', '.join(given) if given else ''} begins at {shown}" if shown else ""
+
+
+def _freed_by_f(case: Case) -> str:
+    """The pass that `f` ran itself."""
+    tags = [tag for node in _freed_part(case) if case.record is not None and (tag := case.record.tag(node)) is not None]
+    if not tags:
+        return ""
+    line = tags[0][0].stack[0]
+    return "\n".join(
+        [
+            f"  freed by     {line}   {line.text}",
+            "    => f differentiates by itself, and frees what its result needs.",
+            "    fix: leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True).",
+        ]
+    )
+
+
+def _blamed(failure: Failure, outputs: Sequence[Tensor], names: Names, record: Watch | None) -> str:
+    """The lines, or the variables, of the nodes that the message is about."""
+    found: dict[str, None] = {}
+    for node in _predict.executed(_roots(outputs), None):
+        line = record.made(node) if record is not None else None
+        if _is_blamed(failure, node):
+            if line is not None:
+                found[f"  recorded at  {line}   {line.text}"] = None
+            elif node in names.nodes:
+                found[f"  recorded as  {_predict.label(node, names)}"] = None
+        # `Function.apply` is no torch function, which a watch could see: but what is done with its result is.
+        elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
+            found[f"  its result is used at  {line}   {line.text}"] = None
+    return "\n".join(list(found)[:SHOWN])
+
+
+def _is_blamed(failure: Failure, node: Node) -> bool:
+    """Whether the message is about this node: by its operation, or by the name of its Python Function."""
+    name = type(node).__name__
+    named = _saved.is_function(node) and f"Function {name.removesuffix('Backward')} " in str(failure.error)
+    return named or failure.blames(name)
+
+
+def _body(found: Explanation) -> str:
+    return found.body if found.certain else f"  {LIKELY}:\n{found.body}"
+
+
+_why.register(words)

@@ -1,0 +1,438 @@
+"""The errors of the calculus name the line and the variable; where that is impossible they are as they were."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import hodiff
+from hodiff import _why
+from hodiff.graph import _failure, watch
+
+X = torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
+V = torch.ones_like(X)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g
+
+
+def detached(x):
+    h = x.detach() * 2
+    return h.square().sum()
+
+
+def by_data(x):
+    h = x.sin().data
+    return h.sum()
+
+
+def under_no_grad(x):
+    with torch.no_grad():
+        h = x * 2
+    return h.sum()
+
+
+@torch.inference_mode()
+def under_inference_mode(x):
+    h = x * 2
+    return h.sum()
+
+
+def by_item(x):
+    total = x.sum().item()
+    return torch.tensor(total**2)
+
+
+def by_float(x):
+    total = float(x.square().sum())
+    return torch.tensor(total)
+
+
+def by_numpy(x):
+    h = x.detach().numpy().copy()
+    return torch.from_numpy(h).sum()
+
+
+def by_tensor(x):
+    h = torch.tensor([x[0] * 2, x[1]])
+    return h.sum()
+
+
+def by_argmax(x):
+    index = x.argmax()
+    return index.double()
+
+
+def by_comparison(x):
+    mask = x > 0.5
+    return mask.double().sum()
+
+
+def by_gradient(x):
+    (g,) = torch.autograd.grad(x.pow(3).sum(), x)
+    return g.sum()
+
+
+def by_own_gradient(x):
+    x.pow(3).sum().backward()
+    g = x.grad
+    return g.sum()
+
+
+def by_constant_gradient(x):
+    (g,) = torch.autograd.grad(x.sum(), x, create_graph=True)
+    return g.sum()
+
+
+CUT = {
+    detached: ("h = x.detach() * 2", "drop the detach()"),
+    by_data: ("h = x.sin().data", "drop the detach()"),
+    under_no_grad: ("h = x * 2", "out of the no_grad block"),
+    under_inference_mode: ("h = x * 2", "out of the no_grad block"),
+    by_item: ("total = x.sum().item()", "tensor operations: item(), float(), NumPy"),
+    by_float: ("total = float(x.square().sum())", "tensor operations: item(), float(), NumPy"),
+    by_numpy: ("h = x.detach().numpy().copy()", "tensor operations: item(), float(), NumPy"),
+    by_tensor: ("h = torch.tensor([x[0] * 2, x[1]])", "torch.stack and torch.cat do not"),
+    by_argmax: ("index = x.argmax()", "smooth substitute"),
+    by_comparison: ("mask = x > 0.5", "smooth substitute"),
+    by_gradient: ("(g,) = torch.autograd.grad(x.pow(3).sum(), x)", "hodiff.grad, which is differentiable inside f"),
+    by_own_gradient: ("g = x.grad", "hodiff.grad, which is differentiable inside f"),
+    by_constant_gradient: ("(g,) = torch.autograd.grad(x.sum(), x, create_graph=True)", "gives zeros there"),
+}
+
+
+def said(line: str, fix: str, label: str = "cut at") -> str:
+    return rf"(?s)\n  {label} +test_failure\.py:\d+ +{re.escape(line)}\n.*fix: .*{re.escape(fix)}"
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@pytest.mark.parametrize("call", [hodiff.grad, lambda f, x: hodiff.hvp(f, x, V), hodiff.hessian])
+@pytest.mark.parametrize("f", CUT, ids=lambda f: f.__name__)
+def test_where_f_cut_the_graph(f, call):
+    with pytest.raises(hodiff.GraphError, match=said(*CUT[f])) as caught:
+        call(f, X)
+    assert "the output of f carries no graph: between x and the result" in str(caught.value)
+    assert "Usual causes" not in str(caught.value)  # the guess gives way
+    assert caught.value.__cause__ is None
+
+
+def test_several_cuts_and_no_others():
+    scale = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def f(x):
+        norm = scale.detach().norm()  # cuts nothing of x
+        a = x.detach() * norm
+        b = x.data
+        return (a + b).sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"a = x\.detach\(\)") as caught:
+        hodiff.grad(f, X)
+    assert "b = x.data" in str(caught.value)
+    assert "norm = scale" not in str(caught.value)
+
+
+def test_another_tensor_than_the_argument():
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(hodiff.GraphError, match=r"no operation in f was given x(?s:.*)leads to: `w`"):
+        hodiff.grad(lambda x: (w * 2).sum(), X)
+    with pytest.raises(hodiff.GraphError, match=said("return (w * x.detach()).sum()", "drop the detach()")):
+        hodiff.grad(cut_beside(w), X)
+
+
+def cut_beside(w):
+    def f(x):
+        return (w * x.detach()).sum()
+
+    return f
+
+
+def test_strict():
+    def f(pair):
+        a, b = pair
+        return (a * b.detach()).sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"strict=True(?s:.*)cut at .*return \(a \* b\.detach\(\)\)"):
+        hodiff.grad(f, (X, X.clone()), strict=True)
+
+
+def test_the_caller_s_own_parameters():
+    model = nn.Linear(3, 1).double()
+
+    def f(p):
+        return model(X).sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"other than through its argument(?s:.*)used at .*return model\(X\)"):
+        hodiff.grad(f, list(model.parameters()))
+
+
+def pairs(x):
+    z = x.reshape(3, 1)
+    d = torch.cdist(z, z + 1)
+    return d.sum()
+
+
+def test_a_missing_second_derivative():
+    with pytest.raises(hodiff.GraphError, match=r"derivative of cdist(?s:.*)recorded at .*d = torch\.cdist\(z, z \+ 1"):
+        hodiff.hvp(pairs, X, V)
+    x = X.clone().requires_grad_()
+    z = x.reshape(3, 1)
+    d = torch.cdist(z, z + 1)
+    with pytest.raises(
+        hodiff.GraphError, match=r"derivative of cdist(?s:.*)recorded as  `d` = CdistBackward0 \(3, 3\)"
+    ):
+        hodiff.hvp(d.sum(), x, V)
+
+
+def test_a_nested_call_and_an_input_that_does_not_matter():
+    x = X.clone().requires_grad_()
+    words = r"derivative of cdist(?s:.*)recorded at .*d = torch\.cdist\(z, z \+ 1"
+    with pytest.raises(hodiff.GraphError, match=words):
+        hodiff.grad(lambda x: hodiff.hvp(pairs, x, V).sum(), x, create_graph=True)
+    with pytest.raises(hodiff.GraphError, match=words) as caught:
+        hodiff.hvp(lambda pair: pairs(pair[0]) + pair[1].detach().sum(), (X, X.clone()), (V, V))
+    assert "cut at" not in str(caught.value)
+
+
+def test_a_function_that_is_once_differentiable():
+    def f(x):
+        y = Once.apply(x)
+        return y.sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"Once is @once(?s:.*)result is used at .*return y\.sum\(\)"):
+        hodiff.hvp(f, X, V)
+
+
+def test_a_value_that_f_changed():
+    def f(x):
+        h = x.exp()
+        total = (h * h).sum()
+        h.mul_(2)
+        return total
+
+    words = r"saved at .*total = \(h \* h\)\.sum\(\)\n +changed at .*h\.mul_\(2\)"
+    with pytest.raises(hodiff.GraphError, match=words) as caught:
+        hodiff.grad(f, X)
+    assert "modified by an inplace operation" in str(caught.value.__cause__)
+
+
+def test_a_pass_inside_f():
+    def f(x):
+        y = x.square().sum()
+        y.backward()
+        return y
+
+    with pytest.raises(
+        hodiff.GraphError, match=r"freed by .*y\.backward\(\)\n(?s:.*)leave that pass out of f"
+    ) as caught:
+        hodiff.grad(f, X)
+    assert "Call hodiff before that pass" not in str(caught.value)
+    assert "second time" in str(caught.value.__cause__)
+
+
+def test_a_graph_that_was_freed():
+    x = X.clone().requires_grad_()
+    h = x.sin()
+    first, second = h.sum(), h.square().sum()
+    first.backward()
+    words = r"already been freed(?s:.*)likely;(?s:.*)`h` = SinBackward0(?s:.*)freed by .*first\.backward\(\)"
+    with pytest.raises(hodiff.GraphError, match=words) as caught:
+        hodiff.hvp(second, x, V)
+    assert "second time" in str(caught.value.__cause__)
+    assert "hodiff.multi_grad([first, second]" in str(caught.value)
+
+
+def test_a_graph_that_was_freed_out_of_sight():
+    x = X.clone().requires_grad_()
+
+    def spent():
+        total = x.sin().square().sum()
+        total.backward()
+        return total
+
+    losses = [spent()]
+    with pytest.raises(hodiff.GraphError, match=r"freed part of `losses\[0\]` begins at PowBackward0 \(3,\)"):
+        hodiff.grad(losses[0], x)
+
+
+def test_a_value_that_was_changed():
+    x = X.clone().requires_grad_()
+    h = x.exp()
+    total = (h * h).sum()
+    h.mul_(2)
+    with pytest.raises(hodiff.GraphError, match=r"`h` was changed in place, after MulBackward0 had saved it"):
+        hodiff.grad(total, x)
+
+
+def test_a_record_is_used():
+    x = X.clone().requires_grad_()
+    with watch():
+        h = x.exp()
+        total = (h * h).sum()
+        h.mul_(2)
+        with pytest.raises(hodiff.GraphError, match=r"changed at +test_failure\.py:\d+ +h\.mul_\(2\)") as caught:
+            hodiff.grad(total, x)
+    assert "likely" not in str(caught.value)
+
+
+def test_an_input_or_a_loss_that_was_cut():
+    x = X.clone().requires_grad_()
+    w = torch.ones_like(x, requires_grad=True)
+    h = x.detach()
+    loss = (h * w).sum()
+    with pytest.raises(hodiff.GraphError, match=r"does not require grad(?s:.*)`h` has no graph\n +cut at .*h = x\.det"):
+        hodiff.grad(loss, h)
+    loss = x.detach().sum()
+    with pytest.raises(hodiff.GraphError, match=r"carries no graph(?s:.*)cut at .*loss = x\.detach\(\)\.sum\(\)"):
+        hodiff.grad(loss, x)
+    with pytest.raises(hodiff.GraphError, match=r"hodiff\.grad\(f, x\)\.$"):  # nothing to add: it is a plain constant
+        hodiff.grad((X * w).sum(), X)
+
+
+def test_an_input_that_was_not_used():
+    x = X.clone().requires_grad_()
+    w = torch.ones_like(x, requires_grad=True)
+    y = x * 2
+    loss = (x * w).sum()
+    with pytest.raises(hodiff.GraphError, match=r"not in the graph: `y`\n +in the graph: `w`, `x`"):
+        hodiff.grad(loss, y)
+
+
+def test_one_more_call_and_nothing_else():
+    """The random numbers go on as after one call; the statistics of a batch norm stay; no .grad, no mode."""
+    calls = []
+    norm = nn.BatchNorm1d(3).double()
+
+    def f(x):
+        calls.append(torch.rand(1).item())
+        return norm(x.detach().expand(4, 3) * torch.rand(4, 3)).detach().sum()
+
+    torch.manual_seed(0)
+    f(X)
+    after = torch.rand(1)
+    norm.reset_running_stats()
+    calls.clear()
+    torch.manual_seed(0)
+    with pytest.raises(hodiff.GraphError, match="cut at"):
+        hodiff.grad(f, X)
+    assert torch.equal(torch.rand(1), after)
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+    assert torch.equal(norm.running_mean, torch.zeros(3))
+    assert norm.num_batches_tracked == 0
+    assert torch.is_grad_enabled()
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_call_that_succeeds_calls_once():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return x.square().sum()
+
+    hodiff.hvp(f, X, V)
+    assert calls == [1]
+
+
+def test_nested_calls_explain_once():
+    calls = []
+
+    def inner(x):
+        calls.append(1)
+        return x.detach().sum()
+
+    def outer(x):
+        return hodiff.grad(inner, x).sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"cut at .*return x\.detach\(\)\.sum\(\)") as caught:
+        hodiff.grad(outer, X)
+    assert len(calls) == 2
+    assert str(caught.value).count("cut at") == 1
+
+
+def test_an_exception_of_f_is_left_alone():
+    error = hodiff.GraphError("mine")
+
+    def f(x):
+        raise error
+
+    with pytest.raises(hodiff.GraphError, match=r"^mine$"):
+        hodiff.grad(f, X)
+
+
+def test_a_second_call_that_fails():
+    batches = iter([torch.ones(3)])
+
+    def f(x):
+        return (next(batches) * x.detach()).sum()
+
+    with pytest.raises(hodiff.GraphError, match="Usual causes") as caught:
+        hodiff.grad(f, X)
+    assert caught.value.__context__ is None or "StopIteration" not in repr(caught.value.__context__)
+
+
+@pytest.mark.parametrize("how", ["none", "broken", "silent"])
+def test_an_explainer_that_does_not_help(monkeypatch, how):
+    def broken(failure):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(_why, "_explainers", {"none": [], "broken": [broken], "silent": [lambda failure: ""]}[how])
+    with pytest.raises(hodiff.GraphError, match=r"carries no graph.*Usual causes: .*of a result\.$"):
+        hodiff.grad(detached, X)
+
+
+def test_f_is_not_called_again_where_other_processes_would_wait(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(hodiff.GraphError, match="Usual causes"):
+        hodiff.grad(detached, X)
+
+
+def test_aux_and_modules_and_operators():
+    model = nn.Linear(3, 1).double()
+
+    def with_aux(m):
+        y = m(X).detach()
+        return y.sum(), y
+
+    with pytest.raises(hodiff.GraphError, match=said("y = m(X).detach()", "drop the detach()")):
+        hodiff.value_and_grad(with_aux, model, has_aux=True)
+    with pytest.raises(hodiff.GraphError, match=r"cut at .*h = x\.detach\(\)"):
+        _ = hodiff.HessianOperator(detached, X) @ V
+    with pytest.raises(hodiff.GraphError, match=r"cut at .*h = x\.detach\(\)"):
+        hodiff.gradient_penalty(per_sample, X.reshape(3, 1))
+
+
+def per_sample(x):
+    h = x.detach()
+    return h.square().sum(-1)
+
+
+def test_the_search_ends(monkeypatch):
+    """Each walk is linear in the graph, and a long function makes many values that have no graph."""
+    walks = []
+    reaches = _failure._nodes.reaches
+    monkeypatch.setattr(_failure._nodes, "reaches", lambda *given: walks.append(1) or reaches(*given))
+    other = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def f(x, unrelated):
+        for _ in range(1000):
+            x = x + (x > 0.5)
+            if unrelated:
+                other.detach()
+        return x.detach().sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"cut at .*return x\.detach\(\)\.sum\(\)"):
+        hodiff.grad(f, X, args=(False,))
+    with pytest.raises(hodiff.GraphError, match=r"Usual causes"):
+        hodiff.grad(f, X, args=(True,))
+    assert len(walks) <= _failure.WALKS + 10
