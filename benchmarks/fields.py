@@ -1,6 +1,7 @@
 """Field operators against the stock routes of PyTorch, and against `jet-for-pytorch` where it is installed."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -67,16 +68,22 @@ def by_jvp_of_grad(f: nn.Module, x: Tensor, train: bool) -> Tensor:
 STOCK: dict[str, Route] = {LOOP: by_loop, "vmap(hessian)": by_hessian, "vmap(jvp(grad))": by_jvp_of_grad}
 
 
-def peer(f: nn.Sequential, dimension: int) -> Route | None:
-    """The collapsed Laplacian of `jet-for-pytorch`, traced and simplified beforehand."""
+def peer(f: nn.Sequential, dimension: int) -> tuple[Route, float] | None:
+    """The collapsed Laplacian of `jet-for-pytorch`, and the seconds that tracing and simplifying it took."""
     try:
         from jet.laplacian import laplacian  # pyright: ignore[reportMissingImports]
         from jet.simplify import simplify  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
+    start = time.perf_counter()
     example = torch.randn(dimension)
-    made = simplify(laplacian(f, example), example)
-    return lambda f, x, train: vmap(lambda z: made(z)[-1])(x)
+    made = simplify(laplacian(f, example), example)  # of one sample: (value, Jacobian, Laplacian)
+
+    def route(f: nn.Module, x: Tensor, train: bool) -> Tensor:
+        with torch.set_grad_enabled(train):
+            return vmap(made)(x)[-1]
+
+    return route, time.perf_counter() - start
 
 
 def run(route: Route, f: nn.Module, x: Tensor, train: bool) -> Callable[[], object]:
@@ -92,9 +99,8 @@ def run(route: Route, f: nn.Module, x: Tensor, train: bool) -> Callable[[], obje
 
 def laplacians(rounds: int) -> Iterator[Row]:
     f = network(50, 256)
-    theirs = peer(f, 50)
-    if theirs is None:
-        yield Row("jet-for-pytorch", "not installed", "-")
+    theirs, seconds = peer(f, 50) or (None, 0.0)
+    yield Row("jet-for-pytorch", "D = 50", f"{seconds:.1f} s to set up" if theirs else "not installed")
     for batch in (64, 256, 512):
         x = torch.randn(batch, 50)
         routes: dict[str, Route] = {"hodiff": ours, **STOCK, **({"jet-for-pytorch": theirs} if theirs else {})}
@@ -198,14 +204,20 @@ def overhead(rounds: int) -> Iterator[Row]:
 
 
 def compiled(rounds: int) -> Iterator[Row]:
-    f, x = network(3, 64), torch.randn(512, 3)
-    f.requires_grad_(False)
-    try:
-        fast = torch.compile(lambda x: hodiff.laplacian(f, x), fullgraph=True)
-        error = float((fast(x) - hodiff.laplacian(f, x)).abs().max())
-    except Exception as problem:  # no C++ compiler, for one
-        yield Row("laplacian under torch.compile", "D = 3, batch 512", f"not run: {type(problem).__name__}")
-        return
-    times = race({"hodiff": lambda: fast(x), "eager": lambda: hodiff.laplacian(f, x)}, rounds=rounds)
-    row = against(times, ["eager"], "compiled laplacian", "D = 3, 4x64 tanh, batch 512, value", 1.0)
-    yield row._replace(measured=f"{row.measured}; differs by {error:.0e}")
+    for dimension, width, batch in ((3, 64, 512), (50, 256, 64)):
+        f, x = network(dimension, width), torch.randn(batch, dimension)
+        torch.compiler.reset()
+        for train in (False, True):
+            mine = torch.compile(lambda x, f=f, train=train: hodiff.laplacian(f, x, create_graph=train), fullgraph=True)
+            routes: dict[str, Route] = {"hodiff": lambda f, x, train, mine=mine: mine(x), "eager": ours, LOOP: by_loop}
+            case = f"D = {dimension}, 4x{width} tanh, batch {batch}, {'training' if train else 'value'}"
+            start = time.perf_counter()
+            try:
+                error = float((mine(x) - ours(f, x, train)).detach().abs().max())
+            except Exception as problem:  # no C++ compiler, for one
+                yield Row("laplacian under torch.compile", case, f"not run: {type(problem).__name__}")
+                return
+            seconds = time.perf_counter() - start
+            times = race({name: run(route, f, x, train) for name, route in routes.items()}, rounds=rounds)
+            row = against(times, ["eager"], "compiled laplacian", case, 1.0)
+            yield row._replace(measured=f"{row.measured}; differs by {error:.0e}; {seconds:.0f} s to compile")

@@ -1,22 +1,20 @@
-"""One expansion to second order, by jets or by nested reverse mode; the choice between them."""
+"""A call of a field operator: what it was given, the choice of its route, and what all routes share."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _nodes, _reverse, _safety
+from hodiff import _checks, _nodes, _safety
 from hodiff._evaluate import Evaluation, detached
 from hodiff.errors import HodiffWarning, InputError
-from hodiff.fields._directions import Directions
 from hodiff.jets import _jet, _push
-from hodiff.jets._jet import MixesSamples, NoRule
-from hodiff.jets._series import full
+from hodiff.jets._registry import MixesSamples, NoRule
 
 METHODS = ("auto", "jets", "reverse")
 
@@ -33,6 +31,7 @@ class Call:
     method: str = "auto"
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
+    chunk_size: int | str = "auto"
 
     def checked(self) -> Call:
         """Itself, with its arguments checked."""
@@ -41,7 +40,10 @@ class Call:
         if not _jet.is_jet(self.x):
             _checks.check_real_tensor(self.x, "x")
         _checks.check_batch([self.x], ["x"], self.batch_ndim)
+        if not torch.Size(self.event).numel():
+            raise InputError(f"x: has points of shape {self.event}, without coordinates to differentiate by.")
         _checks.check_arguments(self.args, self.kwargs)
+        _checks.check_chunk_size(self.chunk_size)
         if self.method not in METHODS:
             raise InputError(f'method: got {self.method!r}, expected "auto", "jets" or "reverse".')
         if isinstance(self.f, Tensor) and self.method == "jets":
@@ -97,21 +99,6 @@ def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, p
         return call.finish(reverse())
 
 
-class Curves(NamedTuple):
-    """Along each direction: the value, first derivatives `(R, *out)` and second ones `(groups, *out)`."""
-
-    value: Any
-    first: Any
-    second: Any
-
-
-def second_order(call: Call, directions: Directions, drift: Any = None, *, prefer: str = "jets") -> Curves:
-    """The function and its derivatives along straight lines; with `drift` b, second ones gain b·∇f."""
-    return choose(
-        call, lambda: _by_jets(call, directions, drift), lambda: _by_reverse(call, directions, drift), prefer=prefer
-    )
-
-
 def push(call: Call, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:
     """The output's series, and its expansion."""
     record = call.record
@@ -122,58 +109,12 @@ def push(call: Call, seeds: Sequence[Any], order: int, **options: Any) -> tuple[
     return series, expansion
 
 
-def _by_jets(call: Call, directions: Directions, drift: Any) -> Curves:
-    vectors, weights, groups = directions
-    rows = vectors.shape[0]
-    seeds = [vectors] if drift is None else [vectors, (drift * 0.5).unsqueeze(0)]
-    series, _ = push(call, seeds, 2, groups=groups, weights=weights)
-    return Curves(series[0], _push.entry(series, 1, rows), _push.entry(series, 2, groups) * 2)
-
-
-def _by_reverse(call: Call, directions: Directions, drift: Any) -> Curves:
-    """Double backward: one pass for each component of f, then one for each direction."""
-    vectors, weights, groups = directions
-    with Evaluation(
-        call.f,
-        call.x,
-        passes=2,
-        batch_ndim=call.batch_ndim,
-        create_graph=call.record,
-        args=call.args,
-        kwargs=call.kwargs,
-    ) as ev:
-        output = _checks.check_output(ev.outputs)
-        _push.check_batch(output, call.batch)
-        columns = output.reshape(*call.batch, -1).unbind(-1)
-        found = [_component(ev, column, call, vectors, drift, last=column is columns[-1]) for column in columns]
-        first, second, along = (
-            torch.stack([part[i] for part in found], -1).reshape(-1, *output.shape) for i in range(3)
-        )
-        value = ev.value()
-    if weights is not None:
-        second = second * weights.reshape(-1, *[1] * output.ndim)
-    if groups != second.shape[0]:
-        second = second.reshape(groups, -1, *output.shape).sum(1)
-    return Curves(*released(ev, [value, first, second if drift is None else second + along]))
-
-
 def released(ev: Evaluation, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
     ours = {id(leaf) for leaf in ev.leaves} if ev.owned else set()
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
 
 
-def _component(
-    ev: Evaluation, column: Tensor, call: Call, vectors: Tensor, drift: Any, *, last: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    (gradient,) = _reverse.pull(ev, [column], [torch.ones_like(column)], last=False)
-    dims = tuple(range(call.batch_ndim, gradient.ndim))
-    inner = lambda a, b: (a * b).sum(dims) if dims else a * b  # noqa: E731
-    firsts, seconds = [], []
-    for index, vector in enumerate(vectors):
-        vector = full(vector.unsqueeze(0), gradient.shape)[0]
-        (product,) = _reverse.pull(ev, [gradient], [vector], last=last and index == len(vectors) - 1)
-        firsts.append(inner(vector, gradient))
-        seconds.append(inner(vector, product))
-    along = inner(gradient, drift) if drift is not None else torch.zeros_like(firsts[0])
-    return torch.stack(firsts), torch.stack(seconds), along.unsqueeze(0)
+def components(output: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """The entries of an output for each sample, one tensor of the batch's shape for each."""
+    return output.flatten(call.batch_ndim).unbind(-1) if output.ndim > call.batch_ndim else (output,)

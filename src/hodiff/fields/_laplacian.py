@@ -12,7 +12,8 @@ from torch import Tensor
 from hodiff import _checks
 from hodiff.errors import InputError
 from hodiff.fields import _directions
-from hodiff.fields._expand import Call, second_order
+from hodiff.fields._expand import Call
+from hodiff.fields._parts import second_order
 
 What = Callable[..., Any] | Tensor
 
@@ -45,6 +46,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: str = "auto",
+    chunk_size: int | str = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -62,6 +64,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: str = "auto",
+    chunk_size: int | str = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -78,6 +81,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: str = "auto",
+    chunk_size: int | str = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -99,6 +103,7 @@ def laplacian(
             *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
         method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets, or
             reverse with a warning where an operation of `f` has no rule.
+        chunk_size: How many directions one evaluation of `f` carries, or `"auto"`: see Cost.
         generator: Source of the random directions; None means the device's default.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -117,6 +122,11 @@ def laplacian(
         first derivatives, 1 sum of second ones), and memory in proportion; R + 2 for a factor of
         rank R, 2 S + 1 for S samples. Reverse, and always for a tensor already computed: one pass
         for the gradient and D passes over it, for each component of `f(x)`.
+        Where nothing is recorded and that memory would be large, `chunk_size="auto"` takes the batch in
+        blocks that fit the processor's caches. `f` is then evaluated once on the whole batch in one
+        direction, and every block is held against that: if `f` is not a function of each sample alone (it
+        draws random numbers, or holds data for each sample), all is done at once after all. A number
+        makes ⌈D / chunk_size⌉ evaluations of `f` at the whole batch instead, each with its own value.
 
     Examples:
         \(\Delta \lVert x \rVert^4 = 4 (D + 2) \lVert x \rVert^2\):
@@ -132,7 +142,7 @@ def laplacian(
         Hutchinson, M. F. (1989). A stochastic estimator of the trace of the influence matrix.
         doi:10.1080/03610918908812806.
     """
-    call = Call("laplacian", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    call = Call("laplacian", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
     if samples is None:
         with call.grad_mode():
             return second_order(call, _directions.exact(x, batch_ndim, weight)).second[0]
@@ -159,6 +169,7 @@ def value_grad_and_laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: str = "auto",
+    chunk_size: int | str = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,6 +183,7 @@ def value_grad_and_laplacian(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the results can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
+        chunk_size: As for `laplacian`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -192,7 +204,7 @@ def value_grad_and_laplacian(
         >>> hodiff.value_grad_and_laplacian(lambda x: (x**3).sum(-1), torch.tensor([[1.0, 2.0]]))
         (tensor([9.]), tensor([[ 3., 12.]]), tensor([18.]))
     """
-    call = Call("value_grad_and_laplacian", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    call = Call("value_grad_and_laplacian", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
     if weight is not None and (not isinstance(weight, Tensor) or weight.ndim != 1):
         raise InputError("weight: expected a diagonal of shape (D,); for a matrix use hodiff.second_order_operator.")
     with call.grad_mode():

@@ -11,8 +11,9 @@ from torch import Tensor
 from hodiff import _checks
 from hodiff.errors import InputError
 from hodiff.fields import _directions
-from hodiff.fields._expand import Call, choose, second_order
+from hodiff.fields._expand import Call, choose
 from hodiff.fields._laplacian import laplacian
+from hodiff.fields._parts import second_order
 from hodiff.jets import _jet
 
 What = Callable[..., Any] | Tensor
@@ -28,6 +29,7 @@ def second_order_operator(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: str = "auto",
+    chunk_size: int | str = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -46,6 +48,7 @@ def second_order_operator(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, also by *C*, *b* and *c*.
         method: As for `laplacian`.
+        chunk_size: As for `laplacian`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -70,7 +73,7 @@ def second_order_operator(
         >>> hodiff.second_order_operator(u, torch.zeros(1, 2), C, b).abs()
         tensor([0.])
     """
-    call = Call("second_order_operator", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    call = Call("second_order_operator", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
     with call.grad_mode():
         directions = _directions.exact(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))

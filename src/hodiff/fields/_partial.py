@@ -13,7 +13,7 @@ from torch import Tensor
 from hodiff import _checks, _reverse, _safety, _tree
 from hodiff._evaluate import Evaluation, detached
 from hodiff.errors import InputError
-from hodiff.fields._expand import Call, choose, released
+from hodiff.fields._expand import Call, choose, components, released
 from hodiff.jets import _jet, _push
 
 What = Callable[..., Any] | Tensor
@@ -148,7 +148,7 @@ def _by_reverse(call: Call, wanted: Sequence[Index]) -> dict[Index, Tensor]:
     ) as ev:
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
-        columns = output.reshape(*call.batch, -1).unbind(-1)
+        columns = components(output, call)
         tables = []
         for column in columns:
             table: dict[Index, Tensor] = {(): column}

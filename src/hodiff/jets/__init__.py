@@ -3,8 +3,9 @@
 `hodiff.laplacian` and its kin stand on it; `report` tells which operations of a function have a rule.
 """
 
+from hodiff.jets import _dispatch as _dispatch
 from hodiff.jets import rules as rules
-from hodiff.jets._jet import index_functions
+from hodiff.jets._registry import index_functions
 from hodiff.jets._report import Report, report
 
 index_functions()

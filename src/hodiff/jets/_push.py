@@ -36,6 +36,7 @@ def push(
     weights: Tensor | None = None,
     record: bool = True,
     tally: Any = None,
+    limit: float | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Expansion]:
@@ -50,6 +51,7 @@ def push(
         weights: A weight for each direction in those sums.
         record: Whether the result can be differentiated by reverse mode.
         tally: Where rules are counted.
+        limit: How many bytes a coefficient may take; `TooWide` is raised where one would take more.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
     """
@@ -59,7 +61,8 @@ def push(
     _traced[0] += 1
     try:
         number = _traced[0] if held is None else len(_safety.state.orders)
-        expansion = Expansion(number, order, rows, groups=groups, weights=weights, record=record, tally=tally)
+        options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
+        expansion = Expansion(number, order, rows, **options)
         bases = [base(point, record) for point in points]
         for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
             outer.expansion.nests = True
@@ -67,8 +70,11 @@ def push(
         for point, given in zip(bases, seeds, strict=True):
             series = [point, *given, *[None] * (order - len(given))]
             jets.append(_jet.wrap(series, expansion))
+        versions = () if traced else [_version(point) for point in points]
         with torch.enable_grad():  # what f computes under a no_grad of its own is then told apart
             output = f(*jets, *args, **(kwargs or {}))
+        if not traced and versions != [_version(point) for point in points]:
+            raise GraphError("f changes its argument in place, through .detach(); begin f with x = x.clone().")
         if record and not traced:
             _refuse_bypass(points, bases, output)
     finally:
@@ -76,6 +82,12 @@ def push(
         if held is not None:
             held.close()
     return output, expansion
+
+
+def _version(point: Any) -> int:
+    """How often the memory of a point was changed; tensors of inference mode do not count that."""
+    value = _jet.value_of(point)
+    return 0 if value.is_inference() else value._version
 
 
 def base(point: Any, record: bool) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff import _checks
 from hodiff.jets import _push
-from hodiff.jets._jet import NoRule
+from hodiff.jets._registry import NoRule
 
 
 @dataclass(frozen=True)

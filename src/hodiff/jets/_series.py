@@ -16,6 +16,7 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,14 @@ from torch import Tensor
 
 Series = list[Any]
 """Coefficients: tensors (or jets of an outer expansion), numbers among derivatives, None for zero."""
+
+
+TILE_BYTES = 2**18
+"""A product of coefficients that is summed at once need not leave the processor's nearer caches."""
+
+
+class TooWide(Exception):
+    """A coefficient would take more memory than its expansion allows; fields then expand in parts."""
 
 
 class Expansion:
@@ -37,10 +46,12 @@ class Expansion:
         weights: A weight per direction in those sums, or None for ones.
         record: Whether rules record a graph for a reverse pass.
         tally: Where rules are counted, for `hodiff.jets.report`; or None.
+        limit: How many bytes a coefficient may take, or None for any number.
+        widest: The bytes of the largest value met, where there is a limit.
         nests: Whether a later expansion began at a jet of this one.
     """
 
-    __slots__ = ("directions", "groups", "nests", "number", "order", "record", "tally", "weights")
+    __slots__ = ("directions", "groups", "limit", "nests", "number", "order", "record", "tally", "weights", "widest")
 
     def __init__(
         self,
@@ -52,6 +63,7 @@ class Expansion:
         weights: Tensor | None = None,
         record: bool = True,
         tally: Any = None,
+        limit: float | None = None,
     ) -> None:
         self.number = number
         self.order = order
@@ -60,7 +72,15 @@ class Expansion:
         self.weights = weights
         self.record = record
         self.tally = tally
+        self.limit = limit
+        self.widest = 0
         self.nests = False
+
+    def admit(self, value: Any) -> None:
+        """Raise `TooWide` where the coefficients that belong to a value would pass the limit: before they are made."""
+        self.widest = max(self.widest, value.numel() * value.element_size())
+        if self.limit is not None and self.widest * self.directions > self.limit:
+            raise TooWide
 
     def collapse(self, product: Any) -> Any:
         """The sums of a top-order product over directions, `(R, *S)` to `(groups, *S)`."""
@@ -70,7 +90,29 @@ class Expansion:
             return product
         if self.groups == 1:
             return product.sum(0, keepdim=True)
-        return product.reshape(self.groups, -1, *product.shape[1:]).sum(1)
+        return product.reshape(self.groups, len(product) // self.groups, *product.shape[1:]).sum(1)
+
+    def collapsed(self, a: Any, b: Any, multiply: Callable[[Any, Any], Any] = torch.mul) -> Any:
+        """`collapse` of a product, which is made a few directions at a time where nothing records it."""
+        step = self._step(a, b)
+        if step is None:
+            return self.collapse(multiply(a, b))
+        found = None
+        for start in range(0, self.directions, step):
+            part = multiply(a[start : start + step], b[start : start + step]).sum(0, keepdim=True)
+            found = part if found is None else found.add_(part)
+        return found
+
+    def _step(self, a: Any, b: Any) -> int | None:
+        """How many directions of a product to make at once: as many as stay in the cache; None for all."""
+        if self.record or self.groups != 1 or self.weights is not None or torch.compiler.is_compiling():
+            return None
+        if type(a) is not Tensor or type(b) is not Tensor:
+            return None
+        size = max(a.numel(), b.numel()) * a.element_size()
+        if size <= TILE_BYTES or a.device.type != "cpu" or len(a) != self.directions or len(b) != self.directions:
+            return None
+        return max(1, TILE_BYTES * self.directions // size)
 
     def top(self, k: int) -> bool:
         """Whether products at order k are summed over directions."""
@@ -154,24 +196,39 @@ def convolved(
     expansion: Expansion, a: Series, b: Series, k: int, multiply: Callable[[Any, Any], Any] = torch.mul
 ) -> Any:
     """Coefficient k of a product: Σ a_j b_{k-j}; of the top one, the inner terms are summed over directions."""
-    inner, outer = None, None
+    add = _adder(expansion, k, multiply)
     if a is b and multiply is torch.mul:
-        for j in range(1, (k + 1) // 2):
-            inner = total(inner, _times(a[j], a[k - j], multiply))
-        inner = scaled(inner, 2)
-        if k % 2 == 0 and k:
-            inner = total(inner, _times(a[k // 2], a[k // 2], multiply))
+        inner = _square(a, k, add)
         outer = _times(a[0], a[k], multiply)
-        outer = scaled(outer, 2) if k else outer
-    else:
-        for j in range(1, k):
-            inner = total(inner, _times(a[j], b[k - j], multiply))
-        outer = _times(a[0], b[k], multiply)
-        if k:
-            outer = total(outer, _times(a[k], b[0], multiply))
-    if inner is not None and expansion.top(k):
-        inner = expansion.collapse(inner)
+        return total(scaled(outer, 2) if k else outer, inner)
+    inner = None
+    for j in range(1, k):
+        inner = add(inner, a[j], b[k - j])
+    outer = _times(a[0], b[k], multiply)
+    if k:
+        outer = total(outer, _times(a[k], b[0], multiply))
     return total(outer, inner)
+
+
+Adder = Callable[[Any, Any, Any], Any]
+
+
+def _adder(expansion: Expansion, k: int, multiply: Callable[[Any, Any], Any] = torch.mul) -> Adder:
+    """How `found + a b` is formed at order k: at the top, the product is summed over directions."""
+    if expansion.top(k):
+        multiply = functools.partial(expansion.collapsed, multiply=multiply)
+    elif multiply is torch.mul:
+        return added
+    return lambda found, a, b: total(found, _times(a, b, multiply))
+
+
+def _square(a: Series, k: int, add: Adder) -> Any:
+    """[(a - a_0)²]_k, each pair of different coefficients once."""
+    found = None
+    for j in range(1, (k + 1) // 2):
+        found = add(found, a[j], a[k - j])
+    found = scaled(found, 2)
+    return add(found, a[k // 2], a[k // 2]) if k and k % 2 == 0 else found
 
 
 def _times(a: Any, b: Any, multiply: Callable[[Any, Any], Any]) -> Any:
@@ -188,11 +245,9 @@ def quotient(expansion: Expansion, a: Series, b: Series) -> Series:
     b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
     y: Series = [value]
     for k in range(1, expansion.order + 1):
-        inner = None
+        inner, add = None, _adder(expansion, k)
         for j in range(1, k):
-            inner = total(inner, _times(b[j], y[k - j], torch.mul))
-        if inner is not None and expansion.top(k):
-            inner = expansion.collapse(inner)
+            inner = add(inner, b[j], y[k - j])
         inner = total(inner, scaled(b[k], value))
         numerator = None if a[k] is None else aligned(a[k], ndim)
         numerator = total(numerator, None if inner is None else -inner)
@@ -222,15 +277,11 @@ def _next_power(expansion: Expansion, power: Series, x: Series, m: int) -> Serie
     """[(x - x_0)^m] from that to the power of m - 1 (whose top coefficient, summed already, is not needed)."""
     out: Series = [None] * (expansion.order + 1)
     for k in range(m, expansion.order + 1):
-        found = None
+        found, add = None, _adder(expansion, k)
         if m == 2:
-            for j in range(1, (k + 1) // 2):
-                found = added(found, x[j], x[k - j])
-            found = scaled(found, 2)
-            if k % 2 == 0:
-                found = added(found, x[k // 2], x[k // 2])
+            found = _square(x, k, add)
         else:
             for j in range(1, k - m + 2):
-                found = added(found, x[j], power[k - j])
-        out[k] = expansion.collapse(found) if found is not None and expansion.top(k) else found
+                found = add(found, x[j], power[k - j])
+        out[k] = found
     return out

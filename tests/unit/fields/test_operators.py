@@ -63,6 +63,21 @@ def test_shapes_follow_the_function(x, method):
 
 
 @ROUTES
+def test_no_samples(method):
+    none = torch.empty(0, 3, dtype=D)
+    several = lambda x: torch.stack([smooth(x), gaussian(x)], 1)
+    assert hodiff.laplacian(smooth, none, method=method).shape == (0,)
+    assert hodiff.laplacian(several, none, method=method).shape == (0, 2)
+    assert hodiff.laplacian(smooth, none, method=method, create_graph=False).shape == (0,)
+    assert [part.shape for part in hodiff.value_grad_and_laplacian(several, none, method=method)[1:]] == [
+        (0, 2, 3),
+        (0, 2),
+    ]
+    assert hodiff.partial(several, none, (0, 0, 1), method=method).shape == (0, 2)
+    assert hodiff.divergence(lambda x: x**3, none, method=method).shape == (0,)
+
+
+@ROUTES
 def test_value_gradient_laplacian(x, method):
     value, gradient, second = hodiff.value_grad_and_laplacian(smooth, x, method=method)
     agree(value, smooth(x))
@@ -368,6 +383,7 @@ BAD = {
     "no point": (lambda x: hodiff.laplacian(smooth), "missing"),
     "integers": (lambda x: hodiff.laplacian(smooth, x.long()), "dtype"),
     "no batch": (lambda x: hodiff.laplacian(smooth, x[0, 0]), "leading batch dimension"),
+    "no coordinates": (lambda x: hodiff.laplacian(smooth, x[:, :0]), "without coordinates"),
     "scalar": (lambda x: hodiff.laplacian(lambda x: x.pow(3).sum(), x), "must begin with"),
     "tuple": (lambda x: hodiff.laplacian(lambda x: (x, x), x), "tuple"),
     "method": (lambda x: hodiff.laplacian(smooth, x, method="forward"), "expected .auto., .jets. or .reverse."),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.jets import _jet, _push
+from hodiff.jets import _dispatch, _push
 from tests.support.properties import agree
 
 D = torch.float64
@@ -221,7 +221,7 @@ def test_nothing_of_the_users_is_touched(x):
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     hodiff.laplacian(model, x.detach())
-    assert _jet._running.depth == 0
+    assert _dispatch._running.depth == 0
 
 
 def test_dropout_uses_one_mask(x):

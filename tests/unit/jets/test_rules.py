@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hodiff import _norms
-from hodiff.jets import _jet, _push
+from hodiff.jets import _push
+from hodiff.jets._registry import RULES
 from tests.support.differences import first_difference
 from tests.unit.jets.cases import NORMS, OTHERS, UNARY, D
 from tests.unit.jets.oracle import error, nested, pushed
@@ -129,6 +130,6 @@ def test_every_rule_is_used():
     x = torch.rand(5, 3, dtype=D) + 0.5
     for f in {**EVERY, **NORMS}.values():
         _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], 1, record=False, tally=Tally())
-    proven = {_jet.RULES[name].apply for name in used if name in _jet.RULES}
-    unproven = {n for n, r in _jet.RULES.items() if r.kind in ("elementwise", "bilinear") and r.apply not in proven}
+    proven = {RULES[name].apply for name in used if name in RULES}
+    unproven = {n for n, r in RULES.items() if r.kind in ("elementwise", "bilinear") and r.apply not in proven}
     assert not unproven

@@ -1,5 +1,8 @@
-"""Rules of Taylor mode, one file for each kind. Importing this registers them."""
+"""Rules of Taylor mode by kind: elementwise, bilinear, linear, composite, fallback, special. Importing registers them.
 
-from hodiff.jets.rules import bilinear, composite, elementwise, fallback, linear, special
+Some kinds have two files: functions made of pieces are elementwise, and shapes and what is batched are linear.
+"""
 
-__all__ = ["bilinear", "composite", "elementwise", "fallback", "linear", "special"]
+from hodiff.jets.rules import batched, bilinear, composite, elementwise, fallback, linear, piecewise, shape, special
+
+__all__ = ["batched", "bilinear", "composite", "elementwise", "fallback", "linear", "piecewise", "shape", "special"]

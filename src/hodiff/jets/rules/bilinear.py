@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, belongs, rule, series_of
+from hodiff.jets._jet import belongs, series_of
+from hodiff.jets._registry import NoRule, operation, rule
 from hodiff.jets._series import (
     Expansion,
     Series,
@@ -43,7 +44,7 @@ def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.pop("rounding_mode", None) is not None:
         return func(*_jet.replaced(args, _jet.value_of), rounding_mode="floor")
     a, b = [*args, *kwargs.values()]
-    if _jet.operation(func) == "rdiv":
+    if operation(func) == "rdiv":
         a, b = b, a
     if belongs(b, expansion):
         return quotient(expansion, series_of(a, expansion), series_of(b, expansion))
@@ -56,7 +57,7 @@ def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def matmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A @ b, by NumPy's rules for vectors and stacks."""
     a, b = [*args, *kwargs.values()]
-    if _jet.operation(func) == "rmatmul":
+    if operation(func) == "rmatmul":
         a, b = b, a
     return product_of_matrices(expansion, series_of(a, expansion), series_of(b, expansion))
 
@@ -126,7 +127,7 @@ def add_product(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = dict(kwargs)
     beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
     c, a, b = [*args, *kwargs.values()]
-    name = _jet.operation(func)
+    name = operation(func)
     made = torch.outer(a, b) if name == "addr" else torch.matmul(a, b)
     made = (made.sum(0) if name == "addbmm" else made) * alpha
     return made if beta == 0 else c * beta + made  # as in PyTorch, a NaN in c does not matter then
@@ -143,9 +144,11 @@ def outer(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def inner(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Σ a b over the last dimension."""
     a, b = args
-    if _jet.operation(func) == "inner" and b.ndim > 1:
+    if not a.ndim or not b.ndim:
+        return a * b
+    if operation(func) == "inner" and b.ndim > 1:
         return torch.tensordot(a, b, dims=([-1], [-1]))  # pyright: ignore[reportArgumentType]
-    return (a * b).sum(kwargs.get("dim", -1)) if a.ndim else a * b
+    return (a * b).sum(kwargs.get("dim", -1))
 
 
 @rule("composite", "addcmul")

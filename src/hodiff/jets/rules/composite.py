@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hodiff import _norms
 from hodiff.jets import _jet
-from hodiff.jets._jet import MixesSamples, NoRule, rule
+from hodiff.jets._registry import MixesSamples, NoRule, operation, rule
 from hodiff.jets._series import Expansion
 
 
@@ -38,7 +38,7 @@ def softmax(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Exponentials over their sum, shifted by a constant for safety."""
     names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
     x = names["input"] if names.get("dtype") is None else names["input"].to(names["dtype"])
-    name = _jet.operation(func).removeprefix("special_")
+    name = operation(func).removeprefix("special_")
     if name == "softmin":
         x = -x
     dim = _softmax_dim(names)
@@ -57,6 +57,8 @@ def logsumexp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _squeezed(x: Any, dim: Any) -> Any:
+    if not x.ndim:
+        return x
     dims = sorted((d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)), reverse=True)
     for d in dims:
         x = x.squeeze(d)
@@ -118,7 +120,7 @@ def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
     x, dim, keep = names["input"], names.get("dim"), names.get("keepdim", False)
     if len(args) > 2 or isinstance(dim, bool):
-        raise NoRule(_jet.operation(func), "with positional flags; use keywords")
+        raise NoRule(operation(func), "with positional flags; use keywords")
     if dim is None:
         dim = tuple(range(x.ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -129,13 +131,13 @@ def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     found = centred.square().sum(dims, keepdim=keep) * (
         1 / max(count - correction, 0) if count > correction else math.nan
     )
-    return torch.sqrt(found) if _jet.operation(func) == "std" else found
+    return torch.sqrt(found) if operation(func) == "std" else found
 
 
 @rule("composite", "norm", "linalg_vector_norm", "linalg_norm")
 def vector_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The Euclidean norm, and those of whole and half-whole powers of |x|."""
-    name = _jet.operation(func)
+    name = operation(func)
     first = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}[name]
     names: dict[str, Any] = dict(zip(("input", first, "dim", "keepdim", "dtype"), args, strict=False))
     names |= kwargs

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, rule, series_of
+from hodiff.jets._jet import series_of
+from hodiff.jets._registry import NoRule, operation, rule
 from hodiff.jets._series import Expansion, Series, added, aligned, composed, full, scaled, total
 
 Coefficients = Callable[..., Series]
@@ -30,7 +31,7 @@ def elementwise(*names: str) -> Callable[[Coefficients], Coefficients]:
             given = dict(kwargs)
             x, rest = (args[0], args[1:]) if args else (given.pop("input"), ())
             given.pop("inplace", None)
-            if _jet.jets_among((rest, given)) or not _jet.belongs(x, expansion):
+            if ((rest or given) and _jet.jets_among((rest, given))) or not _jet.belongs(x, expansion):
                 raise NoRule(names[0], "with a parameter that depends on the variable")
             series = series_of(x, expansion)
             found = coefficients(series[0], expansion.order, *rest, **given)
@@ -64,9 +65,10 @@ def times(a: Series, b: Series, m: int) -> Any:
 def tanh(x: Any, order: int) -> Series:
     """Y' = 1 - y²."""
     y = torch.tanh(x)
-    s = [y, 1 - y * y]
+    minus = y * y - 1  # a number on the left of a minus is slow in PyTorch
+    s = [y, -minus]
     for m in range(1, order):
-        s.append(times(s, s, m) * (-1 / (m + 1)) if m > 1 else -y * s[1])
+        s.append(times(s, s, m) * (-1 / (m + 1)) if m > 1 else y * minus)
     return s[: order + 1]
 
 
@@ -342,93 +344,6 @@ def logsigmoid(x: Any, order: int) -> Series:
     return [F.logsigmoid(x), torch.sigmoid(-x), *(s[m - 1] * (-1 / m) for m in range(2, order + 1))]
 
 
-@elementwise("elu")
-def elu(x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Series:
-    """An exponential below zero, linear above."""
-    below = torch.exp(torch.clamp(x, max=0) * input_scale)
-    value = torch.where(x > 0, x * scale, (below - 1) * (alpha * scale))
-    found = [value]
-    for m in range(1, order + 1):
-        part = below * (alpha * scale * input_scale**m / math.factorial(m))
-        found.append(torch.where(x > 0, scale if m == 1 else 0.0, part))
-    return found
-
-
-@elementwise("celu")
-def celu(x: Any, order: int, alpha: float = 1.0) -> Series:
-    """Elu with a smooth first derivative."""
-    return elu(x, order, alpha, 1.0, 1 / alpha)
-
-
-@elementwise("selu")
-def selu(x: Any, order: int) -> Series:
-    """Elu with the self-normalising constants."""
-    return elu(x, order, 1.6732632423543772, 1.0507009873554805)
-
-
-def _piecewise_linear(value: Any, slope: Any, order: int) -> Series:
-    return [value, slope, *[None] * (order - 1)]
-
-
-@elementwise("relu")
-def relu(x: Any, order: int) -> Series:
-    """Slope 0 or 1; higher derivatives are zero almost everywhere."""
-    return _piecewise_linear(torch.relu(x), (x > 0).to(x.dtype), order)
-
-
-@elementwise("relu6")
-def relu6(x: Any, order: int) -> Series:
-    """Clamp to [0, 6]."""
-    return _piecewise_linear(torch.clamp(x, 0, 6), ((x > 0) & (x < 6)).to(x.dtype), order)
-
-
-@elementwise("hardtanh")
-def hardtanh(x: Any, order: int, min_val: float = -1.0, max_val: float = 1.0) -> Series:
-    """A clamp with open ends."""
-    inside = (x > min_val) & (x < max_val)
-    return _piecewise_linear(torch.clamp(x, min_val, max_val), inside.to(x.dtype), order)
-
-
-@elementwise("leaky_relu")
-def leaky_relu(x: Any, order: int, negative_slope: float = 0.01) -> Series:
-    """Two slopes."""
-    slope = torch.where(x > 0, torch.ones_like(x), negative_slope)
-    return _piecewise_linear(x * slope, slope, order)
-
-
-@elementwise("threshold")
-def threshold(x: Any, order: int, threshold: float, value: float) -> Series:
-    """X above the threshold, a constant below."""
-    above = x > threshold
-    return _piecewise_linear(torch.where(above, x, value), above.to(x.dtype), order)
-
-
-@elementwise("hardshrink")
-def hardshrink(x: Any, order: int, lambd: float = 0.5) -> Series:
-    """X outside the interval, zero inside."""
-    outside = ((x > lambd) | (x < -lambd)).to(x.dtype)
-    return _piecewise_linear(x * outside, outside, order)
-
-
-@elementwise("softshrink")
-def softshrink(x: Any, order: int, lambd: float = 0.5) -> Series:
-    """Shifted towards zero outside the interval."""
-    outside = ((x > lambd) | (x < -lambd)).to(x.dtype)
-    return _piecewise_linear((x - torch.sign(x) * lambd) * outside, outside, order)
-
-
-@elementwise("abs", "fabs")
-def absolute(x: Any, order: int) -> Series:
-    """|x|."""
-    return _piecewise_linear(torch.abs(x), torch.sign(x), order)
-
-
-@elementwise("nan_to_num")
-def nan_to_num(x: Any, order: int, *args: Any, **kwargs: Any) -> Series:
-    """The identity where finite."""
-    return _piecewise_linear(torch.nan_to_num(x, *args, **kwargs), torch.isfinite(x).to(x.dtype), order)
-
-
 @elementwise("lgamma", "special_gammaln")
 def lgamma(x: Any, order: int) -> Series:
     """Polygamma functions."""
@@ -445,9 +360,9 @@ def digamma(x: Any, order: int) -> Series:
 def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """`x ** p` for a number or a constant tensor p, `a ** x`, and `x ** y` as exp(y log x)."""
     base, exponent = [*args, *kwargs.values()][:2]
-    if _jet.operation(func) == "rpow":
+    if operation(func) == "rpow":
         base, exponent = exponent, base
-    if _jet.operation(func) == "float_power" and getattr(base, "dtype", torch.float64) != torch.float64:
+    if operation(func) == "float_power" and getattr(base, "dtype", torch.float64) != torch.float64:
         raise NoRule("float_power", "it changes the dtype; use pow")
     if not _jet.belongs(exponent, expansion):
         series = series_of(base, expansion)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hodiff import _reverse, _tree
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._jet import FALLBACK, NoRule, Several
+from hodiff.jets._registry import FALLBACK, NoRule, Several, operation
 from hodiff.jets._series import Expansion, Series, full
 
 UNKNOWN_TO_JETS = {
@@ -26,6 +26,7 @@ UNKNOWN_TO_JETS = {
     "numpy": "NumPy cuts the graph; use torch",
     "__array__": "NumPy cuts the graph; use torch",
     "tolist": "the result would be a constant; use .detach().tolist()",
+    "logcumsumexp": "its backward takes the logarithm of the cotangent, which a series cannot pass",
     "lstm": "use rnn cells",
     "gru": "use rnn cells",
     "rnn_tanh": "use rnn cells",
@@ -40,7 +41,7 @@ UNKNOWN_TO_JETS = {
 
 def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Coefficients of any differentiable operation of PyTorch."""
-    name = _jet.operation(func)
+    name = operation(func)
     if name in UNKNOWN_TO_JETS:
         raise NoRule(name, UNKNOWN_TO_JETS[name])
     native = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))

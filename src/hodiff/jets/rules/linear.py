@@ -1,7 +1,6 @@
 """Linear operations: the same one on each coefficient, with one more dimension in front.
 
-The hot ones have a form of their own for that dimension, which nested expansions need as well; the
-rest go through `batched`.
+The hot ones have a form of their own for that dimension, here and in `shape`; the rest go through `batched`.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from hodiff import _reverse
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, Several, Viewed, belongs, listed, rule, series_of
+from hodiff.jets._jet import belongs, series_of
+from hodiff.jets._registry import NoRule, listed, operation, rule
 from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination, ndim_of
-
-Lifted = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+from hodiff.jets.rules.batched import generic
+from hodiff.jets.rules.shape import assembled, dims_of, named, shifted, spread
 
 
 @rule("linear", "add", "sub", "rsub", "radd")
@@ -26,7 +24,7 @@ def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = dict(kwargs)
     alpha = kwargs.pop("alpha", 1)
     a, b = [*args, *kwargs.values()]
-    name = _jet.operation(func)
+    name = operation(func)
     if name == "rsub":
         a, b = b, a
     factor = alpha if name == "add" else -alpha
@@ -75,63 +73,6 @@ def converted(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return each(series_of(x, expansion), lambda c: c.to(target.dtype).to(target.device))
 
 
-def lifted(*names: str, view: bool = False) -> Callable[[Lifted], Lifted]:
-    """Register `function(coefficient, shape, args, kwargs)` for operations linear in their first argument alone."""
-
-    def register(function: Lifted) -> Lifted:
-        def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-            rest = dict(kwargs)
-            x, others = (args[0], args[1:]) if args else (rest.pop("input"), ())
-            rest.pop("_stacklevel", None)
-            if not belongs(x, expansion) or any(belongs(j, expansion) for j in _jet.jets_among((others, rest))):
-                return generic(expansion, func, args, kwargs)
-            series = x.series
-            if view:
-                x.viewed = True
-            value = func(series[0], *others, **rest)
-            if isinstance(value, torch.Tensor):
-                rest["value"] = value
-            shape = series[0].shape
-            found = [None if c is None else function(full(c, shape), shape, others, rest) for c in series[1:]]
-            return _assembled(value, found, view)
-
-        rule("linear", *names)(apply)
-        return function
-
-    return register
-
-
-def _assembled(value: Any, found: list[Any], view: bool) -> Any:
-    if isinstance(value, (tuple, list)):
-        parts = [[part, *(None if c is None else c[i] for c in found)] for i, part in enumerate(value)]
-        return Several([Viewed(part) for part in parts])
-    return Viewed([value, *found]) if view else [value, *found]
-
-
-def named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Arguments after the first, by name."""
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def spread(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[int]:
-    """Dimensions or sizes given as a sequence or one by one."""
-    for name in names:
-        if name in kwargs:
-            return list(kwargs[name])
-    return list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size)) else list(args)
-
-
-def shifted(dim: int, ndim: int) -> int:
-    """A dimension of the value as one of a coefficient."""
-    return dim % max(ndim, 1) + 1
-
-
-def _dims(dim: Any, ndim: int) -> list[int]:
-    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
-        return list(range(1, ndim + 1))
-    return [shifted(d, ndim) for d in ([dim] if isinstance(dim, int) else dim)] if ndim else []
-
-
 @rule("linear", "sum", "mean")
 def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Sums and means over all or some dimensions."""
@@ -140,10 +81,10 @@ def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     rest = named(args[1:], given, "dim", "keepdim")
     series = series_of(x, expansion)
     value = func(series[0], *args[1:], **given)
-    dims, keep = _dims(rest.get("dim"), series[0].ndim), bool(rest.get("keepdim", False))
+    dims, keep = dims_of(rest.get("dim"), series[0].ndim), bool(rest.get("keepdim", False))
     if not dims:
         return [value, *series[1:]]
-    reduce = torch.mean if _jet.operation(func) == "mean" else torch.sum
+    reduce = torch.mean if operation(func) == "mean" else torch.sum
     return [
         value,
         *(
@@ -153,103 +94,19 @@ def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     ]
 
 
-@lifted("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze_all", view=True)
-def _reshaped(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.reshape(c.shape[0], *kwargs["value"].shape)
-
-
-def _view(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """`view` and its kin; `view(dtype)` reinterprets bits and has no derivative."""
-    if any(isinstance(arg, torch.dtype) for arg in args):
-        raise NoRule("view(dtype)")
-    args = (args[0], *(_jet.value_of(arg) for arg in args[1:]))  # view_as: only the shape matters
-    return _reshape_rule(expansion, func, args, kwargs)
-
-
-_reshape_rule = _jet.RULES["reshape"].apply
-rule("linear", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel")(_view)
-
-
-@lifted("permute", view=True)
-def _permuted(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.permute(0, *(shifted(d, len(shape)) for d in spread(args, kwargs, "dims")))
-
-
-@lifted("transpose", "swapaxes", "swapdims", view=True)
-def _transposed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    names = [*args, *(v for k, v in kwargs.items() if k != "value")]
-    return c.transpose(shifted(names[0], len(shape)), shifted(names[1], len(shape))) if shape else c
-
-
-@lifted("t", "mT", "adjoint", view=True)
-def _turned(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.transpose(-1, -2) if len(shape) > 1 else c
-
-
-@rule("linear", "numpy_T")
-def reversed_dims(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """`x.T`: all dimensions in reverse order."""
-    return _jet.RULES["permute"].apply(expansion, torch.permute, (args[0], list(range(args[0].ndim))[::-1]), {})
-
-
-@lifted("movedim", "moveaxis", view=True)
-def _moved(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    given = named(args, kwargs, "source", "destination")
-    return c.movedim(_dims(given["source"], len(shape)), _dims(given["destination"], len(shape)))
-
-
-@lifted("squeeze", view=True)
-def _squeezed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.reshape(c.shape[0], *kwargs["value"].shape)
-
-
-@lifted("unsqueeze", view=True)
-def _unsqueezed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.unsqueeze(named(args, kwargs, "dim")["dim"] % (len(shape) + 1) + 1)
-
-
-@lifted("expand", "expand_as", "broadcast_to", view=True)
-def _expanded(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return full(c, kwargs["value"].shape)
-
-
-@lifted("getitem", view=True)
-def _item(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    return c[(slice(None), *index)]
-
-
-def _getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """An index; with integer tensors apart from each other PyTorch would move their dimension before the directions."""
-    x, index = args
-    index = index if isinstance(index, tuple) else (index,)
-    if _jet.jets_among(index):
-        raise NoRule("indexing with a tensor that depends on the variable")
-    kinds = [isinstance(i, (torch.Tensor, list)) for i in index]
-    if any(kinds):
-        first, last = kinds.index(True), len(kinds) - kinds[::-1].index(True)
-        if not all(k or isinstance(i, int) for k, i in zip(kinds[first:last], index[first:last], strict=True)):
-            return generic(expansion, torch.Tensor.__getitem__, args, kwargs)
-        if any(isinstance(i, int) for i in index):
-            return generic(expansion, torch.Tensor.__getitem__, args, kwargs)
-    return _getitem_rule(expansion, torch.Tensor.__getitem__, (x, index), kwargs)
-
-
-_getitem_rule = _jet.RULES["getitem"].apply
-rule("linear", "getitem")(_getitem)
-
-
 DIM_LAST = {"split": "split_size_or_sections", "chunk": "chunks", "tensor_split": "indices_or_sections"}
 
 
 @rule("linear", *listed("select narrow index_select gather split chunk tensor_split unbind cumsum"))
 def along_dim(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Operations along one dimension, which moves by one."""
-    name, x = _jet.operation(func), args[0] if args else kwargs["input"]
+    name, x = operation(func), args[0] if args else kwargs["input"]
     if not belongs(x, expansion) or _jet.jets_among((args[1:], [v for k, v in kwargs.items() if k != "input"])):
         return generic(expansion, func, args, kwargs)
+    if not x.ndim:  # a number has no dimension to move, but takes part
+        return generic(expansion, func, args, kwargs)
     series = x.series
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+    rest = {k: v for k, v in kwargs.items() if k not in ("input", "self", "dtype")}
     if name in DIM_LAST:
         given = dict(zip(("how", "dim"), args[1:], strict=False))
         how = given.get("how", next((v for k, v in rest.items() if k != "dim"), None))
@@ -261,13 +118,14 @@ def along_dim(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         dim = given.pop(0) if dim is None and given else (0 if dim is None else dim)
         behind = (*given, *rest.values())
         call = lambda c, d: getattr(torch, name)(c, d, *_leading(name, behind, c, series))  # noqa: E731
-    view = name not in ("cumsum", "gather", "index_select")
-    if view:
-        x.viewed = True
     value = func(*((series[0], *args[1:]) if args else ()), **({**kwargs, "input": series[0]} if not args else kwargs))
     ndim = series[0].ndim
     found = [None if c is None else call(full(c, series[0].shape), shifted(dim, ndim)) for c in series[1:]]
-    return _assembled(value, found, view)
+    if kwargs.get("dtype") is not None:  # of a running sum
+        if not value.is_floating_point():
+            return value
+        found = [None if c is None else c.to(value.dtype) for c in found]
+    return assembled(value, found)
 
 
 def _leading(name: str, behind: tuple[Any, ...], c: Any, series: Series) -> tuple[Any, ...]:
@@ -293,7 +151,7 @@ def joined(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
     dim = names.get("dim", names.get("axis", 0))
     parts = [series_of(part, expansion) for part in names["tensors"]]
-    new = _jet.operation(func) == "stack"
+    new = operation(func) == "stack"
     if not new:  # legacy: cat ignores empty vectors
         parts = [part for part in parts if part[0].numel() or part[0].ndim > 1] or parts
     ndim = parts[0][0].ndim + new
@@ -317,11 +175,11 @@ def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """With constant weights: the directions join the batch."""
     names = ("input", "weight", "bias", "stride", "padding")
     given = dict(zip(names, args, strict=False)) | kwargs
-    given |= dict(zip(_BEHIND[len(args) > 5 and "transpose" in _jet.operation(func)], args[5:], strict=False))
+    given |= dict(zip(_BEHIND[len(args) > 5 and "transpose" in operation(func)], args[5:], strict=False))
     x = series_of(given.pop("input"), expansion)
     weight, bias = given.pop("weight"), given.pop("bias", None)
     if belongs(weight, expansion) or belongs(bias, expansion):
-        raise NoRule(_jet.operation(func), "with weights that depend on the variable")
+        raise NoRule(operation(func), "with weights that depend on the variable")
     return [func(x[0], weight, bias, **given), *_folded(x, lambda c: func(c, weight, None, **given), weight.ndim - 2)]
 
 
@@ -359,78 +217,3 @@ def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         index, table = table, index
     x = series_of(table, expansion)
     return [x[0][index], *(None if c is None else full(c, x[0].shape)[:, index] for c in x[1:])]
-
-
-def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Any operation that is linear in all its jets together: batched over the directions, a loop where those nest."""
-    kwargs = {key: value for key, value in kwargs.items() if key != "_stacklevel"}
-    jets = [jet for jet in _jet.jets_among((args, kwargs)) if jet.expansion is expansion]
-
-    def at(points: Any) -> Any:
-        given = iter(points)
-        by = lambda jet: next(given) if jet.expansion is expansion else jet  # noqa: E731
-        return func(*_jet.replaced(args, by), **_jet.replaced(kwargs, by))
-
-    value = at([jet.series[0] for jet in jets])
-    zeros = [jet.series[0].new_zeros(()).expand(jet.series[0].shape) for jet in jets]
-    offset = at(zeros)  # constants among the arguments: the operation is affine, and coefficients are linear
-    single = isinstance(value, torch.Tensor) or _jet.is_jet(value)
-    found: list[Any] = []
-    for k in range(1, expansion.order + 1):
-        present = [jet.series[k] for jet in jets if jet.series[k] is not None]
-        if not present:
-            found.append(None)
-            continue
-        rows = present[0].shape[0]
-        points = [
-            jet.series[0].new_zeros(()).expand(rows, *jet.series[0].shape)
-            if jet.series[k] is None
-            else full(jet.series[k], jet.series[0].shape)
-            for jet in jets
-        ]
-        found.append(_batched(at, points, single))
-    if single:
-        return [value, *(None if c is None else c[0] - offset for c in found)]
-    return Several([[part, *(None if c is None else c[i] - offset[i] for c in found)] for i, part in enumerate(value)])
-
-
-def _batched(function: Callable[[Any], Any], points: list[Any], single: bool) -> list[Any]:
-    if not _jet.jets_among(points):
-        return _reverse.batched(lambda *each: (function(each),) if single else tuple(function(each)), points)
-    rows = [
-        function(each) if not single else (function(each),) for each in zip(*(p.unbind(0) for p in points), strict=True)
-    ]
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-
-rule(
-    "linear",
-    *listed(
-        "roll fliplr flipud rot90 pad repeat tile diagonal trace unfold interpolate tril triu diag diag_embed "
-        "diagflat repeat_interleave take take_along_dim hstack vstack dstack column_stack avg_pool1d "
-        "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
-        "adaptive_avg_pool3d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d pixel_shuffle "
-        "pixel_unshuffle channel_shuffle fold im2col col2im diff hsplit vsplit dsplit unsafe_chunk "
-        "unsafe_split split_with_sizes index_add index_copy index_fill block_diag meshgrid broadcast_tensors "
-        "atleast_1d atleast_2d atleast_3d constant_pad_nd _pad_circular slice_scatter select_scatter "
-        "diagonal_scatter scatter_add masked_select"
-    ),
-)(generic)
-
-
-@rule("composite", "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d")
-def max_pool(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The entries that PyTorch chose."""
-    name = _jet.operation(func)
-    x = args[0]
-    if kwargs.pop("return_indices", False) or len(args) > 6:
-        raise NoRule(f"{name}(return_indices=True)")
-    spatial = int(name[-2])
-    pool = getattr(F, f"{name}_with_indices")
-    value = _jet.series_of(x, expansion)[0]
-    if _jet.is_jet(value):
-        raise NoRule(name, "inside nested expansions")
-    _, index = pool(value, *args[1:], **kwargs)
-    flat = x.flatten(-spatial)
-    return torch.gather(flat, -1, index.flatten(-spatial)).reshape(index.shape)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, Several, belongs, listed, rule, series_of
+from hodiff.jets._jet import belongs, series_of
+from hodiff.jets._registry import NoRule, Several, listed, operation, rule
 from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination
 
 
@@ -59,9 +60,9 @@ def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The greater (lesser) of two; where they are equal, the mean, as in PyTorch."""
     x, y = [*args, *kwargs.values()][:2]
     a, b = series_of(x, expansion), series_of(y, expansion)
-    if _jet.operation(func) in ("fmax", "fmin") and bool((torch.isnan(a[0]) | torch.isnan(b[0])).any()):
-        raise NoRule(_jet.operation(func), "with NaN among the values")
-    upper = _jet.operation(func) in ("maximum", "fmax", "max")
+    if operation(func) in ("fmax", "fmin") and bool((torch.isnan(a[0]) | torch.isnan(b[0])).any()):
+        raise NoRule(operation(func), "with NaN among the values")
+    upper = operation(func) in ("maximum", "fmax", "max")
     value = func(a[0], b[0])
     first, tied = (a[0] > b[0] if upper else a[0] < b[0]), a[0] == b[0]
     mean = linear_combination([(0.5, a), (0.5, b)], expansion.order)
@@ -75,7 +76,7 @@ def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("special", "max", "min", "amax", "amin", "median", "kthvalue", "sort", "topk", "mode", "nanmedian", "aminmax")
 def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Entries chosen by their value: the coefficients at the same places."""
-    name = _jet.operation(func)
+    name = operation(func)
     if name in ("max", "min") and len(args) + len(kwargs) > 1 and not isinstance([*args, *kwargs.values()][1], int):
         return extreme(expansion, getattr(torch, name), args, kwargs)
     if name == "aminmax" or not belongs(args[0], expansion):
@@ -107,9 +108,11 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def _amax(expansion: Expansion, func: Any, x: Series, args: Any, kwargs: Any) -> Series:
     """Extremes over some dimensions; where several entries are equal, their mean, as in PyTorch."""
     value = func(x[0], *args, **kwargs)
+    if not x[0].ndim:
+        return x
     names = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
     dims = names.get("dim", ())
-    dims = [d % max(1, x[0].ndim) for d in ((dims,) if isinstance(dims, int) else tuple(dims) or range(x[0].ndim))]
+    dims = [d % x[0].ndim for d in ((dims,) if isinstance(dims, int) else tuple(dims) or range(x[0].ndim))]
     kept = value
     if not names.get("keepdim", False):
         for d in sorted(dims):
@@ -126,7 +129,7 @@ def _amax(expansion: Expansion, func: Any, x: Series, args: Any, kwargs: Any) ->
 @rule("special", "clamp", "clip", "clamp_min", "clamp_max")
 def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The identity between the bounds, which may be constants of any shape."""
-    name = _jet.operation(func)
+    name = operation(func)
     names = {"clamp_min": ("input", "min"), "clamp_max": ("input", "max")}.get(name, ("input", "min", "max"))
     given = dict(zip(names, args, strict=False)) | kwargs
     low, high = given.get("min"), given.get("max")
@@ -149,7 +152,7 @@ def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     x = series_of(names["input"], expansion)
     if not names.get("training", True) or names.get("p", 0.5) == 0:
         return x
-    name = _jet.operation(func)
+    name = operation(func)
     if name not in ("dropout", "dropout1d", "dropout2d", "dropout3d") or _jet.is_jet(x[0]):
         raise NoRule(f"{name} in training mode")
     mask = getattr(F, name)(torch.ones_like(x[0]), p=names.get("p", 0.5), training=True)
@@ -159,7 +162,7 @@ def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("special", "prelu", "_prelu_kernel", "rrelu")
 def prelu(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A learned slope below zero."""
-    if _jet.operation(func) == "rrelu":
+    if operation(func) == "rrelu":
         raise NoRule("rrelu")
     x, weight = [*args, *kwargs.values()]
     if belongs(weight, expansion):
@@ -188,7 +191,7 @@ def unsupported(why: str, *names: str) -> None:
     """Register names that must never reach the fallback."""
 
     def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NoRule(_jet.operation(func), why)
+        raise NoRule(operation(func), why)
 
     rule("none", *names)(apply)
 

@@ -1,0 +1,256 @@
+"""Dispatch: each operation of PyTorch on jets goes to the rule of its name, or raises."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff import _tree
+from hodiff.errors import HodiffError
+from hodiff.jets._jet import DISPATCH, JETS, Jet, jets_among, replaced, value_of, wrap
+from hodiff.jets._registry import (
+    ALIASES,
+    FALLBACK,
+    METADATA,
+    RULES,
+    NoRule,
+    Rule,
+    Several,
+    operation,
+)
+from hodiff.jets._series import Expansion, Series
+
+_FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
+
+
+_FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a rule raises that does not know its arguments. Other exceptions pass: they mean something to their makers."""
+
+
+class _Running(threading.local):
+    """How deep this thread is inside rules, where a disabled grad mode is ours; and in which bodies of functions."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.bodies: list[Any] = []
+
+
+_running = _Running()
+
+
+def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """Apply an operation of PyTorch to arguments that hold jets."""
+    name = operation(func)
+    if name in METADATA:
+        return _metadata(func, args, kwargs)
+    if name.startswith("__") and ":" in name:
+        return _attribute(func, name, args)
+    return perform(name, args, kwargs, func)
+
+
+DISPATCH.append(dispatch)
+
+
+def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return func(*replaced(args, lambda jet: jet.series[0]), **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _attribute(func: Any, name: str, args: Any) -> Any:
+    how, attribute = name.split(":")
+    if how != "__get__":
+        raise NoRule(f"setting .{attribute}")
+    if attribute in _FLAGS:
+        return _FLAGS[attribute]
+    if attribute == "grad_fn":
+        raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
+    if attribute in ("T", "mT", "data"):
+        return perform({"T": "numpy_T", "mT": "mT", "data": "detach"}[attribute], args, {}, func)
+    if attribute in ("real", "H", "mH", "imag"):
+        raise NoRule(f".{attribute}", "the tensor is real")
+    return _metadata(func, args, {})
+
+
+def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
+    """Apply the operation of that name, by its rule."""
+    expansion = _latest(args, kwargs)
+    if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _running.depth):
+        return _constant(name, func, args, kwargs)
+    if kwargs:
+        if kwargs.get("out") is not None:
+            raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
+        if kwargs.get("inplace"):
+            kwargs = {**kwargs, "inplace": False}
+    if name == "setitem":
+        raise NoRule("assignment to an index (h[...] = value)", "use torch.where or torch.cat")
+    if name.endswith("_") and not name.endswith("__"):
+        return _in_place(name, args, kwargs)
+    found = RULES.get(name)
+    if found is None:
+        return _without_rule(name, func, expansion, args, kwargs)
+    return _run(found, name, func, expansion, args, kwargs)
+
+
+def _latest(args: Any, kwargs: Any) -> Expansion:
+    """The latest expansion among the jets of the arguments: it handles the operation."""
+    found = None
+    for jet in jets_among((*args, *kwargs.values()) if kwargs else args):
+        if found is None or jet.expansion.number > found.number:
+            found = jet.expansion
+    if found is None:
+        raise NoRule("an operation without a jet")
+    return found
+
+
+def _run(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return wrapped(found.apply(expansion, func, args, kwargs), expansion)
+    if found.kind == "composite":  # made of operations on jets, which are counted themselves
+        return _with_shares(_applied(found, name, func, expansion, args, kwargs), args, kwargs)
+    start = time.perf_counter() if expansion.tally is not None else 0.0
+    recording = torch.is_grad_enabled()
+    _running.depth += 1
+    try:
+        if not expansion.record:
+            torch.set_grad_enabled(False)
+        result = _applied(found, name, func, expansion, args, kwargs)
+    finally:
+        torch.set_grad_enabled(recording)
+        _running.depth -= 1
+    if expansion.tally is not None:
+        expansion.tally.count(name, found.kind, time.perf_counter() - start)
+    if found.kind in _FRESH:
+        return wrapped(result, expansion)
+    return _with_shares(wrapped(result, expansion), args, kwargs)
+
+
+_FRESH = frozenset(("elementwise", "bilinear"))
+"""The kinds of rules whose results are always new memory."""
+
+
+def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
+    """The result; it and the arguments are marked where they share memory, as their values do in plain PyTorch."""
+    jets = jets_among((*args, *kwargs.values()))
+    for part in _tree.flatten(result)[0]:
+        if isinstance(part, Tensor):
+            memory = _memory(part)
+            for jet in jets:
+                if part is not jet and _memory(jet) == memory:
+                    jet.shared = True
+                    if isinstance(part, Jet):
+                        part.shared = True
+    return result
+
+
+def _memory(value: Any) -> int:
+    """Where the value of a jet, or a tensor, lies; below a `vmap` around the call."""
+    wrappers: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    value = value_of(value)
+    while wrappers.is_functorch_wrapped_tensor(value):
+        value = wrappers.get_unwrapped(value)
+    return value.untyped_storage().data_ptr() if value.layout is torch.strided else id(value)
+
+
+def _applied(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
+    """What the rule gives. Where it fails, either the operation does, in the shapes that f knows, or it has no rule."""
+    try:
+        return found.apply(expansion, func, args, kwargs)
+    except _FAULTS as error:
+        if isinstance(error, HodiffError) or (isinstance(error, RuntimeError) and type(error) not in _FAULTS):
+            raise
+        failed = error
+    func(*replaced(args, value_of), **replaced(kwargs, value_of))
+    raise NoRule(name, f"with these arguments ({type(failed).__name__}: {failed})") from failed
+
+
+def wrapped(result: Any, expansion: Expansion) -> Any:
+    """What a rule returned, with series as jets."""
+    if isinstance(result, list):
+        return wrap(_checked(result), expansion)
+    if isinstance(result, Several):
+        return result.build([wrapped(part, expansion) for part in result.parts])
+    return result
+
+
+def _checked(series: Series) -> Series:
+    if series[0].dtype.is_complex:
+        raise NoRule("complex tensors", "use real arithmetic for real and imaginary parts")
+    return series
+
+
+def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation inside the user's `no_grad`: its result is a constant, by definition of f."""
+    if torch.compiler.is_compiling():
+        raise NoRule("a no_grad block under torch.compile", "use .detach()")
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("function.py"):
+            raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
+        frame = frame.f_back
+    if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
+        raise NoRule(f"{name} inside torch.no_grad()", "it changes a value that is differentiated")
+    return _with_shares(func(*replaced(args, value_of), **replaced(kwargs, value_of)), args, kwargs)
+
+
+def _in_place(name: str, args: Any, kwargs: Any) -> Any:
+    """`x += y` and its kin: the jet gets another series. Not where memory may be shared: others would not see it."""
+    target = args[0]
+    if torch.compiler.is_compiling():
+        raise NoRule(f"{name} under torch.compile", "write a = a + b instead of a += b")
+    if name in ("requires_grad_", "retain_grad_"):
+        raise NoRule(name)
+    if not isinstance(target, Jet):
+        raise NoRule(f"{name} of a jet into a tensor", "write a = a + b instead of a += b, with a new tensor")
+    if target.shared:
+        raise NoRule(f"{name} on a view, or on a tensor that has views", "write a = a + b instead of a += b")
+    func = getattr(torch, name[:-1], None) or getattr(Tensor, name[:-1], None)
+    if func is None:
+        raise NoRule(name, "write a new tensor instead")
+    result = perform(ALIASES.get(name[:-1], name[:-1]), args, kwargs, func)
+    if not isinstance(result, JETS) or result.expansion is not target.expansion or result.shape != target.shape:
+        raise NoRule(f"{name} that makes a variable of a constant, or the reverse", "write a = a + b instead of a += b")
+    if result.dtype != target.dtype:
+        raise NoRule(f"{name} that changes the dtype")
+    target.series = result.series
+    return target
+
+
+def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
+    """A Python function of torch runs again, on jets; any other operation goes to the fallback."""
+    if isinstance(func, types.FunctionType):
+        body = _body(func)
+        if body is None or func in _running.bodies:  # one that calls itself would do so for ever
+            raise NoRule(name)
+        _running.bodies.append(func)
+        try:
+            return body(*args, **kwargs)
+        finally:
+            _running.bodies.pop()
+    return _run(Rule("fallback", FALLBACK[0]), name, func, expansion, args, kwargs)
+
+
+@functools.cache
+def _body(func: types.FunctionType) -> Callable[..., Any] | None:
+    """A function of `torch` as a copy that does not look for overrides again; the original is not touched."""
+    if func.__module__ not in ("torch.nn.functional", "torch.functional", "torch._tensor"):
+        return None
+    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _never(*args: Any) -> bool:
+    return False

@@ -1,0 +1,151 @@
+"""What is known of operations: their names in PyTorch, the rules kept under them, and the errors where none is.
+
+Rules are kept by name, since one operation has several functions (`torch.add`, `Tensor.add`, `+`), and some
+functions are made anew at each look (`torch.Tensor.T`).
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff.errors import GraphError
+
+
+class NoRule(GraphError):
+    """An operation that Taylor mode cannot pass; the operators catch it to fall back as a whole."""
+
+    def __init__(self, operation: str, why: str = "") -> None:
+        super().__init__(
+            f"Taylor mode has no rule for {operation}{': ' + why if why else ''}. Write it with other operations, or "
+            f'use method="reverse".'
+        )
+        self.operation = operation
+        self.why = why
+
+
+class MixesSamples(NoRule):
+    """An operation that mixes the samples of a batch: a field has no derivative per sample then, by any route."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "BatchNorm in training mode", "it mixes the samples of a batch; use model.eval() or another norm"
+        )
+
+
+class Rule(NamedTuple):
+    """How one operation acts on jets: `apply(expansion, func, args, kwargs)` gives a series (or several)."""
+
+    kind: str
+    apply: Callable[..., Any]
+
+
+RULES: dict[str, Rule] = {}
+
+
+def listed(text: str) -> list[str]:
+    """Names of operations, from a list with blanks between."""
+    return text.split()
+
+
+FALLBACK: list[Callable[..., Any]] = []
+"""The rule for operations without one; set by `rules.fallback`."""
+
+
+def rule(kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule under the names of its operations."""
+
+    def register(apply: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            RULES[name] = Rule(kind, apply)
+        return apply
+
+    return register
+
+
+class Several(NamedTuple):
+    """A result of several parts, and what to make of them."""
+
+    parts: Sequence[Any]
+    build: Callable[[Any], Any] = tuple
+
+
+OPERATORS = listed("add sub mul matmul pow div neg abs getitem gt lt ge le eq ne")
+
+ALIASES = {
+    **{f"__{name}__": name for name in OPERATORS},
+    **{f"__r{name}__": name for name in ("add", "mul")},
+    "__truediv__": "div",
+    "__rsub__": "rsub",
+    "__rdiv__": "rdiv",
+    "__rtruediv__": "rdiv",
+    "__rpow__": "rpow",
+    "__rmatmul__": "rmatmul",
+    "__getitem__": "getitem",
+    "__setitem__": "setitem",
+    "__eq__": "eq",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "absolute": "abs",
+    "concat": "cat",
+    "concatenate": "cat",
+}
+
+
+METADATA = frozenset(
+    listed(
+        "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex is_contiguous "
+        "element_size get_device is_signed __hash__ is_inference is_conj is_neg is_shared is_sparse is_tensor"
+    )
+)
+
+NAMES: dict[Any, str] = {}
+"""Functions of PyTorch and the names of their rules: `torch.compile` can look a function up, but not read its name."""
+
+
+PYTHON_NAMES: list[tuple[Any, str]] = []
+
+
+def index_functions() -> None:
+    """Fill `NAMES` from what PyTorch exports, once all rules are there."""
+    for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg):
+        for name in dir(home):
+            found = getattr(home, name, None)
+            if callable(found) and getattr(found, "__name__", None):
+                key = operation(found)
+                if key in RULES or key in METADATA:
+                    if isinstance(found, types.FunctionType):
+                        PYTHON_NAMES.append((found, key))
+                    else:
+                        NAMES[found] = key
+    for name in OPERATORS:
+        NAMES[getattr(operator, "truediv" if name == "div" else name)] = name
+
+
+def _traced_name(func: Any) -> str:
+    if func in NAMES:
+        return NAMES[func]
+    for python, name in PYTHON_NAMES:  # which Dynamo knows by identity, but not as keys
+        if func is python:
+            return name
+    raise NoRule("an operation", "under torch.compile")
+
+
+def operation(func: Any) -> str:
+    """The name under which a rule is kept."""
+    if torch.compiler.is_compiling():
+        return _traced_name(func)
+    name = getattr(func, "__name__", "") or type(func).__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name}:{func.__self__.__name__}"
+    return ALIASES.get(name, name)
