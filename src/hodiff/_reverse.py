@@ -116,8 +116,33 @@ def pushforward(
     """J v by two passes: u -> J'u is linear, and its derivative by u in the direction v is J v."""
     # Ones, though any u would do: the backward of logcumsumexp takes the logarithm of u.
     cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
-    pulled = pull(ev, outputs, cotangents, last=False)
+    pulled = transposed(ev, outputs, cotangents)
     return products(ev, pulled, tangents, count, chunk_size=chunk_size, inputs=cotangents)
+
+
+def transposed(ev: Evaluation, outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+    """J'u as a function of u, whose derivative is J v.
+
+    The backward of a Python Function may cut it off from u (by a detach, by NumPy), and J v would miss its part.
+    That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
+    """
+    pulled = pull(ev, outputs, cotangents, last=False)
+    functions = [kind for kind in ev.kinds if issubclass(kind, BackwardCFunction)]
+    if not functions:
+        return pulled
+    given = [part.detach() for part in pulled]
+    expected = sum(float(part.double().square().sum()) for part in given)
+    live = any(part.requires_grad for part in pulled)
+    back = pull(ev, pulled, given, last=False, inputs=cotangents) if live else [torch.zeros_like(u) for u in cotangents]
+    found = sum(float((u.detach().double() * part.detach()).sum()) for u, part in zip(cotangents, back, strict=True))
+    if abs(found - expected) > 10 * torch.finfo(given[0].dtype).eps ** 0.5 * expected:
+        names = ", ".join(sorted(kind.__name__.removesuffix("Backward") for kind in functions))
+        raise GraphError(
+            f"J v is the derivative of J'u by u, and a Function on the way cuts J'u off from u: the backward of one of "
+            f"{names} detaches its argument, or leaves torch. Write that backward in differentiable operations. "
+            f"(J'u, by hodiff.vjp or hodiff.jacobian, does not need that.)"
+        )
+    return pulled
 
 
 def pull_many(

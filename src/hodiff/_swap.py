@@ -150,6 +150,11 @@ def reading(module: nn.Module) -> Iterator[None]:
         yield
 
 
+def on_loan(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the modules is lent to an evaluation just now, in this thread or another."""
+    return any(id(module) in _claims for module in modules)
+
+
 def modules_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
     """Every module at or below `roots`, once."""
     found: dict[int, nn.Module] = {}

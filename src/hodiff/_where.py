@@ -212,10 +212,11 @@ class Where:
     def _check_modules(self) -> None:
         claimed: dict[int, str] = {}
         for owned in self.owned:
-            for index, name in enumerate(owned.names, owned.start):
-                other = claimed.setdefault(id(self.tensors[index]), name)
-                if other is not name:
-                    raise InputError(f"{self.name}: parameter {name!r} is given twice (also as {other!r}).")
+            for index in range(owned.start, owned.start + len(owned.names)):
+                key, name = id(self.tensors[index]), self.names[index]
+                if key in claimed:
+                    raise InputError(f"{self.name}: parameter {name!r} is given twice (also as {claimed[key]!r}).")
+                claimed[key] = name
 
     def argument(self, leaves: Sequence[Any]) -> Any:
         """What `f` receives: the caller's structure around `leaves`, modules as themselves."""

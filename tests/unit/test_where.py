@@ -88,7 +88,7 @@ def test_selection_is_a_mapping():
 
 def test_a_parameter_given_twice():
     m = model()
-    with pytest.raises(hodiff.InputError, match=r"'0.weight' is given twice"):
+    with pytest.raises(hodiff.InputError, match=r"'x\[1\].0.weight' is given twice \(also as 'x\[0\].0.weight'\)"):
         Where((m, m))
 
 

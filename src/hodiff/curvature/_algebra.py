@@ -39,7 +39,7 @@ def _check_sizes(left: Space, right: Space, what: str) -> None:
     compatible = left.size == right.size and (left.like(right) or left.flat or right.flat)
     if not compatible:
         raise InputError(
-            f"{what}: the sizes {left.size} and {right.size}, or the structures, differ; "
+            f"{what}: the sizes {left.size} and {right.size}, or the structures (the order of keys too), differ; "
             f"operators combine over the same point, or with a flat MatrixOperator of the same size."
         )
     if left.dtype != right.dtype or left.device != right.device:

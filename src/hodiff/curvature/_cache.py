@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _nodes, _reverse
+from hodiff import _checks, _nodes, _reverse, _swap
 from hodiff._evaluate import Evaluation
 from hodiff._safety import RandomState
 from hodiff._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
-from hodiff.errors import GraphError, RandomnessWarning
+from hodiff.curvature._space import plus
+from hodiff.errors import GraphError, InputError, RandomnessWarning
 
 
 class Piece(ABC):
@@ -71,11 +73,14 @@ class Source:
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
         self._closed = False
+        self._evaluating = threading.RLock()
+        self._modules = self._structure()
         self._forget()
 
     def _forget(self) -> None:
         self._pieces: dict[int, Piece] = {}
         self._random: dict[int, RandomState] = {}
+        self._autocast = False, torch.bfloat16
         self._stamp: list[tuple[int, int]] | None = None
         self._largest: int | None = None
         self.bytes = 0
@@ -89,15 +94,19 @@ class Source:
         """The first pass over the data, unless it has been made; a check that the point is still the same."""
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
-        if self._stamp is not None:
-            self._check_point()
-            return
-        self._stamp = self._versions()
-        try:
-            self._first_pass()
-        except BaseException:
-            self._forget()
-            raise
+        with self._evaluating:  # of several threads one evaluates
+            self._check_structure()
+            if self._stamp is not None:
+                self._check_point()
+                return
+            self._stamp = self._versions()
+            kind = self.device.type
+            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            try:
+                self._first_pass()
+            except BaseException:
+                self._forget()
+                raise
 
     def _first_pass(self) -> None:
         keeping = self._budget > 0
@@ -131,12 +140,15 @@ class Source:
     def _add(self, piece: Piece) -> None:
         self.weight = 1.0 if piece.weight is None else self.weight + piece.weight
         if self.value is None:
-            self.value = piece.value.clone()
+            self.value, self._value_dtype = piece.value.clone(), piece.value.dtype
             self.gradient = [part.clone() for part in piece.gradient]
             return
-        self.value += piece.value
-        for total, part in zip(self.gradient, piece.gradient, strict=True):
-            total += part
+        (self.value,) = plus([self.value], [piece.value])
+        self.gradient = plus(self.gradient, piece.gradient)
+
+    def mean(self) -> Tensor | None:
+        """The value: the sum over all batches by their weight."""
+        return None if self.value is None else (self.value / self.weight).to(self._value_dtype)
 
     # --- later passes
 
@@ -160,15 +172,17 @@ class Source:
         self._compare(value, weight, scale)
 
     def _again(self, batch: Any, number: int) -> Piece:
-        """A batch evaluated once more, drawing the random numbers that it drew first."""
-        if not self._random:
-            return self._build(self.where, batch, number)
-        now = RandomState.of(self.device)
-        self._random.get(number, now).restore()
-        try:
-            return self._build(self.where, batch, number)
-        finally:
-            now.restore()
+        """A batch evaluated once more, as the first time: with its precision, and its random numbers."""
+        enabled, dtype = self._autocast
+        with torch.autocast(self.device.type, dtype, enabled=enabled):
+            if not self._random:
+                return self._build(self.where, batch, number)
+            now = RandomState.of(self.device)
+            self._random.get(number, now).restore()
+            try:
+                return self._build(self.where, batch, number)
+            finally:
+                now.restore()
 
     def _compare(self, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""
@@ -233,10 +247,17 @@ class Source:
 
     def refresh(self) -> None:
         """Forget everything; the next product evaluates at the point as it is then."""
+        if not isinstance(self._point, Where):
+            now = Where(self._point)
+            if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in self.where.tensors]:
+                raise InputError(
+                    "refresh: the point has other leaves than when the operator was made (parameters were frozen, "
+                    "added or resized); make a new operator."
+                )
+            self.where = now
         self._forget()
         self._closed = False
-        if not isinstance(self._point, Where):
-            self.where = Where(self._point)
+        self._modules = self._structure()
 
     def close(self) -> None:
         """Free the graphs."""
@@ -255,6 +276,24 @@ class Source:
         raise GraphError(
             f"parameters changed since the operator was evaluated ({', '.join(changed[:4])}"
             f"{', ...' if len(changed) > 4 else ''}); H.refresh() evaluates it at the new ones."
+        )
+
+    def _structure(self) -> list[tuple[Any, ...]]:
+        """What tells whether modules are put together as before: their parameters and parts, by identity, and modes."""
+        return [
+            (id(module), module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
+            for module in self._below()
+        ]
+
+    def _below(self) -> list[nn.Module]:
+        return _swap.modules_below(owned.module for owned in self.where.owned)
+
+    def _check_structure(self) -> None:
+        if not self.where.owned or self._structure() == self._modules or _swap.on_loan(self._below()):
+            return
+        raise GraphError(
+            "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
+            "and eval() switched; H.refresh() evaluates it as it is now."
         )
 
     # --- randomness

@@ -7,6 +7,8 @@ exact for ragged, masked and class-weighted batches, where a mean of means is no
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,7 +113,7 @@ def _length(data: Any) -> int | None:
 class Weighted:
     """Turns what a user's function returns for a batch into `(sum, weight)`."""
 
-    def __init__(self, batches: Batches, batch_weight: BatchWeight, name: str = "f") -> None:
+    def __init__(self, batches: Batches, batch_weight: BatchWeight, name: str = "f", *, bare: bool = True) -> None:
         if not (batch_weight is None or callable(batch_weight) or batch_weight == "equal"):
             raise InputError(
                 f"batch_weight: got {batch_weight!r}; expected a function of the batch (its number of samples), or "
@@ -119,17 +121,23 @@ class Weighted:
             )
         if batch_weight is not None and not batches.given:
             raise InputError("batch_weight: weighs batches, but no data= is given.")
-        self._batches, self._weight, self._name = batches, batch_weight, name
+        self._batches, self._weight, self._name, self._bare = batches, batch_weight, name, bare
 
     def __call__(self, returned: Any, batch: Any, number: int) -> tuple[Any, Any]:
         """`(sum, weight)` of batch `number`."""
         if isinstance(returned, tuple):
             return self._pair(returned)
-        if self._weight == "equal" or not self._batches.given:
-            return returned, 1.0
         if callable(self._weight):
             weight = _checked(self._weight(batch), "batch_weight")
             return returned * weight, weight
+        if not self._bare:
+            raise InputError(
+                f"{self._name}: returned a bare value, which does not say of how many samples it is the mean, so each "
+                f"one's own gradient is not known. Return (sum, weight), or give batch_weight=lambda batch: "
+                f"len(batch[1])."
+            )
+        if self._weight == "equal" or not self._batches.given:
+            return returned, 1.0
         if number or (self._batches.count or 1) > 1:
             raise InputError(mean_of_many(self._name))
         return returned, 1.0
@@ -156,7 +164,7 @@ def _checked(weight: Any, name: str) -> Any:
         if weight.numel() != 1:
             raise InputError(f"{name} has shape {tuple(weight.shape)}, expected one number: how much the sum counts.")
         weight = float(weight)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
         raise InputError(f"{name} is {weight!r}, expected a number that is not negative: how much the sum counts.")
     return float(weight)
 

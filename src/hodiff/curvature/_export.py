@@ -22,16 +22,17 @@ def to_scipy(operator: Any) -> Any:
     def tensor(array: Any) -> torch.Tensor:
         return torch.from_numpy(array.astype(numpy_dtype, copy=True)).to(operator.device)
 
-    def forward(array: Any) -> Any:
-        return (operator @ tensor(_straight(array))).cpu().numpy()
+    def product(turned: bool, straight: bool) -> Any:
+        def apply(array: Any) -> Any:
+            v = tensor(array.reshape(-1) if straight else array)  # SciPy may spell a vector as one column
+            return ((operator.T if turned else operator) @ v).cpu().numpy()
 
-    def backward(array: Any) -> Any:
-        return (operator.T @ tensor(_straight(array))).cpu().numpy()
+        return apply
 
-    products = {"matvec": forward, "rmatvec": backward, "matmat": forward, "rmatmat": backward}
+    products = {
+        "matvec": product(False, True),
+        "rmatvec": product(True, True),
+        "matmat": product(False, False),
+        "rmatmat": product(True, False),
+    }
     return ScipyOperator(shape=tuple(operator.shape), dtype=numpy_dtype, **products)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
-def _straight(array: Any) -> Any:
-    """A vector that SciPy spells as one column, as a vector."""
-    return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array

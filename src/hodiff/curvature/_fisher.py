@@ -96,12 +96,12 @@ class FisherOperator(BentOperator):
         allow: Allowed = (),
     ) -> None:
         check_predict(predict)
-        check_loss(loss)
+        check_loss(loss, batch_weight)
         check_given(data)
         _check_kind(kind, loss)
         _checks.check_integer(samples, "samples", least=1)
         batches = Batches(data, Where(where).tensors[0].device, keep=kind == "mc", progress=progress)
-        weigh = Weighted(batches, batch_weight, "loss")
+        weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
         self._scores: dict[int, Tensor] = {}
         draw = (samples, generator, self._scores) if kind == "mc" else None
         bend = partial(_bend, kind, loss, weigh, allow, draw)
@@ -147,7 +147,7 @@ def _bend(
     outputs = ev.tensors()
     found = score(loss, weigh, outputs, tree, batch, number, allow, partial(refuse_shortcut, ev))
     if kind == "empirical":
-        _check_samples(outputs)
+        _check_samples(outputs, loss)
         scores = [part.unsqueeze(0) for part in found.gradient]
         return found, Outer(scores, lambda s: tuple(range(1 - s.ndim, 0)))
     if kind == "exact" or draw is None:
@@ -157,8 +157,9 @@ def _bend(
     return found, Outer([draw[2][number]], _position(found.bend, outputs[0]))
 
 
-def _check_samples(outputs: list[Tensor]) -> None:
-    lengths = {output.shape[0] if output.ndim else None for output in outputs}
+def _check_samples(outputs: list[Tensor], loss: Loss) -> None:
+    least = 2 if isinstance(loss, nn.CrossEntropyLoss) else 1  # of a single dimension it is the classes
+    lengths = {output.shape[0] if output.ndim >= least else None for output in outputs}
     if None in lengths or len(lengths) != 1:
         raise InputError(
             f"predict: kind='empirical' needs samples in the leading dimension of every output; got shapes "

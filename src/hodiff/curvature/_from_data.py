@@ -14,7 +14,7 @@ from hodiff.curvature import _memory
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._records import Cost
-from hodiff.curvature._space import Space
+from hodiff.curvature._space import Space, plus
 
 Parts = list[Tensor]
 
@@ -44,15 +44,16 @@ class DataOperator(LinearOperator):
     def value(self) -> Any:
         """The value of the function at the point: the weighted mean over all batches."""
         self._source.evaluate()
-        value = self._source.value
-        return value if value is None else value / self._source.weight
+        return self._source.mean()
 
     @property
     def gradient(self) -> Any:
         """The gradient of that value, like the point (for a block, its part)."""
         self._source.evaluate()
-        parts = [self._source.gradient[index] / self._source.weight for index in self._chosen]
-        return self._space.result(parts)
+        tensors, source = self._source.where.tensors, self._source
+        return self._space.result(
+            [(source.gradient[index] / source.weight).to(tensors[index].dtype) for index in self._chosen]
+        )
 
     # --- lifetime
 
@@ -163,13 +164,13 @@ class SummedOperator(DataOperator):
         for piece in self._source.pieces():
             with piece.ready():
                 found = self._apply(piece, parts, count, chunk)
-            if total:
-                for sum_, part in zip(total, found, strict=True):
-                    sum_ += part
-            else:
-                total = [part.contiguous() for part in found]  # an expanded one cannot be added to
+            # An expanded result cannot be added to.
+            total = plus(total, found) if total else [part.contiguous() for part in found]
         factor = 1 / self._source.weight
-        return [part.mul_(factor) for part in total] if factor != 1 else total
+        return [
+            (part.mul_(factor) if factor != 1 else part).to(given.dtype)
+            for part, given in zip(total, parts, strict=True)
+        ]
 
     def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
         return self._multiply(parts, count)

@@ -143,7 +143,7 @@ class GaussNewtonOperator(BentOperator):
         allow: Allowed = (),
     ) -> None:
         check_predict(predict)
-        check_loss(loss)
+        check_loss(loss, batch_weight)
         check_given(data)
         batches = Batches(data, Where(where).tensors[0].device, progress=progress)
         bend = partial(_hessian_of_loss, loss, Weighted(batches, batch_weight, "loss"), allow)
@@ -190,11 +190,11 @@ def linearised(
         calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
         if make is None:
             scored, bend = None, None
-            cotangents = [torch.zeros_like(output, requires_grad=True) for output in outputs]
+            cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
         else:
             scored, bend = make(ev, batch, number)
             cotangents = [part.detach().clone().requires_grad_() for part in scored.gradient]
-        pulled = _reverse.pull(ev, outputs, cotangents, last=False)
+        pulled = _reverse.transposed(ev, outputs, cotangents)
     piece = Linearised(ev, cotangents, pulled)
     piece.bend = bend
     piece.random, piece.calls_back = random, calls_back

@@ -67,8 +67,9 @@ class HessianOperator(SummedOperator):
 
     Raises:
         InputError: Data that can be read only once; a bare mean of several batches; or as for `hodiff.hvp`.
-        GraphError: A changed parameter (`H.refresh()` starts anew), two passes over the data that
-            disagree; or as for `hodiff.hvp`.
+        GraphError: A changed or replaced parameter, a model switched between train() and eval()
+            (`H.refresh()` starts anew), two passes over the data that disagree; or as for `hodiff.hvp`.
+            Buffers, and what `f` reaches besides the point, are as they were when it was evaluated.
 
     Warns:
         RandomnessWarning: `f` draws random numbers (dropout). Its operator is that of one draw.

@@ -16,7 +16,7 @@ from hodiff.curvature._data import Batches
 from hodiff.curvature._from_data import DataOperator, Parts
 from hodiff.curvature._gauss_newton import Linearised, check_predict, linearised
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._space import Space
+from hodiff.curvature._space import Space, plus
 from hodiff.errors import InputError
 
 
@@ -91,7 +91,7 @@ class JacobianOperator(DataOperator):
     def value(self) -> Any:
         """The outputs at the point, of all batches."""
         self._source.evaluate()
-        return self._range.result(self._outputs.whole())
+        return self._range.result([part.clone() for part in self._outputs.whole()])
 
     @property
     def gradient(self) -> Any:
@@ -123,9 +123,10 @@ class JacobianOperator(DataOperator):
             own = parts if single else [part.narrow(lead, start, stop - start) for part in parts]
             with piece.ready():
                 found = _linear(piece).pull(own, count, self._chosen, chunk)
-            total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
+            total = found if total is None else plus([part.contiguous() for part in total], found)
             start = stop
-        return total or []
+        leaves = [self._source.where.tensors[index] for index in self._chosen]
+        return [part.to(leaf.dtype) for part, leaf in zip(total or [], leaves, strict=True)]
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError("block: a Jacobian's rows and columns differ; differentiate at hodiff.select(model, ...).")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hodiff import _reverse, _tree
 from hodiff._evaluate import Evaluation
 from hodiff.curvature._data import NONE, Weighted
+from hodiff.curvature._space import wide
 from hodiff.errors import InputError
 
 Parts = list[Tensor]
@@ -93,14 +94,14 @@ class Outer(Bend):
     def times(self, tangents: Parts, count: int | None) -> Parts:
         """See `Bend`."""
         draws, lead = self._scores[0].shape[0], 0 if count is None else 1
-        total = [torch.zeros_like(v) for v in tangents]
+        total = [torch.zeros_like(v, dtype=wide(v.dtype)) for v in tangents]
         for draw in range(draws):
             scores = [score[draw] for score in self._scores]
             inner = [self._inner(s, v) for s, v in zip(scores, tangents, strict=True)]
             weight = inner[0].flatten(lead) if len(inner) == 1 else torch.stack([p.flatten(lead) for p in inner]).sum(0)
             for sum_, s, part in zip(total, scores, inner, strict=True):
                 sum_ += s * weight.reshape(part.shape) / draws
-        return total
+        return [sum_.to(v.dtype) for sum_, v in zip(total, tangents, strict=True)]
 
     def _inner(self, s: Tensor, v: Tensor) -> Tensor:
         dims = self._dims(s)
@@ -123,12 +124,12 @@ class Scored:
         self.value, self.weight, self.gradient, self.bend = value, weight, gradient, bend
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Any, batch_weight: Any) -> None:
     """Raise unless the loss is a function, or one of the modules whose Hessian is known."""
     if isinstance(loss, type):
         raise InputError(f"loss: is the class {loss.__name__}; give an instance of it.")
     if isinstance(loss, nn.modules.loss._Loss):
-        if not isinstance(loss, KNOWN):
+        if type(loss) not in KNOWN:  # a subclass computes what it likes
             raise InputError(
                 f"loss: {type(loss).__name__} is not one whose sums and weights are known "
                 f"({', '.join(kind.__name__ for kind in KNOWN)}). Give a function that returns (sum, weight):\n"
@@ -137,6 +138,16 @@ def check_loss(loss: Any) -> None:
             )
         if loss.reduction == "none":
             raise InputError('loss: reduction="none" gives no scalar; use "mean" or "sum".')
+        if loss._forward_hooks or loss._forward_pre_hooks:
+            raise InputError(
+                f"loss: this {type(loss).__name__} has forward hooks, which its written-out Hessian would bypass; give "
+                f"a function loss(outputs, batch) -> (sum, weight)."
+            )
+        if batch_weight is not None:
+            raise InputError(
+                f"batch_weight: is given, but {type(loss).__name__} says itself how much a batch counts; give a "
+                f"function loss(outputs, batch) for other weights."
+            )
     elif not callable(loss):
         raise InputError(
             f"loss: is a {type(loss).__name__}; expected loss(outputs, batch) -> (sum, weight), nn.CrossEntropyLoss(), "

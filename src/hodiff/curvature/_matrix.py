@@ -40,9 +40,10 @@ class MatrixOperator(LinearOperator):
 
     def __init__(self, A: Tensor, *, symmetric: bool | None = None) -> None:
         super().__init__()
-        if not isinstance(A, Tensor) or A.ndim not in (1, 2) or not A.is_floating_point() or not A.numel():
-            kind = f"{A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
-            raise InputError(f"A: is {kind}; expected a real floating point matrix (M, D), or the (D,) of a diagonal.")
+        fits = isinstance(A, Tensor) and A.layout is torch.strided and A.is_floating_point()
+        if not fits or A.ndim not in (1, 2) or not A.numel():
+            kind = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
+            raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
         self._matrix = A.detach()
         diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
         found = diagonal or (square and bool(torch.equal(self._matrix, self._matrix.T)))
@@ -66,12 +67,16 @@ class MatrixOperator(LinearOperator):
         return self._symmetric
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
-        (v,) = parts
-        return [self._matrix * v if self._matrix.ndim == 1 else v @ self._matrix.T]
+        return [self._by(parts[0], self._matrix.t())]
 
     def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
-        (u,) = parts
-        return [self._matrix * u if self._matrix.ndim == 1 else u @ self._matrix]
+        return [self._by(parts[0], self._matrix)]
+
+    def _by(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        if matrix.ndim == 1:
+            return rows * matrix
+        with torch.autocast(rows.device.type, enabled=False):
+            return rows @ matrix
 
     def _chunk(self, count: int) -> int:
         return max(1, _reverse.CHUNK_BYTES // (2 * max(self.shape) * self._matrix.element_size()))

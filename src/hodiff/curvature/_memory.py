@@ -68,7 +68,7 @@ def check_budget(value: Any) -> None:
     """Raise unless `memory_budget=` is a number of bytes or a fraction."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"memory_budget: is a {type(value).__name__}; expected bytes (int) or a fraction (float).")
-    if value < 0 or (isinstance(value, float) and value > 1):
+    if not value >= 0 or (isinstance(value, float) and value > 1):
         raise InputError(
             f"memory_budget: got {value!r}; expected bytes (an int, 0 to keep nothing), or a fraction of the free "
             f"memory (a float from 0.0 to 1.0)."

@@ -53,6 +53,8 @@ class LinearOperator(ABC):
                 [ 0.0000, 12.5000]]))
     """
 
+    __array_ufunc__ = None  # an array on the left leaves the operation to us, which says what is expected
+
     def __init__(self) -> None:
         self.products = 0
 
@@ -124,7 +126,7 @@ class LinearOperator(ABC):
 
     def __rmatmul__(self, u: Any) -> Any:
         """`u @ A`: the row vector u'A, or, for a `(K, M)` matrix, K of them as rows."""
-        if isinstance(u, Tensor) and u.ndim == 2:
+        if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
             return _times(self, u.T, self._range, self._domain, self._product_transposed).T
         return _times(self, u, self._range, self._domain, self._product_transposed)
 
@@ -137,7 +139,7 @@ class LinearOperator(ABC):
         return self._multiply_transposed(parts, count)
 
     def flatten(self, v: Any) -> Tensor:
-        """A vector like the point as a flat one `(D,)`; K stacked ones as columns `(D, K)`."""
+        """A vector like the point as a flat one `(D,)`; K stacked ones as columns `(D, K)`. A flat one is itself."""
         vectors = self._domain.parse(v)
         if vectors.kind in ("flat", "columns"):
             return v
@@ -145,7 +147,7 @@ class LinearOperator(ABC):
         return joined if vectors.number is None else joined.T
 
     def unflatten(self, flat: Tensor) -> Any:
-        """A flat vector `(D,)` with the structure of the point; columns `(D, K)` as K stacked ones."""
+        """A flat vector `(D,)` with the structure of the point, as views; columns `(D, K)` as K stacked ones."""
         vectors = self._domain.parse(flat)
         if vectors.kind == "columns" and not self._domain.flat:
             return self._domain.result(self._domain.rows(flat))

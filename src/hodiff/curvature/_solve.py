@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,7 +86,9 @@ def solve(
     check_rtol(rtol)
     _check_damping(damping)
     right, kind = _vector(operator, b, "b")
-    x = torch.zeros_like(right) if start is None else _vector(operator, start, "start")[0].clone()
+    unit = float(right.abs().max()) or 1.0  # squares of very small or large entries have no place in their dtype
+    right = right / unit
+    x = torch.zeros_like(right) if start is None else _vector(operator, start, "start")[0] / unit
     size = operator.shape[0]
     limit = min(10 * size + 10, 1000) if products is None else _checks.check_integer(products, "products", least=2)
     if rtol is None:
@@ -101,7 +104,7 @@ def solve(
         warn_not_converged(_explanation(status, residual, rtol, operator.products - before))
     shape = (lambda v: v) if kind == "flat" else operator.unflatten
     return SolveRecord(
-        value=shape(x),
+        value=shape(x * unit),
         residual=residual,
         converged=converged,
         products=operator.products - before,
@@ -122,7 +125,7 @@ def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, str]:
 
 
 def _check_damping(damping: Any) -> None:
-    if isinstance(damping, bool) or not isinstance(damping, (int, float)):
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not math.isfinite(damping):
         raise InputError(f"damping: got {damping!r}, expected a number.")
 
 
@@ -266,7 +269,8 @@ def minres(product: Product, inverse: Product, b: Tensor, tolerance: float, left
         x = torch.add(x, w, alpha=step)
         if abs(phi) <= target:
             return Run(x, "converged")
-        if beta <= 10 * eps * scale:  # the Krylov space is exhausted
+        # The Krylov space is exhausted; or x, along a null vector, has grown so that A x rounds like the residual.
+        if beta <= 10 * eps * scale or eps * scale * float(x.norm()) > 0.1 * abs(phi):
             return Run(x, "stagnation")
     return Run(x, "budget")
 

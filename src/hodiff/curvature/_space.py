@@ -21,6 +21,16 @@ TURNED_BYTES = 16 * 2**20
 _TILE = 4096
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What many terms of a dtype are added up in: at least single precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def plus(total: list[Tensor], terms: Sequence[Tensor]) -> list[Tensor]:
+    """A running sum, which is the caller's own, in `wide` precision from the second term on."""
+    return [sum_.to(wide(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
+
+
 def _turned(columns: Tensor) -> Tensor:
     """The transpose `(K, n)`, each row contiguous.
 
@@ -91,8 +101,9 @@ class Space:
         return Space([self._likes[index] for index in chosen], names, tree, f"a dict with keys {names}")
 
     def like(self, other: Space) -> bool:
-        """Whether vectors of the other space are vectors of this one."""
-        return self.shapes == other.shapes and _tree.difference(self._tree, other._tree, "") is None
+        """Whether vectors of the other space are vectors of this one, with their leaves in the same order."""
+        same = self.shapes == other.shapes and _tree.difference(self._tree, other._tree, "") is None
+        return same and _tree.paths(self._tree, "") == _tree.paths(other._tree, "")
 
     @property
     def flat(self) -> bool:

@@ -16,6 +16,7 @@ from hodiff.curvature._probes import (
     warn_not_converged,
 )
 from hodiff.curvature._records import TraceRecord
+from hodiff.curvature._space import wide
 from hodiff.errors import InputError
 
 BLOCK = 8
@@ -147,5 +148,5 @@ def _hutchinson(
 def _sketch(operator: LinearOperator, count: int, distribution: str, generator: torch.Generator | None) -> Tensor:
     """An orthonormal basis, as rows, of the range of A on random vectors."""
     image = flat_product(operator, probes(operator, count, distribution, generator))
-    basis, _ = torch.linalg.qr(image.T)
-    return basis.T.contiguous()
+    basis, _ = torch.linalg.qr(image.to(wide(image.dtype)).T)
+    return basis.T.to(image.dtype).contiguous()
