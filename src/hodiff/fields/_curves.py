@@ -35,15 +35,7 @@ def by_jets(call: Call, directions: Directions, drift: Any = None, *, limit: flo
 def by_reverse(call: Call, directions: Directions, drift: Any) -> Curves:
     """Double backward: one pass for each component of f, then one for each direction."""
     vectors, weights, groups = directions
-    with Evaluation(
-        call.f,
-        call.x,
-        passes=2,
-        batch_ndim=call.batch_ndim,
-        create_graph=call.record,
-        args=call.args,
-        kwargs=call.kwargs,
-    ) as ev:
+    with call.evaluation(passes=2) as ev:
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
         columns = components(output, call)

@@ -73,6 +73,18 @@ class Call:
         """The shape of one sample."""
         return tuple(self.x.shape[self.batch_ndim :])
 
+    def evaluation(self, passes: int) -> Evaluation:
+        """F at x, for nested reverse mode."""
+        return Evaluation(
+            self.f,
+            self.x,
+            passes=passes,
+            batch_ndim=self.batch_ndim,
+            create_graph=self.record,
+            args=self.args,
+            kwargs=self.kwargs,
+        )
+
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""
         return result if self.record else detached(result)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hodiff import _checks, _reverse, _safety, _tree
-from hodiff._evaluate import Evaluation, detached
+from hodiff._evaluate import detached
 from hodiff.errors import InputError
 from hodiff.fields._expand import Call, choose, components, released
 from hodiff.jets import _jet, _push
@@ -137,15 +137,7 @@ def _by_reverse(call: Call, wanted: Sequence[Index]) -> dict[Index, Tensor]:
     prefixes = sorted({each[:k] for each in wanted for k in range(len(each) + 1)}, key=len)
     inner = {each[:-1] for each in prefixes if each}
     order = max(len(each) for each in wanted)
-    with Evaluation(
-        call.f,
-        call.x,
-        passes=order,
-        batch_ndim=call.batch_ndim,
-        create_graph=call.record,
-        args=call.args,
-        kwargs=call.kwargs,
-    ) as ev:
+    with call.evaluation(passes=order) as ev:
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
         columns = components(output, call)

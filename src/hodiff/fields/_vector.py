@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hodiff import _checks, _reverse
-from hodiff._evaluate import Evaluation
 from hodiff.errors import InputError
 from hodiff.fields import _directions
 from hodiff.fields._expand import Call, choose, push, released
@@ -91,15 +90,7 @@ def jacobian_products(call: Call, vectors: Any) -> Any:
         return _push.entry(series, 1, vectors.shape[0])
 
     def reverse() -> Any:
-        with Evaluation(
-            call.f,
-            call.x,
-            passes=2,
-            batch_ndim=call.batch_ndim,
-            create_graph=call.record,
-            args=call.args,
-            kwargs=call.kwargs,
-        ) as ev:
+        with call.evaluation(passes=2) as ev:
             output = _checks.check_output(ev.outputs)
             _check_shape(output, call)
             wide = full(vectors, call.x.shape).contiguous()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
+from tests.support.modules import Cube
 from tests.support.operators import D, draw, split
 from tests.support.properties import agree
 
@@ -254,17 +255,6 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return (2 * ctx.saved_tensors[0] * g).detach()
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
