@@ -56,7 +56,8 @@ def jvp(
     Cost:
         Two reverse passes over one evaluation of `f`: the product is linear in the cotangent of the
         first. This is right through every layer, differentiable, and the same for a tensor already
-        computed. K vectors share the first pass and take one batched pass per chunk.
+        computed. K vectors share the first pass and take one batched pass per chunk. Where `f` calls a
+        Python `autograd.Function`, one pass more checks that its backward passes the cotangent on.
 
     Examples:
         >>> import torch, hodiff

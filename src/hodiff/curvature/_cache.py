@@ -281,7 +281,7 @@ class Source:
     def _structure(self) -> list[tuple[Any, ...]]:
         """What tells whether modules are put together as before: their parameters and parts, by identity, and modes."""
         return [
-            (id(module), module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
+            (module, module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
             for module in self._below()
         ]
 

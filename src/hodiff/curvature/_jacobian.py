@@ -47,7 +47,8 @@ class JacobianOperator(DataOperator):
 
     Cost:
         The first product, and `J.shape`, evaluate `predict` once per batch and take one pass to
-        linearise it. A product with `J` or `J.T` takes one pass per batch.
+        linearise it (two, where a Python `autograd.Function` is met). A product with `J` or `J.T` takes
+        one pass per batch.
 
     Examples:
         >>> import torch, hodiff

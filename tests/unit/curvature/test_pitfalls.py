@@ -140,11 +140,15 @@ def change_a_layer(model: nn.Sequential) -> None:
     model[2] = nn.Linear(2, 1, dtype=D)
 
 
+def change_an_activation(model: nn.Sequential) -> None:
+    model[1] = nn.Sigmoid()
+
+
 def change_the_mode(model: nn.Sequential) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize("change", [change_by_assignment, change_a_layer, change_the_mode])
+@pytest.mark.parametrize("change", [change_by_assignment, change_a_layer, change_an_activation, change_the_mode])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_model_that_is_put_together_anew_is_noticed(change, evaluated: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1)).double()
