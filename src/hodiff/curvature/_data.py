@@ -125,7 +125,7 @@ class Weighted:
 
     def __call__(self, returned: Any, batch: Any, number: int) -> tuple[Any, Any]:
         """`(sum, weight)` of batch `number`."""
-        if isinstance(returned, tuple):
+        if isinstance(returned, (tuple, list)):
             return self._pair(returned)
         if callable(self._weight):
             weight = _checked(self._weight(batch), "batch_weight")
@@ -142,12 +142,13 @@ class Weighted:
             raise InputError(mean_of_many(self._name))
         return returned, 1.0
 
-    def _pair(self, returned: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _pair(self, returned: Sequence[Any]) -> tuple[Any, Any]:
+        kind = type(returned).__name__
         if len(returned) != 2:
-            raise InputError(f"{self._name}: returned a tuple of {len(returned)}, expected (sum, weight).")
+            raise InputError(f"{self._name}: returned a {kind} of {len(returned)}, expected (sum, weight).")
         if not self._batches.given:
             raise InputError(
-                f"{self._name}: returned a tuple, expected one element; the pair (sum, weight) goes with data=[...]."
+                f"{self._name}: returned a {kind}, expected one element; the pair (sum, weight) goes with data=[...]."
             )
         if self._weight is not None:
             raise InputError(f"batch_weight: is given, but {self._name} returns (sum, weight), which needs none.")

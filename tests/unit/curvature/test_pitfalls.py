@@ -243,8 +243,9 @@ def test_empirical_fisher_knows_its_samples_or_says_so() -> None:
 def test_weights_from_numpy() -> None:
     import numpy as np
 
-    H = hodiff.HessianOperator(lambda w, b: ((w**2).sum(), np.int64(3)), torch.ones(2), data=[0])
-    agree(H.dense(), torch.eye(2) * 2 / 3)
+    for pair in (tuple, list):
+        H = hodiff.HessianOperator(lambda w, b, pair=pair: pair([(w**2).sum(), np.int64(3)]), torch.ones(2), data=[0])
+        agree(H.dense(), torch.eye(2) * 2 / 3)
 
 
 # --- Functions whose backward is no function of what it is given -----------------------------------------------------
