@@ -279,6 +279,8 @@ def match(
     plain_dict = tree is not None and tree.template is dict and type(value) is dict and tuple(value) == tree.keys
     if plain_dict and all(map(_alike, value.values(), likes)):  # as every dict of parameters is
         return list(value.values()), None
+    if tree is not None and not isinstance(value, Tensor) and not _tree.is_container(value):
+        raise InputError(f"{name}: is a {type(value).__name__}, expected {_tree.describe(tree)}; it must be {meaning}.")
     _, _, got_tree = _tree.flatten(value, name)
     found = _tree.difference(tree, got_tree, name)
     if found:

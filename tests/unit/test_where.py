@@ -109,3 +109,9 @@ def test_a_vector_may_be_any_mapping():
     m = model()
     chosen = hodiff.select(m, "0.bias")
     assert Where(chosen).match(chosen, "v")[0][0] is m[0].bias
+
+
+def test_what_is_neither_tensor_nor_container_is_called_by_its_type():
+    for value in (None, 1.5, "x"):
+        with pytest.raises(hodiff.InputError, match=rf"v: is a {type(value).__name__}, expected a dict .* like x"):
+            Where({"a": torch.ones(2)}).match(value, "v")
