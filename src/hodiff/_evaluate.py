@@ -7,7 +7,7 @@ with the leaves to differentiate them by. It is a context: parameters and buffer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -131,9 +131,11 @@ class Evaluation:
             self._held.close()
         if self.create_graph and self.owned:
             for leaf in self.leaves:
-                # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see.
+                # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it
+                # must go on requiring grad, for an activation checkpoint records as much again as at first.
                 if leaf.is_leaf:
-                    leaf.requires_grad_(False)
+                    leaf.register_post_accumulate_grad_hook(_forget)
+                    setattr(leaf, _OURS, True)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -243,11 +245,16 @@ class Evaluation:
 
     def value(self) -> Any:
         """What the caller gets to see of the outputs: detached, unless the result is differentiable."""
-        return self.outputs if self.create_graph else detached(self.outputs)
+        return self.outputs if self.create_graph else self._apart(self.outputs)
 
     def extra(self) -> Any:
         """What `f` returned beside the loss, likewise."""
-        return self.aux if self.create_graph else detached(self.aux)
+        return self.aux if self.create_graph else self._apart(self.aux)
+
+    def _apart(self, value: Any) -> Any:
+        """`value` detached; copied where it is the caller's tensor or a view of it, as where f returns its argument."""
+        theirs = [*self.where.tensors, *([] if self.owned else _tensors(self._what))]
+        return detached(value, {memory_of(tensor) for tensor in theirs})
 
     def _inspect(self, graph: _nodes.Survey) -> None:
         try:
@@ -306,9 +313,23 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in _tree.flatten(outputs)[0] if isinstance(leaf, Tensor)]
 
 
-def detached(value: Any) -> Any:
-    """`value` with its tensors cut from any graph; other leaves as they are."""
-    return _tree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+def detached(value: Any, theirs: Container[int] = ()) -> Any:
+    """`value` with its tensors cut from any graph, copied from memory that is `theirs`; other leaves as they are."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone() if theirs and memory_of(leaf) in theirs else leaf.detach()
+
+    return _tree.tree_map(cut, value)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """An identity of the memory under a tensor: equal where two share it."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        return id(tensor)
 
 
 def _aliases(tensors: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
@@ -342,6 +363,18 @@ def _alias(tensor: Tensor, create_graph: bool) -> Tensor:
 def _still(parameter: Tensor) -> Tensor:
     """A parameter that is not differentiated in: its value, unrecorded."""
     return (parameter.clone() if parameter.is_inference() else parameter).detach()
+
+
+def _forget(leaf: Tensor) -> None:
+    leaf.grad = None
+
+
+_OURS = "_a_leaf_of_hodiff"
+
+
+def is_ours(leaf: Tensor) -> bool:
+    """Whether a leaf, met in the graph of a differentiable result, is one that an evaluation made."""
+    return hasattr(leaf, _OURS)
 
 
 def _collective() -> bool:

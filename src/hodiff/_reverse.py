@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from hodiff import _examine, _nodes, _translate
-from hodiff._evaluate import Evaluation
+from hodiff._evaluate import Evaluation, memory_of
 from hodiff.errors import GraphError
 
 Cotangents = Callable[[int, int], list[Tensor]]
@@ -64,7 +64,7 @@ def gradient(ev: Evaluation, *, last: bool) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves."""
     output = ev.scalars()
     ones = None if output.numel() == 1 else torch.ones_like(output)  # autograd makes a single one itself
-    return _own(pull(ev, [output], [ones], last=last))
+    return own(pull(ev, [output], [ones], last=last))
 
 
 def products(
@@ -79,35 +79,31 @@ def products(
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
     vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
     if count is None:
-        return _own(pull(ev, outputs, vectors, last=True, inputs=inputs), vectors)
+        return own(pull(ev, outputs, vectors, last=True, inputs=inputs), vectors)
     inputs = ev.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     chunks = pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
     return stacked(ev, chunks, count, inputs)
 
 
-def _own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
+def own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
     """Results that share no memory, so that each may be written into.
 
-    The engine passes one tensor on to both parts of a sum, and the derivative of a linear function may be the
-    vector itself, or a view of it.
+    The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
+    the derivative of a linear function may be the vector itself, or a view of it.
     """
-    if len(found) == 1 and not vectors:
-        return found
-    taken = {_memory(vector) for vector in vectors}
+    taken = {memory_of(vector) for vector in vectors}
     result: list[Tensor] = []
     for part in found:
-        memory = _memory(part)
-        result.append(part.clone() if memory in taken else part)
+        memory = memory_of(part) if vectors or len(found) > 1 else 0
+        shared = memory in taken or (0 in part.stride() and _is_spread(part))
+        result.append(part.clone(memory_format=torch.contiguous_format) if shared else part)
         taken.add(memory)
     return result
 
 
-def _memory(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass that has none
-        return id(tensor)
+def _is_spread(part: Tensor) -> bool:
+    return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
 
 
 def pushforward(
@@ -194,7 +190,7 @@ def pull_many(
                 raise
             batched = False
             continue
-        yield start, stop, _own(found, chunk)
+        yield start, stop, own(found, chunk)
         start = stop
 
 

@@ -23,6 +23,8 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(),
     "expand": lambda x: x.expand(3, 4),
 }
+X, Y = x.clone().requires_grad_(), y.clone().requires_grad_()
+LAYER = torch.nn.Linear(1, 1, dtype=D)
 of_sum = lambda p: (p[0] + p[1]).square().sum()
 
 
@@ -39,6 +41,20 @@ CALLS: dict[str, Callable[[], tuple[Any, list[Tensor]]]] = {
     "value_grad_and_hessian": lambda: (hodiff.value_grad_and_hessian(of_sum, (x, y)), [x, y]),
     "hessian_diagonal": lambda: (hodiff.hessian_diagonal(of_sum, (x, y)), [x, y]),
     "HessianOperator": lambda: (hodiff.HessianOperator(of_sum, (x, y)) @ (v, v), [v]),
+    "value, the argument": lambda: (hodiff.value_and_grad(lambda x: x, s := x[:1].clone()), [s]),
+    "value, a parameter": lambda: (hodiff.value_and_grad(lambda m: m.bias, LAYER)[0], [LAYER.bias.detach()]),
+    "value, a tensor computed": lambda: (hodiff.value_and_grad(y2 := of_sum((X, X)), X)[0], [y2.detach()]),
+    "aux": lambda: (hodiff.value_and_grad(lambda x: (x.sum(), x[1:]), x, has_aux=True), [x]),
+    "derivatives, order 1": lambda: (hodiff.derivatives(lambda x: x, x, 1), [x]),
+    "derivatives, order 4": lambda: (hodiff.derivatives(lambda x: x, x, 4), [x]),
+    "outputs of a penalty": lambda: (
+        hodiff.gradient_penalty(lambda V: V[:, 0], V, return_outputs=True, create_graph=False),
+        [V],
+    ),
+    "a field's value": lambda: (hodiff.value_grad_and_laplacian(lambda V: V[:, 0], V, create_graph=False), [V]),
+    "a field's gradient": lambda: (hodiff.value_grad_and_laplacian(lambda V: V @ v, V, create_graph=False), [V, v]),
+    "multi_grad": lambda: (hodiff.multi_grad([of_sum((X, Y)), (X + Y).sum()], [X, Y]), [x, y]),
+    "multi_grad, functions": lambda: (hodiff.multi_grad([of_sum, of_sum], (x, y)), [x, y]),
     **{f"jvp, {name}": lambda f=f: (hodiff.jvp(f, x, v), [x, v]) for name, f in LINEAR.items()},
     **{f"jvp of several, {name}": lambda f=f: (hodiff.jvp(f, x, V), [x, V]) for name, f in LINEAR.items()},
     **{f"vjp, {name}": lambda f=f: (hodiff.vjp(f, x, u := cotangent(f)), [x, u]) for name, f in LINEAR.items()},

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hodiff import _checks, _reverse, _safety
-from hodiff._evaluate import Allowed, Evaluation
+from hodiff._evaluate import Allowed, Evaluation, detached, memory_of
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
-from hodiff.jets._jet import NoRule
+from hodiff.jets._registry import NoDerivative, NoRule
 
 What = Callable[..., Any] | Tensor
 
@@ -112,8 +112,8 @@ def derivatives(
     if callable(f) and not isinstance(f, Tensor) and (n >= TAYLOR_FROM or _jet.is_jet(x)):
         try:
             return _by_jets(f, x, n, create_graph, args, kwargs)
-        except NoRule:
-            if _jet.is_jet(x):
+        except NoRule as error:
+            if _jet.is_jet(x) or isinstance(error, NoDerivative):
                 raise
     with Evaluation(f, x, passes=n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs) as ev:
         value = _check_shape(_checks.check_output(ev.outputs), x)
@@ -124,7 +124,7 @@ def derivatives(
             found += _reverse.pull(ev, found[-1:], [torch.ones_like(value)], last=order == n)
     if weighted is not None:
         _check_elementwise(weighted, weights * found[1].detach())
-    return tuple(found) if ev.create_graph else tuple(part.detach() for part in found)
+    return tuple(found) if ev.create_graph else (ev.value(), *(part.detach() for part in found[1:]))
 
 
 def _weights(like: Tensor) -> Tensor:
@@ -176,4 +176,4 @@ def _by_jets(
         _check_elementwise(weighted, weights * _push.entry(series, 1, 1)[0].detach())
     with torch.set_grad_enabled(record):
         found = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, n + 1))]
-    return tuple(found) if record else tuple(part.detach() for part in found)
+    return tuple(found) if record or _jet.is_jet(x) else detached(tuple(found), {memory_of(x)})

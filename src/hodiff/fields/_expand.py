@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _nodes, _safety
-from hodiff._evaluate import Evaluation, detached
+from hodiff import _checks, _nodes, _safety, _tree
+from hodiff._evaluate import Evaluation, detached, memory_of
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _push
-from hodiff.jets._registry import MixesSamples, NoRule
+from hodiff.jets._registry import ByNoRoute, NoRule
 
 METHODS = ("auto", "jets", "reverse")
 
@@ -87,7 +87,10 @@ class Call:
 
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""
-        return result if self.record else detached(result)
+        if self.record or _jet.is_jet(self.x):
+            return result if self.record else detached(result)
+        whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
+        return detached(whole, {memory_of(self.x)})
 
 
 def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
@@ -96,7 +99,7 @@ def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, p
         return call.finish(reverse())
     try:
         return call.finish(jets())
-    except MixesSamples:
+    except ByNoRoute:
         raise
     except NoRule as error:
         if call.method == "jets" or _jet.is_jet(call.x) or torch.compiler.is_compiling():

@@ -101,7 +101,7 @@ def multi_grad(
     else:
         with Evaluation(list(items), point, passes=1, create_graph=False, strict=strict) as ev:
             rows = _passes(_scalars(ev.outputs, names), ev.leaves, method)
-    results = [point.result(_filled(row, point.tensors)) for row in rows]
+    results = [point.result(_reverse.own(_filled(row, point.tensors))) for row in rows]
     return dict(zip(names, results, strict=True)) if isinstance(losses, Mapping) else results
 
 

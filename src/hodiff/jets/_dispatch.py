@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hodiff import _tree
 from hodiff.errors import HodiffError
-from hodiff.jets._jet import DISPATCH, JETS, Jet, jets_among, replaced, value_of, wrap
+from hodiff.jets._jet import DISPATCH, JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
 from hodiff.jets._registry import (
     ALIASES,
     FALLBACK,
@@ -49,6 +49,9 @@ _running = _Running()
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
     name = operation(func)
+    if name == "matmul" and func is not torch.matmul and torch.compiler.is_compiling() and not is_jet(args[0]):
+        # Dynamo has no reversed form of this operator: for h @ A as for A @ h it says A.matmul(h).
+        raise NoRule("the operator @ under torch.compile", "write torch.matmul(a, b), which keeps its order")
     if name in METADATA:
         return _metadata(func, args, kwargs)
     if name.startswith("__") and ":" in name:
@@ -89,8 +92,8 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     if kwargs:
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
-        if kwargs.get("inplace"):
-            kwargs = {**kwargs, "inplace": False}
+        if kwargs.get("inplace") is True and RULES.get(f"{name}_") is None:
+            return _in_place(f"{name}_", args, {**kwargs, "inplace": False}, func)
     if name == "setitem":
         raise NoRule("assignment to an index (h[...] = value)", "use torch.where or torch.cat")
     if name.endswith("_") and not name.endswith("__"):
@@ -129,7 +132,7 @@ def _run(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwa
         _running.depth -= 1
     if expansion.tally is not None:
         expansion.tally.count(name, found.kind, time.perf_counter() - start)
-    if found.kind in _FRESH:
+    if found.kind in _FRESH and name != "einsum":  # of one operand it may be a view
         return wrapped(result, expansion)
     return _with_shares(wrapped(result, expansion), args, kwargs)
 
@@ -202,7 +205,7 @@ def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return _with_shares(func(*replaced(args, value_of), **replaced(kwargs, value_of)), args, kwargs)
 
 
-def _in_place(name: str, args: Any, kwargs: Any) -> Any:
+def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     """`x += y` and its kin: the jet gets another series. Not where memory may be shared: others would not see it."""
     target = args[0]
     if torch.compiler.is_compiling():
@@ -213,7 +216,7 @@ def _in_place(name: str, args: Any, kwargs: Any) -> Any:
         raise NoRule(f"{name} of a jet into a tensor", "write a = a + b instead of a += b, with a new tensor")
     if target.shared:
         raise NoRule(f"{name} on a view, or on a tensor that has views", "write a = a + b instead of a += b")
-    func = getattr(torch, name[:-1], None) or getattr(Tensor, name[:-1], None)
+    func = func or getattr(torch, name[:-1], None) or getattr(Tensor, name[:-1], None)
     if func is None:
         raise NoRule(name, "write a new tensor instead")
     result = perform(ALIASES.get(name[:-1], name[:-1]), args, kwargs, func)

@@ -20,21 +20,35 @@ from hodiff.errors import GraphError
 class NoRule(GraphError):
     """An operation that Taylor mode cannot pass; the operators catch it to fall back as a whole."""
 
-    def __init__(self, operation: str, why: str = "") -> None:
-        super().__init__(
-            f"Taylor mode has no rule for {operation}{': ' + why if why else ''}. Write it with other operations, or "
-            f'use method="reverse".'
-        )
+    def __init__(
+        self, operation: str, why: str = "", way_out: str = 'Write it with other operations, or use method="reverse".'
+    ) -> None:
+        super().__init__(f"Taylor mode has no rule for {operation}{': ' + why if why else ''}. {way_out}")
         self.operation = operation
         self.why = why
 
 
-class MixesSamples(NoRule):
-    """An operation that mixes the samples of a batch: a field has no derivative per sample then, by any route."""
+class ByNoRoute(NoRule):
+    """An operation that no other route passes rightly either: the operators do not fall back."""
+
+
+class MixesSamples(ByNoRoute):
+    """An operation that mixes the samples of a batch: a field has no derivative per sample then."""
 
     def __init__(self) -> None:
         super().__init__(
-            "BatchNorm in training mode", "it mixes the samples of a batch; use model.eval() or another norm"
+            "BatchNorm in training mode", "it mixes the samples of a batch", "Use model.eval() or another norm."
+        )
+
+
+class NoDerivative(ByNoRoute):
+    """An operation that PyTorch cannot differentiate, and takes for a constant without a word."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(
+            operation,
+            "PyTorch has no derivative of it, and takes its result for a constant",
+            "Write it with other operations, or as .detach() of the result if a constant is meant.",
         )
 
 

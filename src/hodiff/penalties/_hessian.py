@@ -87,6 +87,8 @@ def hessian_penalty(
     """
     _loss.check_number(weight, "weight", least=0)
     _loss.check_number(epsilon, "epsilon", least=0)
+    if method == "differences" and not epsilon:
+        raise InputError("epsilon: got 0, expected a positive step of the differences.")
     _checks.check_integer(num_projections, "num_projections", least=2)
     if method not in ("exact", "differences"):
         raise InputError(f'method: got {method!r}, expected "exact" or "differences".')
@@ -101,18 +103,25 @@ def hessian_penalty(
     inside = _loss.uncompiled(f)
     call = lambda z: inside(z, *args, **(kwargs or {}))  # noqa: E731
 
+    random = _safety.RandomState.of(where.tensors[0].device)
+
     def value(leaves: Sequence[Tensor], passes: int = 0) -> Tensor:
+        random.restore()  # one draw for all evaluations: of different ones the differences would be those of the draws
         point = where.result(leaves)
         with _loss.evaluation(
             f, point, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
         ) as ev:
             return _checks.check_output(ev.value())
 
+    def again(z: Any) -> Any:
+        random.restore()
+        return call(z)
+
     with _loss.recording(record):
         output = value(where.tensors)
         if method == "exact":
             seconds = [
-                _second(call, where.result(where.tensors), where.result([sign[k] for sign in signs]), record, allow)
+                _second(again, where.result(where.tensors), where.result([sign[k] for sign in signs]), record, allow)
                 for k in range(num_projections)
             ]
         else:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hodiff import _checks, _nodes, _reverse
-from hodiff._evaluate import Allowed, Evaluation
+from hodiff._evaluate import Allowed, Evaluation, is_ours
 from hodiff._where import plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
@@ -126,7 +126,8 @@ def reduce(values: Tensor, reduction: str, weight: float) -> Tensor:
 def warn_if_constant(gradient: Sequence[Tensor]) -> None:
     """Warn when nothing that is trained can be reached from the gradient. `requires_grad` alone would not show it."""
     graph = _nodes.survey(gradient)
-    if gradient and not any(node.variable.requires_grad for node in graph.named("AccumulateGrad")):
+    leaves = [node.variable for node in graph.named("AccumulateGrad")]
+    if gradient and not any(leaf.requires_grad and not is_ours(leaf) for leaf in leaves):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant to the optimiser. Usual "
             "causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, or the gradient does not "

@@ -335,3 +335,38 @@ def test_tensor_targets():
     one_by_one = [hodiff.gradient_penalty(D, X[i : i + 1], target=float(t), power=1) for i, t in enumerate(target)]
     found = hodiff.gradient_penalty(D, X, target=target, power=1, reduction="none")
     torch.testing.assert_close(found, torch.stack(one_by_one))
+
+
+@pytest.mark.parametrize("penalty", [hodiff.gradient_penalty, hodiff.r1_penalty, hodiff.jacobian_penalty])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_activation_checkpoints_in_a_differentiable_penalty(penalty, requires_grad):
+    """The recomputation in the user's backward records as much as the forward did: our leaf still requires grad."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=requires_grad)
+    found = []
+    for critic in (net, lambda x: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)):
+        net.zero_grad()
+        penalty(critic, x).backward()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True)) and len(found[0]) >= 3
+    assert requires_grad or x.grad is None
+
+
+@pytest.mark.parametrize("method", ["exact", "differences"])
+def test_hessian_penalty_of_one_draw(method):
+    """Different masks in its evaluations would make a penalty of thousands out of nothing."""
+    torch.manual_seed(0)
+    drop, z = nn.Dropout(0.5), torch.randn(4, 6, dtype=torch.float64)
+    state = torch.get_rng_state()
+    drop(z)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    options = {"generator": torch.Generator().manual_seed(0), "method": method, "create_graph": False}
+    assert hodiff.hessian_penalty(lambda z: drop(z) * 3, z, **options) <= 1e-12
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_hessian_penalty_without_a_step():
+    with pytest.raises(hodiff.InputError, match="epsilon: got 0"):
+        hodiff.hessian_penalty(lambda z: z**2, torch.ones(2, 2), method="differences", epsilon=0.0)

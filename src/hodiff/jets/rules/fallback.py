@@ -8,6 +8,7 @@ some operations (`slogdet`, `solve`, ...) its second derivative is silently wron
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from hodiff import _reverse, _tree
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._registry import FALLBACK, NoRule, Several, operation
+from hodiff.jets._registry import FALLBACK, NoDerivative, NoRule, Several, operation
 from hodiff.jets._series import Expansion, Series, full
 
 UNKNOWN_TO_JETS = {
@@ -27,6 +28,7 @@ UNKNOWN_TO_JETS = {
     "__array__": "NumPy cuts the graph; use torch",
     "tolist": "the result would be a constant; use .detach().tolist()",
     "logcumsumexp": "its backward takes the logarithm of the cotangent, which a series cannot pass",
+    "select_scatter": "its batched form has a wrong derivative in PyTorch; use slice_scatter or torch.where",
     "lstm": "use rnn cells",
     "gru": "use rnn cells",
     "rnn_tanh": "use rnn cells",
@@ -39,9 +41,16 @@ UNKNOWN_TO_JETS = {
 }
 
 
+_CONSTANT_TO_AUTOGRAD = re.compile(
+    "special_(bessel|modified_bessel|scaled_modified_bessel|spherical_bessel|airy)|.*_polynomial_[a-z]"
+)
+
+
 def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Coefficients of any differentiable operation of PyTorch."""
     name = operation(func)
+    if _CONSTANT_TO_AUTOGRAD.match(name):
+        raise NoDerivative(name)
     if name in UNKNOWN_TO_JETS:
         raise NoRule(name, UNKNOWN_TO_JETS[name])
     native = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
