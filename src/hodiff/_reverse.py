@@ -64,7 +64,8 @@ def gradient(ev: Evaluation, *, last: bool) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves."""
     output = ev.scalars()
     ones = None if output.numel() == 1 else torch.ones_like(output)  # autograd makes a single one itself
-    return own(pull(ev, [output], [ones], last=last))
+    found = pull(ev, [output], [ones], last=last)
+    return own(found) if last else found  # one that is differentiated again need not be copied
 
 
 def products(

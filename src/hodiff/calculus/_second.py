@@ -266,8 +266,7 @@ def value_grad_and_hessian(
         gradient = _reverse.gradient(ev, last=False)
         table = _dense.blocks(ev, gradient, chunk_size=chunk)
         where = ev.where
-        if not ev.create_graph:
-            gradient = [part.detach() for part in gradient]
+        gradient = _reverse.own(gradient if ev.create_graph else [part.detach() for part in gradient])
     if matrix:
         second = _dense.matrix(table, where.tensors, batch_ndim)
     else:

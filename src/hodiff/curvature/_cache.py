@@ -278,18 +278,14 @@ class Source:
             f"{', ...' if len(changed) > 4 else ''}); H.refresh() evaluates it at the new ones."
         )
 
-    def _structure(self) -> list[tuple[Any, ...]]:
-        """What tells whether modules are put together as before: their parameters and parts, by identity, and modes."""
-        return [
-            (module, module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
-            for module in self._below()
-        ]
-
-    def _below(self) -> list[nn.Module]:
-        return _swap.modules_below(owned.module for owned in self.where.owned)
+    def _structure(self) -> dict[nn.Module, tuple[Any, ...]]:
+        """The modules of the point, as they are put together."""
+        roots = [owned.module for owned in self.where.owned]
+        return {module: _assembly(module) for module in _swap.modules_below(roots)}
 
     def _check_structure(self) -> None:
-        if not self.where.owned or self._structure() == self._modules or _swap.on_loan(self._below()):
+        same = all(_assembly(module) == assembly for module, assembly in self._modules.items())
+        if same or _swap.on_loan(self._modules):
             return
         raise GraphError(
             "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
@@ -315,6 +311,11 @@ class Source:
             if module.training and _varies(module)
         ]
         return f" In training mode: {', '.join(found[:4])}." if found else ""
+
+
+def _assembly(module: nn.Module) -> tuple[Any, ...]:
+    """What tells whether a module is as before: its parameters and parts, by identity, and its mode."""
+    return (module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
 
 
 def _varies(module: nn.Module) -> bool:

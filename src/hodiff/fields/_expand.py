@@ -74,7 +74,7 @@ class Call:
         return tuple(self.x.shape[self.batch_ndim :])
 
     def evaluation(self, passes: int) -> Evaluation:
-        """F at x, for nested reverse mode."""
+        """The evaluation of f at x, for nested reverse mode."""
         return Evaluation(
             self.f,
             self.x,
@@ -87,8 +87,10 @@ class Call:
 
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""
-        if self.record or _jet.is_jet(self.x):
-            return result if self.record else detached(result)
+        if self.record:
+            return result
+        if _jet.is_jet(self.x):
+            return detached(result)
         whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
         return detached(whole, {memory_of(self.x)})
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hodiff import _tree
+from hodiff._evaluate import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import DISPATCH, JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
 from hodiff.jets._registry import (
@@ -161,7 +162,7 @@ def _memory(value: Any) -> int:
     value = value_of(value)
     while wrappers.is_functorch_wrapped_tensor(value):
         value = wrappers.get_unwrapped(value)
-    return value.untyped_storage().data_ptr() if value.layout is torch.strided else id(value)
+    return memory_of(value)
 
 
 def _applied(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ def test_the_matrix_operator_under_compile_is_refused_not_turned() -> None:
     """Dynamo hands over the operands of `h @ A` as those of `A @ h`."""
     A = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
     compiled = lambda f: torch.compile(lambda x: hodiff.laplacian(f, x, method="jets"), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"(?s)."):  # Dynamo words what is raised while it traces
+    with pytest.raises(Exception, match=r"super\(\)|torch\.matmul"):  # Dynamo words what is raised while it traces
         compiled(lambda h: (h @ A).sin().sum(-1))(X)
     f = lambda h: torch.matmul(h, A).sin().sum(-1)
     assert torch.allclose(compiled(f)(X), hodiff.laplacian(f, X))
