@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import hodiff
-from hodiff import _tree
+from hodiff._core import _tree
 
 D = torch.float64
 x, y = torch.arange(1.0, 5.0, dtype=D), torch.arange(2.0, 6.0, dtype=D)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._live_bytes import LiveBytes
+from hodiff._core._live_bytes import LiveBytes
 from hodiff.fields import _parts
 
 SAMPLES, COORDINATES, WIDTH = 96, 32, 64

@@ -1,6 +1,6 @@
 import torch
 
-from hodiff import _nodes
+from hodiff._core import _nodes
 
 
 class Cube(torch.autograd.Function):

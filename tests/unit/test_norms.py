@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hodiff._norms import ExactNorms
+from hodiff._core._norms import ExactNorms
 
 LAYERS = {
     "layer": (lambda: nn.LayerNorm(4), (5, 3, 4)),

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff import _reverse
+from hodiff._core import _reverse
 
 
 def test_sparse_gradients_come_back_dense():

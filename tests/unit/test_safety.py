@@ -3,8 +3,8 @@ import threading
 import pytest
 import torch
 
-from hodiff import _safety
-from hodiff._safety import Counted
+from hodiff._core import _safety
+from hodiff._core._safety import Counted
 
 
 def switch():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._swap import BufferLoan, ParameterLoan, reading
+from hodiff._core._swap import BufferLoan, ParameterLoan, reading
 
 
 def test_parameters_are_replaced_wherever_they_occur_and_come_back():

@@ -2,7 +2,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 
-from hodiff import _tree
+from hodiff._core import _tree
 
 Pair = namedtuple("Pair", "left right")
 

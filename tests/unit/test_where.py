@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._where import Where, joined, parameters
+from hodiff._core._where import Where, joined, parameters
 
 
 def model():

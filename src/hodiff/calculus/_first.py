@@ -8,9 +8,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _dense, _reverse, _tree, _where
-from hodiff._evaluate import Allowed, Evaluation
-from hodiff._where import Selection
+from hodiff._core import _checks, _dense, _reverse, _tree, _where
+from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._where import Selection
 from hodiff.calculus import _forward
 
 T = TypeVar("T")

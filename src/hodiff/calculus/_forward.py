@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hodiff import _checks, _dense, _reverse, _safety, _tree
-from hodiff._evaluate import Allowed, Evaluation
-from hodiff._where import Where
+from hodiff._core import _checks, _dense, _reverse, _safety, _tree
+from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._where import Where
 
 
 def jvp(

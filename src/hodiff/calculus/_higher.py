@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse, _safety
-from hodiff._evaluate import Allowed, Evaluation, detached, memory_of
+from hodiff._core import _checks, _reverse, _safety
+from hodiff._core._evaluate import Allowed, Evaluation, detached, memory_of
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import NoDerivative, NoRule

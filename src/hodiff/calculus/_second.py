@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _dense, _reverse
-from hodiff._evaluate import Allowed, Evaluation
-from hodiff._where import Where, joined
+from hodiff._core import _checks, _dense, _reverse
+from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._where import Where, joined
 
 V = TypeVar("V")
 What = Callable[..., Any] | Tensor

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._live_bytes import LiveBytes
+from hodiff._core._live_bytes import LiveBytes
 from hodiff.cli import _info
 from hodiff.cli._screen import Screen
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _nodes, _reverse, _swap
-from hodiff._evaluate import Evaluation
-from hodiff._safety import RandomState
-from hodiff._where import Where
+from hodiff._core import _checks, _nodes, _reverse, _swap
+from hodiff._core._evaluate import Evaluation
+from hodiff._core._safety import RandomState
+from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
 from hodiff.curvature._space import plus

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _tree
+from hodiff._core import _tree
 from hodiff.errors import GraphError, InputError
 
 BatchWeight = Callable[[Any], Any] | str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse
+from hodiff._core import _checks, _reverse
 from hodiff.curvature._lanczos import Basis
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_generator, check_square, flat_product, probes, warn_not_converged

@@ -9,9 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _tree
-from hodiff._evaluate import Allowed, Evaluation
-from hodiff._where import Where
+from hodiff._core import _checks, _tree
+from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._where import Where
 from hodiff.curvature._cache import Source
 from hodiff.curvature._data import Batches, BatchWeight, Weighted
 from hodiff.curvature._gauss_newton import BentOperator, check_given, check_predict, linearised, refuse_shortcut

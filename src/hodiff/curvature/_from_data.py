@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff._core import _checks
 from hodiff.curvature import _memory
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._operator import LinearOperator

@@ -8,9 +8,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hodiff import _checks, _nodes, _reverse
-from hodiff._evaluate import Allowed, Evaluation
-from hodiff._where import Where
+from hodiff._core import _checks, _nodes, _reverse
+from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._where import Where
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
 from hodiff.curvature._from_data import Parts, SummedOperator

@@ -8,9 +8,9 @@ from typing import Any, final
 
 import torch
 
-from hodiff import _tree
-from hodiff._evaluate import Allowed
-from hodiff._where import Where
+from hodiff._core import _tree
+from hodiff._core._evaluate import Allowed
+from hodiff._core._where import Where
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._data import Batches
 from hodiff.curvature._from_data import DataOperator, Parts

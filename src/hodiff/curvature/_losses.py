@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hodiff import _reverse, _tree
-from hodiff._evaluate import Evaluation
+from hodiff._core import _reverse, _tree
+from hodiff._core._evaluate import Evaluation
 from hodiff.curvature._data import NONE, Weighted
 from hodiff.curvature._space import wide
 from hodiff.errors import InputError

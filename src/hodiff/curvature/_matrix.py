@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hodiff import _reverse
+from hodiff._core import _reverse
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Space
 from hodiff.errors import InputError

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hodiff._live_bytes import LiveBytes
+from hodiff._core._live_bytes import LiveBytes
 from hodiff.errors import InputError
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _safety
+from hodiff._core import _safety
 from hodiff.curvature import _export
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._space import Space

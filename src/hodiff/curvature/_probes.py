@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff._core import _checks
 from hodiff.curvature._operator import LinearOperator
 from hodiff.errors import ConvergenceWarning, InputError
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff._core import _checks
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_square, warn_not_converged
 from hodiff.curvature._records import SolveRecord

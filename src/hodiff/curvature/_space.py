@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _tree, _where
-from hodiff._where import Where
+from hodiff._core import _tree, _where
+from hodiff._core._where import Where
 from hodiff.errors import InputError
 
 TURNED_BYTES = 16 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff._core import _checks
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     check_distribution,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse
-from hodiff._evaluate import Evaluation
+from hodiff._core import _checks, _reverse
+from hodiff._core._evaluate import Evaluation
 from hodiff.fields._directions import Directions
 from hodiff.fields._expand import Call, components, push, released
 from hodiff.jets import _push

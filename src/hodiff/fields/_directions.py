@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff._core import _checks
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
 

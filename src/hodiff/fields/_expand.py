@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _nodes, _safety, _tree
-from hodiff._evaluate import Evaluation, detached, memory_of
+from hodiff._core import _checks, _nodes, _safety, _tree
+from hodiff._core._evaluate import Evaluation, detached, memory_of
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import ByNoRoute, NoRule

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff._core import _checks
 from hodiff.errors import InputError
 from hodiff.fields import _directions
 from hodiff.fields._expand import Call, choose

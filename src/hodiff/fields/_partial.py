@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse, _safety, _tree
-from hodiff._evaluate import detached
+from hodiff._core import _checks, _reverse, _safety, _tree
+from hodiff._core._evaluate import detached
 from hodiff.errors import InputError
 from hodiff.fields._expand import Call, choose, components, released
 from hodiff.jets import _jet, _push

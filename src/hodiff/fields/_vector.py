@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse
+from hodiff._core import _checks, _reverse
 from hodiff.errors import InputError
 from hodiff.fields import _directions
 from hodiff.fields._expand import Call, choose, push, released

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from hodiff._nodes import Node
+from hodiff._core._nodes import Node
 from hodiff.graph import _source
 from hodiff.graph._case import Case
 from hodiff.graph._source import Line

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hodiff._nodes import Node
+from hodiff._core._nodes import Node
 from hodiff.graph._names import Names
 from hodiff.graph._source import Line, line_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff import _nodes
+from hodiff._core import _nodes
 from hodiff.graph import _inspect, _predict, _saved, _source
 from hodiff.graph._case import Case, Explanation
 from hodiff.graph._source import Line

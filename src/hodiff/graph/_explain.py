@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff._nodes import Node
+from hodiff._core._nodes import Node
 from hodiff.errors import InputError
 from hodiff.graph import _cut, _saved, _second_time
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record

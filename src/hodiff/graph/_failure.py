@@ -4,7 +4,7 @@ In the function form `f` is called once more, under a watch, with the same argum
 what it did on the way is then recorded, and certain. In the tensor form the forward pass is past: what is left of
 it (the states of the graph, the variables and the source) is read, unless a watch of the user's recorded it.
 
-It is asked through `hodiff._why`, so that the calculus need not know of this package.
+It is asked through `hodiff._core._why`, so that the calculus need not know of this package.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _nodes, _why
-from hodiff._nodes import Node
-from hodiff._why import Failure
+from hodiff._core import _nodes, _why
+from hodiff._core._nodes import Node
+from hodiff._core._why import Failure
 from hodiff.graph import _cut, _predict, _saved, _second_time
 from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
 from hodiff.graph._names import Names, user_frames

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hodiff import _nodes
-from hodiff._nodes import Node
+from hodiff._core import _nodes
+from hodiff._core._nodes import Node
 from hodiff.errors import InputError
 from hodiff.graph import _saved
 from hodiff.graph._names import Names, user_frames

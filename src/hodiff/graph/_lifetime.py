@@ -6,7 +6,7 @@ import html
 import os
 from typing import Any, NamedTuple
 
-from hodiff._nodes import Node
+from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved
 from hodiff.graph._case import PASSES, Pass
 from hodiff.graph._source import Line

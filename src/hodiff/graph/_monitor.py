@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hodiff import _nodes
+from hodiff._core import _nodes
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _predict, _saved, _source
 from hodiff.graph._names import is_users

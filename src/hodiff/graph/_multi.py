@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hodiff import _checks, _nodes, _reverse, _tree
-from hodiff._evaluate import Evaluation
-from hodiff._nodes import Node
-from hodiff._where import Where
+from hodiff._core import _checks, _nodes, _reverse, _tree
+from hodiff._core._evaluate import Evaluation
+from hodiff._core._nodes import Node
+from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.graph import _inspect, _predict, _release, _saved
 

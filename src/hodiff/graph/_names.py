@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._nodes import Node
+from hodiff._core._nodes import Node
 from hodiff.graph import _saved
 
 DEPTH = 3

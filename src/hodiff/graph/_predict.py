@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hodiff import _nodes
-from hodiff._nodes import Node
+from hodiff._core import _nodes
+from hodiff._core._nodes import Node
 from hodiff.errors import InputError
 from hodiff.graph import _inspect, _saved
 from hodiff.graph._names import Names, user_frames

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hodiff import _nodes
-from hodiff._nodes import Node
+from hodiff._core import _nodes
+from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _predict, _saved
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff._nodes import Node
+from hodiff._core._nodes import Node
 from hodiff.errors import GraphError
 
 ALIVE, STALE, FREED, PACKED, RELEASED, NONE, UNKNOWN = (

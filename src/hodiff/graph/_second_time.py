@@ -7,8 +7,8 @@ import re
 
 from torch import Tensor
 
-from hodiff import _nodes
-from hodiff._nodes import Node
+from hodiff._core import _nodes
+from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _predict, _saved, _source
 from hodiff.graph._advice import Shared, fixes, loss_at, reason
 from hodiff.graph._case import Case, Explanation, Pass

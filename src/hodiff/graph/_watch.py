@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff import _nodes
-from hodiff._nodes import Node
+from hodiff._core import _nodes
+from hodiff._core._nodes import Node
 from hodiff.graph import _explain, _predict, _saved
 from hodiff.graph._case import PASSES, Lost, Pass
 from hodiff.graph._names import KNOWN, is_users, user_frames

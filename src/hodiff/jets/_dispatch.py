@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _tree
-from hodiff._evaluate import memory_of
+from hodiff._core import _tree
+from hodiff._core._evaluate import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import DISPATCH, JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
 from hodiff.jets._registry import (

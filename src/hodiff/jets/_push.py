@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _nodes, _safety
+from hodiff._core import _checks, _nodes, _safety
 from hodiff.errors import GraphError, InputError
 from hodiff.jets import _jet
 from hodiff.jets._series import Expansion, Series, full

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff import _checks
+from hodiff._core import _checks
 from hodiff.jets import _push
 from hodiff.jets._registry import NoRule
 

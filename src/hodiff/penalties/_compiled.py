@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _tree
+from hodiff._core import _checks, _tree
 from hodiff.errors import InputError
 
 

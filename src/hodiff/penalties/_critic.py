@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse, _tree
-from hodiff._evaluate import Allowed, Evaluation
+from hodiff._core import _checks, _reverse, _tree
+from hodiff._core._evaluate import Allowed, Evaluation
 from hodiff.errors import BatchMixingWarning, InputError
 from hodiff.penalties import _norm
 from hodiff.penalties._loss import check_critic, check_number

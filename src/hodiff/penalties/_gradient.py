@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _safety, _tree
-from hodiff._evaluate import Allowed
-from hodiff._where import Where
+from hodiff._core import _checks, _safety, _tree
+from hodiff._core._evaluate import Allowed
+from hodiff._core._where import Where
 from hodiff.calculus._first import value_and_grad
 from hodiff.errors import InputError
 from hodiff.penalties import _compiled, _critic, _loss, _norm

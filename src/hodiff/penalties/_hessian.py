@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _safety, _tree
-from hodiff._evaluate import Allowed
-from hodiff._where import Where
+from hodiff._core import _checks, _safety, _tree
+from hodiff._core._evaluate import Allowed
+from hodiff._core._where import Where
 from hodiff.calculus._forward import jvp
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hodiff import _checks, _nodes, _reverse
-from hodiff._evaluate import Allowed, Evaluation, is_ours
-from hodiff._where import plain
+from hodiff._core import _checks, _nodes, _reverse
+from hodiff._core._evaluate import Allowed, Evaluation, is_ours
+from hodiff._core._where import plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _reverse, _safety
-from hodiff._evaluate import Allowed
+from hodiff._core import _checks, _reverse, _safety
+from hodiff._core._evaluate import Allowed
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm
 from hodiff.penalties._gradient import Function

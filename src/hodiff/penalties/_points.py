@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _tree
+from hodiff._core import _checks, _tree
 from hodiff.errors import InputError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks, _reverse, _safety
-from hodiff._evaluate import Allowed, Evaluation
-from hodiff._where import Where
+from hodiff._core import _checks, _reverse, _safety
+from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
 from hodiff.penalties._gradient import What

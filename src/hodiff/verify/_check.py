@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _checks
-from hodiff._evaluate import Allowed
-from hodiff._swap import BufferLoan, ParameterLoan
-from hodiff._where import Where
+from hodiff._core import _checks
+from hodiff._core._evaluate import Allowed
+from hodiff._core._swap import BufferLoan, ParameterLoan
+from hodiff._core._where import Where
 from hodiff.calculus._first import grad
 from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError
 from hodiff.verify._differences import slope

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff import _why
+from hodiff._core import _why
 from hodiff.graph import _failure, watch
 
 X = torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)

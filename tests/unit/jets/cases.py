@@ -142,7 +142,7 @@ OTHERS = {
     "mse": lambda x: F.mse_loss(x, x.sin()),
 }
 
-# PyTorch's own are wrong at third order: checked against the definition, which is in `hodiff._norms`, and differences.
+# PyTorch's own are wrong at third order: checked against the definition, in `hodiff._core._norms`, and differences.
 NORMS = {
     "layer_norm": lambda x: F.layer_norm(x, (3,), torch.tensor([1.0, 2.0, 0.5], dtype=D), torch.ones(3, dtype=D)),
     "instance_norm": lambda x: F.instance_norm(x[None].sin()),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hodiff import _norms
+from hodiff._core import _norms
 from hodiff.jets import _push
 from hodiff.jets._registry import RULES
 from tests.support.differences import first_difference

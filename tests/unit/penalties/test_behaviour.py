@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff._live_bytes import LiveBytes
+from hodiff._core._live_bytes import LiveBytes
 from tests.support.differences import directional_derivative
 from tests.support.ledger import flags, snapshot
 from tests.unit.penalties.oracles import DOUBLE, conv, mlp, same

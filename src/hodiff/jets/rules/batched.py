@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff import _reverse
+from hodiff._core import _reverse
 from hodiff.jets import _jet
 from hodiff.jets._registry import NoRule, Several, listed, operation, rule
 from hodiff.jets._series import Expansion, full

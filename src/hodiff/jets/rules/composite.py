@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff import _norms
+from hodiff._core import _norms
 from hodiff.jets import _jet
 from hodiff.jets._registry import MixesSamples, NoRule, operation, rule
 from hodiff.jets._series import Expansion

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff import _reverse, _tree
+from hodiff._core import _reverse, _tree
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
 from hodiff.jets._registry import FALLBACK, NoDerivative, NoRule, Several, operation

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hodiff._swap import BufferLoan
+from hodiff._core._swap import BufferLoan
 
 
 class Counted:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff import _examine, _nodes, _translate
-from hodiff._evaluate import Evaluation, memory_of
+from hodiff._core import _examine, _nodes, _translate
+from hodiff._core._evaluate import Evaluation, memory_of
 from hodiff.errors import GraphError
 
 Cotangents = Callable[[int, int], list[Tensor]]

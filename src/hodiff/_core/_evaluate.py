@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _examine, _nodes, _safety, _translate, _tree, _why
-from hodiff._norms import ExactNorms
-from hodiff._swap import ParameterLoan
-from hodiff._where import Where, plain
+from hodiff._core import _checks, _examine, _nodes, _safety, _translate, _tree, _why
+from hodiff._core._norms import ExactNorms
+from hodiff._core._swap import ParameterLoan
+from hodiff._core._where import Where, plain
 from hodiff.errors import GraphError, InputError
 
 Allowed = Sequence[str | type] | str | type

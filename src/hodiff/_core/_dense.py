@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hodiff import _reverse
-from hodiff._evaluate import Evaluation
+from hodiff._core import _reverse
+from hodiff._core._evaluate import Evaluation
 
 
 def blocks(

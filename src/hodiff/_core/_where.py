@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hodiff import _checks, _swap, _tree
+from hodiff._core import _checks, _swap, _tree
 from hodiff.errors import InputError
 
 

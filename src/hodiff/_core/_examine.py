@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from hodiff import _nodes, _translate
-from hodiff._checks import outside
-from hodiff._where import Where
+from hodiff._core import _nodes, _translate
+from hodiff._core._checks import outside
+from hodiff._core._where import Where
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError
 
 

@@ -1,0 +1,1 @@
+"""The road that every user's function takes, and what it stands on."""
