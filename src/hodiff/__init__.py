@@ -20,7 +20,7 @@ Every function takes *what* (a function, or a tensor already computed) and *wher
 function, hodiff builds the graph and frees it; given a tensor, the graph is yours and stays.
 """
 
-from hodiff._core._where import Selection, select
+from hodiff._core._selection import Selection, select
 from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
 from hodiff.calculus._forward import jvp
 from hodiff.calculus._higher import derivatives, nth_derivative

@@ -87,7 +87,7 @@ def allowed_top(module):
 # The tour shows what the stock routes give; it computes nothing else with them.
 ONLY_IN = {
     "torch.autograd.grad": (
-        "_core._reverse",
+        "_core._engine",
         "cli._tour",
         "graph._case",
     ),  # the last tells such calls apart, and makes none

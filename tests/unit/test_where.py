@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core._where import Where, joined, parameters
+from hodiff._core._where import Where
 
 
 def model():
@@ -39,7 +39,7 @@ def test_a_container_may_hold_modules():
 
 def test_joined_points_keep_their_parts():
     m, x = model(), torch.ones(2)
-    both = joined(Where(x), Where(m, "y"))
+    both = Where.joined(Where(x), Where(m, "y"))
     assert both.names == ["x", "0.weight", "0.bias", "2.weight", "2.bias"]
     assert both.argument(["leaf", *both.tensors[1:]]) == ("leaf", m)
     assert both.owned[0].start == 1
@@ -49,7 +49,7 @@ def test_tied_parameters_count_once():
     m = model()
     m.append(nn.Linear(3, 1))
     m[3].weight = m[2].weight
-    assert [name for name, _ in parameters(m)] == ["0.weight", "0.bias", "2.weight", "2.bias", "3.bias"]
+    assert Where(m).names == ["0.weight", "0.bias", "2.weight", "2.bias", "3.bias"]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _reverse
-from hodiff._core._evaluate import Evaluation
+from hodiff._core._graph import Graph
 
 
 def blocks(
-    ev: Evaluation,
+    ev: Graph,
     outputs: Sequence[Tensor],
     *,
     chunk_size: int | None,
@@ -23,8 +23,8 @@ def blocks(
     table = []
     for index, output in enumerate(outputs):
         count, rows = basis(output, ev.batch_ndim)
-        last = index == len(outputs) - 1
-        chunks = _reverse.pull_many(ev, [output], rows, count, chunk_size=chunk_size, last=last, inputs=inputs)
+        more = index < len(outputs) - 1
+        chunks = _reverse.pull_many(ev, [output], rows, count, chunk_size=chunk_size, more=more, inputs=inputs)
         stacked = _reverse.stacked(ev, chunks, count, inputs)
         table.append([_ordered(part, output, leaf, ev.batch_ndim) for part, leaf in zip(stacked, inputs, strict=True)])
     return table

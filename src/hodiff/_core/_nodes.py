@@ -29,31 +29,41 @@ def node_of(tensor: Tensor) -> Node | None:
     return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
 
 
+ACCUMULATE: type = torch._C._functions.AccumulateGrad  # pyright: ignore[reportAttributeAccessIssue]
+"""The class of the nodes that stand for leaves."""
+
+
 class Survey:
-    """The nodes below some roots, grouped by class. Strong references: drop it before a pass that frees."""
+    """The nodes below some roots, grouped by class. Strong references: drop it before a pass that frees.
+
+    Attributes:
+        by_class: The nodes of each class.
+        visited: All of them, as keys.
+    """
 
     __slots__ = ("_leaf_ids", "_names", "by_class", "visited")
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
-        # Every call pays for this loop once or twice: hence its plain look.
+        # Every call pays for this loop once or twice: it calls nothing.
         by_class: dict[type, list[Node]] = {}
-        visited: set[Node] = {None}  # edges that lead nowhere are None: visited from the start
-        stack = [root for root in roots if root is not None]
-        while stack:
-            node = stack.pop()
-            if node in visited:
-                continue
-            visited.add(node)
-            kind = type(node)
+        visited: dict[Node, bool] = {None: True}  # edges that lead nowhere are None: visited from the start
+        found: list[Node] = []
+        for root in roots:
+            if root not in visited:
+                visited[root] = True
+                found += [root]
+        for node in found:
+            kind = node.__class__
             if kind in by_class:
-                by_class[kind].append(node)
+                by_class[kind] += [node]
             else:
                 by_class[kind] = [node]
             if stop and node in stop:
                 continue
             for below, _ in node.next_functions:
                 if below not in visited:
-                    stack.append(below)
+                    visited[below] = True
+                    found += [below]
         self.by_class = by_class
         self.visited = visited
         self._leaf_ids: set[int] | None = None
@@ -61,8 +71,6 @@ class Survey:
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`, `AccumulateGrad`)."""
-        if self.names().isdisjoint(names):
-            return
         for kind, nodes in self.by_class.items():
             if kind.__name__ in names:
                 yield from nodes
@@ -76,13 +84,19 @@ class Survey:
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""
         for kind, nodes in self.by_class.items():
-            if issubclass(kind, BackwardCFunction):
-                yield getattr(nodes[0], "_forward_cls", kind), nodes
+            if is_function(kind):
+                yield function_of(kind, nodes[0]), nodes
+
+    def variables(self) -> list[Tensor]:
+        """The leaf tensors that would accumulate a gradient."""
+        if ACCUMULATE not in self.by_class:
+            return []
+        return [node.variable for node in self.by_class[ACCUMULATE]]
 
     def leaf_ids(self) -> set[int]:
-        """The identities of the leaf tensors that would accumulate a gradient."""
+        """Their identities."""
         if self._leaf_ids is None:
-            self._leaf_ids = {id(node.variable) for node in self.named("AccumulateGrad")}
+            self._leaf_ids = set(map(id, self.variables()))
         return self._leaf_ids
 
     def contains(self, tensor: Tensor) -> bool:
@@ -92,7 +106,36 @@ class Survey:
 
 def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
     """Walk the graphs of `tensors`, not below the nodes in `stop`."""
-    return Survey((node_of(tensor) for tensor in tensors), stop)
+    return Survey([tensor.grad_fn or node_of(tensor) for tensor in tensors], stop)
+
+
+def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors in the graphs of `tensors`, as they are met: for who needs no more than the first of a kind."""
+    stack = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
+    visited: dict[Node, bool] = {None: True}
+    while stack:
+        node = stack.pop()
+        if node in visited:
+            continue
+        visited[node] = True
+        if node.__class__ is ACCUMULATE:
+            yield node.variable
+        stack += [below for below, _ in node.next_functions]
+
+
+def function_of(kind: type, node: Node) -> type:
+    """The Python `autograd.Function` whose backward a node of that class is."""
+    return getattr(node, "_forward_cls", kind)
+
+
+def is_function(kind: type) -> bool:
+    """Whether a class of nodes is the backward of a Python `autograd.Function`."""
+    return issubclass(kind, BackwardCFunction)
+
+
+def scales_by_frequency(node: Node) -> bool:
+    """Whether the node of an embedding scales gradients by how often a row was used."""
+    return getattr(node, "_saved_scale_grad_by_freq", False)
 
 
 def is_once_differentiable(function: type) -> bool:
@@ -114,12 +157,27 @@ def largest_output(graph: Survey) -> int:
     largest = 1
     for nodes in graph.by_class.values():
         for node in nodes:
-            for metadata in getattr(node, "_input_metadata", ()):
-                size = 1
-                for length in getattr(metadata, "shape", ()):
-                    size *= int(length) if isinstance(length, int) else 1
-                largest = max(largest, size)
+            largest = max(largest, *map(_elements, _metadata(node)), 1)
     return largest
+
+
+def _metadata(node: Node) -> Iterable[Any]:
+    """What a node knows of the gradients that it receives; nothing where PyTorch cannot tell (nested tensors)."""
+    try:
+        return getattr(node, "_input_metadata", ())
+    except RuntimeError:
+        return ()
+
+
+def _elements(metadata: Any) -> int:
+    try:
+        shape = getattr(metadata, "shape", ())
+    except RuntimeError:  # as above
+        return 1
+    size = 1
+    for length in shape:
+        size *= length if isinstance(length, int) else 1
+    return size
 
 
 def runs_hooks(graph: Survey) -> bool:

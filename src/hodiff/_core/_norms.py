@@ -96,7 +96,7 @@ def _per_channel(value: Any, input: Tensor) -> Any:
 
 @torch.no_grad()
 def _update(input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tensor | None, momentum: float) -> None:
-    """Move the running statistics, as the kernels do (they are clones here, see `_swap`)."""
+    """Move the running statistics, as the kernels do (they are clones here, see `_loans`)."""
     average = (0,) if 0 not in dims else ()  # instance norm averages the statistics of its instances
     if mean is not None:
         batch_mean = input.mean(dims)

@@ -1,12 +1,14 @@
-"""Reverse passes: the only caller of `torch.autograd.grad`, and the only one who decides what is kept.
+"""Reverse passes: the only caller of the engine, and the only one who decides what is kept.
 
-The rule is one line, `_keep`: a pass keeps the graph if another pass of ours follows, if the result is
-differentiable, if an operator holds on to the graph, or if it is the caller's. Nothing else in the
-library knows `retain_graph`.
+Two questions are asked of each pass. Does another pass of ours follow over the same graph (`more`)? And is
+its result differentiated by a pass of ours (`differentiated`)? What is kept then is one rule, `_keep`: also
+where the result is differentiable, where an operator holds on to the graph, or where it is the caller's.
+Nothing else in the library knows `retain_graph`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff._core import _examine, _nodes, _translate
-from hodiff._core._evaluate import Evaluation, memory_of
+from hodiff._core import _engine, _nodes, _refusals, _translate
+from hodiff._core._graph import Graph
 from hodiff.errors import GraphError
 
 Cotangents = Callable[[int, int], list[Tensor]]
@@ -24,52 +26,59 @@ Cotangents = Callable[[int, int], list[Tensor]]
 
 CHUNK_BYTES = 64 * 2**20
 
-_cleared: set[type] = set()
-"""Classes of nodes that were found to have second derivatives: graphs of nothing else need no second search."""
+_cleared: dict[bool, set[type]] = {False: set(), True: set()}
+"""Classes of nodes whose gradients were found to have further derivatives, second ones, and third ones (True).
+
+Graphs of nothing else need no second search."""
 
 
 def pull(
-    ev: Evaluation,
+    ev: Graph,
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
     *,
-    last: bool,
+    more: bool = False,
+    differentiated: bool = False,
     inputs: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """One pass from `outputs` to the leaves (or to `inputs`); what does not depend on them gives zeros.
 
-    `last` says that no further pass of ours follows. Where one does, by us or by the caller, the graph
-    of the result is searched for operations that have no further derivative, before it is paid for.
+    Where the result is differentiated, by us or by the caller, its graph is searched for operations that
+    have no further derivative, before that is paid for.
     """
     inputs = ev.leaves if inputs is None else inputs
-    pairs = [(output, cotangent) for output, cotangent in zip(outputs, cotangents, strict=True) if output.requires_grad]
-    build = not last or ev.create_graph
-    if pairs:
-        found = _filled(_pull(*_columns(pairs), inputs, keep=_keep(ev, last), build=build), inputs)
-    else:
-        found = [torch.zeros_like(leaf) for leaf in inputs]
-    if build and not (ev.order < 3 and _cleared.issuperset(ev.kinds)):
-        refuse_missing(outputs, found, inputs, third=ev.order >= 3)
-        _cleared.update(kind for kind in ev.kinds if _is_harmless(kind))
-    return _connected(ev, found)
+    build = differentiated or ev.create_graph
+    for output in outputs:
+        if not output.requires_grad:
+            pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+            if not pairs:
+                return _connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
+            outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
+            break
+    found = _filled(_pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build), inputs)
+    if build:
+        cleared = _cleared[ev.order >= 3]
+        if not ev.kinds <= cleared:
+            refuse_missing(outputs, found, inputs, third=ev.order >= 3)
+            cleared.update(kind for kind in ev.kinds if _is_harmless(kind, third=ev.order >= 3))
+        return _connected(ev, found)
+    return found
 
 
-def peek(ev: Evaluation, output: Tensor, cotangent: Tensor) -> Tensor:
+def peek(ev: Graph, output: Tensor, cotangent: Tensor) -> Tensor:
     """One detached pass to a single leaf, ahead of others that need the same graph."""
     (found,) = _filled(_pull([output], [cotangent], ev.leaves, keep=True, build=False), ev.leaves)
     return found
 
 
-def gradient(ev: Evaluation, *, last: bool) -> list[Tensor]:
+def gradient(ev: Graph, *, differentiated: bool = False) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves."""
-    output = ev.scalars()
-    ones = None if output.numel() == 1 else torch.ones_like(output)  # autograd makes a single one itself
-    found = pull(ev, [output], [ones], last=last)
-    return own(found) if last else found  # one that is differentiated again need not be copied
+    found = pull(ev, [ev.scalars()], [None], differentiated=differentiated)
+    return found if differentiated else own(found)  # one that is differentiated again need not be copied
 
 
 def products(
-    ev: Evaluation,
+    ev: Graph,
     outputs: Sequence[Tensor],
     vectors: Sequence[Tensor],
     count: int | None,
@@ -80,7 +89,7 @@ def products(
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
     vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
     if count is None:
-        return own(pull(ev, outputs, vectors, last=True, inputs=inputs), vectors)
+        return finite(ev, own(pull(ev, outputs, vectors, inputs=inputs), vectors))
     inputs = ev.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     chunks = pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
@@ -93,14 +102,27 @@ def own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
     The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
     the derivative of a linear function may be the vector itself, or a view of it.
     """
-    taken = {memory_of(vector) for vector in vectors}
+    if not vectors and len(found) == 1:
+        return [_unspread(found[0])]
+    taken = {_memory(vector) for vector in vectors}
     result: list[Tensor] = []
     for part in found:
-        memory = memory_of(part) if vectors or len(found) > 1 else 0
-        shared = memory in taken or (0 in part.stride() and _is_spread(part))
-        result.append(part.clone(memory_format=torch.contiguous_format) if shared else part)
-        taken.add(memory)
+        memory = _memory(part)
+        result += [part.clone(memory_format=torch.contiguous_format) if memory in taken else _unspread(part)]
+        taken |= {memory}
     return result
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What two tensors over the same memory have in common."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        return tensor.data_ptr() or tensor
+
+
+def _unspread(part: Tensor) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format) if 0 in part.stride() and _is_spread(part) else part
 
 
 def _is_spread(part: Tensor) -> bool:
@@ -108,7 +130,7 @@ def _is_spread(part: Tensor) -> bool:
 
 
 def pushforward(
-    ev: Evaluation, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
+    ev: Graph, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
 ) -> list[Tensor]:
     """J v by two passes: u -> J'u is linear, and its derivative by u in the direction v is J v."""
     # Ones, though any u would do: the backward of logcumsumexp takes the logarithm of u.
@@ -117,20 +139,24 @@ def pushforward(
     return products(ev, pulled, tangents, count, chunk_size=chunk_size, inputs=cotangents)
 
 
-def transposed(ev: Evaluation, outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+def transposed(ev: Graph, outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
     """J'u as a function of u, whose derivative is J v.
 
     The backward of a Python Function may cut it off from u (by a detach, by NumPy), and J v would miss its part.
     That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
     """
-    pulled = pull(ev, outputs, cotangents, last=False)
+    pulled = pull(ev, outputs, cotangents, differentiated=True)
     functions = [kind for kind in ev.kinds if issubclass(kind, BackwardCFunction)]
     if not functions:
         return pulled
     given = [part.detach() for part in pulled]
     expected = sum(float(part.double().square().sum()) for part in given)
     live = any(part.requires_grad for part in pulled)
-    back = pull(ev, pulled, given, last=False, inputs=cotangents) if live else [torch.zeros_like(u) for u in cotangents]
+    back = (
+        pull(ev, pulled, given, differentiated=True, inputs=cotangents)
+        if live
+        else [torch.zeros_like(u) for u in cotangents]
+    )
     found = sum(float((u.detach().double() * part.detach()).sum()) for u, part in zip(cotangents, back, strict=True))
     if abs(found - expected) > 10 * torch.finfo(given[0].dtype).eps ** 0.5 * expected:
         names = ", ".join(sorted(kind.__name__.removesuffix("Backward") for kind in functions))
@@ -143,13 +169,13 @@ def transposed(ev: Evaluation, outputs: list[Tensor], cotangents: list[Tensor]) 
 
 
 def pull_many(
-    ev: Evaluation,
+    ev: Graph,
     outputs: Sequence[Tensor],
     cotangents: Cotangents,
     count: int,
     *,
     chunk_size: int | None,
-    last: bool = True,
+    more: bool = False,
     inputs: list[Tensor] | None = None,
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Passes for `count` vectors, some at a time: `(start, stop, results)` with results stacked.
@@ -172,13 +198,15 @@ def pull_many(
         stop = min(start + size, count)
         chunk = cotangents(start, stop)
         chunk = [chunk[index] for index in live]
-        done = last and stop == count
+        another = more or stop < count
         try:
             if batched and stop - start > 1:
                 # The first batched pass may find an operation without a batching rule: the graph must survive it.
-                found = _pull_batched(outputs, chunk, inputs, keep=start == 0 or _keep(ev, done), build=ev.create_graph)
+                found = _pull_batched(
+                    outputs, chunk, inputs, keep=start == 0 or _keep(ev, another), build=ev.create_graph
+                )
             else:
-                found = _pull_each(ev, outputs, chunk, inputs, done=done)
+                found = _pull_each(ev, outputs, chunk, inputs, more=another)
         except torch.OutOfMemoryError:
             if chunk_size or size == 1:
                 raise
@@ -196,7 +224,7 @@ def pull_many(
 
 
 def stacked(
-    ev: Evaluation, chunks: Iterator[tuple[int, int, list[Tensor]]], count: int, inputs: list[Tensor]
+    ev: Graph, chunks: Iterator[tuple[int, int, list[Tensor]]], count: int, inputs: list[Tensor]
 ) -> list[Tensor]:
     """All results of `pull_many`, stacked; written in place where nothing needs their graph."""
     if ev.create_graph:
@@ -206,12 +234,12 @@ def stacked(
     results: list[Tensor] = []
     for start, stop, found in chunks:
         if stop - start == count:
-            return list(found)
+            return finite(ev, found)
         if not results:
             results = [part.new_empty((count, *part.shape[1:])) for part in found]
         for result, part in zip(results, found, strict=True):
             result[start:stop] = part
-    return results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
+    return finite(ev, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
 
 
 def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
@@ -231,7 +259,7 @@ def fitting(largest: int, elements: int, itemsize: int, device: torch.device) ->
     return fit if fit >= (25 if device.type == "cpu" else 8) else 1
 
 
-def _connected(ev: Evaluation, found: list[Tensor]) -> list[Tensor]:
+def _connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:
     """A differentiable result that came out constant is still a function of the point: its derivative is zero.
 
     The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
@@ -246,16 +274,35 @@ def _connected(ev: Evaluation, found: list[Tensor]) -> list[Tensor]:
     return [part if part.requires_grad else part + nothing.to(part) for part in found]
 
 
-def _is_harmless(kind: type) -> bool:
+def _is_harmless(kind: type, *, third: bool) -> bool:
+    if third and any(piece in kind.__name__ for piece in ("LayerNorm", "BatchNorm", "InstanceNorm")):
+        return False
     return not issubclass(kind, BackwardCFunction) and _translate.way_out(kind.__name__) is None
 
 
-def _keep(ev: Evaluation, last: bool) -> bool:
-    return not (last and ev.owned) or ev.keep or ev.create_graph
+def _keep(ev: Graph, more: bool) -> bool:
+    """Whether a pass leaves the graph of the outputs as it is."""
+    return more or ev.create_graph or ev.call.keep or not ev.owned
 
 
-def _columns(pairs: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], list[Tensor | None]]:
-    return [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
+def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
+    """The results; with a warning where a derivative of higher order does not exist.
+
+    Not on other devices than the processor, where to look is to wait.
+    """
+    if ev.order < 2 or ev.create_graph or torch.compiler.is_compiling():
+        return found
+    for part in found:
+        if part.is_cpu and not _is_finite(part):
+            given = [*ev.leaves, *ev.tensors()]
+            if all(bool(tensor.detach().isfinite().all()) for tensor in given):
+                _refusals.warn_of_non_finite(ev.kinds)
+            break
+    return found
+
+
+def _is_finite(part: Tensor) -> bool:
+    return math.isfinite(part.sum()) or bool(part.isfinite().all())  # the sum may overflow where no entry does
 
 
 def _filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -280,12 +327,8 @@ def _pull(
     try:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return torch.autograd.grad(
-                    outputs, inputs, cotangents, retain_graph=keep, create_graph=build, allow_unused=True
-                )
-        return torch.autograd.grad(
-            outputs, inputs, cotangents, retain_graph=keep, create_graph=build, allow_unused=True
-        )
+                return _engine.grad(outputs, inputs, cotangents, keep=keep, build=build)
+        return _engine.grad(outputs, inputs, cotangents, keep=keep, build=build)
     except (RuntimeError, NotImplementedError) as error:
         ours = _translate.engine_error(error)
         if ours is None:
@@ -313,15 +356,15 @@ def _pull_batched(
 
 
 def _pull_each(
-    ev: Evaluation, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, done: bool
+    ev: Graph, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, more: bool
 ) -> list[Tensor]:
-    """One pass per vector; the very last one frees, if `done`."""
+    """One pass per vector; the very last one frees, unless there are `more`."""
     count = cotangents[0].shape[0]
     rows = []
     for index in range(count):
-        final = done and index == count - 1
+        another = more or index < count - 1
         vectors = [cotangent[index] for cotangent in cotangents]
-        found = _pull(outputs, vectors, inputs, keep=_keep(ev, final), build=ev.create_graph)
+        found = _pull(outputs, vectors, inputs, keep=_keep(ev, another), build=ev.create_graph)
         rows.append(_filled(found, inputs))
     if count == 1:
         return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
@@ -347,7 +390,7 @@ def refuse_missing(
     """Raise where the graph of a gradient cannot be differentiated (rightly) once more."""
     graph = _nodes.survey(found)
     if third:
-        _examine.refuse_third_order(graph)
+        _refusals.refuse_third_order(graph)
     bad = list(graph.named("NotImplemented", "Error", *_translate.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):
         return

@@ -127,6 +127,11 @@ _IN_PLACE = "is being used in an in-place operation"
 _INFERENCE = "Inference tensors cannot be saved for backward"
 
 
+def about_inference(error: Exception) -> bool:
+    """Whether an operation refused a tensor that was made in inference mode."""
+    return "nference tensor" in str(error)
+
+
 def advice_for_f(error: Exception) -> str | None:
     """A note for an exception from the user's function that our leaves provoked."""
     text = str(error)

@@ -8,9 +8,11 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _dense, _reverse, _tree, _where
-from hodiff._core._evaluate import Allowed, Evaluation
-from hodiff._core._where import Selection
+from hodiff._core import _checks, _dense, _reverse, _tree
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
+from hodiff._core._selection import Selection
+from hodiff._core._vectors import match
 from hodiff.calculus import _forward
 
 T = TypeVar("T")
@@ -171,19 +173,21 @@ def value_and_grad(
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
     """
-    with Evaluation(
-        f,
-        x,
-        passes=1,
-        has_aux=has_aux,
-        batch_ndim=batch_ndim,
-        create_graph=create_graph,
-        strict=strict,
-        allow=allow,
-        args=args,
-        kwargs=kwargs,
+    with Graph(
+        call(
+            f,
+            x,
+            passes=1,
+            has_aux=has_aux,
+            batch_ndim=batch_ndim,
+            create_graph=create_graph,
+            strict=strict,
+            allow=allow,
+            args=args,
+            kwargs=kwargs,
+        )
     ) as ev:
-        gradient = _reverse.gradient(ev, last=True)
+        gradient = _reverse.gradient(ev)
     value = (ev.value(), ev.extra()) if has_aux else ev.value()
     return value, ev.where.result(gradient)
 
@@ -261,12 +265,12 @@ def vjp(
         tensor([1., 2.])
     """
     chunk = _checks.check_chunk_size(chunk_size)
-    with Evaluation(
-        f, x, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs
+    with Graph(
+        call(f, x, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
     ) as ev:
         outputs = ev.tensors()
         _, _, tree = _tree.flatten(ev.outputs)
-        vectors, count = _where.match(u, tree, outputs, "u", "like f(x)")
+        vectors, count = match(u, tree, outputs, "u", "like f(x)")
         return ev.where.result(_reverse.products(ev, outputs, vectors, count, chunk_size=chunk))
 
 
@@ -317,16 +321,18 @@ def jacobian(
                 [4., 0.]])
     """
     chunk = _checks.check_chunk_size(chunk_size)
-    with Evaluation(
-        f,
-        x,
-        passes=1,
-        batch_ndim=batch_ndim,
-        create_graph=create_graph,
-        strict=strict,
-        allow=allow,
-        args=args,
-        kwargs=kwargs,
+    with Graph(
+        call(
+            f,
+            x,
+            passes=1,
+            batch_ndim=batch_ndim,
+            create_graph=create_graph,
+            strict=strict,
+            allow=allow,
+            args=args,
+            kwargs=kwargs,
+        )
     ) as ev:
         outputs = ev.tensors()
         _check_output_batch(outputs, ev)
@@ -335,7 +341,7 @@ def jacobian(
     return _tree.rebuild(tree, iter([ev.where.result(row) for row in table]))
 
 
-def _check_output_batch(outputs: list[Tensor], ev: Evaluation) -> None:
+def _check_output_batch(outputs: list[Tensor], ev: Graph) -> None:
     for output in outputs:
         if output.shape[: ev.batch_ndim] != torch.Size(ev.batch):
             raise _checks.InputError(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hodiff._core import _checks, _dense, _reverse, _safety, _tree
-from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core import _checks, _dense, _nesting, _reverse, _tree
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 
 
@@ -68,8 +69,8 @@ def jvp(
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
     tangents, count = where.match(v, "v")
-    with Evaluation(
-        f, where, passes=2, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs
+    with Graph(
+        call(f, where, passes=2, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
     ) as ev:
         outputs = ev.tensors()
         pushed = _reverse.pushforward(ev, outputs, tangents, count, chunk_size=chunk)
@@ -77,7 +78,7 @@ def jvp(
         return _tree.rebuild(tree, iter(pushed))
 
 
-def tall_jacobian(ev: Evaluation, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
+def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
     """The Jacobian's blocks by columns, in forward mode; None where rows are better, or the only right way.
 
     Forward mode evaluates `f` again, so it must find what the first evaluation found: not when `f`
@@ -86,7 +87,7 @@ def tall_jacobian(ev: Evaluation, outputs: list[Tensor], *, chunk_size: int | No
     leaves, batch_ndim = ev.leaves, ev.batch_ndim
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in leaves)
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
-    if not ev.owned or ev.create_graph or _safety.nested() or not 0 < columns < rows or ev.drew_random():
+    if not ev.owned or ev.create_graph or _nesting.nested() or not 0 < columns < rows or ev.drew_random():
         return None
     largest = max(output.numel() for output in outputs)
     size = chunk_size or max(8, _reverse.CHUNK_BYTES // (8 * largest * outputs[0].element_size()))
@@ -101,7 +102,7 @@ def tall_jacobian(ev: Evaluation, outputs: list[Tensor], *, chunk_size: int | No
     ]
 
 
-def _columns_of(ev: Evaluation, primals: list[Tensor], index: int, outputs: int, size: int) -> list[Tensor]:
+def _columns_of(ev: Graph, primals: list[Tensor], index: int, outputs: int, size: int) -> list[Tensor]:
     """The derivatives of all outputs by each entry of one leaf: (entries, *output shape) for each output."""
 
     def push(tangent: Tensor) -> tuple[Tensor, ...]:

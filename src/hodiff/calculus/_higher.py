@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse, _safety
-from hodiff._core._evaluate import Allowed, Evaluation, detached, memory_of
+from hodiff._core import _checks, _nesting, _reverse
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph, detached, memory_of
+from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import NoDerivative, NoRule
@@ -115,13 +117,13 @@ def derivatives(
         except NoRule as error:
             if _jet.is_jet(x) or isinstance(error, NoDerivative):
                 raise
-    with Evaluation(f, x, passes=n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs) as ev:
+    with Graph(call(f, x, passes=n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs)) as ev:
         value = _check_shape(_checks.check_output(ev.outputs), x)
         weights = _weights(value)
         weighted = _reverse.peek(ev, value, weights) if n and value.numel() > 1 else None
         found = [value]
         for order in range(1, n + 1):
-            found += _reverse.pull(ev, found[-1:], [torch.ones_like(value)], last=order == n)
+            found += _reverse.pull(ev, found[-1:], [torch.ones_like(value)], differentiated=order < n)
     if weighted is not None:
         _check_elementwise(weighted, weights * found[1].detach())
     return tuple(found) if ev.create_graph else (ev.value(), *(part.detach() for part in found[1:]))
@@ -161,8 +163,8 @@ def _by_jets(
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Tensor, ...]:
     """All orders from one expansion along the direction of ones; another direction tells whether f is elementwise."""
-    record = _safety.recorded(create_graph)
-    state = _safety.RandomState.of(x.device)
+    record = _nesting.recorded(create_graph)
+    state = RandomState.of(x.device)
     given = {"args": args, "kwargs": kwargs}
     output, expansion = _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given)
     series = _push.coefficients(output, expansion)

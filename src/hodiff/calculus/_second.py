@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _dense, _reverse
-from hodiff._core._evaluate import Allowed, Evaluation
-from hodiff._core._where import Where, joined
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
+from hodiff._core._where import Where
 
 V = TypeVar("V")
 What = Callable[..., Any] | Tensor
@@ -79,18 +80,20 @@ def hvp(
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
     vectors, count = where.match(v, "v")
-    with Evaluation(
-        f,
-        where,
-        passes=2,
-        batch_ndim=batch_ndim,
-        create_graph=create_graph,
-        strict=strict,
-        allow=allow,
-        args=args,
-        kwargs=kwargs,
+    with Graph(
+        call(
+            f,
+            where,
+            passes=2,
+            batch_ndim=batch_ndim,
+            create_graph=create_graph,
+            strict=strict,
+            allow=allow,
+            args=args,
+            kwargs=kwargs,
+        )
     ) as ev:
-        gradient = _reverse.gradient(ev, last=False)
+        gradient = _reverse.gradient(ev, differentiated=True)
         return where.result(_reverse.products(ev, gradient, vectors, count, chunk_size=chunk))
 
 
@@ -252,18 +255,20 @@ def value_grad_and_hessian(
         (tensor(66.), tensor([1., 2.]))
     """
     chunk = _checks.check_chunk_size(chunk_size)
-    with Evaluation(
-        f,
-        x,
-        passes=2,
-        batch_ndim=batch_ndim,
-        create_graph=create_graph,
-        strict=strict,
-        allow=allow,
-        args=args,
-        kwargs=kwargs,
+    with Graph(
+        call(
+            f,
+            x,
+            passes=2,
+            batch_ndim=batch_ndim,
+            create_graph=create_graph,
+            strict=strict,
+            allow=allow,
+            args=args,
+            kwargs=kwargs,
+        )
     ) as ev:
-        gradient = _reverse.gradient(ev, last=False)
+        gradient = _reverse.gradient(ev, differentiated=True)
         table = _dense.blocks(ev, gradient, chunk_size=chunk)
         where = ev.where
         gradient = _reverse.own(gradient if ev.create_graph else [part.detach() for part in gradient])
@@ -322,24 +327,26 @@ def cross_hessian(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
-    with Evaluation(
-        f,
-        joined(first, second),
-        passes=2,
-        batch_ndim=batch_ndim,
-        create_graph=create_graph,
-        strict=strict,
-        allow=allow,
-        args=args,
-        kwargs=kwargs,
-        spread=True,
+    with Graph(
+        call(
+            f,
+            Where.joined(first, second),
+            passes=2,
+            batch_ndim=batch_ndim,
+            create_graph=create_graph,
+            strict=strict,
+            allow=allow,
+            args=args,
+            kwargs=kwargs,
+            spread=True,
+        )
     ) as ev:
         split = len(first.tensors)
         xs, ys = ev.leaves[:split], ev.leaves[split:]
         output = ev.scalars()
         swapped = sum(leaf.numel() for leaf in ys) < sum(leaf.numel() for leaf in xs)
         rows, columns = (ys, xs) if swapped else (xs, ys)
-        gradient = _reverse.pull(ev, [output], [torch.ones_like(output)], last=False, inputs=rows)
+        gradient = _reverse.pull(ev, [output], [torch.ones_like(output)], differentiated=True, inputs=rows)
         table = _dense.blocks(ev, gradient, chunk_size=chunk, inputs=columns)
     if swapped:
         table = [[_transposed(table[j][i], ys[j], batch_ndim) for j in range(len(ys))] for i in range(len(xs))]
@@ -394,32 +401,34 @@ def hessian_diagonal(
         tensor([16., 12.])
     """
     chunk = _checks.check_chunk_size(chunk_size)
-    with Evaluation(
-        f,
-        x,
-        passes=2,
-        batch_ndim=batch_ndim,
-        create_graph=create_graph,
-        strict=strict,
-        allow=allow,
-        args=args,
-        kwargs=kwargs,
+    with Graph(
+        call(
+            f,
+            x,
+            passes=2,
+            batch_ndim=batch_ndim,
+            create_graph=create_graph,
+            strict=strict,
+            allow=allow,
+            args=args,
+            kwargs=kwargs,
+        )
     ) as ev:
-        gradient = _reverse.gradient(ev, last=False)
+        gradient = _reverse.gradient(ev, differentiated=True)
         pairs = list(zip(gradient, ev.leaves, strict=True))
         diagonals = [
-            _diagonal(ev, part, leaf, chunk, last=index == len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
+            _diagonal(ev, part, leaf, chunk, more=index < len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
         ]
     return ev.where.result(diagonals)
 
 
-def _diagonal(ev: Evaluation, gradient: Tensor, leaf: Tensor, chunk: int | None, *, last: bool) -> Tensor:
+def _diagonal(ev: Graph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, more: bool) -> Tensor:
     """The diagonal of one leaf's block, keeping of each chunk of rows only the entries wanted."""
     count, units = _dense.basis(gradient, ev.batch_ndim)
     samples = leaf.shape[: ev.batch_ndim].numel()
     kept = []
     for start, stop, (rows,) in _reverse.pull_many(
-        ev, [gradient], units, count, chunk_size=chunk, last=last, inputs=[leaf]
+        ev, [gradient], units, count, chunk_size=chunk, more=more, inputs=[leaf]
     ):
         entries = rows.reshape(stop - start, samples, count)[:, :, start:stop]
         kept.append(entries.diagonal(dim1=0, dim2=2).clone())  # (samples, stop - start); the rows may go

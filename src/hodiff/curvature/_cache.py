@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _nodes, _reverse, _swap
-from hodiff._core._evaluate import Evaluation
-from hodiff._core._safety import RandomState
+from hodiff._core import _checks, _claims, _nodes, _reverse
+from hodiff._core._assembly import modules_below
+from hodiff._core._graph import Graph
+from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
@@ -34,7 +35,7 @@ class Piece(ABC):
         calls_back: Whether passes over the graph run Python (activation checkpoints do).
     """
 
-    ev: Evaluation
+    ev: Graph
     value: Tensor
     weight: float | None
     gradient: list[Tensor]
@@ -281,11 +282,11 @@ class Source:
     def _structure(self) -> dict[nn.Module, tuple[Any, ...]]:
         """The modules of the point, as they are put together."""
         roots = [owned.module for owned in self.where.owned]
-        return {module: _assembly(module) for module in _swap.modules_below(roots)}
+        return {module: _assembly(module) for module in modules_below(roots)}
 
     def _check_structure(self) -> None:
         same = all(_assembly(module) == assembly for module, assembly in self._modules.items())
-        if same or _swap.on_loan(self._modules):
+        if same or _claims.claimed(self._modules):
             return
         raise GraphError(
             "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "

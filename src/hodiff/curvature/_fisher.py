@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _checks, _tree
-from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._call import Allowed
+from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 from hodiff.curvature._cache import Source
 from hodiff.curvature._data import Batches, BatchWeight, Weighted
@@ -141,7 +142,7 @@ Draw = tuple[int, torch.Generator | None, dict[int, Tensor]]
 
 
 def _bend(
-    kind: str, loss: Loss, weigh: Weighted, allow: Allowed, draw: Draw | None, ev: Evaluation, batch: Any, number: int
+    kind: str, loss: Loss, weigh: Weighted, allow: Allowed, draw: Draw | None, ev: Graph, batch: Any, number: int
 ) -> tuple[Scored, Bend]:
     _, _, tree = _tree.flatten(ev.outputs)
     outputs = ev.tensors()

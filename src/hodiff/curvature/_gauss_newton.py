@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _nodes, _reverse, _tree
-from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
@@ -26,7 +27,7 @@ class Linearised(Piece):
     `pulled` is J' u as a function of `cotangents`; its derivative by them in the direction v is J v.
     """
 
-    def __init__(self, ev: Evaluation, cotangents: Parts, pulled: Parts) -> None:
+    def __init__(self, ev: Graph, cotangents: Parts, pulled: Parts) -> None:
         self.ev, self.cotangents, self.pulled = ev, cotangents, pulled
         self.outputs = ev.tensors()
         self.bend: Bend | None = None
@@ -169,14 +170,14 @@ def check_given(data: Any) -> None:
 
 
 def _hessian_of_loss(
-    loss: Loss, weigh: Weighted, allow: Allowed, ev: Evaluation, batch: Any, number: int
+    loss: Loss, weigh: Weighted, allow: Allowed, ev: Graph, batch: Any, number: int
 ) -> tuple[Scored, Bend]:
     _, _, tree = _tree.flatten(ev.outputs)
     found = score(loss, weigh, ev.tensors(), tree, batch, number, allow, partial(refuse_shortcut, ev))
     return found, found.bend
 
 
-MakeBend = Callable[[Evaluation, Any, int], tuple[Scored, Bend]]
+MakeBend = Callable[[Graph, Any, int], tuple[Scored, Bend]]
 
 
 def linearised(
@@ -184,7 +185,7 @@ def linearised(
 ) -> Linearised:
     """Evaluate one batch and linearise it; the gradient of the loss comes free, as J' of the outputs' gradient."""
     given = () if batch is NONE else (batch,)
-    with Evaluation(predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow) as ev:
+    with Graph(call(predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow)) as ev:
         random = ev.drew_random()
         outputs = ev.tensors()
         calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
@@ -204,7 +205,7 @@ def linearised(
     return piece
 
 
-def refuse_shortcut(ev: Evaluation, value: Tensor) -> None:
+def refuse_shortcut(ev: Graph, value: Tensor) -> None:
     """Raise where a loss reaches the parameters other than through the outputs."""
     reached = _nodes.survey([value]).visited
     for leaf, name in zip(ev.leaves, ev.where.names, strict=True):

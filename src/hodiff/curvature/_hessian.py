@@ -9,7 +9,8 @@ from typing import Any, final
 from torch import Tensor
 
 from hodiff._core import _checks, _nodes, _reverse
-from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
@@ -21,7 +22,7 @@ from hodiff.errors import InputError
 class GradientGraph(Piece):
     """The gradient of one batch's sum, with its graph."""
 
-    def __init__(self, ev: Evaluation, graph: list[Tensor], weight: float) -> None:
+    def __init__(self, ev: Graph, graph: list[Tensor], weight: float) -> None:
         self.ev, self.graph, self.weight = ev, graph, weight
         self.value = ev.scalars().detach().reshape(())
         self.gradient = [part.detach() for part in graph]
@@ -151,10 +152,10 @@ def _build(
         return weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
     what = f if isinstance(f, Tensor) else weighed
-    with Evaluation(what, where, passes=2, create_graph=False, has_aux=what is weighed, keep=True, **options) as ev:
+    with Graph(call(what, where, passes=2, create_graph=False, has_aux=what is weighed, keep=True, **options)) as ev:
         random = what is weighed and ev.drew_random()
         calls_back = _nodes.runs_hooks(_nodes.survey(ev.tensors()))
-        gradient = _reverse.gradient(ev, last=False)
+        gradient = _reverse.gradient(ev, differentiated=True)
     piece = GradientGraph(ev, gradient, ev.aux if what is weighed else 1.0)
     piece.random, piece.calls_back = random, calls_back
     return piece

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hodiff._core import _reverse, _tree
-from hodiff._core._evaluate import Evaluation
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
 from hodiff.curvature._data import NONE, Weighted
 from hodiff.curvature._space import wide
 from hodiff.errors import InputError
@@ -72,7 +73,7 @@ class Elementwise(Bend):
 class Differentiated(Bend):
     """Of any loss: a second pass through the graph of its gradient by the outputs."""
 
-    def __init__(self, ev: Evaluation, gradient: Parts) -> None:
+    def __init__(self, ev: Graph, gradient: Parts) -> None:
         self._ev, self._gradient = ev, gradient
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
@@ -185,9 +186,9 @@ def score(
     def weighed(values: Any) -> tuple[Any, Any]:
         return weigh(loss(values) if batch is NONE else loss(values, batch), batch, number)
 
-    with Evaluation(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow) as ev:
+    with Graph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as ev:
         shortcut(ev.scalars())
-        gradient = _reverse.gradient(ev, last=False)
+        gradient = _reverse.gradient(ev, differentiated=True)
         value = ev.scalars().detach().reshape(())
     return Scored(value, ev.aux, [part.detach() for part in gradient], Differentiated(ev, gradient))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _safety
+from hodiff._core import _nesting
 from hodiff.curvature import _export
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._space import Space
@@ -299,7 +299,7 @@ def _columns(operator: LinearOperator, domain: Space, target: Space, product: Pr
 
 def refuse_differentiation() -> None:
     """Raise inside the `f` of another hodiff call: an operator's products would be constants in it."""
-    if _safety.inside() and torch.is_grad_enabled():
+    if _nesting.inside() and torch.is_grad_enabled():
         raise GraphError(
             "an operator's products are detached, so inside the function of another hodiff call they would count as "
             "constants, silently. Use hodiff.hvp(f, x, v) there, or compute the product outside; if a constant is "

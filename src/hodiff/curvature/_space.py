@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _tree, _where
+from hodiff._core import _tree
+from hodiff._core._vectors import match
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 
@@ -116,7 +117,7 @@ class Space:
             return self._parse_flat(value, name)
         if isinstance(value, Tensor) and self._tree is not _tree.LEAF:
             raise InputError(f"{name}: {self._wrong_shape(value)}")
-        parts, count = _where.match(value, self._tree, self._likes, name, self._meaning)
+        parts, count = match(value, self._tree, self._likes, name, self._meaning)
         return Vectors("structure" if count is None else "stack", parts, count)
 
     def _parse_flat(self, value: Tensor, name: str) -> Vectors:

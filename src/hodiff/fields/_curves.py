@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _reverse
-from hodiff._core._evaluate import Evaluation
+from hodiff._core._graph import Graph
 from hodiff.fields._directions import Directions
 from hodiff.fields._expand import Call, components, push, released
 from hodiff.jets import _push
@@ -39,7 +39,7 @@ def by_reverse(call: Call, directions: Directions, drift: Any) -> Curves:
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
         columns = components(output, call)
-        found = [_component(ev, column, call, vectors, drift, last=column is columns[-1]) for column in columns]
+        found = [_component(ev, column, call, vectors, drift, more=column is not columns[-1]) for column in columns]
         stacked = [torch.stack(parts, -1) for parts in zip(*found, strict=True)]
         first, second, along = (part.reshape(len(part), *output.shape) for part in stacked)
         value = ev.value()
@@ -51,15 +51,15 @@ def by_reverse(call: Call, directions: Directions, drift: Any) -> Curves:
 
 
 def _component(
-    ev: Evaluation, column: Tensor, call: Call, vectors: Tensor, drift: Any, *, last: bool
+    ev: Graph, column: Tensor, call: Call, vectors: Tensor, drift: Any, *, more: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (gradient,) = _reverse.pull(ev, [column], [torch.ones_like(column)], last=False)
+    (gradient,) = _reverse.pull(ev, [column], [torch.ones_like(column)], differentiated=True)
     dims = tuple(range(call.batch_ndim, gradient.ndim))
     inner = lambda a, b: (a * b).sum(dims) if dims else a * b  # noqa: E731
     firsts, seconds = [], []
     for index, vector in enumerate(vectors):
         vector = full(vector.unsqueeze(0), gradient.shape)[0]
-        (product,) = _reverse.pull(ev, [gradient], [vector], last=last and index == len(vectors) - 1)
+        (product,) = _reverse.pull(ev, [gradient], [vector], more=more or index < len(vectors) - 1)
         firsts.append(inner(vector, gradient))
         seconds.append(inner(vector, product))
     along = inner(gradient, drift) if drift is not None else torch.zeros_like(firsts[0])

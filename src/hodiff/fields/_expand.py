@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _safety, _tree
-from hodiff._core._evaluate import Evaluation, detached, memory_of
+from hodiff._core import _checks, _nesting, _nodes, _tree
+from hodiff._core._call import call
+from hodiff._core._graph import Graph, detached, memory_of
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import ByNoRoute, NoRule
@@ -57,7 +58,7 @@ class Call:
     @property
     def record(self) -> bool:
         """Whether the result is to be differentiable: a field is a loss."""
-        return _safety.loss_recorded(self.create_graph)
+        return _nesting.loss_recorded(self.create_graph)
 
     def grad_mode(self) -> Any:
         """The context of everything that the result is computed with, also under the caller's `no_grad`."""
@@ -73,16 +74,18 @@ class Call:
         """The shape of one sample."""
         return tuple(self.x.shape[self.batch_ndim :])
 
-    def evaluation(self, passes: int) -> Evaluation:
+    def evaluation(self, passes: int) -> Graph:
         """The evaluation of f at x, for nested reverse mode."""
-        return Evaluation(
-            self.f,
-            self.x,
-            passes=passes,
-            batch_ndim=self.batch_ndim,
-            create_graph=self.record,
-            args=self.args,
-            kwargs=self.kwargs,
+        return Graph(
+            call(
+                self.f,
+                self.x,
+                passes=passes,
+                batch_ndim=self.batch_ndim,
+                create_graph=self.record,
+                args=self.args,
+                kwargs=self.kwargs,
+            )
         )
 
     def finish(self, result: Any) -> Any:
@@ -126,7 +129,7 @@ def push(call: Call, seeds: Sequence[Any], order: int, **options: Any) -> tuple[
     return series, expansion
 
 
-def released(ev: Evaluation, results: list[Tensor]) -> list[Tensor]:
+def released(ev: Graph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
     ours = {id(leaf) for leaf in ev.leaves} if ev.owned else set()
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]

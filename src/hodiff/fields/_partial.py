@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse, _safety, _tree
-from hodiff._core._evaluate import detached
+from hodiff._core import _checks, _nesting, _reverse, _tree
+from hodiff._core._graph import detached
 from hodiff.errors import InputError
 from hodiff.fields._expand import Call, choose, components, released
 from hodiff.jets import _jet, _push
@@ -149,10 +149,12 @@ def _by_reverse(call: Call, wanted: Sequence[Index]) -> dict[Index, Tensor]:
                 if each:
                     table[each] = gradients[each[:-1]].select(-1, each[-1])
                 if each in inner:
-                    last = len(each) == order - 1 and each == max(inner, key=lambda p: (len(p), prefixes.index(p)))
-                    last = last and column is columns[-1]
+                    highest = max(inner, key=lambda p: (len(p), prefixes.index(p)))
+                    more = each != highest or column is not columns[-1]
                     one = torch.ones_like(table[each])
-                    (gradients[each],) = _reverse.pull(ev, [table[each]], [one], last=last)
+                    (gradients[each],) = _reverse.pull(
+                        ev, [table[each]], [one], more=more, differentiated=len(each) < order - 1
+                    )
             tables.append(table)
         results = [torch.stack([t[each] for t in tables], -1).reshape(output.shape) for each in wanted]
     return dict(zip(wanted, released(ev, results), strict=True))
@@ -252,7 +254,7 @@ def jet(
     """
     points, given = ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
     order = _check_series(points, given)
-    record = _safety.loss_recorded(create_graph)
+    record = _nesting.loss_recorded(create_graph)
     with torch.set_grad_enabled(record):
         factor = [1.0 if scaled else float(math.factorial(k)) for k in range(order + 1)]
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _reverse
-from hodiff._core._safety import RandomState
+from hodiff._core._random_state import RandomState
 from hodiff.errors import GraphError
 from hodiff.fields._curves import Curves, by_jets, by_reverse
 from hodiff.fields._directions import Directions

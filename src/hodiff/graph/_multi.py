@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hodiff._core import _checks, _nodes, _reverse, _tree
-from hodiff._core._evaluate import Evaluation
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
 from hodiff._core._nodes import Node
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -99,7 +100,7 @@ def multi_grad(
     elif functions:
         rows = _together(items, point, method, strict)
     else:
-        with Evaluation(list(items), point, passes=1, create_graph=False, strict=strict) as ev:
+        with Graph(call(list(items), point, passes=1, create_graph=False, strict=strict)) as ev:
             rows = _passes(_scalars(ev.outputs, names), ev.leaves, method)
     results = [point.result(_reverse.own(_filled(row, point.tensors))) for row in rows]
     return dict(zip(names, results, strict=True)) if isinstance(losses, Mapping) else results
@@ -142,20 +143,20 @@ def _filled(row: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Ten
 
 def _one(function: Callable[[Any], Any], point: Where, strict: bool) -> list[Tensor | None]:
     """One function's gradient; its graph is gone when the next begins."""
-    with Evaluation(function, point, passes=1, create_graph=False, strict=strict) as ev:
-        return list(_reverse.gradient(ev, last=True))
+    with Graph(call(function, point, passes=1, create_graph=False, strict=strict)) as ev:
+        return list(_reverse.gradient(ev))
 
 
 def _together(functions: list[Any], point: Where, method: str, strict: bool) -> Rows:
     """All functions evaluated first, on one graph of ours."""
     together = lambda x: [function(x) for function in functions]  # noqa: E731
-    with Evaluation(together, point, passes=1, create_graph=False, strict=strict) as ev:
+    with Graph(call(together, point, passes=1, create_graph=False, strict=strict)) as ev:
         return _passes(_scalars(ev.outputs, range(len(functions))), ev.leaves, method)
 
 
 def _with_shared(functions: list[Any], point: Where, shared: Callable[[Any], Any], strict: bool) -> Rows:
     """The trunk once; then one head at a time on its detached value, and the trunk's pass for each."""
-    with Evaluation(shared, point, passes=1, create_graph=False, strict=strict) as ev:
+    with Graph(call(shared, point, passes=1, create_graph=False, strict=strict)) as ev:
         trunk = ev.tensors()
         _, _, tree = _tree.flatten(ev.outputs)
         argument = point.argument(ev.leaves)

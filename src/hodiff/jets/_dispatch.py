@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _tree
-from hodiff._core._evaluate import memory_of
+from hodiff._core._graph import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import DISPATCH, JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
 from hodiff.jets._registry import (
@@ -88,6 +88,9 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
 def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     """Apply the operation of that name, by its rule."""
     expansion = _latest(args, kwargs)
+    if not torch.compiler.is_compiling():
+        expansion.meet(args)
+        expansion.meet(kwargs.values())
     if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _running.depth):
         return _constant(name, func, args, kwargs)
     if kwargs:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _safety
+from hodiff._core import _checks, _nesting, _nodes, _refusals
+from hodiff._core._call import call
+from hodiff._core._lending import Lending
 from hodiff.errors import GraphError, InputError
 from hodiff.jets import _jet
 from hodiff.jets._series import Expansion, Series, full
@@ -56,38 +58,36 @@ def push(
         kwargs: Keyword arguments for `f`.
     """
     rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
-    traced = torch.compiler.is_compiling()
-    held = None if traced else _safety.Evaluating(order)
+    options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
     _traced[0] += 1
     try:
-        number = _traced[0] if held is None else len(_safety.state.orders)
-        options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
-        expansion = Expansion(number, order, rows, **options)
-        bases = [base(point, record) for point in points]
-        for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
-            outer.expansion.nests = True
-        jets = []
-        for point, given in zip(bases, seeds, strict=True):
-            series = [point, *given, *[None] * (order - len(given))]
-            jets.append(_jet.wrap(series, expansion))
-        versions = () if traced else [_version(point) for point in points]
-        with torch.enable_grad():  # what f computes under a no_grad of its own is then told apart
-            output = f(*jets, *args, **(kwargs or {}))
-        if not traced and versions != [_version(point) for point in points]:
-            raise GraphError("f changes its argument in place, through .detach(); begin f with x = x.clone().")
-        if record and not traced:
-            _refuse_bypass(points, bases, output)
+        if torch.compiler.is_compiling():
+            expansion = Expansion(_traced[0], order, rows, **options)
+            jets, _ = _jets(points, seeds, expansion)
+            with torch.enable_grad():
+                return f(*jets, *args, **(kwargs or {})), expansion
+        # No leaves and no passes of the road's own: the series is what comes out of it.
+        where = points[0] if len(points) == 1 else tuple(points)
+        asked = call(f, where, passes=order, create_graph=False, spread=len(points) > 1, args=args, kwargs=kwargs)
+        with Lending(asked) as lending:
+            expansion = Expansion(len(_nesting.state.open), order, rows, **options)
+            jets, bases = _jets(points, seeds, expansion)
+            values = [_jet.value_of(point) for point in points]
+            output = lending.run(jets, [value for value in values if not value.is_inference()])
+            _refuse_bypass(points, bases, output, expansion)
     finally:
         _traced[0] -= 1
-        if held is not None:
-            held.close()
     return output, expansion
 
 
-def _version(point: Any) -> int:
-    """How often the memory of a point was changed; tensors of inference mode do not count that."""
-    value = _jet.value_of(point)
-    return 0 if value.is_inference() else value._version
+def _jets(points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expansion) -> tuple[list[Any], list[Any]]:
+    """A jet for each point, and the values that they begin with."""
+    bases = [base(point, expansion.record) for point in points]
+    for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
+        outer.expansion.nests = True
+    missing = [[None] * (expansion.order - len(given)) for given in seeds]
+    rows = zip(bases, seeds, missing, strict=True)
+    return [_jet.wrap([point, *given, *rest], expansion) for point, given, rest in rows], bases
 
 
 def base(point: Any, record: bool) -> Any:
@@ -103,22 +103,19 @@ def base(point: Any, record: bool) -> Any:
     return point.view_as(point) if point.requires_grad else point
 
 
-def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any) -> None:
-    """Raise where `f` reaches the point other than through its argument."""
-    value = _jet.value_of(output)
-    if not isinstance(value, Tensor) or not value.requires_grad or _jet.jets_among(points):
+def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any, expansion: Expansion) -> None:
+    """Raise where `f` reaches the point other than through its argument: by the result, or by a constant in it."""
+    if _jet.jets_among(points):
         return
     wanted = [point for point in points if point.requires_grad]
     if not wanted:
         return
-    stop = [start.grad_fn for start in bases if start.grad_fn is not None]
-    graph = _nodes.survey([value], stop)
-    for point in wanted:
-        if graph.contains(point):
-            raise GraphError(
-                "f reaches x other than through its argument, so that path would be missing from the derivative. "
-                "Compute with what f is given; if f means a constant, close over x.detach()."
-            )
+    value = _jet.value_of(output)
+    roots = [*expansion.constants.values(), *([value] if isinstance(value, Tensor) and value.requires_grad else [])]
+    stop = {start.grad_fn for start in bases if start is not None and start.grad_fn is not None}
+    graph = _nodes.survey(roots, stop - {point.grad_fn for point in wanted})
+    if any(graph.contains(point) for point in wanted):
+        raise _refusals.bypass("x")
 
 
 def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -> Series:

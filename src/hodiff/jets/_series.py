@@ -17,7 +17,7 @@ Reference:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,22 @@ class Expansion:
         limit: How many bytes a coefficient may take, or None for any number.
         widest: The bytes of the largest value met, where there is a limit.
         nests: Whether a later expansion began at a jet of this one.
+        constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
     """
 
-    __slots__ = ("directions", "groups", "limit", "nests", "number", "order", "record", "tally", "weights", "widest")
+    __slots__ = (
+        "constants",
+        "directions",
+        "groups",
+        "limit",
+        "nests",
+        "number",
+        "order",
+        "record",
+        "tally",
+        "weights",
+        "widest",
+    )
 
     def __init__(
         self,
@@ -75,6 +88,16 @@ class Expansion:
         self.limit = limit
         self.widest = 0
         self.nests = False
+        self.constants: dict[int, Tensor] = {}
+
+    def meet(self, values: Iterable[Any]) -> None:
+        """Note the constants with a graph among the arguments of an operation."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if type(value) in (Tensor, torch.nn.Parameter) and value.requires_grad:
+                    self.constants[id(value)] = value
+            elif isinstance(value, (list, tuple)):
+                self.meet(value)
 
     def admit(self, value: Any) -> None:
         """Raise `TooWide` where the coefficients that belong to a value would pass the limit: before they are made."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _reverse, _tree
-from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
 from hodiff.errors import BatchMixingWarning, InputError
 from hodiff.penalties import _norm
 from hodiff.penalties._loss import check_critic, check_number
@@ -76,7 +77,9 @@ def check_independence(critic: Critic, x: Any, args: Any, kwargs: Any, allow: Al
     if not critic.batch_ndim or isinstance(critic.f, Tensor):
         raise InputError("check_independence: needs a function of samples (batch_ndim of at least 1).")
     # Without batch_ndim here: the comparison says more than the warning about BatchNorm.
-    with Evaluation(critic, x, passes=1, create_graph=False, has_aux=True, allow=allow, args=args, kwargs=kwargs) as ev:
+    with Graph(
+        call(critic, x, passes=1, create_graph=False, has_aux=True, allow=allow, args=args, kwargs=kwargs)
+    ) as ev:
         [output] = ev.tensors()
         order = torch.randperm(output.numel(), generator=torch.Generator().manual_seed(0))
         signs = (1 - 2 * (order % 2)).to(output).reshape(output.shape)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _tree
-from hodiff._core._evaluate import Allowed, detached
+from hodiff._core._call import Allowed
+from hodiff._core._graph import detached
 from hodiff.penalties._gradient import Function, gradient_penalty
 from hodiff.penalties._loss import check_number
 from hodiff.penalties._points import interpolate

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _safety, _tree
-from hodiff._core._evaluate import Allowed
+from hodiff._core import _checks, _nesting, _tree
+from hodiff._core._call import Allowed
 from hodiff._core._where import Where
 from hodiff.calculus._first import value_and_grad
 from hodiff.errors import InputError
@@ -113,7 +113,7 @@ def gradient_penalty(
     critic = Critic(_loss.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
-    record = _safety.loss_recorded(create_graph)
+    record = _nesting.loss_recorded(create_graph)
     outputs, gradient = outputs_and_gradient(
         critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
     )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _safety, _tree
-from hodiff._core._evaluate import Allowed
+from hodiff._core import _checks, _nesting, _tree
+from hodiff._core._call import Allowed
+from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.calculus._forward import jvp
 from hodiff.errors import InputError
@@ -95,7 +96,7 @@ def hessian_penalty(
     if reduction not in ("max", "mean", "sum", "none"):
         raise InputError(f'reduction: got {reduction!r}, expected "max", "mean", "sum" or "none".')
     _loss.check_function(f)
-    record = _safety.loss_recorded(create_graph)
+    record = _nesting.loss_recorded(create_graph)
     _checks.check_arguments(args, kwargs)
     where = Where(x)
     _checks.check_batch(where.tensors, where.names, batch_ndim)
@@ -103,7 +104,7 @@ def hessian_penalty(
     inside = _loss.uncompiled(f)
     call = lambda z: inside(z, *args, **(kwargs or {}))  # noqa: E731
 
-    random = _safety.RandomState.of(where.tensors[0].device)
+    random = RandomState.of(where.tensors[0].device)
 
     def value(leaves: Sequence[Tensor], passes: int = 0) -> Tensor:
         random.restore()  # one draw for all evaluations: of different ones the differences would be those of the draws
@@ -212,7 +213,7 @@ def curvature_penalty(
     _loss.check_number(weight, "weight", least=0)
     _loss.check_number(h, "h", least=0)
     _loss.check_reduction(reduction)
-    record = _safety.loss_recorded(create_graph)
+    record = _nesting.loss_recorded(create_graph)
     _loss.check_function(f)
     critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0)
     critic.check()

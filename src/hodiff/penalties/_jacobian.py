@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _dense, _safety
-from hodiff._core._evaluate import Allowed
+from hodiff._core import _checks, _dense, _nesting
+from hodiff._core._call import Allowed
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
 from hodiff.penalties._gradient import What
@@ -78,7 +78,7 @@ def jacobian_penalty(
     _points.check_distribution(distribution)
     if num_projections is not None:
         _checks.check_integer(num_projections, "num_projections", least=1)
-    record = _safety.loss_recorded(create_graph)
+    record = _nesting.loss_recorded(create_graph)
     with _loss.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:

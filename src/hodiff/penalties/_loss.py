@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hodiff._core import _checks, _nodes, _reverse
-from hodiff._core._evaluate import Allowed, Evaluation, is_ours
-from hodiff._core._where import plain
+from hodiff._core._assembly import plain
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
+from hodiff._core._lending import mark_of
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 
@@ -58,7 +60,7 @@ def check_function(f: Any) -> None:
 
 def evaluation(
     f: Any, x: Any, *, passes: int, batch_ndim: int, record: bool, allow: Allowed, args: Any, kwargs: Any
-) -> Evaluation:
+) -> Graph:
     """`f` at `x`, for a loss of its derivatives."""
     if torch.compiler.is_compiling():
         raise InputError(
@@ -66,23 +68,25 @@ def evaluation(
             "call this one outside of it."
         )
     check_critic(f)
-    return Evaluation(
-        uncompiled(f),
-        x,
-        passes=passes,
-        batch_ndim=batch_ndim,
-        create_graph=record,
-        allow=accepted(allow),
-        args=args,
-        kwargs=kwargs,
+    return Graph(
+        call(
+            uncompiled(f),
+            x,
+            passes=passes,
+            batch_ndim=batch_ndim,
+            create_graph=record,
+            allow=accepted(allow),
+            args=args,
+            kwargs=kwargs,
+        )
     )
 
 
-def pulled(ev: Evaluation, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+def pulled(ev: Graph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """Jᵀv for each of the stacked vectors, stacked; one is a plain pass, several go in batches."""
     count = vectors[0].shape[0]
     if count == 1:
-        return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, [v[0] for v in vectors], last=True)]
+        return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, [v[0] for v in vectors])]
     found = _reverse.products(ev, outputs, vectors, count, chunk_size=None)
     if ev.create_graph:
         _reverse.refuse_missing(outputs, found, ev.leaves, third=ev.order >= 3)
@@ -125,9 +129,7 @@ def reduce(values: Tensor, reduction: str, weight: float) -> Tensor:
 
 def warn_if_constant(gradient: Sequence[Tensor]) -> None:
     """Warn when nothing that is trained can be reached from the gradient. `requires_grad` alone would not show it."""
-    graph = _nodes.survey(gradient)
-    leaves = [node.variable for node in graph.named("AccumulateGrad")]
-    if gradient and not any(leaf.requires_grad and not is_ours(leaf) for leaf in leaves):
+    if gradient and not any(leaf.requires_grad and mark_of(leaf) is None for leaf in _nodes.leaves_below(gradient)):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant to the optimiser. Usual "
             "causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, or the gradient does not "

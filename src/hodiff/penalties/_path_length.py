@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _reverse, _safety
-from hodiff._core._evaluate import Allowed
+from hodiff._core import _checks, _nesting, _reverse
+from hodiff._core._call import Allowed
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm
 from hodiff.penalties._gradient import Function
@@ -93,7 +93,7 @@ class PathLengthPenalty(nn.Module):
         if w.ndim not in (2, 3) or not w.shape[0]:
             raise InputError(f"w: has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
         _loss.check_function(f)
-        record = _safety.loss_recorded(create_graph)
+        record = _nesting.loss_recorded(create_graph)
         with _loss.evaluation(f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs) as ev:
             images = _checks.check_output(ev.outputs)
             if images.ndim < 2 or images.shape[0] != w.shape[0]:
@@ -101,7 +101,7 @@ class PathLengthPenalty(nn.Module):
             with torch.no_grad():
                 noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
                 noise = noise / images.shape[2:].numel() ** 0.5
-            gradient = _reverse.pull(ev, [images], [noise], last=True)
+            gradient = _reverse.pull(ev, [images], [noise])
         with _loss.recording(record):
             layers = w.shape[1] if w.ndim == 3 else 1
             lengths = _norm.norm(gradient, 1) / layers**0.5

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hodiff._core import _checks
-from hodiff._core._evaluate import Allowed
+from hodiff._core._call import Allowed
 from hodiff.errors import InputError
 from hodiff.penalties._gradient import What, gradient_penalty
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse, _safety
-from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core import _checks, _nesting, _reverse
+from hodiff._core._call import Allowed
+from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
@@ -80,13 +81,13 @@ def sliced_score_matching_loss(
     _loss.check_reduction(reduction)
     _points.check_distribution(distribution)
     _checks.check_integer(num_projections, "num_projections", least=1)
-    record = _safety.loss_recorded(create_graph)
+    record = _nesting.loss_recorded(create_graph)
     where = Where(x)
     passes = 2 if log_density else 1
     with _loss.evaluation(
         f, where, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:
-        score = _reverse.gradient(ev, last=False) if log_density else _score(ev, where)
+        score = _reverse.gradient(ev, differentiated=True) if log_density else _score(ev, where)
         vectors = [
             _points.directions(leaf, num_projections, batch_ndim, distribution, generator) for leaf in where.tensors
         ]
@@ -103,7 +104,7 @@ def sliced_score_matching_loss(
         return _loss.finished(loss, f, first, score, record)
 
 
-def _score(ev: Evaluation, where: Where) -> list[Tensor]:
+def _score(ev: Graph, where: Where) -> list[Tensor]:
     """The outputs, checked to be like the point."""
     try:
         score, count = where.match(ev.outputs, "f(x)")

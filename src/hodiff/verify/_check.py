@@ -8,8 +8,7 @@ order stands on one already verified, and the code below says nothing about any 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks
-from hodiff._core._evaluate import Allowed
-from hodiff._core._swap import BufferLoan, ParameterLoan
+from hodiff._core._call import Allowed, call
+from hodiff._core._lending import Lending
 from hodiff._core._where import Where
 from hodiff.calculus._first import grad
 from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError
@@ -180,8 +179,12 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> list[Check]:
-    with _as_function(f, where, dtype, args, kwargs) as (value, point), torch.random.fork_rng():
-        random = torch.get_rng_state()
+    if not callable(f) or isinstance(f, Tensor):
+        raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
+    # No pass of this call's own: it lends and casts; the calls of `grad` below differentiate.
+    with Lending(call(f, where, passes=0, cast=dtype, args=args, kwargs=kwargs)) as lending, torch.random.fork_rng():
+        value, random = lending.at, torch.get_rng_state()
+        point = tuple(leaf.detach() for leaf in lending.leaves())
 
         def scalar(leaves: Point) -> Tensor:
             torch.set_rng_state(random)
@@ -269,38 +272,6 @@ def _blame(
         if abs(computed - numeric.value) > 10 * numeric.error + eps**0.4 * max(abs(computed), abs(numeric.value)):
             found.append(name)
     return tuple(found)
-
-
-@contextmanager
-def _as_function(
-    f: Callable[..., Any], where: Where, dtype: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> Iterator[tuple[Callable[[Point], Any], Point]]:
-    """`f` as a function of a flat tuple of leaves in `dtype`, modules lent for as long as it is used."""
-    if not callable(f) or isinstance(f, Tensor):
-        raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
-    roots = [owned.module for owned in where.owned]
-    parameters, buffers = ParameterLoan(roots), BufferLoan()
-    try:
-        parameters.put({id(p): _cast(p, dtype) for root in roots for p in root.parameters()})
-        for module in (module for root in roots for module in root.modules()):
-            buffers.take(module)
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else _cast(buffer, dtype)
-        theirs = [i for part in where.owned for i in range(part.start, part.start + len(part.names))]
-
-        def value(leaves: Point) -> Any:
-            parameters.put({id(where.tensors[i]): leaves[i] for i in theirs})
-            return f(where.argument(leaves), *args, **(kwargs or {}))
-
-        yield value, tuple(_cast(tensor, dtype) for tensor in where.tensors)
-    finally:
-        buffers.close()
-        parameters.close()
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    still = tensor.detach()
-    return still.to(dtype) if still.is_floating_point() else still
 
 
 def _normal(like: Tensor, generator: torch.Generator | None) -> Tensor:

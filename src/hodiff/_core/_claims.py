@@ -1,0 +1,79 @@
+"""A module on loan belongs to one thread at a time: the others wait.
+
+So each evaluation has leaves of its own, and starts from the user's buffers (the power iteration of
+spectral norm moves them). Claims of one thread nest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from torch import nn
+
+from hodiff.errors import GraphError
+
+lock = threading.RLock()  # guards everything below
+_changed = threading.Condition(lock)  # notified when a module is given back
+_claims: dict[nn.Module, tuple[int, int]] = {}  # module -> (owning thread, depth)
+_waiting: dict[int, int] = {}  # thread -> the thread it waits for
+
+
+def claim(modules: Iterable[nn.Module]) -> None:
+    """Make `modules` this thread's, waiting until no other has any of them."""
+    with lock:
+        if _claims:
+            _wait(modules)
+        me = threading.get_ident()
+        for module in modules:
+            _claims[module] = (me, _claims[module][1] + 1 if module in _claims else 1)
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Undo one `claim`."""
+    with lock:
+        for module in modules:
+            owner, depth = _claims[module]
+            if depth > 1:
+                _claims[module] = (owner, depth - 1)
+            else:
+                del _claims[module]
+        if _waiting:
+            _changed.notify_all()
+
+
+def wait_for(root: nn.Module) -> None:
+    """Wait until no other thread has the module, or one below it; the lock is held, and keeps it so."""
+    if _claims:
+        _wait(list(root.modules()))
+
+
+def claimed(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the modules is lent to an evaluation just now, in this thread or another."""
+    return any(module in _claims for module in modules)
+
+
+def _wait(modules: Iterable[nn.Module]) -> None:
+    """Wait until no other thread has any of `modules`; the lock is held. A circle of waiting threads raises."""
+    me = threading.get_ident()
+    while True:
+        owner = next((_claims[module][0] for module in modules if module in _claims and _claims[module][0] != me), None)
+        if owner is None:
+            return
+        _waiting[me] = owner
+        try:
+            if _in_circle(me):
+                raise GraphError(
+                    "two threads differentiate in each other's modules and wait for each other. "
+                    "Give both calls the same modules (a tuple of them), or use one lock around both."
+                )
+            _changed.wait()
+        finally:
+            del _waiting[me]
+
+
+def _in_circle(start: int) -> bool:
+    thread = _waiting.get(start)
+    while thread is not None and thread != start:
+        thread = _waiting.get(thread)
+    return thread == start

@@ -1,0 +1,309 @@
+"""What reverse mode works on: the outputs of a call, its leaves, and who owns the graph between them.
+
+A `Graph` is a context: the modules of the point stay lent and the switches set (see `_lending`) until the
+last pass inside it has run. What operators keep of it afterwards is the graph alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _checks, _nodes, _refusals, _switches, _translate, _tree, _why
+from hodiff._core._call import Call
+from hodiff._core._lending import MARK, Lending, Ticket, mark_of
+from hodiff._core._norms import ExactNorms
+from hodiff.errors import GraphError, InputError
+
+
+class Graph:
+    """The outputs of `f` at a point, ready to be differentiated.
+
+    Attributes:
+        call: What was asked.
+        where: The parsed point.
+        owned: Whether the graph is ours, so that the last pass may free it.
+        create_graph: Whether the final result stays differentiable.
+        order: The highest derivative that the graph will see.
+        leaves: The tensors to differentiate by: aliases in the function form, the caller's own in
+            the tensor form.
+        outputs: What `f` returned, or the tensors given in its place.
+        aux: What it returned beside them.
+        kinds: The classes of the nodes in the outputs' graph.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.where, self.owned = call.where, call.owned
+        self.create_graph, self.order = call.create_graph, call.order
+        self.batch_ndim, self.batch = call.batch_ndim, call.batch
+        self.leaves: list[Tensor] = []
+        self.outputs: Any = None
+        self.aux: Any = None
+        self.kinds: frozenset[type] = frozenset()
+        self._mixes = False
+
+    # --- the evaluation
+
+    def __enter__(self) -> Graph:
+        if not self.owned:
+            self._check_tensors()
+        self._lending = Lending(self.call).__enter__()
+        try:
+            if self.owned:
+                survey = self._evaluate()
+            else:
+                self.outputs, self.leaves = self.call.what, self.where.tensors
+                survey = self._survey()
+            try:
+                self._judge(survey)
+            except GraphError as error:
+                self._explain(error)
+                raise
+        except BaseException:
+            self._lending.close()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: object, *rest: object) -> None:
+        lending = self._lending
+        try:
+            if isinstance(error, GraphError):
+                self._explain(error)
+        finally:
+            lending.close()
+        if lending.hooks.changed and self.order >= 2 and error is None:
+            _refusals.warn_of_hooks()
+        if self.create_graph and self.owned:
+            for leaf in self.leaves:
+                # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it
+                # must go on requiring grad, for an activation checkpoint records as much again as at first.
+                if leaf.is_leaf:
+                    leaf.register_post_accumulate_grad_hook(_forget)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """The state of the evaluation once more, for a pass over a kept graph that calls back into Python.
+
+        An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
+        be lent then, and the switches set, as they were in the forward pass.
+        """
+        with Lending(self.call) as lending:
+            if self.owned:
+                lending.put(self.leaves)
+            yield
+
+    def _check_tensors(self) -> None:
+        """The tensor form: outputs with a graph, and the leaves they were computed from."""
+        outputs, names, _ = _tree.flatten(self.call.what, "f")
+        for value, name in zip(outputs, names, strict=True):
+            if not isinstance(value, Tensor):
+                raise InputError(
+                    f"{name}: is a {type(value).__name__}; expected a function of {self.where.name}, or a tensor "
+                    f"that was computed from it."
+                )
+        twice = self.where.duplicate()
+        if twice:
+            raise InputError(
+                f"{twice}: the same tensor is given twice. A tensor already computed cannot tell the two apart; "
+                f"give it once, or use the function form, where each is a variable of its own."
+            )
+        for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
+            if not tensor.requires_grad:
+                error = GraphError(
+                    f"{name}: does not require grad, so f was computed without tracking it. Call "
+                    f"{name}.requires_grad_() before computing f, or give hodiff the function: hodiff.grad(f, x)."
+                )
+                self._explain(error)
+                raise error
+
+    def _evaluate(self) -> _nodes.Survey:
+        """Run `f`; once more, as the first time, where operations stand in the way of a right second derivative."""
+        lending = self._lending
+        self.leaves = lending.leaves()
+        lending.remember()
+        survey = self._run(exact=self.order >= 3)
+        if self.order < 2:
+            return survey
+        names = survey.names()
+        if "CudnnRnnBackward0" in names:
+            lending.also(_switches.no_cudnn)
+        elif not (self.order == 2 and _translate.WEIGHT_NORM in names):
+            return survey
+        lending.restart()
+        return self._run(exact=self.order >= 3 or _translate.WEIGHT_NORM in names)
+
+    def _run(self, *, exact: bool) -> _nodes.Survey:
+        if exact:
+            with ExactNorms() as norms:
+                outputs = self._lending.run(self.leaves)
+            self._mixes = norms.mixes_samples
+        else:
+            outputs = self._lending.run(self.leaves)
+        self.outputs, self.aux = _split(outputs) if self.call.has_aux else (outputs, None)
+        return self._survey()
+
+    def at(self, leaves: Sequence[Tensor]) -> Any:
+        """What `f` returns when `leaves` stand in the place of the point's tensors."""
+        return self._lending.at(leaves)
+
+    def drew_random(self) -> bool:
+        """Whether `f` drew random numbers (from PyTorch's default generators)."""
+        return self._lending.drew_random()
+
+    # --- what came out
+
+    def tensors(self) -> list[Tensor]:
+        """The outputs as a flat list, each checked to be a real tensor."""
+        if isinstance(self.outputs, Tensor):
+            return [_checks.check_output(self.outputs, "f(x)" if self.owned else "f")]
+        leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.owned else "f")
+        return [_checks.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+
+    def scalars(self) -> Tensor:
+        """The single output, checked to be one element, or one per sample."""
+        output = _checks.check_output(self.outputs)
+        _checks.check_scalars(output, self.batch_ndim, self.batch)
+        return output
+
+    def value(self) -> Any:
+        """What the caller gets to see of the outputs: detached, unless the result is differentiable."""
+        return self.outputs if self.create_graph else self._apart(self.outputs)
+
+    def extra(self) -> Any:
+        """What `f` returned beside the loss, likewise."""
+        return self.aux if self.create_graph else self._apart(self.aux)
+
+    def _apart(self, value: Any) -> Any:
+        """`value` detached; copied where it is the caller's tensor or a view of it, as where f returns its argument."""
+        theirs = [*self.where.tensors, *([] if self.owned else _tensors(self.call.what))]
+        return detached(value, {memory_of(tensor) for tensor in theirs})
+
+    # --- what one look at the graph tells
+
+    def _survey(self) -> _nodes.Survey:
+        """The graph of the outputs, down to the leaves; below an alias begins the caller's own."""
+        stop = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None} if self.owned else ()
+        return _nodes.survey(_tensors(self.outputs), stop)
+
+    def _judge(self, survey: _nodes.Survey) -> None:
+        """What the result depends on, custom Functions, norms, samples that mix."""
+        self.kinds = frozenset(survey.by_class)
+        outputs = self.tensors()
+        if self.owned:
+            missing = self._missing(survey)
+        else:
+            leaves = zip(self.leaves, self.where.names, strict=True)
+            missing = [name for leaf, name in leaves if not survey.contains(leaf)]
+        if len(missing) == len(self.leaves):
+            raise GraphError(
+                _refusals.independent(self.owned, missing, any(output.requires_grad for output in outputs))
+            )
+        if missing and self.call.strict:
+            raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
+        if self.order >= 2:
+            _refusals.judge(survey, self.leaves, self.order, self.call.allow)
+        if self.batch_ndim and (self._mixes or _refusals.mixes_samples(survey)):
+            _refusals.warn_of_mixing(self.batch_ndim)
+
+    def _missing(self, survey: _nodes.Survey) -> list[str]:
+        """The names of the leaves that do not matter. Raise where tensors matter that must not."""
+        reached = {number for number, leaf in enumerate(self.leaves) if leaf.grad_fn in survey.visited and leaf.grad_fn}
+        mine, foreign = self._lending.ticket, []
+        for variable in survey.variables():
+            attributes = variable.__dict__  # `mark_of`, in place: it runs once for each leaf
+            if MARK not in attributes:
+                foreign += [variable]
+                continue
+            ticket, number = attributes[MARK]
+            if ticket is mine:
+                reached |= {number}
+            elif ticket.detached and not ticket.open:
+                raise _refusals.leftover(self._kept_by(ticket))
+        self._refuse_bypass(survey, foreign)
+        return [name for number, name in enumerate(self.where.names) if number not in reached]
+
+    def _refuse_bypass(self, survey: _nodes.Survey, foreign: list[Tensor]) -> None:
+        """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
+        ids = set(map(id, foreign)) if foreign else ()
+        for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
+            if tensor.grad_fn in survey.visited if tensor.grad_fn is not None else ids and id(tensor) in ids:
+                raise _refusals.bypass(name)
+
+    def _kept_by(self, ticket: Ticket) -> str:
+        """Which attribute of a module holds a value of an evaluation that has ended, in words."""
+        for owned in self.where.owned:
+            for path, module in owned.module.named_modules():
+                for name, value in module.__dict__.items():
+                    kept = [item for item in _tree.flatten(value)[0] if isinstance(item, Tensor) and item.requires_grad]
+                    marks = map(mark_of, _nodes.survey(kept).variables())
+                    if any(mark is not None and mark[0] is ticket for mark in marks):
+                        return f" (attribute {'.'.join(filter(None, (path, name)))!r} of the module)"
+        return ""
+
+    # --- errors
+
+    def _explain(self, error: GraphError) -> None:
+        """Let the message say which line and which variable it is about, where that can be told (see `_why`)."""
+        failure = _why.Failure(
+            error,
+            self.call.what if self.owned else None,
+            self._again if self.owned and not _collective() else None,
+            [] if self.owned else _tensors(self.call.what),
+            self.leaves or self.where.tensors,
+            self.where.tensors,
+            self.where.names,
+            self.call.strict,
+            partial(_translate.blames, str(error)),
+        )
+        _why.complete(failure, [_refusals.USUAL_CAUSES, *([_translate.FREED_WAY_OUT] if self.owned else [])])
+
+    def _again(self) -> list[Tensor]:
+        """The outputs of `f` when it is called once more."""
+        outputs = self._lending.again(self.leaves)
+        return _tensors(_split(outputs)[0] if self.call.has_aux else outputs)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [leaf for leaf in _tree.flatten(outputs)[0] if isinstance(leaf, Tensor)]
+
+
+def detached(value: Any, theirs: Container[int] = ()) -> Any:
+    """`value` with its tensors cut from any graph, copied from memory that is `theirs`; other leaves as they are."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone() if theirs and memory_of(leaf) in theirs else leaf.detach()
+
+    return _tree.tree_map(cut, value)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """An identity of the memory under a tensor: equal where two share it."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        return id(tensor)
+
+
+def _forget(leaf: Tensor) -> None:
+    leaf.grad = None
+
+
+def _collective() -> bool:
+    """Whether `f` may wait for other processes, which would not call it again."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _split(outputs: Any) -> tuple[Any, Any]:
+    if isinstance(outputs, tuple) and len(outputs) == 2:
+        return outputs
+    raise InputError(f"f: returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")

@@ -1,0 +1,78 @@
+"""What happens in a user's function behind its back: modules it calls, and hooks that change gradients.
+
+Every module that `f` calls is lent (see `_loans`), however `f` reaches it. A hook that replaces a
+gradient acts in each pass through its place: the second derivative is then that of no function, as in
+plain PyTorch. So hooks that `f` registers, or that its modules have, are watched.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hodiff._core import _nesting
+from hodiff._core._switches import Counted
+
+Hook = Callable[..., Any]
+
+
+class Hooks:
+    """Whether hooks of one evaluation changed a gradient."""
+
+    __slots__ = ("changed",)
+
+    def __init__(self) -> None:
+        self.changed = False
+
+    def watched(self, hook: Hook) -> Hook:
+        """The hook, seen when it returns another gradient."""
+
+        def observe(*args: Any) -> Any:
+            found = hook(*args)
+            if found is not None:
+                self.changed = True
+            return found
+
+        return observe
+
+    def of_module(self, module: nn.Module) -> Callable[[], None]:
+        """Watch a module's backward hooks; what is returned lets go of them."""
+        theirs = module._backward_hooks
+        module._backward_hooks = OrderedDict((key, self.watched(hook)) for key, hook in theirs.items())
+
+        def restore() -> None:
+            module._backward_hooks = theirs
+
+        return restore
+
+
+def _watch() -> Callable[[], None]:
+    """Let the innermost evaluation know of each module called, and of each hook that is registered on a tensor.
+
+    A global forward pre-hook would do for the modules, but with one PyTorch takes the slow way through every call, and
+    warns where a compiled module is met.
+    """
+    call, register = nn.Module.__call__, Tensor.register_hook
+
+    def lend_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        opened = _nesting.state.open
+        if opened and self not in opened[-1].borrowed:
+            opened[-1].borrow(self)
+        return call(self, *args, **kwargs)
+
+    def register_hook(self: Tensor, hook: Hook) -> Any:
+        opened = _nesting.state.open
+        return register(self, opened[-1].hooks.watched(hook) if opened else hook)
+
+    nn.Module.__call__, Tensor.register_hook = lend_and_call, register_hook
+
+    def restore() -> None:
+        nn.Module.__call__, Tensor.register_hook = call, register
+
+    return restore
+
+
+watch = Counted(_watch)

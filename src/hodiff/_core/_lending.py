@@ -1,0 +1,293 @@
+"""The one place where a user's function is called.
+
+A `Lending` is the state in which it runs: grad mode on, kernels that have second derivatives, the modules
+of the point lent (see `_loans`), so that `f` sees leaves of ours and nothing of the user's is changed.
+It stays until the last derivative pass has run. What comes out of it is a `Graph` (reverse mode) or a
+series (Taylor mode); both go through `run`, and so through the same checks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hodiff._core import _nesting, _refusals, _switches, _translate
+from hodiff._core._call import Call
+from hodiff._core._hooks import Hooks, watch
+from hodiff._core._inference import NormalTensors
+from hodiff._core._loans import ParameterLoan, StateLoan, cast
+from hodiff._core._random_state import RandomState
+from hodiff.errors import InputError
+
+MARK = "_leaf_of_hodiff"
+"""The attribute of a leaf of ours that says whose it is."""
+
+
+class Ticket:
+    """Whose leaf a tensor is: it is met again, in the graph of a later call, where `f` kept something.
+
+    Attributes:
+        open: Whether the evaluation still runs.
+        detached: Whether its results are, so that nothing but a leftover leads to its leaves.
+    """
+
+    __slots__ = ("detached", "open")
+
+    def __init__(self, detached: bool) -> None:
+        self.open, self.detached = True, detached
+
+
+class Lending:
+    """The state in which the function of a call runs, until the last pass.
+
+    Attributes:
+        call: What was asked.
+        ticket: The mark of its leaves.
+        borrowed: The modules that are lent, the point's and those that `f` called.
+        hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
+    """
+
+    __slots__ = (
+        "_normal",
+        "_parameters",
+        "_ran",
+        "_state",
+        "_undo",
+        "_watched",
+        "borrowed",
+        "call",
+        "hooks",
+        "random",
+        "ticket",
+    )
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.ticket = Ticket(not call.create_graph)
+        self._undo: list[Callable[[], object]] = []
+        self._normal = False
+        self.hooks = Hooks()
+
+    # --- the state
+
+    def __enter__(self) -> Lending:
+        call = self.call
+        self._ran = False
+        try:
+            if torch.is_inference_mode_enabled():
+                normal = torch.inference_mode(False)
+                normal.__enter__()
+                self._undo += [lambda: normal.__exit__(None, None, None)]
+            if not torch.is_grad_enabled():
+                torch.set_grad_enabled(True)
+                self._undo += [_grad_off]
+            if call.order >= 2:
+                self.also(_switches.plain_attention)
+            if "torch._dynamo" in sys.modules:
+                self.also(_switches.eager)
+            self._state = StateLoan(call.cast)
+            self.borrowed = self._state.attributes
+            self._undo += [self._state.close]
+            if call.order:
+                self.also(watch)
+                _nesting.state.open += [self]
+                self._undo += [_nesting.state.open.pop]
+            if parametrize._cache_enabled:
+                self._set_aside_cache()
+            if call.where.owned:
+                self._lend()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
+        self.ticket.open = False
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            if self._undo:
+                self.close()
+
+    def also(self, switch: _switches.Counted) -> None:
+        """One more switch, left with the rest."""
+        switch.enter()
+        self._undo += [switch.leave]
+
+    def _set_aside_cache(self) -> None:
+        """Let `parametrize.cached()` fill a cache of this evaluation's own."""
+        theirs = parametrize._cache
+        parametrize._cache = {}
+
+        def restore() -> None:
+            parametrize._cache = theirs
+
+        self._undo += [restore]
+
+    def _lend(self) -> None:
+        """Borrow the modules of the point, with all their parameters, buffers and attributes."""
+        self._parameters = ParameterLoan(self.call.where)
+        self._undo += [self._parameters.close]
+        if not self.call.create_graph:  # what is not differentiated need not be recorded
+            self._parameters.put_others(self._still)
+        for module in self._parameters.modules:
+            if module not in self.borrowed:
+                self.borrow(module)
+
+    def _still(self, parameter: Tensor) -> Tensor:
+        """A parameter that is not differentiated in: its value, unrecorded."""
+        return cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
+
+    def borrow(self, module: nn.Module) -> None:
+        """Lend one module that `f` calls, whether it belongs to the point or not."""
+        self._state.take(module)
+        if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule):
+            self._undo += [self.hooks.of_module(module)]
+
+    # --- running f
+
+    def leaves(self) -> list[Tensor]:
+        """A leaf for each tensor of the point."""
+        call, ticket = self.call, self.ticket
+        renormed = self._renormed()
+        found = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
+        for index, leaf in enumerate(found):
+            leaf.__dict__[MARK] = ticket, index
+        self._watched = [leaf for index, leaf in enumerate(found) if index not in renormed] if renormed else found
+        return found
+
+    def _renormed(self) -> set[int]:
+        """The numbers of leaves that `f` changes in place by itself: tables of `Embedding(max_norm=...)`."""
+        if not self.call.where.owned:
+            return set()
+        tables = [m.weight for m in self._parameters.modules if "max_norm" in m.__dict__ and m.max_norm is not None]
+        return {i for i, tensor in enumerate(self.call.where.tensors) if any(tensor is t for t in tables)}
+
+    def at(self, arguments: Sequence[Any]) -> Any:
+        """What `f` returns when `arguments` stand in the place of the point's tensors. Nothing is checked."""
+        if self._ran:  # what it kept the first time is not to be met again
+            self._state.tidy()
+        self._ran = True
+        self.put(arguments)
+        call = self.call
+        argument = call.where.argument(arguments)
+        if self._normal:
+            with NormalTensors():
+                return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
+        return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
+
+    def put(self, leaves: Sequence[Any]) -> None:
+        """Let the borrowed modules have `leaves` for parameters."""
+        if self.call.where.owned:
+            self._parameters.put(leaves)
+
+    def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
+        """What `f` returns at `arguments`, once it is known that it changed none of the tensors `watched` in place."""
+        watched = self._watched if watched is None else watched
+        versions = [tensor._version for tensor in watched]
+        try:
+            value = self.at(arguments)
+        except RuntimeError as error:
+            if not self._normal and _translate.about_inference(error):
+                self._normal = True  # tensors of inference mode that f brings along are copied, in another run of it
+                self.restart()
+                return self.run(arguments, watched)
+            note = _translate.advice_for_f(error)
+            if note:
+                error.add_note(note)
+            raise
+        if [tensor._version for tensor in watched] != versions:
+            changed = next(i for i, version in enumerate(versions) if watched[i]._version != version)
+            raise _refusals.changed_in_place(self._name_of(watched[changed]))
+        return value
+
+    def _name_of(self, leaf: Tensor) -> str:
+        """What the caller calls a leaf."""
+        mark = mark_of(leaf)
+        return self.call.where.names[mark[1] if mark else 0]
+
+    # --- random numbers
+
+    def remember(self) -> None:
+        """Note the random state that `f` begins with."""
+        devices = [tensor.device for tensor in self.call.where.tensors]
+        self.random = RandomState.of(next((d for d in devices if d.type == "cuda"), devices[0]))
+
+    def restart(self) -> None:
+        """Let `f` draw again what it drew."""
+        self.random.restore()
+
+    def drew_random(self) -> bool:
+        """Whether `f` drew random numbers (from PyTorch's default generators)."""
+        return self.random.moved()
+
+    def again(self, leaves: Sequence[Tensor]) -> Any:
+        """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
+        now = RandomState.of(self.random.device)
+        self.random.restore()
+        try:
+            return self.at(leaves)
+        finally:
+            now.restore()
+
+
+def mark_of(leaf: Tensor) -> tuple[Ticket, int] | None:
+    """Whose leaf a tensor is, and its number there; None for a tensor of the user's."""
+    return leaf.__dict__.get(MARK)
+
+
+def _aliases(
+    tensors: Sequence[Tensor], create_graph: bool, dtype: torch.dtype | None, copied: Collection[int]
+) -> list[Tensor]:
+    """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
+    try:
+        if create_graph:
+            torch.empty(0).requires_grad_()  # refused there, as the leaves of a detached result are
+            return [
+                _connected(tensor, index in copied).requires_grad_()
+                if tensor.requires_grad
+                else _leaf(tensor, dtype, index in copied)
+                for index, tensor in enumerate(tensors)
+            ]
+        return [_leaf(tensor, dtype, index in copied) for index, tensor in enumerate(tensors)]
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        raise InputError(
+            "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
+            "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."
+        ) from error
+
+
+def _leaf(tensor: Tensor, dtype: torch.dtype | None, copied: bool) -> Tensor:
+    """A leaf of its own, with the tensor's value."""
+    if copied or tensor.is_inference():
+        tensor = tensor.clone()
+    if dtype is not None:
+        return cast(tensor, dtype).requires_grad_()
+    return tensor.detach().requires_grad_()
+
+
+def _connected(tensor: Tensor, copied: bool) -> Tensor:
+    """A leaf that stands for the caller's tensor and is connected to it, where the result is differentiable."""
+    if copied or tensor.is_inference():
+        return tensor.clone()
+    if tensor.is_leaf:
+        return tensor.view_as(tensor)
+    # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
+    # view by itself, and on this one because `unbind` may return several.
+    return tensor.unsqueeze(0).unbind()[0]
+
+
+def _grad_off() -> None:
+    torch.set_grad_enabled(False)

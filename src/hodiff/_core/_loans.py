@@ -1,0 +1,162 @@
+"""Lending modules to an evaluation: parameters replaced by leaves, buffers by clones, attributes put back.
+
+Nothing of the user's may change, and no hook on a parameter may fire, so `f` sees aliases instead of
+the real parameters and clones instead of the real buffers, until the last derivative pass has run
+(an activation checkpoint runs `f`'s blocks again inside the passes). And nothing of ours may stay: a
+tensor that `f` leaves in an attribute of a module (a hidden state, a lazy cache) would hold our graph
+there, to be met by the next call as a constant.
+
+Evaluations nested in one thread share a module's loan; the outermost one puts the originals back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff._core import _claims
+from hodiff._core._where import Where
+
+
+class _Clones:
+    """The buffers of one module while clones stand in for them."""
+
+    __slots__ = ("module", "originals", "users")
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        self.module = module
+        self.users = 0
+        self.originals = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.requires_grad  # one that requires grad is an input of f
+        }
+        for name, buffer in self.originals.items():
+            module._buffers[name] = cast(buffer, dtype).clone()
+
+    def give_back(self) -> None:
+        self.module._buffers.update(self.originals)
+
+
+_lent: dict[nn.Module, _Clones] = {}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`tensor` detached, in another floating point dtype if one is given."""
+    still = tensor.detach()
+    return still.to(dtype) if dtype is not None and still.is_floating_point() else still
+
+
+class StateLoan:
+    """The modules whose buffers and attributes one evaluation has borrowed.
+
+    Attributes:
+        attributes: What the attributes of each were, when it was borrowed.
+    """
+
+    __slots__ = ("_claimed", "_cloned", "_dtype", "attributes")
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._cloned: list[nn.Module] = []
+        self._claimed: list[nn.Module] = []
+        self.attributes: dict[nn.Module, dict[str, Any]] = {}
+
+    def take(self, module: nn.Module) -> None:
+        """Put clones in place of a module's buffers, and note its attributes; no other thread has it meanwhile."""
+        if module._parameters or module._buffers:
+            _claims.claim((module,))
+            self._claimed += [module]
+        self.attributes[module] = module.__dict__.copy()
+        if module._buffers and not isinstance(module, torch.jit.ScriptModule):
+            if module not in _lent:
+                _lent[module] = _Clones(module, self._dtype)
+            _lent[module].users += 1
+            self._cloned += [module]
+
+    def tidy(self) -> None:
+        """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
+        for module, before in self.attributes.items():
+            now = module.__dict__
+            left = [name for name in now if not (name in before and now[name] is before[name]) and holds(now[name])]
+            for name in left:
+                if name in before:
+                    now[name] = before[name]
+                else:
+                    del now[name]
+
+    def close(self) -> None:
+        """Return everything; the last borrower puts the original buffers back."""
+        self.tidy()
+        self.attributes.clear()
+        while self._cloned:
+            module = self._cloned.pop()
+            clones = _lent[module]
+            clones.users -= 1
+            if not clones.users:
+                clones.give_back()
+                del _lent[module]
+        claimed, self._claimed = self._claimed, []
+        if claimed:
+            _claims.release(claimed)
+
+
+def holds(value: Any) -> bool:
+    """Whether a value is a tensor with a graph, or a container in which there is one."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return any(holds(item) for item in value)
+    return isinstance(value, dict) and any(holds(item) for item in value.values())
+
+
+class ParameterLoan:
+    """The parameters of the modules of a point, to be replaced wherever they occur, until closed."""
+
+    __slots__ = ("_places", "_rest", "modules")
+
+    def __init__(self, where: Where) -> None:
+        modules: dict[nn.Module, None] = {}
+        self._places: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._rest: list[tuple[nn.Module, str, Tensor]] = []
+        numbers = dict(zip(map(id, where.tensors), range(len(where.tensors)), strict=True))
+        for owned in where.owned:
+            modules.update(owned.assembly.modules)
+            for module, name, _, parameter in owned.assembly.slots:
+                key = id(parameter)
+                if key in numbers:
+                    self._places += [(module, name, parameter, numbers[key])]
+                else:
+                    self._rest += [(module, name, parameter)]
+        self.modules = modules
+        _claims.claim(modules)
+
+    def put(self, leaves: Sequence[Tensor]) -> None:
+        """Put the leaves in place of the parameters of the point."""
+        for module, name, _, number in self._places:
+            module._parameters[name] = leaves[number]  # type: ignore[assignment]
+
+    def put_others(self, still: Callable[[Tensor], Tensor]) -> None:
+        """Put an unrecorded stand-in in place of each other parameter."""
+        made: dict[int, Tensor] = {}
+        for module, name, parameter in self._rest:
+            if id(parameter) not in made:
+                made[id(parameter)] = still(parameter)
+            module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Put the real parameters back, and let other threads have the modules."""
+        for module, name, parameter, _ in self._places:
+            module._parameters[name] = parameter  # type: ignore[assignment]
+        for module, name, parameter in self._rest:
+            module._parameters[name] = parameter  # type: ignore[assignment]
+        for module in self.modules:
+            if "_flat_weights" in module.__dict__:  # the list that RNNs keep is refreshed by setting
+                for name, parameter in [*module._parameters.items()]:
+                    if isinstance(parameter, nn.Parameter):
+                        setattr(module, name, parameter)
+        self._places, self._rest = [], []
+        _claims.release(self.modules)

@@ -1,0 +1,47 @@
+"""Calls inside the functions of other calls: which evaluations this thread has open, and what follows from it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+
+class _State(threading.local):
+    """What this thread is evaluating, innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []  # of `Lending`, which stands on this module
+
+
+state = _State()
+
+
+def inside() -> bool:
+    """Whether this code runs inside the `f` of another call."""
+    return bool(state.open)
+
+
+def nested() -> bool:
+    """Whether the evaluation at hand is itself inside the `f` of another."""
+    return len(state.open) > 1
+
+
+def total_order(passes: int, create_graph: bool) -> int:
+    """The highest derivative that a call's graph will see, those of an enclosing call included."""
+    if not create_graph:
+        return passes
+    return passes + (max(1, state.open[-1].call.order) if state.open else 1)
+
+
+def recorded(create_graph: bool | None) -> bool:
+    """Whether a result of the calculus keeps its graph: by default, inside the `f` of another call."""
+    if create_graph is None:
+        return bool(state.open) and torch.is_grad_enabled()
+    return bool(create_graph)
+
+
+def loss_recorded(create_graph: bool | None) -> bool:
+    """Whether a loss (a penalty, a field) keeps its graph: by default, where the caller's grad mode is on."""
+    return torch.is_grad_enabled() if create_graph is None else bool(create_graph)

@@ -1,0 +1,275 @@
+"""What one look at a graph tells before anything is differentiated, and the words for it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hodiff._core import _nodes, _translate
+from hodiff._core._checks import outside
+from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
+
+
+def independent(owned: bool, unused: list[str], has_graph: bool) -> str:
+    """The words for a result that depends on nothing it could be differentiated by."""
+    names = listed(unused)
+    if has_graph:
+        return f"the result does not depend on {names}: it was computed from other tensors. " + (
+            "Let f compute with the argument that it is given."
+            if owned
+            else "Give the tensors that it was computed from, not copies, views or detached ones of them."
+        )
+    source = "the output of f" if owned else "f"
+    return f"{source} carries no graph: between {names} and the result everything was cut. {USUAL_CAUSES}"
+
+
+USUAL_CAUSES = (
+    "Usual causes: .detach(), .data or .item(), a torch.no_grad() block, NumPy, an integer or boolean step "
+    "(argmax, a comparison), or torch.tensor(...) of a result."
+)
+
+
+def listed(names: list[str]) -> str:
+    """Some names, and how many more there are."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def bypass(name: str) -> GraphError:
+    """The error for an `f` that does not use what it was given."""
+    return GraphError(
+        f"f reaches {name} other than through its argument, so that path would be missing from the "
+        f"derivative. Compute with what f is given; for the parameters of a model pass the model itself: "
+        f"hodiff.grad(lambda model: loss(model(x)), model). If f means a constant, close over "
+        f"{name}.detach() instead."
+    )
+
+
+def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Collection[str | type]) -> None:
+    """Raise, or warn, for every operation through which a derivative of that order is not right."""
+    unremarkable = _UNREMARKABLE[min(order, 3)]
+    if graph.by_class.keys() <= unremarkable:
+        return
+    for kind, nodes in graph.by_class.items():
+        if kind in unremarkable:
+            continue
+        remark = next((remark for name, least, remark in REMARKS if order >= least and name in kind.__name__), None)
+        if remark is not None:
+            remark(nodes, leaves)
+        elif _nodes.is_function(kind):
+            _check_function(_nodes.function_of(kind, nodes[0]), nodes, leaves, allow)
+        else:
+            unremarkable.add(kind)
+
+
+_UNREMARKABLE: dict[int, set[type]] = {2: set(), 3: set()}
+"""Classes of nodes of which nothing need be said, by the order of the derivative (3: and above)."""
+
+
+def refuse_third_order(graph: _nodes.Survey) -> None:
+    """Raise where a differentiable pass would form what PyTorch gets wrong: the third derivative of a norm."""
+    nodes = [*graph.named(*_translate.NORM_GRADIENTS)]
+    if nodes:
+        _refuse_norm(nodes, ())
+
+
+def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]) -> None:
+    """Raise for a Python `autograd.Function` without a second derivative; warn, once a class, of any other."""
+    if function in allow or function.__name__ in allow or not _nodes.reaches(nodes, leaves):
+        return
+    if function.__name__ == "CheckpointFunction" or "CompiledFunction" in function.__name__:
+        raise _translate.missing([function.__name__])
+    if function.__name__ == "BackwardHookFunction":  # PyTorch's own, an identity; what hooks do is watched
+        return
+    if _nodes.is_once_differentiable(function):
+        raise GraphError(
+            f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
+            f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
+            f"operations, or accept what is there with allow={function.__name__!r}."
+        )
+    _warn_once(function)
+
+
+def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    names = {type(node).__name__ for node in nodes}
+    layer = "layer_norm" if "NativeLayerNormBackwardBackward0" in names else "batch_norm or instance_norm"
+    raise GraphError(
+        f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
+        f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
+        f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not)."
+    )
+
+
+def _refuse_weight_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches(nodes, leaves):
+        raise GraphError(
+            "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
+            "the function instead of its value, which writes the norm out from its definition."
+        )
+
+
+def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches(nodes, leaves):
+        csr = "Compressed" in type(nodes[0]).__name__
+        raise GraphError(
+            f"a second derivative through torch.{'sparse_csr_tensor (or csc, bsr)' if csr else 'sparse_coo_tensor'} "
+            f"of values that are differentiated is wrong: PyTorch takes the backward of that constructor for a "
+            f"constant, without a word. Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, "
+            f"values), or gather and sum them (index_add); a sparse matrix that is constant, and dense.to_sparse(), "
+            f"are right as they are."
+        )
+
+
+def _refuse_scaled_embedding(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    scaled = [node for node in nodes if _nodes.scales_by_frequency(node)]
+    if _nodes.reaches(scaled, leaves):
+        raise GraphError(
+            "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its second "
+            "backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients, and is no property "
+            "of the function)."
+        )
+
+
+def _refuse_chunked_loss(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches(nodes, leaves):
+        raise GraphError(
+            "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: PyTorch "
+            "takes its gradient for a constant, without a word. Call it without options, or write "
+            "F.cross_entropy(F.linear(x, weight), target)."
+        )
+
+
+def _refuse_batch_norm_with_update(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches(nodes, leaves):
+        raise GraphError(
+            "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use F.batch_norm, which "
+            "hodiff writes out from its definition."
+        )
+
+
+Remark = Callable[[list[Any], Sequence[Tensor]], None]
+
+REMARKS: list[tuple[str, int, Remark]] = [
+    ("NativeLayerNormBackwardBackward", 2, _refuse_norm),
+    ("NativeBatchNormBackwardBackward", 2, _refuse_norm),
+    (_translate.WEIGHT_NORM, 2, _refuse_weight_norm),
+    ("SparseCooTensorWithDimsAndTensorsBackward", 2, _refuse_sparse),
+    ("SparseCompressedTensorBackward", 2, _refuse_sparse),
+    ("EmbeddingBackward0", 2, _refuse_scaled_embedding),
+    ("linear_cross_entropy", 2, _refuse_chunked_loss),
+    ("BatchNormWithUpdateBackward", 3, _refuse_batch_norm_with_update),
+]
+"""A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""
+
+
+def changed_in_place(name: str) -> GraphError:
+    """The error for an `f` that writes into its argument."""
+    return GraphError(
+        f"f changes its argument ({name}) in place, so its derivative by the original value is lost; "
+        f"begin f with x = x.clone()."
+    )
+
+
+def leftover(names: str) -> GraphError:
+    """The error for a value of an evaluation that has ended, met again in another."""
+    return GraphError(
+        f"f uses a value that it kept from an earlier hodiff call{names}: it was computed from that call's leaves, "
+        f"so it would count as a constant, and its part of the derivative would be missing. Clear what f keeps before "
+        f"each call (a cache, a global, a list, a hidden state), or compute it inside f each time; if a constant is "
+        f"meant, keep it detached."
+    )
+
+
+def warn_of_hooks() -> None:
+    """Say that a hook takes part in every pass."""
+    warnings.warn(
+        "a tensor hook (or a module's backward hook) inside f changes gradients. It acts in each reverse pass, as in "
+        "plain PyTorch, so that a second derivative holds its change twice and is not the derivative of the first. "
+        "Remove it for this call, or write what it does into f.",
+        HodiffWarning,
+        stacklevel=outside(),
+    )
+
+
+def warn_of_non_finite(kinds: Iterable[type]) -> None:
+    """Say that a derivative has no value here, and which operations are known for that."""
+    known = sorted({words for kind in kinds for piece, words in _KINKS.items() if piece in kind.__name__})
+    warnings.warn(
+        "the result is not finite, though x and f(x) are: the derivative does not exist there, or overflows. "
+        + (f"Operations in f with such points: {', '.join(known)}. " if known else "")
+        + "Write it as a function that is smooth there ((x.square().sum() + eps).sqrt() for a norm, torch.where with "
+        "a safe argument), or take another point.",
+        HodiffWarning,
+        stacklevel=outside(),
+    )
+
+
+_KINKS = {
+    "VectorNorm": "norm at 0",
+    "NormBackward": "norm at 0",
+    "Sqrt": "sqrt at 0",
+    "Rsqrt": "rsqrt at 0",
+    "Pow": "a power of 0",
+    "Abs": "abs at 0",
+    "Log": "log at 0",
+    "Acos": "acos at 1",
+    "Asin": "asin at 1",
+    "Atanh": "atanh at 1",
+    "Acosh": "acosh at 1",
+    "Atan2": "atan2 at the origin",
+    "Div": "division by 0",
+    "Reciprocal": "division by 0",
+    "Xlogy": "xlogy at 0",
+    "Cdist": "cdist at 0",
+    "CosineSimilarity": "cosine_similarity at 0",
+    "Eigh": "equal eigenvalues",
+    "Svd": "equal singular values",
+    "Logcumsumexp": "logcumsumexp",
+    "Std": "std of equal entries",
+    "Prod": "prod with zeros",
+}
+
+
+def mixes_samples(graph: _nodes.Survey) -> bool:
+    """Whether a batch norm in training mode is in the graph."""
+    if graph.by_class.keys() <= _SEPARATE:
+        return False
+    _SEPARATE.update(kind for kind in graph.by_class if "BatchNorm" not in kind.__name__)
+    names = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
+    return any(getattr(node, "_saved_training", False) for node in graph.named(*names))
+
+
+_SEPARATE: set[type] = set()
+"""Classes of nodes that are known to be no batch norm."""
+
+
+def warn_of_mixing(batch_ndim: int) -> None:
+    """Say that samples are not independent."""
+    warnings.warn(
+        f"batch_ndim={batch_ndim} treats samples as independent, but f runs BatchNorm in training mode, "
+        f"which mixes them: the result is the derivative of the sum over the batch, not each sample's own. "
+        f"Use model.eval(), or another norm.",
+        BatchMixingWarning,
+        stacklevel=outside(),
+    )
+
+
+_warned: set[type] = set()
+_warned_lock = threading.Lock()
+
+
+def _warn_once(function: type) -> None:
+    with _warned_lock:
+        if function in _warned:
+            return
+        _warned.add(function)
+    warnings.warn(
+        f"{function.__name__} is a Python autograd.Function: a second derivative through it is whatever its backward "
+        f"makes it, which PyTorch cannot verify. Check it once: hodiff.check_derivatives(f, x). "
+        f"(This is said once per class.)",
+        CustomFunctionWarning,
+        stacklevel=outside(),
+    )

@@ -1,0 +1,207 @@
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import hodiff
+from hodiff._core._loans import ParameterLoan, StateLoan
+from hodiff._core._where import Where
+
+
+def test_parameters_are_replaced_wherever_they_occur_and_come_back():
+    m = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    m[1].weight = m[0].weight
+    weight, alias = m[0].weight, torch.zeros(2, 2)
+    loan = ParameterLoan(Where(m))
+    loan.put([alias, *Where(m).tensors[1:]])
+    assert m[0].weight is alias
+    assert m[1].weight is alias
+    loan.close()
+    assert m[0].weight is weight
+    assert m[1].weight is weight
+    assert list(m[0]._parameters) == ["weight", "bias"]
+
+
+def test_the_flat_weights_of_an_rnn_come_back_too():
+    rnn = nn.LSTM(2, 3)
+    real = list(rnn.parameters())
+    hodiff.grad(lambda m: m(torch.ones(2, 1, 2))[0].sum(), rnn)
+    assert all(a is b for a, b in zip(rnn._flat_weights, real, strict=True))
+
+
+def test_buffers_are_clones_until_the_last_borrower_leaves():
+    norm = nn.BatchNorm1d(2)
+    mean = norm.running_mean
+    outer, inner = StateLoan(), StateLoan()
+    outer.take(norm)
+    clone = norm.running_mean
+    inner.take(norm)
+    assert clone is not mean
+    assert norm.running_mean is clone
+    inner.close()
+    assert norm.running_mean is clone
+    outer.close()
+    assert norm.running_mean is mean
+
+
+def test_a_buffer_that_requires_grad_stays_an_input_of_f():
+    m = nn.Module()
+    m.register_buffer("scale", torch.ones(2, requires_grad=True))
+    loan = StateLoan()
+    scale = m.scale
+    loan.take(m)
+    assert m.scale is scale
+    loan.close()
+
+
+def test_another_thread_waits_and_reads_the_real_parameters():
+    m = nn.Linear(2, 2)
+    weight = m.weight
+    loan = ParameterLoan(Where(m))
+    loan.put([torch.zeros(2, 2), torch.zeros(2)])
+    seen = []
+
+    def read():
+        seen.append(Where(m).tensors[0])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(0.1)
+    assert seen == []
+    loan.close()
+    thread.join(10)
+    assert seen == [weight]
+
+
+def test_a_circle_of_waiting_threads_raises_instead_of_hanging():
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    others = {module: Where(module) for module in (first, second)}
+    ready = threading.Barrier(2, timeout=10)
+    raised = []
+
+    def take(mine, other):
+        loan = ParameterLoan(Where(mine))
+        try:
+            ready.wait()
+            ParameterLoan(others[other]).close()
+        except hodiff.GraphError as error:
+            raised.append(str(error))
+        finally:
+            loan.close()
+
+    threads = [threading.Thread(target=take, args=pair) for pair in ((first, second), (second, first))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(raised) == 1
+    assert "wait for each other" in raised[0]
+
+
+def test_scripted_modules_are_refused():
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(2, 1))
+    with pytest.raises(hodiff.InputError, match=r"TorchScript .* eager module"):
+        hodiff.grad(lambda m: m(torch.ones(2)).sum(), scripted)
+
+
+class Keeps(nn.Module):
+    """A module that keeps what it computes: a hidden state, and a cache filled at its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.state, self.cache, self.calls = torch.zeros(2), None, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.cache is None:
+            self.cache = [self.w**2]
+        self.state = torch.tanh(self.state + self.cache[0] * x)
+        return self.state.sum()
+
+
+def test_attributes_in_which_f_leaves_its_graph_are_put_back():
+    m, x = Keeps(), torch.tensor([0.3, -0.2])
+    first = hodiff.grad(lambda m: m(x), m)
+    assert m.cache is None
+    assert torch.equal(m.state, torch.zeros(2))
+    assert m.calls == 1  # the rest is as any call of it would leave it
+    assert torch.equal(hodiff.grad(lambda m: m(x), m)["w"], first["w"])
+    torch.testing.assert_close(first["w"], (1 - torch.tanh(m.w**2 * x) ** 2) * 2 * m.w * x, check_stride=False)
+
+
+def test_attributes_of_a_module_met_only_through_a_closure_too():
+    m, x = Keeps(), torch.tensor([0.3, -0.2])
+    hodiff.hvp(m, x, x)
+    assert m.cache is None
+    assert not m.state.requires_grad
+
+
+def test_the_users_own_values_in_attributes_stay():
+    m = Keeps()
+    m.cache = theirs = [torch.ones(2)]
+    hodiff.grad(lambda m: m(m.w), m)
+    assert m.cache is theirs
+
+
+def test_a_value_kept_elsewhere_is_refused_by_name():
+    m, kept = Keeps(), {}
+
+    def f(m):
+        if "h" not in kept:
+            kept["h"] = m.w**2
+        return (kept["h"] * m.w).sum()
+
+    hodiff.grad(f, m)
+    with pytest.raises(hodiff.GraphError, match="kept from an earlier hodiff call"):
+        hodiff.grad(f, m)
+
+
+def test_the_refusal_names_the_attribute():
+    m = Keeps()
+    m.memory = []
+
+    def f(m):
+        if not m.memory:
+            m.memory.append(m.w**2)
+        return (m.memory[0] * m.w).sum()
+
+    hodiff.grad(f, m)
+    with pytest.raises(hodiff.GraphError, match="attribute 'memory' of the module"):
+        hodiff.grad(f, m)
+
+
+def test_parametrize_cached_is_filled_anew_by_each_call():
+    class Square(nn.Module):
+        def forward(self, w):
+            return w**2
+
+    m = nn.Linear(2, 1, bias=False).double()
+    nn.utils.parametrize.register_parametrization(m, "weight", Square())
+    x = torch.tensor([[1.0, -2.0]], dtype=torch.float64)
+    expected = hodiff.grad(lambda m: m(x).sum(), m)
+    with nn.utils.parametrize.cached():
+        m(x)
+        theirs = dict(nn.utils.parametrize._cache)
+        for _ in range(2):
+            found = hodiff.grad(lambda m: m(x).sum(), m)
+            assert all(torch.equal(a, b) for a, b in zip(found.values(), expected.values(), strict=True))
+        assert nn.utils.parametrize._cache == theirs
+
+
+def test_the_table_of_an_embedding_with_max_norm_is_not_renormalised():
+    table = nn.Embedding(3, 2, max_norm=1.0)
+    before = table.weight.detach().clone().mul_(3)
+    with torch.no_grad():
+        table.weight.copy_(before)
+    index = torch.tensor([0, 2])
+    found = hodiff.grad(lambda m: (m(index) ** 2).sum(), table)["weight"]
+    assert torch.equal(table.weight, before)
+    plain = nn.Embedding(3, 2, max_norm=1.0)
+    with torch.no_grad():
+        plain.weight.copy_(before)
+    (expected,) = torch.autograd.grad((plain(index) ** 2).sum(), plain.weight)
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,98 @@
+import threading
+
+import pytest
+import torch
+
+from hodiff._core import _nesting, _switches
+from hodiff._core._call import call
+from hodiff._core._lending import Lending
+from hodiff._core._switches import Counted
+
+
+def asked(passes):
+    return call(torch.sum, torch.ones(2), passes=passes, create_graph=False)
+
+
+def switch():
+    """A counted switch over a plain flag, and a log of what it did."""
+    log = []
+
+    def turn():
+        log.append("on")
+        return lambda: log.append("off")
+
+    return Counted(turn), log
+
+
+def test_the_first_switches_and_the_last_restores():
+    counted, log = switch()
+    counted.enter()
+    counted.enter()
+    counted.leave()
+    assert log == ["on"]
+    counted.leave()
+    assert log == ["on", "off"]
+
+
+def test_overlapping_threads_restore_once():
+    counted, log = switch()
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay():
+        counted.enter()
+        inside.set()
+        leave.wait(10)
+        counted.leave()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait(10)
+    counted.enter()
+    counted.leave()
+    assert log == ["on"]
+    leave.set()
+    thread.join(10)
+    assert log == ["on", "off"]
+
+
+def test_everything_is_undone_when_entering_fails(monkeypatch):
+    def broken():
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(_switches, "plain_attention", Counted(broken))
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="no such backend"):
+            Lending(asked(passes=2)).__enter__()
+        assert not torch.is_grad_enabled()
+    assert not _nesting.inside()
+
+
+@pytest.mark.parametrize(
+    ("passes", "create_graph", "order"), [(1, False, 1), (1, True, 2), (2, False, 2), (2, True, 3)]
+)
+def test_order_outside_any_call(passes, create_graph, order):
+    assert _nesting.total_order(passes, create_graph) == order
+
+
+def test_order_inside_a_call_counts_its_passes():
+    with Lending(asked(passes=2)):
+        assert _nesting.total_order(1, True) == 3
+        assert _nesting.total_order(1, False) == 1
+
+
+def test_attention_is_what_the_user_had_set():
+    """Each flag by itself: also one that was off before, and the math kernel."""
+    cuda = torch.backends.cuda
+    getters = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.math_sdp_enabled)
+    setters = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp, cuda.enable_math_sdp)
+    before = [get() for get in getters]
+    try:
+        for wanted in ((True, False, True, False), (False, True, False, True), (True, True, True, True)):
+            for enable, on in zip(setters, wanted, strict=True):
+                enable(on)
+            with Lending(asked(passes=2)):
+                assert [get() for get in getters] == [False, False, False, True]
+            assert tuple(get() for get in getters) == wanted
+    finally:
+        for enable, on in zip(setters, before, strict=True):
+            enable(on)
