@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hodiff._core import _checks, _dense, _reverse, _safety, _tree
+from hodiff._core import _checks, _dense, _reverse, _safety, _tree, _versions
 from hodiff._core._evaluate import Allowed, Evaluation
 from hodiff._core._where import Where
 
@@ -92,6 +92,7 @@ def tall_jacobian(ev: Evaluation, outputs: list[Tensor], *, chunk_size: int | No
     size = chunk_size or max(8, _reverse.CHUNK_BYTES // (8 * largest * outputs[0].element_size()))
     primals = [leaf.detach() for leaf in leaves]
     try:
+        _versions.load_forward_mode()
         blocks = [_columns_of(ev, primals, index, len(outputs), size) for index in range(len(primals))]
     except Exception:  # no forward rule, no batching rule, or data-dependent Python: the rows need none of these
         return None
