@@ -1,13 +1,14 @@
 """Operators against curvlinops, hessian-eigenthings, double backward by hand and `torch.func`.
 
-The peers are optional: where one cannot be imported its rows say so. They are not among the project's
-requirements; install them beside it, for example
-`pip install --no-deps --target DIR curvlinops-for-pytorch==3.0.1 hessian-eigenthings` with their own
+The peers are optional: where one is not installed its rows say so; one that is installed and does not run
+ends the program. They are not among the project's requirements; install them beside it, for example
+`pip install --no-deps --target DIR curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5` with their own
 requirements, and set PYTHONPATH=DIR.
 """
 
 import gc
 import importlib
+import importlib.util
 import statistics
 import time
 import warnings
@@ -53,11 +54,8 @@ def large() -> Problem:
 
 
 def module(name: str) -> Any:
-    """A peer, or None."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+    """A peer, or None where it is not installed."""
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def operator(problem: Problem) -> hodiff.HessianOperator:
@@ -148,7 +146,7 @@ def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iter
     for key, label in labels.items():
         yield compared(f"{label} / curvlinops", f"{problem.name}, D = {size}", times, key, "curvlinops", bars[key])
     if other is None:
-        yield Row("H @ v / hessian-eigenthings", problem.name, f"{EIGENTHINGS} is not installed, or did not run")
+        yield Row("H @ v / hessian-eigenthings", problem.name, f"{EIGENTHINGS} is not installed")
     else:
         yield compared("H @ v / hessian-eigenthings", problem.name, times, "product", "eigenthings", None)
 
@@ -161,29 +159,18 @@ def compared(subject: str, case: str, times: Times, key: str, peer: str, bar: fl
 
 
 def curvlinops(peer: Any, problem: Problem, kind: str) -> Any:
-    parameters = dict(problem.model.named_parameters())
     data = [(problem.inputs, problem.targets)]
-    make = getattr(peer, kind)
-    for given in (parameters, list(parameters.values())):
-        try:
-            return make(problem.model, nn.CrossEntropyLoss(), given, data, check_deterministic=False)
-        except (TypeError, AttributeError, ValueError):
-            continue
-    return make(problem.model, nn.CrossEntropyLoss(), parameters, data)
+    parameters = list(problem.model.parameters())
+    return getattr(peer, kind)(problem.model, nn.CrossEntropyLoss(), parameters, data, check_deterministic=False)
 
 
 def eigenthings(problem: Problem) -> Any:
-    """hessian-eigenthings' operator, if it is there and runs."""
+    """hessian-eigenthings' operator, if it is there."""
     peer = module("hessian_eigenthings")
     if peer is None:
         return None
-    try:
-        loss = peer.supervised_loss(nn.CrossEntropyLoss())
-        made = peer.HessianOperator(problem.model, [(problem.inputs, problem.targets)], loss)
-        made.matvec(torch.randn(sum(p.numel() for p in problem.model.parameters())))
-    except Exception:
-        return None
-    return made
+    loss = peer.supervised_loss(nn.CrossEntropyLoss())
+    return peer.HessianOperator(problem.model, [(problem.inputs, problem.targets)], loss)
 
 
 def check(ours: Tensor, theirs: Any) -> None:

@@ -1,6 +1,10 @@
 """Field operators against the stock routes of PyTorch, and against `jet-for-pytorch` where it is installed."""
 
+import importlib.util
+import os
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -70,11 +74,11 @@ STOCK: dict[str, Route] = {LOOP: by_loop, "vmap(hessian)": by_hessian, "vmap(jvp
 
 def peer(f: nn.Sequential, dimension: int) -> tuple[Route, float] | None:
     """The collapsed Laplacian of `jet-for-pytorch`, and the seconds that tracing and simplifying it took."""
-    try:
-        from jet.laplacian import laplacian  # pyright: ignore[reportMissingImports]
-        from jet.simplify import simplify  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    if importlib.util.find_spec("jet") is None:
         return None
+    from jet.laplacian import laplacian  # pyright: ignore[reportMissingImports]
+    from jet.simplify import simplify  # pyright: ignore[reportMissingImports]
+
     start = time.perf_counter()
     example = torch.randn(dimension)
     made = simplify(laplacian(f, example), example)  # of one sample: (value, Jacobian, Laplacian)
@@ -203,7 +207,15 @@ def overhead(rounds: int) -> Iterator[Row]:
     yield Row("time of one operation", "D = 2, batch 1", f"{each['laplacian']:.0f} us, plain {each['forward']:.0f} us")
 
 
+def compiler() -> str:
+    """The C++ compiler that `torch.compile` will look for."""
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
 def compiled(rounds: int) -> Iterator[Row]:
+    if shutil.which(compiler()) is None:
+        yield Row("compiled laplacian", "all", f"not run: no {compiler()} on the path")
+        return
     for dimension, width, batch in ((3, 64, 512), (50, 256, 64)):
         f, x = network(dimension, width), torch.randn(batch, dimension)
         torch.compiler.reset()
@@ -212,11 +224,7 @@ def compiled(rounds: int) -> Iterator[Row]:
             routes: dict[str, Route] = {"hodiff": lambda f, x, train, mine=mine: mine(x), "eager": ours, LOOP: by_loop}
             case = f"D = {dimension}, 4x{width} tanh, batch {batch}, {'training' if train else 'value'}"
             start = time.perf_counter()
-            try:
-                error = float((mine(x) - ours(f, x, train)).detach().abs().max())
-            except Exception as problem:  # no C++ compiler, for one
-                yield Row("laplacian under torch.compile", case, f"not run: {type(problem).__name__}")
-                return
+            error = float((mine(x) - ours(f, x, train)).detach().abs().max())
             seconds = time.perf_counter() - start
             times = race({name: run(route, f, x, train) for name, route in routes.items()}, rounds=rounds)
             row = against(times, ["eager"], "compiled laplacian", case, 1.0)

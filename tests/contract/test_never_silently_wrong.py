@@ -18,7 +18,8 @@ from tests.support.modules import BY_NAME, ZOO, Case
 from tests.support.oracle import Oracle, flatten, unflatten
 from tests.support.table import TOLERANCE, Cell, measure, measure_stock, target, unit_direction
 
-TABLE = Path(__file__).parents[2] / "docs" / "generated" / "never-silently-wrong.md"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "generated" / "never-silently-wrong.md"
 CELLS = [(case, order, where) for case in ZOO for order in (1, 2, 3) for where in case.wheres]
 
 
@@ -181,6 +182,12 @@ def ways_out() -> str:
     return "\n## What the errors say\n\n" + "".join(lines)
 
 
+def pinned() -> str:
+    """The release whose table is published; on others the tests above hold hodiff's columns."""
+    return re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE).group(1)
+
+
+@pytest.mark.skipif(torch.__version__.split("+")[0] != pinned(), reason=f"the table is that of torch {pinned()}")
 def test_published_table_is_fresh() -> None:
     fresh = HEAD + "".join(row(case) for case in ZOO) + ways_out()
     if os.environ.get("HODIFF_WRITE_TABLES") == "1":
@@ -195,6 +202,6 @@ def test_published_table_is_fresh() -> None:
 def test_the_oracle_sees_what_is_wrong_in_stock_torch() -> None:
     """The table could not fail if the differences agreed with everything."""
     assert measure_stock("LayerNorm", "hessian").error > 1e-2
-    assert measure_stock("BatchNorm1d, no statistics", "thrice").error > 1e-2
+    assert measure_stock("LayerNorm", "thrice").error > 1e-2
     assert measure_stock("weight_norm", "twice").error > 1e-2
     assert measure_stock("GroupNorm", "thrice").error < TOLERANCE

@@ -13,6 +13,13 @@ def test_no_assert_in_the_library():
             assert not isinstance(node, ast.Assert), f"{where(path, node.lineno)}: raise an error with words instead"
 
 
+def test_no_benchmark_catches_an_exception():
+    """What cannot run is said by a condition; a row that hides a crash reads like one that has nothing to say."""
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        for node in ast.walk(tree(path)):
+            assert not isinstance(node, ast.ExceptHandler), f"{where(path, node.lineno)}: ask if it can run"
+
+
 def test_raises_and_warns_match_a_message():
     """Without match= any accident of the same class passes for the error that was meant."""
     for path in files_of_tests():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hodiff._core import _versions
 from hodiff.errors import GraphError
 
 # Keyed by a piece of a node's name, lower case without underscores: the same key finds the forward
@@ -32,7 +33,7 @@ _WAYS_OUT = {
 }
 
 # Nodes that carry no marker of their own, yet raise as soon as they are differentiated.
-UNMARKED = ("CdistBackwardBackward0", "PdistBackwardBackward0", "EmbeddingBagBackwardBackward0")
+UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
 

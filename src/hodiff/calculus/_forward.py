@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hodiff._core import _checks, _dense, _nesting, _reverse, _tree
+from hodiff._core import _checks, _dense, _nesting, _reverse, _tree, _versions
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
@@ -93,6 +93,7 @@ def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -
     size = chunk_size or max(8, _reverse.CHUNK_BYTES // (8 * largest * outputs[0].element_size()))
     primals = [leaf.detach() for leaf in leaves]
     try:
+        _versions.load_forward_mode()
         blocks = [_columns_of(ev, primals, index, len(outputs), size) for index in range(len(primals))]
     except Exception:  # no forward rule, no batching rule, or data-dependent Python: the rows need none of these
         return None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
+from hodiff._core import _versions
 from hodiff._core._live_bytes import LiveBytes
 from hodiff.cli import _info
 from hodiff.cli._screen import Screen
@@ -138,6 +139,7 @@ def by_torch_func(model: nn.Module, loss: Loss, vector: Named) -> Named:
     def of_parameters(point: Named) -> Tensor:
         return loss(lambda images: torch.func.functional_call(model, point, (images,)))  # type: ignore[arg-type]
 
+    _versions.load_forward_mode()
     return torch.func.jvp(torch.func.jacrev(of_parameters), (point,), (dict(vector),))[1]
 
 

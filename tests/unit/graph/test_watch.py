@@ -250,11 +250,11 @@ def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
 def test_second_derivatives():
     a = torch.rand(3, 2, requires_grad=True)
     with watch():
-        y = torch.cdist(a, a + 1).sum()
+        y = torch.nn.functional.embedding_bag(torch.tensor([[0, 1]]), a).exp().sum()
         with pytest.raises(RuntimeError, match="not implemented") as caught:
             (g,) = torch.autograd.grad(y, a, create_graph=True)
             g.square().sum().backward()
-    assert "no second derivative: _cdist_backward" in note(caught.value)
+    assert "no second derivative: _embedding_bag_backward" in note(caught.value)
 
 
 def test_explain_of_nothing():

@@ -88,7 +88,7 @@ def test_what_would_slip_past_the_rules_raises(name, x):
 
 
 def test_torchscript_raises(x):
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         scripted = torch.jit.script(Scripted())
     with pytest.raises(hodiff.GraphError, match="forward"):
         jets_only(scripted, x)

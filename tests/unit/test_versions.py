@@ -1,0 +1,45 @@
+"""What differs between releases of PyTorch is dealt with, and what torch says about itself reaches no user of ours."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hodiff
+from hodiff._core import _versions
+from tests.support.differences import first_difference, relative_error
+
+TALL = """
+import sys, torch, hodiff
+hodiff.jacobian(lambda x: torch.outer(x, x).flatten(), torch.ones(2))
+assert "torch._decomp.decompositions_for_jvp" in sys.modules, "no forward mode, so nothing was tested"
+"""
+X = torch.tensor([[0.3, -0.7], [1.1, 0.4], [-0.9, 0.2]], dtype=torch.float64)
+V = torch.tensor([[0.5, 0.1], [-0.3, 0.8], [0.2, -0.6]], dtype=torch.float64)
+
+
+def test_the_release_is_read_from_its_number() -> None:
+    assert ".".join(map(str, _versions.RELEASE)) == re.match(r"\d+\.\d+", torch.__version__).group()
+
+
+@pytest.mark.parametrize("program", [["-c", TALL], ["-m", "hodiff", "tour"]], ids=["forward mode", "tour"])
+def test_no_user_sees_what_torch_deprecates(program: list[str]) -> None:
+    """In a process of its own: such warnings come once, when forward mode is first used."""
+    shown = [f"-Werror::{category}" for category in ("FutureWarning", "UserWarning")]
+    ran = subprocess.run([sys.executable, *shown, *program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0])
+def test_distances_have_the_second_derivatives_that_torch_has(p: float) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(x, x.sin() + 3, p=p, compute_mode="donot_use_mm_for_euclid_dist").sin().sum()
+
+    if _versions.RELEASE < (2, 14):
+        with pytest.raises(hodiff.GraphError, match="second derivative of cdist"):
+            hodiff.hvp(f, X, V)
+    else:
+        expected = first_difference(lambda t: hodiff.grad(f, X + t * V))
+        assert relative_error(hodiff.hvp(f, X, V), expected) < 1e-6
