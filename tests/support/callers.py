@@ -17,7 +17,7 @@ import hodiff
 D = torch.float64
 Form = Literal["scalar", "rows", "same"]
 Entrywise = Callable[..., Tensor]
-"""A function whose result has the shape of its argument, `(N, 3)`, and whose entries depend on their own entry alone."""
+"""A function whose result has its argument's shape, `(N, 3)`; each entry depends on its own entry alone."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,6 @@ def _fisher(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
     return operator @ direction(x)
 
 
-
-
 def _path_length(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
     images = lambda z, *rest: f(z, *rest)[:, None, None]
     return hodiff.PathLengthPenalty().double()(images, x, generator=generator(), args=args)
@@ -123,7 +121,9 @@ CALLERS: tuple[Caller, ...] = (
     Caller("hvp", "scalar", 2, lambda f, x, a: hodiff.hvp(f, x, direction(x), args=a)),
     Caller(
         "cross_hessian", "scalar", 2,
-        lambda f, x, a: hodiff.cross_hessian(lambda z, y, *rest: (f(z, *rest) * y).sum(), x, torch.ones(2, dtype=D), args=a),
+        lambda f, x, a: hodiff.cross_hessian(
+            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, torch.ones(2, dtype=D), args=a
+        ),
     ),
     Caller("hessian_diagonal", "scalar", 2, lambda f, x, a: hodiff.hessian_diagonal(f, x, args=a)),
     Caller("nth_derivative", "same", 2, lambda f, x, a: hodiff.nth_derivative(f, x, 2, args=a)),
@@ -138,7 +138,8 @@ CALLERS: tuple[Caller, ...] = (
         lambda f, x, a: hodiff.wgan_gp_penalty(f, x, x, generator=generator(), args=a), draws=True,
     ),
     Caller(
-        "dragan_penalty", "rows", 1, lambda f, x, a: hodiff.dragan_penalty(f, x, generator=generator(), args=a), draws=True
+        "dragan_penalty", "rows", 1,
+        lambda f, x, a: hodiff.dragan_penalty(f, x, generator=generator(), args=a), draws=True,
     ),
     Caller("r1_penalty", "rows", 1, lambda f, x, a: hodiff.r1_penalty(f, x, args=a)),
     Caller("r2_penalty", "rows", 1, lambda f, x, a: hodiff.r2_penalty(f, x, args=a)),
