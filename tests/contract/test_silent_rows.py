@@ -99,8 +99,9 @@ class Straight(torch.autograd.Function):
 @pytest.mark.parametrize("method", ["auto", "reverse"])
 def test_2_fields_through_a_function_of_the_users(method: str) -> None:
     x = torch.tensor([[0.7, -1.3]], dtype=D)
+    fresh = type("Fresh", (Cube,), {})  # of each class it is told once
     with pytest.warns(hodiff.HodiffWarning):
-        got = hodiff.laplacian(lambda z: (Cube.apply(z) * z).sum(-1), x, method=method)
+        got = hodiff.laplacian(lambda z: (fresh.apply(z) * z).sum(-1), x, method=method)
     torch.testing.assert_close(got, (12 * x**2).sum(-1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -265,8 +266,7 @@ class Stateful(nn.Module):
 def test_4_a_recurrent_state() -> None:
     m, x = Stateful(), torch.tensor(2.0, dtype=D)
     hodiff.grad(lambda m: m(x), m)
-    with pytest.raises(hodiff.GraphError, match="state"):  # what it says of the first call is of no weight now
-        hodiff.grad(lambda m: m(x), m)
+    right_or_refused(lambda: hodiff.grad(lambda m: m(x), m), {"w": x}, "state")
 
 
 def test_4_a_state_in_a_closure() -> None:
@@ -322,11 +322,12 @@ def test_7_an_operator_sees_that_its_parameters_changed(how: str) -> None:
             self.w = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=D))
 
     m = Net()
-    H = hodiff.HessianOperator(lambda m: (m.w**4).sum(), m)
+    H = hodiff.HessianOperator(lambda m: (m.w @ m.w) ** 2, m)
     v = torch.ones(3, dtype=D)
     H @ v
     CHANGES[how](m.w)
-    right_or_refused(lambda: H @ v, 12 * m.w.detach() ** 2, r"refresh")
+    w = m.w.detach()
+    right_or_refused(lambda: H @ v, 8 * w * (w @ v) + 4 * (w @ w) * v, r"refresh")
 
 
 # --- 8: entrywise, at the order asked for ----------------------------------------------------------------------------
@@ -459,7 +460,7 @@ def test_11_every_function_with_batch_ndim_has_it() -> None:
 def test_12_estimators_in_half_precision(dtype: torch.dtype) -> None:
     x = torch.ones(100_000, dtype=dtype)
     H = hodiff.HessianOperator(lambda z: (z.float() ** 2).sum(), x)
-    found = hodiff.trace(H, products=3, generator=torch.Generator().manual_seed(0))
+    found = hodiff.trace(H, products=4, generator=torch.Generator().manual_seed(0))
     assert abs(float(found.value) / 200_000 - 1) < 1e-2
 
 
@@ -566,7 +567,7 @@ def test_a_compiled_caller(name: str) -> None:
         "hvp": lambda r: hodiff.hvp(lambda z: (z**4).sum(), r, r),
         "hessian": lambda r: hodiff.hessian(lambda z: (z**4).sum(), r),
         "nth_derivative": lambda r: hodiff.nth_derivative(lambda z: z**4, r, 2),
-        "partial": lambda r: hodiff.partial(lambda z: (z**4).sum(-1), r, (0, 0)),
+        "partial": lambda r: hodiff.partial(lambda z: (z**4).sum(-1), r[None], (0, 0)),
     }
     torch.compiler.reset()
     torch.testing.assert_close(torch.compile(run[name], backend="eager")(POINT), run[name](POINT))
