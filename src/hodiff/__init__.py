@@ -20,6 +20,7 @@ Every function takes *what* (a function, or a tensor already computed) and *wher
 function, hodiff builds the graph and frees it; given a tensor, the graph is yours and stays.
 """
 
+from hodiff._core import _compiled_callers
 from hodiff._core._selection import Selection, select
 from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
 from hodiff.calculus._forward import jvp
@@ -122,3 +123,5 @@ __all__ = [
     "vjp",
     "wgan_gp_penalty",
 ]
+
+_compiled_callers.break_graphs(vars())

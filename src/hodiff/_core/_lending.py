@@ -162,7 +162,7 @@ class Lending:
         renormed = self._renormed()
         found = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
         for index, leaf in enumerate(found):
-            leaf.__dict__[MARK] = ticket, index
+            leaf.__dict__[MARK] = ticket, index  # pyright: ignore[reportIndexIssue]
         self._watched = [leaf for index, leaf in enumerate(found) if index not in renormed] if renormed else found
         return found
 

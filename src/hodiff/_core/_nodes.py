@@ -111,7 +111,7 @@ def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
 
 def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaf tensors in the graphs of `tensors`, as they are met: for who needs no more than the first of a kind."""
-    stack = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
+    stack: list[Any] = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
     visited: dict[Node, bool] = {None: True}
     while stack:
         node = stack.pop()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _nodes, _tree
+from hodiff._core import _checks, _compiled_callers, _nesting, _nodes, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
 from hodiff.errors import HodiffWarning, InputError
@@ -40,6 +40,8 @@ class Call:
             raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
         if not _jet.is_jet(self.x):
             _checks.check_real_tensor(self.x, "x")
+            if torch.compiler.is_compiling():
+                _compiled_callers.check_point([self.x])
         _checks.check_batch([self.x], ["x"], self.batch_ndim)
         if not torch.Size(self.event).numel():
             raise InputError(f"x: has points of shape {self.event}, without coordinates to differentiate by.")
@@ -101,7 +103,7 @@ class Call:
 def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
     """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture."""
     if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
-        return call.finish(reverse())
+        return call.finish(_by_reverse(reverse))
     try:
         return call.finish(jets())
     except ByNoRoute:
@@ -116,7 +118,13 @@ def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, p
             HodiffWarning,
             stacklevel=_checks.outside(),
         )
-        return call.finish(reverse())
+        return call.finish(_by_reverse(reverse))
+
+
+@_compiled_callers.uncompiled
+def _by_reverse(route: Callable[[], Any]) -> Any:
+    """Nested reverse mode reads graphs, so a compiled caller leaves it alone."""
+    return route()
 
 
 def push(call: Call, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:

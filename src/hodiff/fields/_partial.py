@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _reverse, _tree
+from hodiff._core import _checks, _compiled_callers, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
 from hodiff.errors import InputError
 from hodiff.fields._expand import Call, choose, components, released
@@ -258,6 +258,8 @@ def jet(
     with torch.set_grad_enabled(record):
         factor = [1.0 if scaled else float(math.factorial(k)) for k in range(order + 1)]
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
+        if torch.compiler.is_compiling():
+            _compiled_callers.check_point([point for point in points if not _jet.is_jet(point)])
         output, expansion = _push.push(f, points, seeds, order, record=record)
         items, _, tree = _tree.flatten(output)
         found = [_push.coefficients(item, expansion) for item in items]

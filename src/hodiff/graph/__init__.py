@@ -5,6 +5,7 @@
 * `release` gives memory back; `monitor` tells a graph that grows.
 """
 
+from hodiff._core import _compiled_callers
 from hodiff.graph import _failure as _failure  # registers itself, to word the calculus's errors
 from hodiff.graph._explain import Explanation, explain
 from hodiff.graph._inspect import Graph, Leaf, NodeRecord, Saved, inspect
@@ -37,3 +38,5 @@ __all__ = [
     "shared",
     "watch",
 ]
+
+_compiled_callers.break_graphs(vars())

@@ -3,6 +3,7 @@
 `hodiff.laplacian` and its kin stand on it; `report` tells which operations of a function have a rule.
 """
 
+from hodiff._core import _compiled_callers
 from hodiff.jets import _dispatch as _dispatch
 from hodiff.jets import rules as rules
 from hodiff.jets._registry import index_functions
@@ -11,3 +12,5 @@ from hodiff.jets._report import Report, report
 index_functions()
 
 __all__ = ["Report", "report"]
+
+_compiled_callers.break_graphs(vars())

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _tree
-from hodiff.errors import InputError
+from hodiff._core import _checks, _compiled_callers, _tree
+from hodiff.errors import GraphError, InputError
 
 
 def outputs_and_gradient(
@@ -25,12 +25,18 @@ def outputs_and_gradient(
             "region for a module's parameters, and for a tensor that was already computed."
         )
     leaves, _, tree = _tree.flatten(x)
+    _compiled_callers.check_point(leaves)
 
     def total(point: list[Tensor]) -> tuple[Tensor, Tensor]:
         batch = point[0].shape[: critic.batch_ndim]
         outputs = critic.f(_tree.rebuild(tree, iter(point)), *args, **(kwargs or {}))
         scalars = critic.per_sample(outputs, batch)
         _checks.check_scalars(scalars, critic.batch_ndim, batch)
+        if not scalars.requires_grad:  # of this transform, which knows nothing but the point
+            raise GraphError(
+                "the result of f does not depend on x, or everything between the two was cut (.detach(), .data, a "
+                "torch.no_grad() block). Let f compute with the argument that it is given."
+            )
         return scalars.sum(), outputs
 
     gradient, outputs = torch.func.grad(total, has_aux=True)(leaves)

@@ -1,0 +1,112 @@
+"""Inside `torch.compile`: which functions the tracer may follow, and which run as they are, between two graphs.
+
+hodiff reads graphs, lends modules, switches settings and warns; none of that can be held by a traced region. So what
+needs it is marked when it is imported, at no cost for any call: the tracer (Dynamo) ends its graph before a marked
+function, calls it as plain Python together with everything below it, and begins a new graph behind it. Where no break
+is allowed (`fullgraph=True`) it raises, and says `REASON`. That is what `torch.compiler.disable` does, but that
+imports Dynamo (seconds), and puts a wrapper around each function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TRACED = frozenset({
+    "biharmonic",
+    "curl",
+    "curvature_penalty",
+    "divergence",
+    "dragan_penalty",
+    "eikonal_penalty",
+    "gradient_norm_penalty",
+    "gradient_penalty",
+    "interpolate",
+    "jet",
+    "laplacian",
+    "r1_penalty",
+    "r2_penalty",
+    "sample_norm",
+    "second_order_operator",
+    "value_grad_and_laplacian",
+    "wgan_gp_penalty",
+})  # fmt: skip
+"""The public functions that have a route through the tracer, into one graph with the caller's."""
+
+REASON = (
+    "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. Leave out fullgraph=True: the "
+    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. Inside one "
+    "graph run the functions of a field by Taylor mode (hodiff.laplacian and its kin), and of the penalties "
+    "only gradient_penalty and its recipes, with a function and tensors"
+)
+
+
+POINT_REASON = (
+    "hodiff: a point that requires grad can be reached by f past its argument, and a traced region cannot tell. Give "
+    "x.detach(), or leave out fullgraph=True, or call it outside of the compiled function"
+)
+
+
+def uncompiled(function: F, reason: str = REASON) -> F:
+    """`function` itself, marked: the tracer breaks its graph there and leaves everything below alone."""
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = reason
+    _skip(marked.__code__)
+    return function
+
+
+def check_point(leaves: Iterable[Tensor]) -> None:
+    """While tracing: leave the route through the tracer where `f` could reach the point past its argument unseen."""
+    if any(leaf.requires_grad for leaf in leaves):
+        _leave_the_trace()
+
+
+def _leave_the_trace() -> None:
+    """Nothing: the tracer ends its graph here, so that the public function is called as it is."""
+
+
+def break_graphs(namespace: dict[str, Any]) -> None:
+    """Mark what a module makes public, by its `__all__`: functions that are not traced, and the methods of classes."""
+    for name in namespace["__all__"]:
+        found = namespace[name]
+        if inspect.isclass(found):
+            if not issubclass(found, BaseException):
+                _mark_all(_methods(found))
+        elif inspect.isfunction(found):
+            if name in TRACED:
+                _skip(found.__code__)  # followed whole, or not at all: half a route would be switched half
+            else:
+                uncompiled(found)
+
+
+def _mark_all(functions: Iterable[Any]) -> None:
+    for function in functions:
+        # what a namedtuple brings along is every namedtuple's
+        if inspect.isfunction(function) and function.__globals__.get("__name__", "").partition(".")[0] == "hodiff":
+            uncompiled(function)
+
+
+def _methods(cls: type) -> list[Any]:
+    """The functions behind the methods and properties of a class."""
+    return [
+        getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+        for value in vars(cls).values()
+    ]
+
+
+def _skip(code: CodeType) -> None:
+    """Let the frames of this code, and all below, run as they are when a compiled caller reaches them."""
+    # torch 2.13 to 2.15; `torch._dynamo.eval_frame.skip_code` has the same from there, for one frame alone
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+uncompiled(_leave_the_trace, POINT_REASON)

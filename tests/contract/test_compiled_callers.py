@@ -1,0 +1,205 @@
+"""Inside `torch.compile` each public function is right, breaks the graph, or says in our words why it cannot run."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hodiff
+from hodiff._core._compiled_callers import TRACED
+from tests.support.callers import CALLERS, PLAIN, Caller, D, tensors
+
+X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
+SCALE = torch.tensor(1.3, dtype=D, requires_grad=True)
+NET = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+Run = Callable[[Tensor], Any]
+RUNS: dict[str, Run] = {
+    **{caller.name: lambda x, c=caller: c.run(c.shaped(wave), x, ()) for caller in CALLERS},
+    **PLAIN,
+}
+WHOLE = sorted(TRACED - {"dragan_penalty", "interpolate", "wgan_gp_penalty"})
+"""Into one graph; the others too, but the generator that `RUNS` makes for them cannot be made in one."""
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of penalties that are constant, and of Dynamo about what it skips
+
+
+def wave(z: Tensor) -> Tensor:
+    return SCALE * z.sin() * z
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)  # Dynamo logs each break
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    logging.disable(logging.NOTSET)
+
+
+def compiled(run: Run, fullgraph: bool = False) -> Run:
+    return torch.compile(run, backend="eager", fullgraph=fullgraph)
+
+
+def agree(got: Any, expected: Any) -> None:
+    found, wanted = tensors(got), tensors(expected)
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.requires_grad == b.requires_grad
+    if not wanted and isinstance(expected, (int, str)):
+        assert got == expected
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_graph_breaks_around_the_call(name: str) -> None:
+    """Between two operations that are compiled, and twice, the second time from the cache."""
+    run = RUNS[name]
+    around = lambda x: run(x * 2 - x)
+    expected = run(X)
+    step = compiled(around)
+    agree(step(X), expected)
+    agree(step(X), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in WHOLE])
+def test_one_graph_alone_is_refused_in_our_words(name: str) -> None:
+    if name in ("dragan_penalty", "interpolate", "wgan_gp_penalty", "select", "Selection"):
+        pytest.skip("what the caller does beside it cannot be traced")
+    with pytest.raises(Exception, match=r"fullgraph|of the penalties only|Generator"):
+        compiled(RUNS[name], fullgraph=True)(X)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_one_graph_gives_the_same(name: str) -> None:
+    agree(compiled(RUNS[name], fullgraph=True)(X), RUNS[name](X))
+
+
+def test_what_is_traced_is_public() -> None:
+    assert set(hodiff.__all__) >= TRACED
+
+
+def test_marks_leave_the_functions_as_they_were() -> None:
+    assert inspect.signature(hodiff.grad).parameters["x"].default is not inspect.Parameter.empty
+    assert hodiff.grad.__module__.startswith("hodiff") and not hasattr(hodiff.grad, "__wrapped__")
+
+
+INSIDE: dict[str, Run] = {
+    "operator's methods": lambda x: _operator(x),
+    "of a module": lambda x: hodiff.grad(lambda m: m(x).mean(), NET)["0.weight"].norm(),
+    "penalty of a module": lambda x: hodiff.gradient_norm_penalty(lambda m: m(x).sum(), NET),
+    "field inside the calculus": lambda x: hodiff.grad(lambda z: hodiff.laplacian(_quartic, z).sum(), x),
+    "calculus inside a field": lambda x: hodiff.laplacian(
+        lambda z: hodiff.grad(lambda y: _quartic(y).sum(), z)[..., 0], x
+    ),
+    "calculus inside a penalty": lambda x: hodiff.gradient_penalty(
+        lambda z: SCALE * hodiff.hvp(lambda y: (y**4).sum(), z, x).sum(-1), x
+    ),
+    "f breaks the graph in a field": lambda x: hodiff.laplacian(_breaks, x),
+    "f breaks the graph in a penalty": lambda x: hodiff.gradient_penalty(_breaks, x),
+    "f in place in a field": lambda x: hodiff.laplacian(_in_place, x),
+    "a matrix product that Dynamo turns round": lambda x: hodiff.laplacian(lambda z: (z @ _matrix()).sin().sum(-1), x),
+    "reverse mode": lambda x: hodiff.laplacian(lambda z: wave(z).sum(-1), x, method="reverse"),
+    "tensor form": lambda x: _tensor_form(x),
+    "f is compiled as well": lambda x: hodiff.hvp(torch.compile(_quartic_sum, backend="eager"), x, x),
+}  # fmt: skip
+
+
+def _operator(x: Tensor) -> Tensor:
+    H = hodiff.HessianOperator(lambda z: (z**4).sum(), x[0])
+    H = (2 * H - H + 0.1).T
+    return H @ x[1] + H.shape[0] + hodiff.solve(H, x[1]).value
+
+
+def _quartic(z: Tensor) -> Tensor:
+    return (z**4).sum(-1) * z[..., 0]
+
+
+def _quartic_sum(z: Tensor) -> Tensor:
+    return (z**4).sum()
+
+
+def _breaks(z: Tensor) -> Tensor:
+    h = z * 2
+    torch._dynamo.graph_break()
+    return (SCALE * h.sin()).sum(-1)
+
+
+def _in_place(z: Tensor) -> Tensor:
+    h = z * 2
+    h += z
+    return (SCALE * h.sin()).sum(-1)
+
+
+def _matrix() -> Tensor:
+    return torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.0, 1.0]], dtype=D)
+
+
+def _tensor_form(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return hodiff.hvp((x**4).sum(), x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_a_call_meets_inside(name: str) -> None:
+    agree(compiled(INSIDE[name])(X), INSIDE[name](X))
+
+
+# --- what is wrong is no less wrong in a compiled caller --------------------------------------------------------------
+
+
+class Trouble(Exception):
+    pass
+
+
+def _raises(z: Tensor) -> Tensor:
+    raise Trouble("of the user")
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "cut": (lambda z: SCALE * z.detach() ** 2, hodiff.GraphError, "does not depend|no graph|cut"),
+    "not used": (lambda z: SCALE * torch.ones_like(z), hodiff.GraphError, "does not depend|no graph|cut"),
+    "detached": (lambda z: (SCALE * z**2).detach(), hodiff.GraphError, "does not depend|no graph|cut"),
+    "f raises": (_raises, Trouble, "of the user"),
+}
+BY_NAME = {caller.name: caller for caller in CALLERS}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("caller", [BY_NAME[name] for name in WHOLE if name in BY_NAME], ids=repr)
+def test_what_is_refused_outside_is_refused_inside(caller: Caller, wrong: str, fullgraph: bool) -> None:
+    g, kind, words = WRONG[wrong]
+    with pytest.raises(Exception if fullgraph else kind, match=words):  # of one graph Dynamo wraps what was raised
+        compiled(lambda x: caller.run(caller.shaped(g), x, ()), fullgraph)(X)
+
+
+@pytest.mark.parametrize("name", ["laplacian", "divergence", "jet", "gradient_penalty"])
+def test_a_bypass_is_refused(name: str) -> None:
+    """The tracer cannot see it: where it is possible, the call runs as it is, or one graph is refused."""
+    x = X.clone().requires_grad_()
+    caller = BY_NAME[name]
+    run = lambda x: caller.run(caller.shaped(lambda z: z * x), x, ())
+    with pytest.raises(hodiff.GraphError, match="other than through"):
+        compiled(run)(x)
+    with pytest.raises(Exception, match=r"x\.detach\(\)"):
+        compiled(run, fullgraph=True)(x)
+
+
+def test_nothing_stays_switched() -> None:
+    stance = lambda: torch._dynamo.eval_frame._stance.stance
+    before = stance(), torch.backends.cuda.flash_sdp_enabled(), torch.is_grad_enabled()
+    compiled(RUNS["hvp"])(X)
+    compiled(RUNS["laplacian"])(X)
+    assert before == (stance(), torch.backends.cuda.flash_sdp_enabled(), torch.is_grad_enabled())
+    counter: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        counter.append(1)
+        return graph.forward
+
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(X)
+    assert counter == [1]  # the user's own functions are compiled as before

@@ -1,0 +1,371 @@
+"""One road for `f`: what a function may do to the library, and what each public name that takes one answers.
+
+The rows are abuses, the columns every public name (`tests/support/callers.py`), and each row has one answer. What a
+name cannot meet stands in `EXCEPTIONS`, with the reason. After each call nothing is left changed.
+"""
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hodiff
+from tests.support.callers import CALLERS, NOT_CALLED, PLAIN, Caller, D, public
+
+X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
+SCALE = torch.tensor(1.3, dtype=D, requires_grad=True)
+EVERY = pytest.mark.parametrize("caller", CALLERS, ids=repr)
+
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("bypass", "check_derivatives"): "it differentiates a copy in float64, and finds the path by its differences",
+    ("once", "check_derivatives"): "the same",
+    **{
+        ("bypass", name): "the samples are detached, as documented, so that path is a constant"
+        for name in ("wgan_gp_penalty", "dragan_penalty", "r1_penalty", "r2_penalty")
+    },
+    ("bypass", "jets.report"): "it counts rules, and gives no derivative",
+    ("detached", "jets.report"): "the same",
+    ("no tensor", "jets.report"): "the same",
+    ("hook", "jets.report"): "the same",
+    ("detached", "cross_hessian"): "f depends on y, so what is cut from x is a zero, as promised",
+    ("no tensor", "cross_hessian"): "what this table makes of the result for it is a tensor no more",
+    ("no tensor", "PathLengthPenalty"): "the same",
+    ("hook", "check_derivatives"): "it finds the hook by its differences",
+    ("cached", "jets.report"): "the same",
+    ("once", "jets.report"): "the same: it says that there is no rule",
+    ("dropout", "jets.report"): "the same",
+    ("function", "jets.report"): "the same",
+    ("function", "jet"): "Taylor coefficients have no second route, so it raises",
+    ("once", "jet"): "the same, in other words",
+    ("dropout", "nth_derivative"): "it evaluates again, to see whether entries are independent",
+    ("dropout", "derivatives"): "the same",
+    ("dropout", "check_derivatives"): "differences are made of many evaluations, with the numbers drawn again",
+}
+
+
+def skip(row: str, caller: Caller) -> None:
+    reason = EXCEPTIONS.get((row, caller.name))
+    if reason:
+        pytest.skip(reason)
+
+
+def test_every_public_name_is_in_a_table() -> None:
+    """A new name must say here how it is called."""
+    called = {caller.name.partition(",")[0] for caller in CALLERS}
+    tables = called | set(PLAIN) | set(NOT_CALLED)
+    assert not public() - tables, "say in tests/support/callers.py how these are called"
+    assert not tables - public(), "these are no longer public"
+
+
+@pytest.mark.parametrize("name", sorted({n for n in public() if n not in NOT_CALLED}))
+def test_a_name_that_takes_a_function_is_called_with_one(name: str) -> None:
+    """By its signature: what has a parameter for a function must not hide among those that take none."""
+    module, _, short = name.rpartition(".")
+    found = getattr(getattr(hodiff, module) if module else hodiff, short)
+    takes = {"f", "predict", "critic"} & set(inspect.signature(found).parameters)
+    if takes:
+        assert name in {caller.name for caller in CALLERS}
+
+
+# --- what must be as it was ------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Parameters, buffers that move in training mode, and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.tensor([0.7, -1.2, 0.4], dtype=D))
+        self.register_buffer("calls", torch.zeros((), dtype=D))
+        self.note: Any = "as it was"
+
+    def forward(self, z: Tensor) -> Tensor:
+        self.calls += 1
+        return self.scale * z.sin() * z
+
+
+def _modes() -> dict[str, Any]:
+    cuda = torch.backends.cuda
+    hooks = nn.modules.module
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return {
+        "attention": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "cudnn": torch.backends.cudnn.enabled,
+        "mkldnn": torch.backends.mkldnn.flags,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "default dtype": torch.get_default_dtype(),
+        "stance": dynamo._stance.stance if dynamo else "default",
+        "hooks": (
+            len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(hooks._global_backward_hooks),
+            len(hooks._global_backward_pre_hooks),
+        ),
+        "torch functions": len(torch.overrides._get_current_function_mode_stack()),
+        "saved tensors": torch._C._autograd._saved_tensors_hooks_is_enabled(),
+    }  # fmt: skip
+
+
+@contextmanager
+def nothing_changes(model: Network, *points: Tensor) -> Iterator[None]:
+    tensors = [*model.parameters(), *model.buffers(), *points, SCALE]
+    before = _modes(), dict(vars(model)), [(id(t), t._version, t.detach().clone(), t.grad) for t in tensors]
+    names = {n: id(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    try:
+        yield
+    finally:
+        modes, attributes, kept = before
+        assert _modes() == modes
+        assert set(vars(model)) == set(attributes) and model.note == attributes["note"]
+        assert names == {n: id(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        for t, (identity, version, value, gradient) in zip(tensors, kept, strict=True):
+            assert id(t) == identity and t._version == version and t.grad is gradient
+            assert torch.equal(t.detach(), value)
+        assert not any(p._backward_hooks for p in model.parameters())
+
+
+def call(caller: Caller, g: Callable[..., Tensor], x: Tensor = X, args: tuple[Any, ...] = ()) -> list[Tensor]:
+    return [t.detach() for t in caller(g, x, args)]
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.clone(), b.clone())
+
+
+def wave(z: Tensor) -> Tensor:
+    return SCALE * z.sin() * z
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_a_network_in_a_closure(caller: Caller) -> None:
+    """No abuse: the buffers move in `f`, and are as they were afterwards."""
+    model = Network()
+    with nothing_changes(model, X):
+        got = call(caller, model)
+    same(got, call(caller, lambda z: model.scale * z.sin() * z))
+
+
+@EVERY
+def test_bypass(caller: Caller) -> None:
+    skip("bypass", caller)
+    x = X.clone().requires_grad_()
+    with nothing_changes(Network(), x), pytest.raises(hodiff.GraphError, match="other than through"):
+        caller(lambda z: SCALE * z * x, x)
+
+
+@EVERY
+def test_in_place(caller: Caller) -> None:
+    def g(z: Tensor) -> Tensor:
+        z.mul_(2)
+        return SCALE * z.sin() * z
+
+    with nothing_changes(Network(), X):
+        try:
+            got = call(caller, g)
+        except (hodiff.GraphError, RuntimeError) as error:
+            assert re.search("(?i)in[- ]place", str(error)), str(error)
+        else:  # Taylor mode follows it, on what stands for the argument
+            same(got, call(caller, lambda z: SCALE * (2 * z).sin() * (2 * z)))
+
+
+@EVERY
+def test_state_met_again(caller: Caller) -> None:
+    """Kept from one call to the next, without a word of it: refused, or right."""
+    skip("cached", caller)
+    kept: list[Tensor] = []
+
+    def g(z: Tensor) -> Tensor:
+        if not kept or kept[0].shape != z.shape:
+            kept[:] = [z.sin()]
+        return SCALE * kept[0] * z
+
+    expected = call(caller, wave)
+    for _ in range(2):
+        try:
+            with nothing_changes(Network(), X):
+                got = call(caller, g)
+        except (hodiff.GraphError, hodiff.DerivativeError):
+            continue
+        same(got, expected)
+
+
+@EVERY
+@pytest.mark.parametrize("place", ["where", "closure", "args"])
+def test_inference_tensors(caller: Caller, place: str) -> None:
+    if place == "args" and caller.name in ("jet", "multi_grad"):
+        pytest.skip("it takes no args=")
+    with torch.inference_mode():
+        x, c = X.clone(), (X + 2).clone()
+    g = lambda z, c: SCALE * z.sin() * z * c[: z.shape[0]]
+    if place == "where":
+        same(call(caller, wave, x), call(caller, wave))
+    elif place == "closure":
+        same(call(caller, lambda z: g(z, c)), call(caller, lambda z: g(z, X + 2)))
+    else:
+        same(call(caller, g, X, (c,)), call(caller, g, X, (X + 2,)))
+
+
+@EVERY
+def test_under_inference_mode(caller: Caller) -> None:
+    model = Network()
+    with torch.inference_mode(), nothing_changes(model, X):
+        got = [t.clone() for t in call(caller, wave)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(got, call(caller, wave))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+@EVERY
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+def test_a_function_of_the_users(caller: Caller) -> None:
+    skip("function", caller)
+    with nothing_changes(Network(), X):
+        got = call(caller, lambda z: SCALE * Cube.apply(z))
+    same(got, call(caller, lambda z: SCALE * z**3))
+
+
+@EVERY
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+def test_once_differentiable(caller: Caller) -> None:
+    """Refused where it is differentiated twice: by a loss whose graph is asked for, too."""
+    skip("once", caller)
+    g = lambda z: SCALE * Once.apply(z)
+    with nothing_changes(Network(), X):
+        try:
+            got = call(caller, g)
+        except hodiff.GraphError as error:
+            assert re.search("once_differentiable", str(error)), str(error)
+        else:
+            assert caller.order < 2
+            same(got, call(caller, lambda z: SCALE * z**3))
+
+
+@EVERY
+def test_a_hook_that_changes_gradients(caller: Caller) -> None:
+    """Second derivatives through it are what stock PyTorch makes of it: told, or refused. None is silent."""
+    skip("hook", caller)
+    if caller.order < 2:
+        pytest.skip("one derivative is what the hook makes of it")
+
+    def g(z: Tensor) -> Tensor:
+        h = 2 * z
+        if h.requires_grad:
+            h.register_hook(lambda grad: 3 * grad)
+        return SCALE * h.sin()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call(caller, g)
+        except hodiff.GraphError as error:
+            assert "hook" in str(error)
+            return
+    assert any("hook" in str(w.message) for w in caught), [str(w.message) for w in caught]
+
+
+@EVERY
+@pytest.mark.filterwarnings("ignore::hodiff.RandomnessWarning")
+def test_dropout(caller: Caller) -> None:
+    """The numbers that one call of `f` draws are drawn, and no others."""
+    skip("dropout", caller)
+
+    def g(z: Tensor) -> Tensor:
+        return SCALE * z.sin() * z * (torch.rand(3, dtype=D) + 1)
+
+    torch.manual_seed(11)
+    call(caller, g)
+    after = torch.get_rng_state()
+    torch.manual_seed(11)
+    torch.rand(3, dtype=D)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(11)
+    mask = torch.rand(3, dtype=D) + 1
+    torch.manual_seed(11)
+    same(call(caller, g), call(caller, lambda z: SCALE * z.sin() * z * mask))
+
+
+@EVERY
+def test_a_detached_result(caller: Caller) -> None:
+    skip("detached", caller)
+    with nothing_changes(Network(), X), pytest.raises(hodiff.GraphError, match=r"cut|does not depend"):
+        caller(lambda z: (SCALE * z**2).detach(), X)
+
+
+@EVERY
+@pytest.mark.parametrize("result", ["text", None, 1.5], ids=repr)
+def test_a_result_that_is_no_tensor(caller: Caller, result: Any) -> None:
+    skip("no tensor", caller)
+    with nothing_changes(Network(), X), pytest.raises(hodiff.InputError, match=r"returned a|is a \w+; expected"):
+        caller.run(lambda z, *rest: result, X, ())
+
+
+class Trouble(Exception):
+    pass
+
+
+@EVERY
+@pytest.mark.parametrize("error", [Trouble("of the user"), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "at the second call"])
+def test_an_exception_passes_unchanged(caller: Caller, error: BaseException, late: bool) -> None:
+    model, calls = Network(), []
+
+    def g(z: Tensor) -> Tensor:
+        calls.append(1)
+        value = model(z)
+        if len(calls) > late:
+            raise error
+        return value
+
+    random = torch.get_rng_state()
+    with nothing_changes(model, X):
+        try:
+            caller(g, X)
+        except BaseException as caught:
+            assert caught is error
+            assert not isinstance(caught, Trouble) or (caught.args == ("of the user",) and caught.__cause__ is None)
+        else:
+            assert late and len(calls) == 1, "the exception was swallowed"
+    assert torch.equal(random, torch.get_rng_state())
+    error.__traceback__ = None
+    same(call(caller, wave), call(caller, wave))  # and the library works as before
