@@ -133,3 +133,24 @@ def runs_hooks(graph: Survey) -> bool:
                     if getattr(saved, "unpack_hook", None) is not None:
                         return True
     return False
+
+
+def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:
+    """The nodes below `roots`, each once, outputs first, with the nodes that each leads to; none below `stop`."""
+    order: dict[Node, list[Node]] = {}
+    level = [root for root in roots if root is not None]
+    while level:
+        following: list[Node] = []
+        for node in level:
+            if node not in order:
+                order[node] = children = [child for child, _ in node.next_functions if child is not None]
+                if node not in stop:
+                    following += children
+        level = following
+    return order
+
+
+def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:
+    """Those of `chosen` that a walk from `roots` meets first."""
+    chosen = set(chosen)
+    return [node for node in walk(roots, chosen) if node in chosen]

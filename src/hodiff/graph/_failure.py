@@ -248,7 +248,7 @@ def _from_engine(
 def _freed_part(case: Case) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
     nodes = _predict.executed(case.roots, case.inputs)
-    return _predict.topmost(case.roots, [node for node in nodes if _predict.trouble(node) == "freed"])
+    return _nodes.topmost(case.roots, [node for node in nodes if _predict.trouble(node) == "freed"])
 
 
 def _freed(case: Case) -> str:

@@ -230,8 +230,8 @@ def _release(node: Node) -> int:
 
 
 RELEASED_TEXT = (
-    "this part of the graph was released, by hodiff.graph.release or hodiff.multi_grad, which spend the graphs that "
-    "they are given. Compute the tensor again, or release later; multi_grad(..., method='retain') releases nothing."
+    "this part of the graph was released: by hodiff.graph.release, or by hodiff.multi_grad(..., release=True). "
+    "Compute the tensor again, or release later."
 )
 
 
