@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -274,9 +273,8 @@ class Evaluation:
             self.where.tensors,
             self.where.names,
             self.strict,
-            partial(_translate.blames, str(error)),
         )
-        _why.complete(failure, [_examine.USUAL_CAUSES, *([_translate.FREED_WAY_OUT] if self.owned else [])])
+        _why.complete(failure)
 
     def _again(self) -> list[Tensor]:
         """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
@@ -296,7 +294,7 @@ class Evaluation:
             _examine.refuse_bypass(graph, self.where)
         unused = _examine.unused(graph, self.leaves, self.where.names)
         if len(unused) == len(self.leaves):
-            raise GraphError(_examine.independent(self.owned, unused, any(output.requires_grad for output in outputs)))
+            raise _examine.independent(self.owned, unused, any(output.requires_grad for output in outputs))
         if unused and self.strict:
             raise GraphError(f"strict=True: the result does not depend on {_examine.listed(unused)}.")
         if self.order >= 2:

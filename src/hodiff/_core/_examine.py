@@ -19,17 +19,22 @@ def unused(graph: _nodes.Survey, leaves: Sequence[Tensor], names: Sequence[str])
     return [name for leaf, name in zip(leaves, names, strict=True) if not graph.contains(leaf)]
 
 
-def independent(owned: bool, unused: list[str], has_graph: bool) -> str:
-    """The words for a result that depends on nothing it could be differentiated by."""
+def independent(owned: bool, unused: list[str], has_graph: bool) -> GraphError:
+    """The error for a result that depends on nothing it could be differentiated by."""
     names = listed(unused)
     if has_graph:
-        return f"the result does not depend on {names}: it was computed from other tensors. " + (
-            "Let f compute with the argument that it is given."
-            if owned
-            else "Give the tensors that it was computed from, not copies, views or detached ones of them."
+        return GraphError(
+            f"the result does not depend on {names}: it was computed from other tensors. "
+            + (
+                "Let f compute with the argument that it is given."
+                if owned
+                else "Give the tensors that it was computed from, not copies, views or detached ones of them."
+            )
         )
     source = "the output of f" if owned else "f"
-    return f"{source} carries no graph: between {names} and the result everything was cut. {USUAL_CAUSES}"
+    return GraphError(
+        f"{source} carries no graph: between {names} and the result everything was cut.", advice=USUAL_CAUSES
+    )
 
 
 USUAL_CAUSES = (
@@ -66,7 +71,8 @@ def check_functions(graph: _nodes.Survey, leaves: Sequence[Tensor], allow: Colle
             raise GraphError(
                 f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
                 f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
-                f"operations, or accept what is there with allow={function.__name__!r}."
+                f"operations, or accept what is there with allow={function.__name__!r}.",
+                functions=[function.__name__],
             )
         _warn_once(function)
 
@@ -79,7 +85,8 @@ def refuse_third_order(graph: _nodes.Survey) -> None:
         raise GraphError(
             f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
             f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
-            f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not)."
+            f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not).",
+            operations=["nativelayernorm" if layer == "layer_norm" else "nativebatchnorm"],
         )
 
 
@@ -88,7 +95,8 @@ def refuse_weight_norm(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(graph.named(_translate.WEIGHT_NORM), leaves):
         raise GraphError(
             "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
-            "the function instead of its value, which writes the norm out from its definition."
+            "the function instead of its value, which writes the norm out from its definition.",
+            operations=["weightnorm"],
         )
 
 

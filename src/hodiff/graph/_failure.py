@@ -230,14 +230,14 @@ def _from_engine(
     failure: Failure, cause: BaseException, outputs: Sequence[Tensor], frames: list[FrameType], record: Watch | None
 ) -> str:
     """The engine refused: what was freed, or changed, and by which line."""
-    text = str(cause)
+    kind = failure.error._facts.kind
     case = _case(failure, outputs, frames, record, cause)
-    if _saved.FREED_TEXT in text or "already been freed" in text:
+    if kind == "freed":
         if failure.function is not None:
             return _freed_by_f(case)
         found = _second_time.explain(case)
         return _body(found) if found is not None else _freed(case)
-    if _saved.STALE_TEXT in text:
+    if kind == "changed":
         found = _cut.changed_in_place(case)
         if found is not None and failure.function is not None:  # what else is said there is about a pass of the caller
             found = replace(found, fixes=found.fixes[:1])
@@ -290,10 +290,8 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: Names, record: W
 
 
 def _is_blamed(failure: Failure, node: Node) -> bool:
-    """Whether the message is about this node: by its operation, or by the name of its Python Function."""
-    name = type(node).__name__
-    named = _saved.is_function(node) and f"Function {name.removesuffix('Backward')} " in str(failure.error)
-    return named or failure.blames(name)
+    """Whether the error is about this node: by its operation, or by the name of its Python Function."""
+    return failure.error._facts.blame(type(node).__name__, _saved.is_function(node))
 
 
 def _body(found: Explanation) -> str:
