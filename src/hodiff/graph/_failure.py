@@ -4,7 +4,7 @@ In the function form `f` is called once more, under a watch, with the same argum
 what it did on the way is then recorded, and certain. In the tensor form the forward pass is past: what is left of
 it (the states of the graph, the variables and the source) is read, unless a watch of the user's recorded it.
 
-It is asked through `hodiff._core._why`, so that the calculus need not know of this package.
+It is asked through `hodiff._core._why`, where the package registers it, so that the calculus need not know of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes, _why
+from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff._core._why import Failure
 from hodiff.graph import _cut, _predict, _saved, _second_time
@@ -300,6 +300,3 @@ def _is_blamed(failure: Failure, node: Node) -> bool:
 
 def _body(found: Explanation) -> str:
     return found.body if found.certain else f"  {LIKELY}:\n{found.body}"
-
-
-_why.register(words)

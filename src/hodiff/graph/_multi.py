@@ -13,7 +13,6 @@ from hodiff._core._evaluate import Evaluation
 from hodiff._core._nodes import Node
 from hodiff._core._where import Where
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _saved
 
 Row = list[Tensor]
 """One loss's gradient by each leaf."""
@@ -170,8 +169,7 @@ class _Turn(NamedTuple):
 
 def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
     """The losses in the order of their turns: the larger its graph, the sooner, and so the more can go early."""
-    with _saved.without_modes():
-        reached = [list(_nodes.walk([_nodes.node_of(loss)])) for loss in losses]
+    reached = [list(_nodes.walk([_nodes.node_of(loss)])) for loss in losses]
     order = sorted(range(len(losses)), key=lambda index: -len(reached[index]))
     last = {node: index for index in order for node in reached[index]}
     return [_Turn(index, [node for node in reached[index] if last[node] == index]) for index in order]
@@ -179,7 +177,10 @@ def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
 
 def _released(losses: Sequence[Tensor], leaves: list[Tensor]) -> list[Row]:
     """One pass per loss; after each, what no later one needs is released."""
-    turns = _turns(losses)
+    from hodiff.graph import _saved
+
+    with _saved.without_modes():
+        turns = _turns(losses)
     rows: dict[int, Row] = {}
     for turn in turns:
         found = _bare([losses[turn.number]], leaves, None, keep=turn is not turns[-1])
