@@ -26,7 +26,20 @@ def node_of(tensor: Tensor) -> Node | None:
     """The node that receives `tensor`'s gradient; None when it carries no graph."""
     if not tensor.requires_grad:
         return None
-    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+    return tensor.grad_fn or _leaf_node(tensor)
+
+
+def _leaf_node(leaf: Tensor) -> Node | None:
+    """The node of a leaf, by way of a view of it."""
+    if leaf.is_inference():  # no graph leads to it, whatever it says
+        return None
+    if torch.is_inference_mode_enabled():  # where views are not recorded
+        with torch.inference_mode(False):
+            return _leaf_node(leaf)
+    if leaf.is_nested and leaf.layout is torch.strided:  # which has no shape to be viewed as
+        with torch.enable_grad():
+            return torch.ops.aten.alias.default(leaf).grad_fn.next_functions[0][0]
+    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 class Survey:

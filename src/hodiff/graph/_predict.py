@@ -21,7 +21,8 @@ class Finding(NamedTuple):
 
     Attributes:
         node: The class of the node; empty if it is about a tensor.
-        reason: `freed`, `stale`, `released`, `unknown`, `no graph`, `not a scalar`, `unused` or `missing`.
+        reason: `freed`, `stale`, `released`, `unknown`, `missing`, `no graph`, `not a scalar`,
+            `complex` or `unused`.
         variable: The variable that holds the node's output, or the tensor; empty if none was found.
         text: The sentence.
     """
@@ -197,6 +198,9 @@ def _about_tensors(
         elif loss.numel() != 1:
             text = f"{name(loss)} has {loss.numel()} elements: backward() needs a gradient for them"
             found.append(Finding("", "not a scalar", name(loss), text))
+        elif loss.is_complex():
+            text = f"{name(loss)} is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss"
+            found.append(Finding("", "complex", name(loss), text))
     reached = set(_nodes.walk(roots)) if inputs is not None and not found else None
     for tensor in inputs or ():
         node = _nodes.node_of(tensor)
