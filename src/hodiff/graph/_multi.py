@@ -3,23 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hodiff._core import _checks, _examine, _nodes, _reverse, _safety, _tree
 from hodiff._core._evaluate import Evaluation
 from hodiff._core._nodes import Node
-from hodiff._core._where import Where
+from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
+
+K = TypeVar("K")
+T = TypeVar("T")
+What = Callable[..., Any] | Tensor
 
 Row = list[Tensor]
 """One loss's gradient by each leaf."""
 
 
+@overload
 def multi_grad(
-    losses: Sequence[Any] | Mapping[Any, Any],
+    losses: Sequence[What],
+    where: nn.Module | Selection,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> list[dict[str, Tensor]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Sequence[What],
+    where: T,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> list[T]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What],
+    where: nn.Module | Selection,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> dict[K, dict[str, Tensor]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What],
+    where: T,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> dict[K, T]: ...
+
+
+def multi_grad(
+    losses: Sequence[What] | Mapping[Any, What],
     where: Any,
     *,
     shared: Callable[[Any], Any] | None = None,
@@ -161,10 +213,12 @@ class _Turn(NamedTuple):
     Attributes:
         number: Which loss.
         nodes: The nodes it reaches that no later turn needs.
+        alone: Whether those are all, but for leaves: then its pass may free them itself.
     """
 
     number: int
     nodes: list[Node]
+    alone: bool
 
 
 def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
@@ -172,7 +226,13 @@ def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
     reached = [list(_nodes.walk([_nodes.node_of(loss)])) for loss in losses]
     order = sorted(range(len(losses)), key=lambda index: -len(reached[index]))
     last = {node: index for index in order for node in reached[index]}
-    return [_Turn(index, [node for node in reached[index] if last[node] == index]) for index in order]
+
+    def turn(index: int) -> _Turn:
+        nodes = [node for node in reached[index] if last[node] == index]
+        inner = {node for node in reached[index] if node.next_functions}
+        return _Turn(index, nodes, inner.issubset(nodes))
+
+    return [turn(index) for index in order]
 
 
 def _released(losses: Sequence[Tensor], leaves: list[Tensor]) -> list[Row]:
@@ -183,7 +243,7 @@ def _released(losses: Sequence[Tensor], leaves: list[Tensor]) -> list[Row]:
         turns = _turns(losses)
     rows: dict[int, Row] = {}
     for turn in turns:
-        found = _bare([losses[turn.number]], leaves, None, keep=turn is not turns[-1])
+        found = _bare([losses[turn.number]], leaves, None, keep=not turn.alone)
         rows[turn.number] = _filled(found, leaves)
         with _saved.without_modes():
             for node in turn.nodes:

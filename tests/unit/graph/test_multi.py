@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core._live_bytes import LiveBytes
@@ -211,6 +212,22 @@ def test_inside_another_call_it_is_differentiated(inner):
 def test_a_linear_loss_inside_another_call_has_a_zero_derivative():
     x = torch.ones(2, dtype=torch.float64)
     assert torch.equal(hodiff.grad(lambda x: hodiff.multi_grad([x.sum()], x)[0].sum(), x), torch.zeros_like(x))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("packed", ["save_on_cpu", "checkpoint"])
+def test_release_frees_what_is_packed_where_no_other_loss_needs_it(packed):
+    a = torch.rand(3, requires_grad=True)
+    if packed == "checkpoint":
+        losses = [checkpoint(lambda x: x.exp().sum(), a, use_reentrant=False) for _ in range(2)]
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            losses = [a.exp().sum(), a.exp().sum()]
+    for found in hodiff.multi_grad(losses, a, release=True):
+        torch.testing.assert_close(found, a.detach().exp())
+    for loss in losses:
+        with pytest.raises((RuntimeError, hodiff.GraphError), match=r"second time|already been freed|was released"):
+            loss.backward()
 
 
 def test_release_is_refused_where_the_graph_is_needed_again():
