@@ -116,10 +116,10 @@ def heads(k: int = 6, width: int = 512, batch: int = 4096) -> Iterator[Row]:
         rows = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in found]
         return rows, found
 
-    def ours(method: str) -> Callable[[], object]:
+    def ours(release: bool) -> Callable[[], object]:
         def call() -> object:
             found = losses()
-            return hodiff.multi_grad(found, model, method=method), found
+            return hodiff.multi_grad(found, model, release=release), found
 
         return call
 
@@ -129,8 +129,8 @@ def heads(k: int = 6, width: int = 512, batch: int = 4096) -> Iterator[Row]:
 
     contenders = {
         "retain_graph=True": retained,
-        'multi_grad, "release"': ours("release"),
-        'multi_grad, "cut"': ours("cut"),
+        "multi_grad": ours(release=False),
+        "multi_grad, release=True": ours(release=True),
         "multi_grad, functions and shared=": sequential,
     }
     for name, call in contenders.items():

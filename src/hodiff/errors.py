@@ -18,6 +18,9 @@ Each error also derives from the built-in class that PyTorch would have raised, 
 expected, and the way out.
 """
 
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
 __all__ = [
     "BatchMixingWarning",
     "ConvergenceWarning",
@@ -53,6 +56,35 @@ class InputError(HodiffError, ValueError):
     """
 
 
+Kind = Literal["", "freed", "changed", "released"]
+"""What happened to a graph, where the engine refused it."""
+
+
+class Facts(NamedTuple):
+    """What an error about a graph is about, for `hodiff.graph` to find the place: data, which no sentence is asked for.
+
+    Attributes:
+        kind: What the engine met.
+        stem: The message without its general advice.
+        advice: The general advice, which gives way to what can be said of the very case.
+        operations: Pieces of the names of the nodes concerned, in lower case, without underscores.
+        functions: The names of the `autograd.Function`s concerned.
+    """
+
+    kind: Kind = ""
+    stem: str = ""
+    advice: str = ""
+    operations: frozenset[str] = frozenset()
+    functions: frozenset[str] = frozenset()
+
+    def blame(self, name: str, is_function: bool) -> bool:
+        """Whether the error is about the nodes of a class, forward or backward, by the class's name."""
+        if is_function and name.removesuffix("Backward") in self.functions:
+            return True
+        key = name.lower().replace("_", "")
+        return any(piece in key for piece in self.operations)
+
+
 class GraphError(HodiffError, RuntimeError):
     """The autograd graph is missing, freed, cut, or cannot be differentiated once more.
 
@@ -63,6 +95,18 @@ class GraphError(HodiffError, RuntimeError):
             ...
         hodiff.errors.GraphError: the output of f carries no graph: ...
     """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        kind: Kind = "",
+        advice: str = "",
+        operations: Iterable[str] = (),
+        functions: Iterable[str] = (),
+    ) -> None:
+        super().__init__(f"{message} {advice}" if advice else message)
+        self._facts = Facts(kind, message, advice, frozenset(operations), frozenset(functions))
 
 
 class DerivativeError(HodiffError, AssertionError):

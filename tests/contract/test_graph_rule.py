@@ -29,6 +29,10 @@ def two(x: Tensor, y: Tensor) -> Tensor:
     return (torch.sin(x) * torch.exp(y) * x).sum() * y.sum()
 
 
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum()
+
+
 FUNCTION_FORMS = {
     "grad": lambda x, **k: hodiff.grad(f, x, **k),
     "value_and_grad": lambda x, **k: hodiff.value_and_grad(f, x, **k),
@@ -46,6 +50,8 @@ FUNCTION_FORMS = {
     "hessian_diagonal": lambda x, **k: hodiff.hessian_diagonal(f, x, **k),
     "nth_derivative": lambda x, **k: hodiff.nth_derivative(elementwise, x, 3, **k),
     "derivatives": lambda x, **k: hodiff.derivatives(elementwise, x, 3, **k),
+    "multi_grad": lambda x, **k: hodiff.multi_grad([f, lambda x: elementwise(x).sum()], x, **k),
+    "multi_grad, shared": lambda x, **k: hodiff.multi_grad([product, product], x, shared=elementwise, **k),
 }
 forms = pytest.mark.parametrize("name", FUNCTION_FORMS)
 
@@ -71,7 +77,7 @@ def test_an_exception_of_f_passes_unchanged_and_leaves_the_switches(name: str, m
         points[0].sin().exp()
         raise ZeroDivisionError("mine")
 
-    for function in ("f", "elementwise", "two"):
+    for function in ("f", "elementwise", "two", "product"):
         monkeypatch.setitem(globals(), function, failing)
     before = flags()
     with pytest.raises(ZeroDivisionError, match=r"^mine$"):
@@ -187,6 +193,7 @@ TENSOR_FORMS = {
     "hvp": lambda loss, y, x, **k: hodiff.hvp(loss, x, V, **k),
     "hessian_diagonal": lambda loss, y, x, **k: hodiff.hessian_diagonal(loss, x, **k),
     "nth_derivative": lambda loss, y, x, **k: hodiff.nth_derivative(y, x, 2, **k),
+    "multi_grad": lambda loss, y, x, **k: hodiff.multi_grad([loss, loss], x, **k),
 }
 
 

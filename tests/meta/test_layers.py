@@ -30,6 +30,7 @@ MAY_IMPORT = {
 # with the foundation, which asks it without importing it.
 MODULE_MAY_IMPORT = {
     "hodiff.graph._multi": (*FOUNDATION,),
+    "hodiff.graph": ("_core._why",),
     "hodiff.graph._failure": ("errors", "_core._nodes", "_core._why"),
 }
 

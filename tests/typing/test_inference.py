@@ -45,5 +45,13 @@ def test_a_module_gives_a_dict_by_name():
     assert_type(hodiff.hvp(output, model, hodiff.grad(output, model)), dict[str, Tensor])
 
 
+def test_several_losses_give_one_result_each():
+    model = nn.Linear(2, 1)
+    assert_type(hodiff.multi_grad([norm, norm], X), list[Tensor])
+    assert_type(hodiff.multi_grad({"a": norm}, X), dict[str, Tensor])
+    assert_type(hodiff.multi_grad([output], model), list[dict[str, Tensor]])
+    assert_type(hodiff.multi_grad({1: output(model)}, hodiff.select(model, "weight")), dict[int, dict[str, Tensor]])
+
+
 def test_a_matrix_is_a_tensor_whatever_where_is():
     assert_type(hodiff.hessian(output, nn.Linear(2, 1), matrix=True), Tensor)

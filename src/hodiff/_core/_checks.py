@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -127,10 +128,15 @@ def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> tor
     return first
 
 
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a frame runs a module of this package; `hodiff_experiments` is the user's."""
+    return f"{frame.f_globals.get('__name__', '')}.".startswith("hodiff.")
+
+
 def called() -> str:
     """The public function that the caller called: the outermost of our own frames."""
     name, frame = "grad", inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("hodiff"):
+    while frame is not None and _is_ours(frame):
         name, frame = frame.f_code.co_name, frame.f_back
     return name
 
@@ -138,7 +144,7 @@ def called() -> str:
 def outside() -> int:
     """The stack level, as `warnings` counts, of the first frame that is not ours."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("hodiff"):
+    while frame is not None and _is_ours(frame):
         level, frame = level + 1, frame.f_back
     return level
 

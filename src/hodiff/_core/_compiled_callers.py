@@ -73,17 +73,21 @@ def _leave_the_trace() -> None:
 
 
 def break_graphs(namespace: dict[str, Any]) -> None:
-    """Mark what a module makes public, by its `__all__`: functions that are not traced, and the methods of classes."""
+    """Mark what a module makes public, by its `__all__`."""
     for name in namespace["__all__"]:
-        found = namespace[name]
-        if inspect.isclass(found):
-            if not issubclass(found, BaseException):
-                _mark_all(_methods(found))
-        elif inspect.isfunction(found):
-            if name in TRACED:
-                _skip(found.__code__)  # followed whole, or not at all: half a route would be switched half
-            else:
-                uncompiled(found)
+        mark(name, namespace[name])
+
+
+def mark(name: str, found: Any) -> None:
+    """Mark what is public under that name: a function that is not traced, or the methods of a class."""
+    if inspect.isclass(found):
+        if not issubclass(found, BaseException):
+            _mark_all(_methods(found))
+    elif inspect.isfunction(found):
+        if name in TRACED:
+            _skip(found.__code__)  # followed whole, or not at all: half a route would be switched half
+        else:
+            uncompiled(found)
 
 
 def _mark_all(functions: Iterable[Any]) -> None:

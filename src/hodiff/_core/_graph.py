@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class Graph:
                 survey = self._evaluate()
             else:
                 self.outputs, self.leaves = self.call.what, self.where.tensors
-                survey = self._survey()
+                survey = self._survey(_tensors(self.outputs))
             try:
                 self._judge(survey)
             except GraphError as error:
@@ -146,7 +145,7 @@ class Graph:
         else:
             outputs = self._lending.run(self.leaves)
         self.outputs, self.aux = _split(outputs) if self.call.has_aux else (outputs, None)
-        return self._survey()
+        return self._survey(_tensors(self.outputs))
 
     def at(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when `leaves` stand in the place of the point's tensors."""
@@ -186,24 +185,18 @@ class Graph:
 
     # --- what one look at the graph tells
 
-    def _survey(self) -> _nodes.Survey:
-        """The graph of the outputs, down to the leaves; below an alias begins the caller's own."""
+    def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
+        """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
         stop = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None} if self.owned else ()
-        return _nodes.survey(_tensors(self.outputs), stop)
+        return _nodes.survey(outputs, stop)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
         self.kinds = frozenset(survey.by_class)
         outputs = self.tensors()
-        if self.owned:
-            missing = self._missing(survey)
-        else:
-            leaves = zip(self.leaves, self.where.names, strict=True)
-            missing = [name for leaf, name in leaves if not survey.contains(leaf)]
+        missing = self._unreached(survey)
         if len(missing) == len(self.leaves):
-            raise GraphError(
-                _refusals.independent(self.owned, missing, any(output.requires_grad for output in outputs))
-            )
+            raise _refusals.independent(self.owned, missing, any(output.requires_grad for output in outputs))
         if missing and self.call.strict:
             raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
         if self.order >= 2:
@@ -211,8 +204,14 @@ class Graph:
         if self.batch_ndim and (self._mixes or _refusals.mixes_samples(survey)):
             _refusals.warn_of_mixing(self.batch_ndim)
 
-    def _missing(self, survey: _nodes.Survey) -> list[str]:
-        """The names of the leaves that do not matter. Raise where tensors matter that must not."""
+    def unreached(self, outputs: Sequence[Tensor]) -> list[str]:
+        """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not."""
+        return self._unreached(self._survey(outputs))
+
+    def _unreached(self, survey: _nodes.Survey) -> list[str]:
+        if not self.owned:
+            leaves = zip(self.leaves, self.where.names, strict=True)
+            return [name for leaf, name in leaves if not survey.contains(leaf)]
         reached = {number for number, leaf in enumerate(self.leaves) if leaf.grad_fn in survey.visited and leaf.grad_fn}
         mine, foreign = self._lending.ticket, []
         for variable in survey.variables():
@@ -259,9 +258,8 @@ class Graph:
             self.where.tensors,
             self.where.names,
             self.call.strict,
-            partial(_translate.blames, str(error)),
         )
-        _why.complete(failure, [_refusals.USUAL_CAUSES, *([_translate.FREED_WAY_OUT] if self.owned else [])])
+        _why.complete(failure)
 
     def _again(self) -> list[Tensor]:
         """The outputs of `f` when it is called once more."""

@@ -26,7 +26,20 @@ def node_of(tensor: Tensor) -> Node | None:
     """The node that receives `tensor`'s gradient; None when it carries no graph."""
     if not tensor.requires_grad:
         return None
-    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+    return tensor.grad_fn or _leaf_node(tensor)
+
+
+def _leaf_node(leaf: Tensor) -> Node | None:
+    """The node of a leaf, by way of a view of it."""
+    if leaf.is_inference():  # no graph leads to it, whatever it says
+        return None
+    if torch.is_inference_mode_enabled():  # where views are not recorded
+        with torch.inference_mode(False):
+            return _leaf_node(leaf)
+    if leaf.is_nested and leaf.layout is torch.strided:  # which has no shape to be viewed as
+        with torch.enable_grad():
+            return torch.ops.aten.alias.default(leaf).grad_fn.next_functions[0][0]
+    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 ACCUMULATE: type = torch._C._functions.AccumulateGrad  # pyright: ignore[reportAttributeAccessIssue]
@@ -191,3 +204,24 @@ def runs_hooks(graph: Survey) -> bool:
                     if getattr(saved, "unpack_hook", None) is not None:
                         return True
     return False
+
+
+def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:
+    """The nodes below `roots`, each once, outputs first, with the nodes that each leads to; none below `stop`."""
+    order: dict[Node, list[Node]] = {}
+    level = [root for root in roots if root is not None]
+    while level:
+        following: list[Node] = []
+        for node in level:
+            if node not in order:
+                order[node] = children = [child for child, _ in node.next_functions if child is not None]
+                if node not in stop:
+                    following += children
+        level = following
+    return order
+
+
+def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:
+    """Those of `chosen` that a walk from `roots` meets first."""
+    chosen = set(chosen)
+    return [node for node in walk(roots, chosen) if node in chosen]

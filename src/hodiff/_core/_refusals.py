@@ -14,17 +14,22 @@ from hodiff._core._checks import outside
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
 
 
-def independent(owned: bool, unused: list[str], has_graph: bool) -> str:
-    """The words for a result that depends on nothing it could be differentiated by."""
+def independent(owned: bool, unused: list[str], has_graph: bool) -> GraphError:
+    """The error for a result that depends on nothing it could be differentiated by."""
     names = listed(unused)
     if has_graph:
-        return f"the result does not depend on {names}: it was computed from other tensors. " + (
-            "Let f compute with the argument that it is given."
-            if owned
-            else "Give the tensors that it was computed from, not copies, views or detached ones of them."
+        return GraphError(
+            f"the result does not depend on {names}: it was computed from other tensors. "
+            + (
+                "Let f compute with the argument that it is given."
+                if owned
+                else "Give the tensors that it was computed from, not copies, views or detached ones of them."
+            )
         )
     source = "the output of f" if owned else "f"
-    return f"{source} carries no graph: between {names} and the result everything was cut. {USUAL_CAUSES}"
+    return GraphError(
+        f"{source} carries no graph: between {names} and the result everything was cut.", advice=USUAL_CAUSES
+    )
 
 
 USUAL_CAUSES = (
@@ -88,7 +93,8 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
         raise GraphError(
             f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
             f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
-            f"operations, or accept what is there with allow={function.__name__!r}."
+            f"operations, or accept what is there with allow={function.__name__!r}.",
+            functions=[function.__name__],
         )
     _warn_once(function)
 
@@ -99,7 +105,8 @@ def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     raise GraphError(
         f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
         f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
-        f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not)."
+        f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not).",
+        operations=["nativelayernorm" if layer == "layer_norm" else "nativebatchnorm"],
     )
 
 
@@ -107,7 +114,8 @@ def _refuse_weight_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
         raise GraphError(
             "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
-            "the function instead of its value, which writes the norm out from its definition."
+            "the function instead of its value, which writes the norm out from its definition.",
+            operations=["weightnorm"],
         )
 
 
@@ -119,7 +127,8 @@ def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
             f"of values that are differentiated is wrong: PyTorch takes the backward of that constructor for a "
             f"constant, without a word. Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, "
             f"values), or gather and sum them (index_add); a sparse matrix that is constant, and dense.to_sparse(), "
-            f"are right as they are."
+            f"are right as they are.",
+            operations=["sparsecompressedtensor" if csr else "sparsecootensor"],
         )
 
 
@@ -129,7 +138,8 @@ def _refuse_scaled_embedding(nodes: list[Any], leaves: Sequence[Tensor]) -> None
         raise GraphError(
             "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its second "
             "backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients, and is no property "
-            "of the function)."
+            "of the function).",
+            operations=["embedding"],
         )
 
 
@@ -138,7 +148,8 @@ def _refuse_chunked_loss(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
         raise GraphError(
             "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: PyTorch "
             "takes its gradient for a constant, without a word. Call it without options, or write "
-            "F.cross_entropy(F.linear(x, weight), target)."
+            "F.cross_entropy(F.linear(x, weight), target).",
+            operations=["linearcrossentropy"],
         )
 
 
@@ -146,7 +157,8 @@ def _refuse_batch_norm_with_update(nodes: list[Any], leaves: Sequence[Tensor]) -
     if _nodes.reaches(nodes, leaves):
         raise GraphError(
             "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use F.batch_norm, which "
-            "hodiff writes out from its definition."
+            "hodiff writes out from its definition.",
+            operations=["batchnormwithupdate"],
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 from hodiff._core import _versions
 from hodiff.errors import GraphError
@@ -42,39 +44,37 @@ NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBa
 
 def way_out(name: str) -> str | None:
     """The operation behind a node or ATen name, and how to do without it."""
-    key = name.lower().replace("_", "")
-    return next((advice for piece, advice in _WAYS_OUT.items() if piece in key), None)
+    piece = _piece(name)
+    return _WAYS_OUT[piece] if piece is not None else None
 
 
-def blames(message: str, name: str) -> bool:
-    """Whether a message of ours is about the nodes of a class, forward or backward, by the class's name."""
-    advice = way_out(name)
-    return (advice is not None and advice in message) or any(
-        words in message and piece in name for piece, words in _BLAMED.items()
-    )
+def _piece(name: str) -> str | None:
+    key = _key(name)
+    return next((piece for piece in _WAYS_OUT if piece in key), None)
 
 
-_BLAMED = {"WeightNorm": "weight_norm", "NativeLayerNorm": "layer_norm", "NativeBatchNorm": "batch_norm"}
+def _key(name: str) -> str:
+    return name.lower().replace("_", "")
 
 
 def missing(names: list[str]) -> GraphError:
     """The error for a graph through operations that have no second derivative."""
-    known = [advice for name in names if (advice := way_out(name))]
-    if known:
-        return GraphError("PyTorch has no second derivative of " + "; nor of ".join(dict.fromkeys(known)) + ".")
+    pieces = list(dict.fromkeys(piece for name in names if (piece := _piece(name)) is not None))
+    if pieces:
+        ways_out = "; nor of ".join(_WAYS_OUT[piece] for piece in pieces)
+        return GraphError(f"PyTorch has no second derivative of {ways_out}.", operations=pieces)
     return GraphError(
         f"an operation in this graph has no second derivative in PyTorch. Operations in it: {', '.join(names)}. "
         f"Write that operation with others, or check it alone with hodiff.check_derivatives."
     )
 
 
-FREED_WAY_OUT = (
+_FREED_WAY_OUT = (
     "Call hodiff before that pass (hodiff never frees a graph of yours), or give hodiff the function instead of its "
     "value: hodiff.hvp(f, x, v)."
 )
 _FREED = (
-    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it. "
-    + FREED_WAY_OUT
+    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it."
 )
 _CHANGED = (
     "a tensor that the graph needs was changed in place after it was used. Compute the result again after the change, "
@@ -98,30 +98,40 @@ _ONCE = (
     "Remove the decorator if its backward is made of differentiable operations."
 )
 
-_TEXTS = {
-    "backward through the graph a second time": _FREED,
-    "Trying to access the saved tensors after they have already been freed": _FREED,
-    "modified by an inplace operation": _CHANGED,
-    "does not currently support double backward": _COMPILED,
-    "non-empty donated buffers": _COMPILED,
-    "CheckpointFunctionBackward": _REENTRANT,
-    "torch.utils.checkpoint is incompatible": _REENTRANT,
-    "Checkpointing is not compatible with .grad()": _REENTRANT,
-    "torch.utils.checkpoint: ": _RECOMPUTED,
-    "marked with @once_differentiable": _ONCE,
+_freed = partial(GraphError, _FREED, kind="freed", advice=_FREED_WAY_OUT)
+_changed = partial(GraphError, _CHANGED, kind="changed")
+_compiled = partial(GraphError, _COMPILED, operations=["compiledfunction"])
+_reentrant = partial(GraphError, _REENTRANT, operations=["checkpointfunction"])
+
+# The engine's own words are all that it gives: here alone they are read.
+_TEXTS: dict[str, Callable[[], GraphError]] = {
+    "backward through the graph a second time": _freed,
+    "Trying to access the saved tensors after they have already been freed": _freed,
+    "modified by an inplace operation": _changed,
+    "does not currently support double backward": _compiled,
+    "non-empty donated buffers": _compiled,
+    "CheckpointFunctionBackward": _reentrant,
+    "torch.utils.checkpoint is incompatible": _reentrant,
+    "Checkpointing is not compatible with .grad()": _reentrant,
+    "torch.utils.checkpoint: ": partial(GraphError, _RECOMPUTED),
+    "marked with @once_differentiable": partial(GraphError, _ONCE),
 }
 
 _NOT_IMPLEMENTED = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
 
 
 def engine_error(error: Exception) -> GraphError | None:
-    """Our words for an error of PyTorch's autograd engine; None for one that we do not recognise."""
+    """Our words for an error of PyTorch's autograd engine; None for one that we do not recognise, or that is ours."""
+    if isinstance(error, GraphError):
+        return None
     text = str(error)
     found = _NOT_IMPLEMENTED.search(text)
     if found:
-        advice = way_out(found.group(1))
-        return missing([found.group(1)]) if advice else GraphError(f"PyTorch has no derivative of {found.group(1)}.")
-    return next((GraphError(words) for piece, words in _TEXTS.items() if piece in text), None)
+        name = found.group(1)
+        if way_out(name):
+            return missing([name])
+        return GraphError(f"PyTorch has no derivative of {name}.", operations=[_key(name)])
+    return next((ours() for piece, ours in _TEXTS.items() if piece in text), None)
 
 
 _IN_PLACE = "is being used in an in-place operation"

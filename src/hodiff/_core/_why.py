@@ -30,7 +30,6 @@ class Failure(NamedTuple):
         theirs: The caller's own tensors.
         names: What those are called in messages.
         strict: Whether it is about each of the leaves: one that does not matter is an error.
-        blames: Whether the message is about nodes of a class, by the name of the class.
     """
 
     error: GraphError
@@ -41,7 +40,6 @@ class Failure(NamedTuple):
     theirs: Sequence[Tensor]
     names: Sequence[str]
     strict: bool
-    blames: Callable[[str], bool]
 
 
 Explainer = Callable[[Failure], str]
@@ -62,17 +60,20 @@ def register(explainer: Explainer) -> None:
     _explainers[:] = [explainer]
 
 
-def complete(failure: Failure, guesses: Sequence[str]) -> None:
+def complete(failure: Failure) -> None:
     """Add to the message of an error what can be said of this very case; general advice gives way to that."""
     last, _state.last = _state.last, weakref.ref(failure.error)
     if last is not None and last() is failure.error:  # on its way out of another context
         return
     found = _asked(failure)
-    if found:
-        words = str(failure.error)
-        for guess in guesses:
-            words = words.replace(guess, "").rstrip()
-        failure.error.args = (f"{words}\n{found}",)
+    facts = failure.error._facts
+    if facts.kind == "freed":  # what is advised then is for a graph of the caller's, and holds whatever was found
+        advice = facts.advice if failure.function is None else ""
+    else:
+        advice = "" if found else facts.advice
+    if found or advice != facts.advice:
+        words = f"{facts.stem} {advice}".rstrip()
+        failure.error.args = (f"{words}\n{found}" if found else words,)
 
 
 def _asked(failure: Failure) -> str:

@@ -5,15 +5,20 @@
 * `release` gives memory back; `monitor` tells a graph that grows.
 """
 
-from hodiff._core import _compiled_callers
-from hodiff.graph import _failure as _failure  # registers itself, to word the calculus's errors
-from hodiff.graph._explain import Explanation, explain
-from hodiff.graph._inspect import Graph, Leaf, NodeRecord, Saved, inspect
-from hodiff.graph._lifetime import Lifetime, lifetime
-from hodiff.graph._monitor import Monitor, Step, monitor
-from hodiff.graph._predict import Finding, Prediction, Shared, predict, shared
-from hodiff.graph._release import Released, release
-from hodiff.graph._watch import Watch, watch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hodiff._core import _compiled_callers, _why
+
+if TYPE_CHECKING:
+    from hodiff.graph._case import Explanation
+    from hodiff.graph._explain import explain
+    from hodiff.graph._inspect import Graph, Leaf, NodeRecord, Saved, inspect
+    from hodiff.graph._lifetime import Lifetime, lifetime
+    from hodiff.graph._monitor import Monitor, Step, monitor
+    from hodiff.graph._predict import Finding, Prediction, Shared, predict, shared
+    from hodiff.graph._release import Released, release
+    from hodiff.graph._watch import Watch, watch
 
 __all__ = [
     "Explanation",
@@ -39,4 +44,36 @@ __all__ = [
     "watch",
 ]
 
-_compiled_callers.break_graphs(vars())
+# Explaining is for the rare case: its modules are loaded when they are asked for, not with `import hodiff`.
+_HOMES = {
+    "_case": ("Explanation",),
+    "_explain": ("explain",),
+    "_inspect": ("Graph", "Leaf", "NodeRecord", "Saved", "inspect"),
+    "_lifetime": ("Lifetime", "lifetime"),
+    "_monitor": ("Monitor", "Step", "monitor"),
+    "_predict": ("Finding", "Prediction", "Shared", "predict", "shared"),
+    "_release": ("Released", "release"),
+    "_watch": ("Watch", "watch"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    _compiled_callers.mark(name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _words(failure: _why.Failure) -> str:
+    from hodiff.graph import _failure
+
+    return _failure.words(failure)
+
+
+_why.register(_words)  # to word the calculus's errors

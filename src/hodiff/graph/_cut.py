@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hodiff._core import _nodes
-from hodiff.graph import _inspect, _predict, _saved, _source
+from hodiff.graph import _predict, _saved, _source
 from hodiff.graph._case import Case, Explanation
 from hodiff.graph._source import Line
 
@@ -101,7 +101,7 @@ def _input_without_grad(case: Case) -> Explanation | None:
 
 def not_used(case: Case) -> Explanation | None:
     """The explanation of "One of the differentiated Tensors appears to not have been used in the graph"."""
-    reached = set(_inspect.walk(case.roots))
+    reached = set(_nodes.walk(case.roots))
     missing = [
         tensor for tensor in case.inputs or () if isinstance(tensor, Tensor) and _nodes.node_of(tensor) not in reached
     ]
@@ -168,7 +168,7 @@ def changed_in_place(case: Case) -> Explanation | None:
 
 def no_second_derivative(case: Case) -> Explanation | None:
     """The explanation of a missing or forbidden double backward."""
-    nodes = _inspect.walk(case.roots)
+    nodes = _nodes.walk(case.roots)
     marked = sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)})
     compiled = [node for node in nodes if "Compiled" in type(node).__name__]
     found = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", str(case.error))

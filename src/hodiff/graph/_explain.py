@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.errors import InputError
+from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _saved, _second_time
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
 from hodiff.graph._names import is_users, user_frames
@@ -29,7 +29,10 @@ def of_pass(
 
 
 def _dispatch(case: Case) -> Explanation | None:
-    text = str(case.error)
+    if isinstance(case.error, GraphError):
+        released = case.error._facts.kind == "released"
+        return case.explanation("released", reason=str(case.error)) if released else None
+    text = str(case.error)  # the engine's
     if _saved.FREED_TEXT in text or "already been freed" in text:
         return _second_time.explain(case)
     if _saved.STALE_TEXT in text:
@@ -40,8 +43,6 @@ def _dispatch(case: Case) -> Explanation | None:
         return _cut.not_used(case)
     if any(piece in text for piece in _cut.NO_SECOND):
         return _cut.no_second_derivative(case)
-    if text == _saved.RELEASED_TEXT:
-        return case.explanation("released", reason=text)
     return None
 
 

@@ -4,7 +4,7 @@ In the function form `f` is called once more, under a watch, with the same argum
 what it did on the way is then recorded, and certain. In the tensor form the forward pass is past: what is left of
 it (the states of the graph, the variables and the source) is read, unless a watch of the user's recorded it.
 
-It is asked through `hodiff._core._why`, so that the calculus need not know of this package.
+It is asked through `hodiff._core._why`, where the package registers it, so that the calculus need not know of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes, _why
+from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff._core._why import Failure
 from hodiff.graph import _cut, _predict, _saved, _second_time
@@ -45,11 +45,10 @@ def words(failure: Failure) -> str:
 # --- the function form: f once more, under a watch --------------------------------------------------------------------
 
 
-class _Rerun(Watch):
-    """A watch that also notes where the caller's tensors and ours were used, and each place that cut ours off."""
+class _Clues:
+    """Listens to a run of `f`: where the caller's tensors and ours were used, and each place that cut ours off."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__()
         self.used: dict[int, Line] = {}
         self.cuts: list[Lost] = []
         self.steps: dict[Line, bool] = {}  # integer and boolean results, and whether they depend on the argument
@@ -57,21 +56,20 @@ class _Rerun(Watch):
         self._sought = {id(tensor) for tensor in [*failure.leaves, *failure.theirs]}
         self._leaves = failure.leaves
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one call, and note what it did."""
-        result = super().__torch_function__(func, types, args, kwargs)
-        given = [] if getattr(func, "__name__", "") == "__get__" else tensors_in((args, kwargs))
+    def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
+        """One call of `f`'s."""
+        line = _user_line(frame)
+        given = [] if getattr(func, "__name__", "") == "__get__" else tensors_in(arguments)
         for tensor in given:
             if id(tensor) in self._sought:
-                self.used.setdefault(id(tensor), _user_line())
-        if isinstance(result, Tensor) and not result.is_floating_point() and _user_line() not in self.steps:
-            self.steps[_user_line()] = self._reach(given)
+                self.used.setdefault(id(tensor), line)
+        if isinstance(result, Tensor) and not result.is_floating_point() and line not in self.steps:
+            self.steps[line] = self._reach(given)
         if is_gradient(func) and isinstance(result, Tensor) and not result.requires_grad:
-            self._cut(result, Lost("gradient", _user_line(), "grad"), args)
-        return result
+            self.cut(Lost("gradient", line, "grad"), arguments)
 
-    def _cut(self, result: Any, lost: Lost, sources: Any) -> None:
-        super()._cut(result, lost, sources)
+    def cut(self, lost: Lost, sources: Any) -> None:
+        """A place that cut something off: of interest if it was ours."""
         if lost not in self.cuts and self.walks < WALKS:
             self.walks += 1
             if self._reach(tensors_in(sources)):
@@ -83,13 +81,14 @@ class _Rerun(Watch):
         return _nodes.reaches(nodes, self._leaves)
 
 
-def _user_line() -> Line:
-    frame = next(user_frames(sys._getframe(2)), None)
-    return Line("?", 0) if frame is None else line_of(frame)
+def _user_line(frame: FrameType) -> Line:
+    user = next(user_frames(frame), None)
+    return Line("?", 0) if user is None else line_of(user)
 
 
 def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]) -> str:
-    with _Rerun(failure) as record:
+    clues = _Clues(failure)
+    with Watch(operations=clues) as record:
         outputs = again()
     with _saved.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.
@@ -98,16 +97,16 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
         if cause is not None:
             return _from_engine(failure, cause, outputs, frames, record)
         if any(tensor.requires_grad and graph.contains(tensor) for tensor in failure.theirs):
-            return _bypass(failure, record)
+            return _bypass(failure, clues)
         missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
         if len(missing) == len(failure.leaves) or (missing and failure.strict):
-            return _lost(failure, outputs, missing, frames, record)
+            return _lost(failure, outputs, missing, frames, record, clues)
         return _blamed(failure, outputs, Names(), record)
 
 
-def _bypass(failure: Failure, record: _Rerun) -> str:
+def _bypass(failure: Failure, clues: _Clues) -> str:
     """Where `f` used the caller's own tensor."""
-    lines = {record.used[id(tensor)] for tensor in failure.theirs if id(tensor) in record.used}
+    lines = {clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used}
     return "\n".join(f"  used at      {line}   {line.text}" for line in sorted(lines)[:SHOWN])
 
 
@@ -133,17 +132,22 @@ def _way_out(kind: str, line: Line) -> str:
 
 
 def _lost(
-    failure: Failure, outputs: Sequence[Tensor], missing: Sequence[Tensor], frames: list[FrameType], record: _Rerun
+    failure: Failure,
+    outputs: Sequence[Tensor],
+    missing: Sequence[Tensor],
+    frames: list[FrameType],
+    record: Watch,
+    clues: _Clues,
 ) -> str:
     """Where `f` cut its argument off; or that it never used it, and what the result was computed from."""
     last = next((lost for output in outputs if (lost := record.lost(output)) is not None), None)
-    cuts = sorted(record.cuts, key=lambda lost: lost != last)[:SHOWN]
+    cuts = sorted(clues.cuts, key=lambda lost: lost != last)[:SHOWN]
     if cuts:
         kind, line = cuts[0].kind, cuts[0].line
         lines = [f"  cut at       {lost.line}   {lost.line.text}" for lost in cuts]
         return "\n".join([*lines, f"    => {_cut.KINDS[kind]}", f"    fix: {_way_out(kind, line)}"])
-    steps = [line for line, concerned in record.steps.items() if concerned]
-    if record.walks == WALKS:
+    steps = [line for line, concerned in clues.steps.items() if concerned]
+    if clues.walks == WALKS:
         return ""
     if steps:
         line = steps[-1]
@@ -155,7 +159,7 @@ def _lost(
             ]
         )
     lines = []
-    if not any(id(leaf) in record.used for leaf in missing):
+    if not any(id(leaf) in clues.used for leaf in missing):
         ids = {id(leaf) for leaf in missing}
         names = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
         lines.append(f"  no operation in f was given {', '.join(names[:6])}: compute with f's argument")
@@ -230,14 +234,14 @@ def _from_engine(
     failure: Failure, cause: BaseException, outputs: Sequence[Tensor], frames: list[FrameType], record: Watch | None
 ) -> str:
     """The engine refused: what was freed, or changed, and by which line."""
-    text = str(cause)
+    kind = failure.error._facts.kind
     case = _case(failure, outputs, frames, record, cause)
-    if _saved.FREED_TEXT in text or "already been freed" in text:
+    if kind == "freed":
         if failure.function is not None:
             return _freed_by_f(case)
         found = _second_time.explain(case)
         return _body(found) if found is not None else _freed(case)
-    if _saved.STALE_TEXT in text:
+    if kind == "changed":
         found = _cut.changed_in_place(case)
         if found is not None and failure.function is not None:  # what else is said there is about a pass of the caller
             found = replace(found, fixes=found.fixes[:1])
@@ -248,7 +252,7 @@ def _from_engine(
 def _freed_part(case: Case) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
     nodes = _predict.executed(case.roots, case.inputs)
-    return _predict.topmost(case.roots, [node for node in nodes if _predict.trouble(node) == "freed"])
+    return _nodes.topmost(case.roots, [node for node in nodes if _predict.trouble(node) == "freed"])
 
 
 def _freed(case: Case) -> str:
@@ -290,14 +294,9 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: Names, record: W
 
 
 def _is_blamed(failure: Failure, node: Node) -> bool:
-    """Whether the message is about this node: by its operation, or by the name of its Python Function."""
-    name = type(node).__name__
-    named = _saved.is_function(node) and f"Function {name.removesuffix('Backward')} " in str(failure.error)
-    return named or failure.blames(name)
+    """Whether the error is about this node: by its operation, or by the name of its Python Function."""
+    return failure.error._facts.blame(type(node).__name__, _saved.is_function(node))
 
 
 def _body(found: Explanation) -> str:
     return found.body if found.certain else f"  {LIKELY}:\n{found.body}"
-
-
-_why.register(words)

@@ -227,7 +227,9 @@ def _roots(names: Any) -> dict[str, Any]:
 
 def _read(outputs: Sequence[Tensor], names: Names) -> Graph:
     """One record per node. The names come first: what they find is held by Python anyhow."""
-    place, edges = _places([_nodes.node_of(output) for output in outputs])
+    below = _nodes.walk(_nodes.node_of(output) for output in outputs)
+    place = {node: index for index, node in enumerate(below)}
+    edges = [tuple([place[child] for child in children]) for children in below.values()]
     leaves: list[Leaf] = []
     parameters: dict[int, str] = {}
     for node, index in place.items():
@@ -238,26 +240,6 @@ def _read(outputs: Sequence[Tensor], names: Names) -> Graph:
             leaves.append(Leaf(index, name, shape, size))
     records = [_node(node, index, edges[index], parameters, names) for node, index in place.items()]
     return Graph(tuple(records), tuple(leaves))
-
-
-def _places(roots: Sequence[Node | None]) -> tuple[dict[Node, int], list[tuple[int, ...]]]:
-    """The nodes in the order of `walk`, numbered; and for each the numbers of those that it leads to."""
-    place: dict[Node, int] = {}
-    for root in roots:
-        if root is not None:
-            place.setdefault(root, len(place))
-    nodes, edges = list(place), []
-    for node in nodes:  # which grows
-        inputs = []
-        for child, _ in node.next_functions:
-            if child is not None:
-                index = place.get(child)
-                if index is None:
-                    place[child] = index = len(nodes)
-                    nodes.append(child)
-                inputs.append(index)
-        edges.append(tuple(inputs))
-    return place, edges
 
 
 _new = tuple.__new__
@@ -276,20 +258,6 @@ def _node(node: Node, place: int, inputs: tuple[int, ...], parameters: dict[int,
     saved = tuple([_record(slot, slots, parameters, names) for slot in slots]) if slots else ()
     variable = names.nodes.get(node, "")
     return _new(NodeRecord, (place, type(node).__name__, _saved.shape(node), inputs, state, saved, variable))
-
-
-def walk(roots: Sequence[Any]) -> dict[Any, list[Any]]:
-    """The nodes below `roots`, each once, outputs first; with the nodes that each leads to."""
-    order: dict[Any, list[Any]] = {}
-    level = [root for root in roots if root is not None]
-    while level:
-        following: list[Any] = []
-        for node in level:
-            if node not in order:
-                order[node] = children = [child for child, _ in node.next_functions if child is not None]
-                following += children
-        level = following
-    return order
 
 
 def _record(slot: _saved.Slot, slots: list[_saved.Slot], parameters: dict[int, str], names: Names) -> Saved:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 import os
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved
-from hodiff.graph._case import PASSES, Pass
+from hodiff.graph._case import Pass
 from hodiff.graph._source import Line
-from hodiff.graph._watch import Watch, as_list, roots_of, run_by
+from hodiff.graph._watch import Watch
 
 ROWS = 40
 _UNKNOWN = Line("(not recorded)", 0)
@@ -36,8 +37,49 @@ class Span(NamedTuple):
     bytes: int
 
 
-class Lifetime(Watch):
+class _Spans:
+    """Listens to the passes under a watch: what each line saved, until which of them."""
+
+    def __init__(self) -> None:
+        self.found: list[Span] = []
+        self._sizes: dict[Node, int] = {}
+
+    def before(self, nodes: Sequence[Node]) -> None:
+        """What the nodes hold now, before the pass frees it."""
+        self._sizes = {}
+        for node in nodes:
+            slots = _saved.slots(node)
+            if slots:
+                states = {slot.state for slot in slots}
+                missing = _saved.FREED in states or _saved.RELEASED in states
+                self._sizes[node] = -1 if missing else _predict.saved_bytes([node])
+
+    def after(self, record: Watch, call: Pass, failed: bool) -> None:
+        """What the pass freed or kept; where it failed, what it freed on its way, and what it found missing."""
+        sizes, self._sizes = self._sizes, {}  # nodes are not kept beyond the pass
+        if not failed:
+            self._collect(record, call, "held" if call.retained else "freed", sizes)
+            return
+        ran = {node: size for node, size in sizes.items() if size >= 0 and _predict.trouble(node) == "freed"}
+        self._collect(record, call, "freed", ran)
+        self._collect(record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0})
+
+    def _collect(self, record: Watch, call: Pass, state: str, sizes: dict[Node, int]) -> None:
+        rows: dict[Line, list[tuple[int, int]]] = {}
+        for node, size in sizes.items():
+            rows.setdefault(record.made(node) or _UNKNOWN, []).append((_saved.sequence(node), max(size, 0)))
+        for line, found in rows.items():
+            start = min(place for place, _ in found)
+            size = sum(size for _, size in found)
+            self.found.append(Span(line, min(start, call.place), call.number, state, len(found), size))
+
+
+class Lifetime:
     """A watch that also draws; `str()` is a table, `.svg()` a picture, `.save(path)` writes it.
+
+    Attributes:
+        spans: What each line saved, until which pass.
+        passes: The backward passes seen.
 
     Examples:
         >>> import torch, hodiff
@@ -49,49 +91,17 @@ class Lifetime(Watch):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.spans: list[Span] = []
-        self._sizes: dict[Node, int] = {}
+        recorder = _Spans()
+        self._watch = Watch(of_passes=recorder)
+        self.spans = recorder.found
+        self.passes = self._watch.passes
 
-    def _run_pass(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._sizes = {}
-        self._measure(func, args, kwargs)
-        try:
-            return super()._run_pass(func, args, kwargs)
-        finally:
-            self._sizes = {}
+    def __enter__(self) -> Self:
+        self._watch.__enter__()
+        return self
 
-    def _measure(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What the nodes hold now, before the pass frees it."""
-        given = {**dict(zip(PASSES[func][1], args, strict=False)), **kwargs}
-        for node in run_by(roots_of(given), as_list(given.get("inputs"))):
-            slots = _saved.slots(node)
-            if slots:
-                states = {slot.state for slot in slots}
-                missing = _saved.FREED in states or _saved.RELEASED in states
-                self._sizes[node] = -1 if missing else _predict.saved_bytes([node])
-
-    def _succeeded(self, call: Pass, roots: list[Node], inputs: list[Any] | None) -> None:
-        super()._succeeded(call, roots, inputs)
-        self._collect(call, "held" if call.retained else "freed")
-
-    def _failed(self, error: Exception, call: Pass, roots: list[Node], inputs: Any, frame: Any) -> None:
-        super()._failed(error, call, roots, inputs, frame)
-        spent = {node: size for node, size in self._sizes.items() if size < 0}
-        ran = {node: size for node, size in self._sizes.items() if size >= 0 and _predict.trouble(node) == "freed"}
-        self._sizes = ran
-        self._collect(call, "freed")
-        self._sizes = dict.fromkeys(spent, 0)
-        self._collect(call, "missing")
-
-    def _collect(self, call: Pass, state: str) -> None:
-        rows: dict[Line, list[tuple[int, int]]] = {}
-        for node, size in self._sizes.items():
-            rows.setdefault(self.made(node) or _UNKNOWN, []).append((_saved.sequence(node), max(size, 0)))
-        for line, found in rows.items():
-            start = min(place for place, _ in found)
-            size = sum(size for _, size in found)
-            self.spans.append(Span(line, min(start, call.place), call.number, state, len(found), size))
+    def __exit__(self, *exc: Any) -> None:
+        self._watch.__exit__(*exc)
 
     def _rows(self) -> list[Line]:
         first: dict[Line, int] = {}

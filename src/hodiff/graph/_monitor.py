@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _nodes
 from hodiff.errors import HodiffWarning, InputError
-from hodiff.graph import _inspect, _predict, _saved, _source
+from hodiff.graph import _predict, _saved, _source
 from hodiff.graph._names import is_users
 from hodiff.graph._source import Line
 
@@ -51,7 +51,7 @@ class Monitor:
         """Measure `roots`, and those given to `monitor`; warn once per root after three rises in a row."""
         for name, root in {**self._roots, **roots}.items():
             with _saved.without_modes():
-                nodes = list(_inspect.walk([_nodes.node_of(tensor) for tensor in _tensors(root, name)]))
+                nodes = list(_nodes.walk([_nodes.node_of(tensor) for tensor in _tensors(root, name)]))
                 past = self.history.setdefault(name, [])
                 past.append(Step(len(nodes), _predict.saved_bytes(nodes)))
             if name not in self._warned and _grows(past):

@@ -1,72 +1,119 @@
-"""The gradients of several losses, each on its own, in the memory of one."""
+"""The gradients of several losses, each on its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import Tensor, nn
 
-from hodiff._core import _checks, _nodes, _reverse, _tree
+from hodiff._core import _checks, _nesting, _nodes, _refusals, _reverse, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._nodes import Node
-from hodiff._core._where import Where
-from hodiff.errors import InputError
-from hodiff.graph import _inspect, _predict, _release, _saved
+from hodiff._core._where import Selection, Where
+from hodiff.errors import GraphError, InputError
 
-METHODS = ("auto", "release", "cut", "sequential", "retain")
+K = TypeVar("K")
+T = TypeVar("T")
+What = Callable[..., Any] | Tensor
 
-Rows = list[list[Tensor | None]]
+Row = list[Tensor]
+"""One loss's gradient by each leaf."""
+
+
+@overload
+def multi_grad(
+    losses: Sequence[What],
+    where: nn.Module | Selection,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> list[dict[str, Tensor]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Sequence[What],
+    where: T,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> list[T]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What],
+    where: nn.Module | Selection,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> dict[K, dict[str, Tensor]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What],
+    where: T,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    release: bool = False,
+) -> dict[K, T]: ...
 
 
 def multi_grad(
-    losses: Sequence[Any] | Mapping[Any, Any],
+    losses: Sequence[What] | Mapping[Any, What],
     where: Any,
     *,
-    method: str = "auto",
     shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
     strict: bool = False,
+    release: bool = False,
 ) -> Any:
-    r"""Each loss's own gradient, \(\partial L_i / \partial x\) for all i, without retaining everything to the end.
+    r"""Each loss's own gradient, \(\partial L_i / \partial x\) for all i.
 
     For losses on one graph, of any topology: heads on a trunk, losses at different layers, skips, a
     parameter used by several. The results are those of one pass per loss with the graph retained.
 
-    **It spends the graph**, as `backward()` does: what the losses saved is freed as soon as no further
-    loss needs it (a later use raises, in our words). `method="retain"` frees nothing.
-
     Args:
-        losses: Scalars (one element each) computed from `where`; or functions of `where`, which are
-            then evaluated here. A sequence, or a mapping by name.
+        losses: Scalars (one element each) computed from `where`, whose graphs are the caller's and stay;
+            or functions of `where`, evaluated here one after the other, so that one loss's graph is
+            alive at a time. A sequence, or a mapping by name.
         where: A tensor, a container of tensors, a module (its trainable parameters), or `select`ed ones.
-        method: How.
-
-            * `"cut"`: the losses' own parts are run down to the shared part, and freed; then the shared
-              part once per loss. A loss of which one shared edge lies below another falls back to release.
-            * `"release"`: one pass per loss; after each, what only it needed is released.
-            * `"sequential"`: for functions: one after the other, so that one loss's graph is alive at a
-              time. With `shared`, the shared part is computed once and each function gets its value.
-            * `"retain"`: one pass per loss, nothing is freed.
-            * `"auto"`: sequential for functions, else cut.
-        shared: A function of `where`: the trunk. The losses are then functions of `(where, shared(where))`.
+        shared: A function of `where`: the trunk, computed once. The losses are then functions of
+            `(where, shared(where))`.
+        create_graph: Whether the results can be differentiated again. None means True inside the `f` of
+            another hodiff call (with grad mode on), else False.
         strict: Raise if one of the losses does not depend on one of the tensors of *where*.
+        release: Free each graph as it is used, as `backward()` would: what a loss saved goes as soon as
+            no further loss needs it, and a later use raises, in our words. For losses that are tensors;
+            the graphs of functions are freed in any case.
 
     Returns:
         One result per loss, in a list or in a dict by the same names; each like `where`, with its shapes.
-        What a loss does not depend on is zeros. The results carry no graph.
+        What a loss does not depend on is zeros. The results carry no graph, unless `create_graph`.
 
     Raises:
-        InputError: No losses, a loss that is no scalar, an unknown method, functions where tensors are
-            needed, or the reverse.
-        GraphError: No loss depends on `where`, or the graph was freed before.
+        InputError: No losses, a loss that is no scalar, or tensors and functions mixed; `shared` for
+            tensors; `release` for a result that keeps its graph.
+        GraphError: No loss depends on `where` (of functions: one of them does not), or the graph was
+            freed before.
 
     Cost:
-        One pass per loss through its own part, and one per loss through the shared part. The peak is
-        about that of the forward: cut and release save what retaining all would keep beyond it (some
-        10 %), and leave nothing. Sequential keeps one loss's own part at a time, the largest saving.
+        One pass per loss; with `shared`, one per loss through its own part and one through the trunk.
+        The peak is that of the forward with its graphs retained. `release=True` saves what retaining
+        would keep beyond the forward, and leaves nothing. Functions with `shared` keep one loss's own
+        part at a time, the largest saving.
 
     Examples:
         >>> import torch, hodiff
@@ -78,32 +125,36 @@ def multi_grad(
         {'sum': tensor([1., 1.]), 'square': tensor([2., 4.])}
 
     Reference:
-        The single cut between heads and trunk: Sener and Koltun, Multi-task learning as multi-objective
-        optimization, 2018, https://arxiv.org/abs/1810.04650.
+        The cut between heads and trunk, which `shared` makes: Sener and Koltun, Multi-task learning as
+        multi-objective optimization, 2018, https://arxiv.org/abs/1810.04650.
     """
     names, items = _items(losses)
-    if method not in METHODS:
-        raise InputError(f"method: is {method!r}, expected one of {', '.join(map(repr, METHODS))}.")
     functions = _are_functions(items)
+    options = _Options(_nesting.recorded(create_graph), strict)
     if shared is not None and not functions:
         raise InputError("shared: is for losses that are functions of (where, shared(where)); these are tensors.")
-    if method == "sequential" and not functions:
+    if release and options.create_graph:
         raise InputError(
-            "method='sequential': evaluates the losses one after the other, so it needs functions; these are tensors, "
-            "computed already. Give functions of where, or use method='cut'."
+            "release: frees the graphs of the losses, which a differentiable result needs (create_graph=True, or a "
+            "call inside the f of another hodiff call). Leave it out; if a constant is meant, pass create_graph=False."
         )
     point = Where(where, "where")
-    if functions and shared is not None:
-        rows = _with_shared(items, point, shared, strict)
-    elif functions and method in ("auto", "sequential"):
-        rows = [_one(function, point, strict) for function in items]
-    elif functions:
-        rows = _together(items, point, method, strict)
+    named = dict(zip(names, items, strict=True))
+    if not functions:
+        rows = _of_tensors(named, point, options, release)
+    elif shared is None:
+        rows = [_of_function(function, point, options) for function in items]
+    elif options.create_graph:
+        rows = _together(named, point, shared, options)
     else:
-        with Graph(call(list(items), point, passes=1, create_graph=False, strict=strict)) as ev:
-            rows = _passes(_scalars(ev.outputs, names), ev.leaves, method)
-    results = [point.result(_reverse.own(_filled(row, point.tensors))) for row in rows]
+        rows = _with_shared(named, point, shared, options)
+    results = [point.result(_reverse.own(row)) for row in rows]
     return dict(zip(names, results, strict=True)) if isinstance(losses, Mapping) else results
+
+
+class _Options(NamedTuple):
+    create_graph: bool
+    strict: bool
 
 
 def _items(losses: Any) -> tuple[list[Any], list[Any]]:
@@ -122,185 +173,163 @@ def _are_functions(items: list[Any]) -> bool:
     kinds = {isinstance(item, Tensor) for item in items}
     if len(kinds) > 1:
         raise InputError("losses: tensors and functions are mixed; give one kind.")
-    if kinds == {False} and not all(callable(item) for item in items):
-        raise InputError(f"losses: holds a {type(items[0]).__name__}; expected scalar tensors, or functions of where.")
+    wrong = next((item for item in items if not isinstance(item, Tensor) and not callable(item)), None)
+    if wrong is not None:
+        raise InputError(f"losses: holds a {type(wrong).__name__}; expected scalar tensors, or functions of where.")
     return kinds == {False}
 
 
-def _scalars(outputs: Sequence[Any], names: Sequence[Any]) -> list[Tensor]:
-    found = []
-    for output, name in zip(outputs, names, strict=True):
-        output = _checks.check_output(output, f"losses[{name!r}]")
-        if output.numel() != 1:
-            raise InputError(f"losses[{name!r}]: has shape {tuple(output.shape)}, expected one element.")
-        found.append(output)
-    return found
+def _scalar(loss: Any, name: Any) -> Tensor:
+    loss = _checks.check_output(loss, f"losses[{name!r}]")
+    if loss.numel() != 1:
+        raise InputError(f"losses[{name!r}]: has shape {tuple(loss.shape)}, expected one element.")
+    return loss
 
 
-def _filled(row: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(leaf) if part is None else part.detach() for part, leaf in zip(row, tensors, strict=True)]
+# --- tensors: the caller's graphs -------------------------------------------------------------------------------------
 
 
-def _one(function: Callable[[Any], Any], point: Where, strict: bool) -> list[Tensor | None]:
+def _of_tensors(losses: dict[Any, Any], point: Where, options: _Options, release: bool) -> list[Row]:
+    with Graph(call(list(losses.values()), point, passes=1, create_graph=options.create_graph)) as ev:
+        scalars = [_scalar(loss, name) for name, loss in losses.items()]
+        if options.strict:
+            for loss, name in zip(scalars, losses, strict=True):
+                _check_strictly(ev.unreached([loss]), name)
+        return _released(scalars, ev.leaves) if release else [_whole(ev, loss) for loss in scalars]
+
+
+def _check_strictly(unused: list[str], name: Any) -> None:
+    if unused:
+        raise GraphError(f"strict=True: losses[{name!r}] does not depend on {_refusals.listed(unused)}.")
+
+
+def _whole(ev: Graph, loss: Tensor) -> Row:
+    """One pass from a loss to the leaves, over a graph that stays."""
+    return _reverse.pull(ev, [loss], [None])
+
+
+class _Turn(NamedTuple):
+    """One loss's turn in a computation that releases.
+
+    Attributes:
+        number: Which loss.
+        nodes: The nodes it reaches that no later turn needs.
+        alone: Whether those are all, but for leaves: then its pass may free them itself.
+    """
+
+    number: int
+    nodes: list[Node]
+    alone: bool
+
+
+def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
+    """The losses in the order of their turns: the larger its graph, the sooner, and so the more can go early."""
+    reached = [list(_nodes.walk([_nodes.node_of(loss)])) for loss in losses]
+    order = sorted(range(len(losses)), key=lambda index: -len(reached[index]))
+    last = {node: index for index in order for node in reached[index]}
+
+    def turn(index: int) -> _Turn:
+        nodes = [node for node in reached[index] if last[node] == index]
+        inner = {node for node in reached[index] if node.next_functions}
+        return _Turn(index, nodes, inner.issubset(nodes))
+
+    return [turn(index) for index in order]
+
+
+def _released(losses: Sequence[Tensor], leaves: list[Tensor]) -> list[Row]:
+    """One pass per loss; after each, what no later one needs is released."""
+    from hodiff.graph import _saved
+
+    with _saved.without_modes():
+        turns = _turns(losses)
+    rows: dict[int, Row] = {}
+    for turn in turns:
+        found = _bare([losses[turn.number]], leaves, None, keep=not turn.alone)
+        rows[turn.number] = _filled(found, leaves)
+        with _saved.without_modes():
+            for node in turn.nodes:
+                _saved.release(node)
+    return [rows[index] for index in range(len(losses))]
+
+
+# --- functions: graphs of ours ----------------------------------------------------------------------------------------
+
+
+def _of_function(function: Callable[[Any], Any], point: Where, options: _Options) -> Row:
     """One function's gradient; its graph is gone when the next begins."""
-    with Graph(call(function, point, passes=1, create_graph=False, strict=strict)) as ev:
-        return list(_reverse.gradient(ev))
+    with Graph(call(function, point, passes=1, create_graph=options.create_graph, strict=options.strict)) as ev:
+        return _reverse.gradient(ev)
 
 
-def _together(functions: list[Any], point: Where, method: str, strict: bool) -> Rows:
-    """All functions evaluated first, on one graph of ours."""
-    together = lambda x: [function(x) for function in functions]  # noqa: E731
-    with Graph(call(together, point, passes=1, create_graph=False, strict=strict)) as ev:
-        return _passes(_scalars(ev.outputs, range(len(functions))), ev.leaves, method)
+def _together(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
+    """All functions on one graph, which a differentiable result keeps."""
+
+    def losses(argument: Any) -> list[Any]:
+        trunk = shared(argument)
+        return [_scalar(function(argument, trunk), name) for name, function in functions.items()]
+
+    with Graph(call(losses, point, passes=1, create_graph=True)) as ev:
+        for loss, name in zip(ev.outputs, functions if options.strict else (), strict=False):
+            _check_strictly(ev.unreached([loss]), name)
+        return [_whole(ev, loss) for loss in ev.outputs]
 
 
-def _with_shared(functions: list[Any], point: Where, shared: Callable[[Any], Any], strict: bool) -> Rows:
+class _Head(NamedTuple):
+    """What one loss's own part gave: by the leaves that it uses itself, and by each output of the trunk."""
+
+    by_leaves: Sequence[Tensor | None]
+    by_trunk: Sequence[Tensor | None]
+
+
+def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
     """The trunk once; then one head at a time on its detached value, and the trunk's pass for each."""
-    with Graph(call(shared, point, passes=1, create_graph=False, strict=strict)) as ev:
+    with Graph(call(shared, point, passes=1, create_graph=False)) as ev:
         trunk = ev.tensors()
         _, _, tree = _tree.flatten(ev.outputs)
         argument = point.argument(ev.leaves)
-        rows: Rows = []
-        pulled: list[list[Tensor | None]] = []
-        for index, function in enumerate(functions):
+        heads = []
+        for name, function in functions.items():
             cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in trunk]
-            (loss,) = _scalars([function(argument, _tree.rebuild(tree, iter(cut)))], [index])
-            inputs = [*ev.leaves, *(tensor for tensor in cut if tensor.requires_grad)]
-            found = (
-                _bare([loss], inputs, [torch.ones_like(loss)], keep=False)
-                if loss.requires_grad
-                else [None] * len(inputs)
-            )
-            rows.append(list(found[: len(ev.leaves)]))
-            pulled.append(list(found[len(ev.leaves) :]))
-            del loss
-        outputs = [tensor for tensor in trunk if tensor.requires_grad]
-        for index, (row, cotangents) in enumerate(zip(rows, pulled, strict=True)):
-            keep = index < len(rows) - 1
-            rows[index] = _added(row, _trunk(outputs, cotangents, ev.leaves, keep))
+            loss = _scalar(function(argument, _tree.rebuild(tree, iter(cut))), name)
+            ev.unreached([loss])  # which raises where it uses what it was not given
+            heads.append(_head(loss, cut, ev.leaves))
+            del loss  # and its graph, before the next one is made
+        rows = []
+        for name, head in zip(functions, heads, strict=True):
+            below = _through(trunk, head.by_trunk, ev.leaves, keep=head is not heads[-1])
+            row = [_sum(a, b) for a, b in zip(head.by_leaves, below, strict=True)]
+            if options.strict:
+                _check_strictly([n for n, part in zip(point.names, row, strict=True) if part is None], name)
+            rows.append(_filled(row, ev.leaves))
         return rows
 
 
-def _trunk(
-    outputs: list[Any], cotangents: Sequence[Tensor | None], leaves: list[Tensor], keep: bool
-) -> list[Tensor | None]:
-    pairs = [(out, cotangent) for out, cotangent in zip(outputs, cotangents, strict=True) if cotangent is not None]
-    if not pairs:
-        return [None] * len(leaves)
-    return list(_bare([out for out, _ in pairs], leaves, [cotangent for _, cotangent in pairs], keep=keep))
+def _head(loss: Tensor, cut: list[Tensor], leaves: list[Tensor]) -> _Head:
+    found = _bare([loss], [*leaves, *(tensor for tensor in cut if tensor.requires_grad)], None, keep=False)
+    by_live = iter(found[len(leaves) :])
+    return _Head(found[: len(leaves)], [next(by_live) if tensor.requires_grad else None for tensor in cut])
 
 
-def _added(row: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [b if a is None else a if b is None else a + b for a, b in zip(row, other, strict=True)]
+def _through(
+    trunk: list[Tensor], by_trunk: Sequence[Tensor | None], leaves: list[Tensor], *, keep: bool
+) -> Sequence[Tensor | None]:
+    pairs = [(output, by) for output, by in zip(trunk, by_trunk, strict=True) if by is not None]
+    return _bare([output for output, _ in pairs], leaves, [by for _, by in pairs], keep=keep)
 
 
-def _bare(outputs: list[Any], inputs: list[Any], cotangents: list[Tensor], *, keep: bool) -> Sequence[Tensor | None]:
-    return _reverse.between(outputs, inputs, cotangents, keep=keep) if inputs else []
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
-# --- one graph, several losses ----------------------------------------------------------------------------------------
+def _filled(row: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Row:
+    return [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(row, leaves, strict=True)]
 
 
-def _passes(losses: list[Tensor], leaves: list[Tensor], method: str) -> Rows:
-    with _saved.without_modes():
-        if method == "retain":
-            return [_whole(loss, leaves, keep=True) for loss in losses]
-        if method == "release":
-            return _by_release(losses, leaves)
-        return _by_cut(losses, leaves)
-
-
-def _whole(loss: Tensor, leaves: list[Tensor], *, keep: bool) -> list[Tensor | None]:
-    if not loss.requires_grad:
-        return [None] * len(leaves)
-    return list(_bare([loss], leaves, [torch.ones_like(loss)], keep=keep))
-
-
-def _by_release(losses: list[Tensor], leaves: list[Tensor]) -> Rows:
-    """One pass per loss; after each, what no later one needs is released."""
-    last: dict[Node, int] = {}
-    for index, loss in enumerate(losses):
-        last.update(dict.fromkeys(_inspect.walk([_nodes.node_of(loss)]), index))
-    rows = []
-    for index, loss in enumerate(losses):
-        rows.append(_whole(loss, leaves, keep=index < len(losses) - 1))
-        _release.drop(node for node, user in last.items() if user == index)
-    return rows
-
-
-def _by_cut(losses: list[Tensor], leaves: list[Tensor]) -> Rows:
-    """Each loss's own part down to the shared one, then the shared part once per loss.
-
-    The engine has no partial capture: to reach one cut edge through another it would run, and free,
-    the shared part in between, and count it twice. Such a loss runs whole, before the others.
-    """
-    common, private = _predict.split(losses)
-    cuts = [_cut_edges(loss, own, common) for loss, own in zip(losses, private, strict=True)]
-    apart = [_is_antichain(edges) for edges in cuts]
-    mine = [_own_inputs(leaves, set(own)) for own in private]
-    inside = [leaf for leaf in leaves if _nodes.node_of(leaf) in common]
-    rows: Rows = [[None] * len(leaves) for _ in losses]
-    trunk_follows = any(apart)
-    whole = [index for index, cuttable in enumerate(apart) if not cuttable]
-    for index in whole:
-        keep = trunk_follows or index != whole[-1]
-        rows[index] = _whole(losses[index], leaves, keep=keep)
-        _release.drop(private[index])
-        private[index] = []
-    pulled = {}
-    for index in (index for index, cuttable in enumerate(apart) if cuttable):
-        pulled[index] = _head(losses[index], cuts[index], [leaves[i] for i in mine[index]])
-        for i, found in zip(mine[index], pulled[index][len(cuts[index]) :], strict=True):
-            rows[index][i] = found
-        _release.drop(private[index])
-        private[index] = []
-    _shared_passes(pulled, cuts, inside, leaves, rows)
-    _release.drop(common)
-    return rows
-
-
-def _shared_passes(
-    pulled: dict[int, list[Tensor | None]],
-    cuts: list[list[GradientEdge]],
-    inside: list[Tensor],
-    leaves: list[Tensor],
-    rows: Rows,
-) -> None:
-    """From the cut edges to those of `leaves` that lie `inside` the shared part."""
-    places = [index for index, leaf in enumerate(leaves) if any(leaf is other for other in inside)]
-    while pulled:
-        index = min(pulled)
-        cotangents = pulled.pop(index)[: len(cuts[index])]
-        if not inside:
-            continue
-        found = _trunk(list(cuts[index]), cotangents, [leaves[i] for i in places], keep=bool(pulled))
-        for i, part in zip(places, found, strict=True):
-            rows[index][i] = part
-
-
-def _cut_edges(loss: Tensor, own: list[Node], common: set[Node]) -> list[GradientEdge]:
-    """The edges from a loss's own part to the shared one."""
-    root = _nodes.node_of(loss)
-    if root is None:
-        return []
-    if root in common:
-        return [get_gradient_edge(loss)]
-    edges = {(child, number) for node in own for child, number in node.next_functions if child in common}
-    return [GradientEdge(child, number) for child, number in edges]
-
-
-def _is_antichain(edges: list[GradientEdge]) -> bool:
-    """Whether none of the edges lies below another."""
-    nodes = {edge.node for edge in edges}
-    return nodes.isdisjoint(_inspect.walk([child for node in nodes for child in _saved.children(node)]))
-
-
-def _own_inputs(leaves: list[Tensor], own: set[Node]) -> list[int]:
-    return [index for index, leaf in enumerate(leaves) if _nodes.node_of(leaf) in own]
-
-
-def _head(loss: Tensor, edges: list[GradientEdge], inputs: list[Tensor]) -> list[Tensor | None]:
-    """The gradients of a loss by the cut edges and by what is its own; frees its own part."""
-    if not loss.requires_grad:
-        return [None] * (len(edges) + len(inputs))
-    return list(_bare([loss], [*edges, *inputs], [torch.ones_like(loss)], keep=False))
+def _bare(
+    outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor] | None, *, keep: bool
+) -> Sequence[Tensor | None]:
+    """One pass of the engine; nothing from outputs that carry no graph."""
+    if not any(output.requires_grad for output in outputs):
+        return [None] * len(inputs)
+    ones = cotangents or [torch.ones_like(output) for output in outputs]
+    return _reverse.between(outputs, inputs, ones, keep=keep)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
-from hodiff.graph import _inspect, _saved
+from hodiff.graph import _saved
 from hodiff.graph._names import Names, user_frames
 
 
@@ -21,7 +21,8 @@ class Finding(NamedTuple):
 
     Attributes:
         node: The class of the node; empty if it is about a tensor.
-        reason: `freed`, `stale`, `released`, `unknown`, `no graph`, `not a scalar`, `unused` or `missing`.
+        reason: `freed`, `stale`, `released`, `unknown`, `missing`, `no graph`, `not a scalar`,
+            `complex` or `unused`.
         variable: The variable that holds the node's output, or the tensor; empty if none was found.
         text: The sentence.
     """
@@ -122,7 +123,7 @@ def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Name
             doubtful = _saved.is_function(node) or reason in ("unknown", "missing")
             certain, possible = certain or not doubtful, possible or doubtful
     verdict = "fail" if certain else "maybe" if possible else "ok"
-    edge = [node for node in topmost(roots, bad) if names is not None]
+    edge = [node for node in _nodes.topmost(roots, bad) if names is not None]
     return Prediction(verdict, tuple(findings), tuple(label(node, names) for node in edge))
 
 
@@ -140,7 +141,7 @@ _TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
 
 def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
     """The nodes that the engine would run: all below `roots`, or those above one of `inputs`."""
-    nodes = _inspect.walk(roots)
+    nodes = _nodes.walk(roots)
     if inputs is None:
         return list(nodes)
     targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges
@@ -156,22 +157,6 @@ def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list
             needed.add(node)
             stack += parents.get(node, ())
     return [node for node in nodes if node in needed]
-
-
-def topmost(roots: Sequence[Node | None], chosen: Iterable[Node]) -> list[Node]:
-    """Those of `chosen` that a walk from `roots` meets first."""
-    chosen = set(chosen)
-    seen: set[Node] = set()
-    met: dict[Node, None] = {}
-    stack = [root for root in reversed(list(roots)) if root is not None]
-    while stack:
-        node = stack.pop()
-        if node in chosen:
-            met[node] = None
-        elif node not in seen:
-            seen.add(node)
-            stack += _saved.children(node)
-    return list(met)
 
 
 def label(node: Node, names: Names | None) -> str:
@@ -213,7 +198,10 @@ def _about_tensors(
         elif loss.numel() != 1:
             text = f"{name(loss)} has {loss.numel()} elements: backward() needs a gradient for them"
             found.append(Finding("", "not a scalar", name(loss), text))
-    reached = set(_inspect.walk(roots)) if inputs is not None and not found else None
+        elif loss.is_complex():
+            text = f"{name(loss)} is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss"
+            found.append(Finding("", "complex", name(loss), text))
+    reached = set(_nodes.walk(roots)) if inputs is not None and not found else None
     for tensor in inputs or ():
         node = _nodes.node_of(tensor)
         if node is None:
@@ -284,7 +272,7 @@ def shared(*losses: Tensor) -> Shared:
         found = tensors(losses, "losses")
         common, private = split(found)
         names = Names(list(user_frames(sys._getframe(1)))[:1])
-        edge = topmost([_nodes.node_of(loss) for loss in found], common)
+        edge = _nodes.topmost([_nodes.node_of(loss) for loss in found], common)
         sizes = [saved_bytes(nodes) for nodes in private]
         labels = tuple(label(node, names) for node in edge)
         return Shared(len(common), saved_bytes(common), tuple(map(len, private)), tuple(sizes), labels)
@@ -292,7 +280,7 @@ def shared(*losses: Tensor) -> Shared:
 
 def split(losses: Sequence[Tensor]) -> tuple[set[Node], list[list[Node]]]:
     """The nodes of two losses or more, and those of each loss alone."""
-    reached = [_inspect.walk([_nodes.node_of(loss)]) for loss in losses]
+    reached = [_nodes.walk([_nodes.node_of(loss)]) for loss in losses]
     counts: dict[Node, int] = {}
     for nodes in reached:
         for node in nodes:

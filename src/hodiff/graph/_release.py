@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _predict, _saved
+from hodiff.graph import _predict, _saved
 
 
 class Released(NamedTuple):
@@ -55,8 +55,8 @@ def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = (
     given = _predict.tensors(loss, "loss")
     kept = [] if not isinstance(keep, Tensor) and not len(keep) else _predict.tensors(keep, "keep")
     with _saved.without_modes():
-        stay = set(_inspect.walk([_nodes.node_of(tensor) for tensor in kept]))
-        return drop(node for node in _inspect.walk([_nodes.node_of(tensor) for tensor in given]) if node not in stay)
+        stay = set(_nodes.walk([_nodes.node_of(tensor) for tensor in kept]))
+        return drop(node for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given]) if node not in stay)
 
 
 def drop(nodes: Iterable[Node]) -> Released:

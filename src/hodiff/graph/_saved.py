@@ -18,6 +18,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -230,8 +231,8 @@ def _release(node: Node) -> int:
 
 
 RELEASED_TEXT = (
-    "this part of the graph was released, by hodiff.graph.release or hodiff.multi_grad, which spend the graphs that "
-    "they are given. Compute the tensor again, or release later; multi_grad(..., method='retain') releases nothing."
+    "this part of the graph was released: by hodiff.graph.release, or by hodiff.multi_grad(..., release=True). "
+    "Compute the tensor again, or release later."
 )
 
 
@@ -240,7 +241,7 @@ def _forget(tensor: Tensor) -> None:
 
 
 def _raise_released(nothing: None) -> Tensor:
-    raise GraphError(RELEASED_TEXT)
+    raise GraphError(RELEASED_TEXT, kind="released")
 
 
 def leaf(node: Node) -> Tensor | None:
@@ -274,16 +275,21 @@ def storage(tensor: Tensor) -> tuple[int, int]:
     """An identity for the memory under a tensor, and its size in bytes."""
     try:
         memory = tensor.untyped_storage()
-        return memory._cdata, memory.nbytes()
+        return memory._cdata, _bytes(memory)
     except (RuntimeError, NotImplementedError):  # sparse, nested and the like: parts of its own
         return id(tensor), 0
+
+
+def _bytes(memory: torch.UntypedStorage) -> int:
+    """The bytes that a storage takes: none, if it only says how many it would."""
+    return 0 if memory.device.type == "meta" else memory.nbytes()
 
 
 def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
     """A tensor's shape, empty for a nested tensor, which has none; and what `storage` says."""
     try:
         memory = tensor.untyped_storage()
-        return tuple(tensor.shape), memory._cdata, memory.nbytes()
+        return tuple(tensor.shape), memory._cdata, _bytes(memory)
     except (RuntimeError, NotImplementedError):
         nested = tensor.is_nested and tensor.layout is torch.strided
         return () if nested else tuple(tensor.shape), *storage(tensor)
@@ -294,9 +300,12 @@ def held_by_python(slot: Slot, times: int = 1) -> bool:
     return sys.getrefcount(slot.value) > _baseline() + times
 
 
-def without_modes() -> Any:
-    """A context in which reading a tensor's attributes calls no mode and no subclass."""
-    return torch._C.DisableTorchFunction()
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which reading a tensor's attributes calls no mode and no subclass, and meets no inference mode."""
+    inside = torch.is_inference_mode_enabled()
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False) if inside else nullcontext():
+        yield
 
 
 @cache

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 
 from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _predict, _saved, _source
+from hodiff.graph import _predict, _saved, _source
 from hodiff.graph._advice import Shared, fixes, loss_at, reason
 from hodiff.graph._case import Case, Explanation, Pass
 from hodiff.graph._names import local_variables
@@ -50,8 +51,7 @@ def _at(line: Line | None) -> str:
 
 
 def _freed_below(node: Node) -> str:
-    names = [type(each).__name__ for each in _inspect.walk([node]) if _predict.trouble(each) == "freed"]
-    counts = {name: names.count(name) for name in names}
+    counts = Counter(type(each).__name__ for each in _nodes.walk([node]) if _predict.trouble(each) == "freed")
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     return ", ".join(shown) + (f" and {len(counts) - 6} more kinds" if len(counts) > 6 else "")
 
@@ -64,7 +64,7 @@ def _recorded(case: Case) -> Shared | None:
     if record is None or case.call is None:
         return None
     tagged = [node for node in _predict.executed(case.roots, case.inputs) if record.tag(node) is not None]
-    edge = [node for node in _predict.topmost(case.roots, tagged) if _needs_freed(node, "freed", "unknown")]
+    edge = [node for node in _nodes.topmost(case.roots, tagged) if _needs_freed(node, "freed", "unknown")]
     if not edge:
         return _inferred(case)
     node = next((each for each in edge if each in case.names.nodes), edge[0])
@@ -97,13 +97,13 @@ def _recorded(case: Case) -> Shared | None:
 
 
 def _needs_freed(node: Node, *troubles: str) -> bool:
-    return any(_predict.trouble(each) in (troubles or ("freed",)) for each in _inspect.walk([node]))
+    return any(_predict.trouble(each) in (troubles or ("freed",)) for each in _nodes.walk([node]))
 
 
 def _changed(case: Case, node: Node) -> list[str]:
     """The leaves below a node that were changed in place after the pass that freed it."""
     found = []
-    for each in _inspect.walk([node]):
+    for each in _nodes.walk([node]):
         leaf, tag = _saved.leaf(each), case.record.tag(each) if case.record is not None else None
         if leaf is not None and tag is not None and _saved.version(leaf) != tag[1]:
             found.append(case.names.of(leaf) or f"a leaf of shape {tuple(leaf.shape)}")
@@ -122,16 +122,8 @@ def _moved(case: Case, call: Pass) -> bool:
 
 def _all_through(roots: list[Node], edge: list[Node]) -> bool:
     """Whether every path to a leaf leads through `edge`: cut there, nothing would be left to differentiate."""
-    stop, seen, stack = set(edge), set(), list(roots)
-    while stack:
-        node = stack.pop()
-        if node in stop or node in seen:
-            continue
-        seen.add(node)
-        if _saved.leaf(node) is not None:
-            return False
-        stack += _saved.children(node)
-    return True
+    stop = set(edge)
+    return not any(_saved.leaf(node) is not None for node in _nodes.walk(roots, stop) if node not in stop)
 
 
 def _variable(case: Case, node: Node, created: Line | None) -> str:
@@ -148,7 +140,7 @@ def _carried_above(case: Case, node: Node) -> str:
     candidates = [name for loop in _loops(case) for name in _source.carried(loop)]
     for holder, variable in case.names.nodes.items():
         names = {_source.base(variable), re.sub(r"^.*\.", "self.", variable)}
-        if names & set(candidates) and node in _inspect.walk([holder]):
+        if names & set(candidates) and node in _nodes.walk([holder]):
             return variable
     return ""
 
@@ -209,7 +201,7 @@ def _inferred(case: Case) -> Shared | None:
     """Nothing was recorded: judge by the variables in sight and the source."""
     if not case.roots or case.line is None:
         return None
-    below = set(_inspect.walk(case.roots))
+    below = set(_nodes.walk(case.roots))
     twice = _same_twice(case)
     if twice is not None:
         return twice
@@ -220,7 +212,7 @@ def _inferred(case: Case) -> Shared | None:
     for cause in ("cached attribute", "hoisted"):
         chosen = [(node, name) for node, name, found in judged if found == cause]
         if chosen:
-            first = set(_predict.topmost(case.roots, [node for node, _ in chosen]))
+            first = set(_nodes.topmost(case.roots, [node for node, _ in chosen]))
             node, name = next((node, name) for node, name in chosen if node in first)
             return _shared(case, node, name, cause)
     if other is not None:
@@ -244,7 +236,7 @@ def _inferred(case: Case) -> Shared | None:
 
 def _in_sight(case: Case) -> list[str]:
     """The variables whose values belong to the failing graph."""
-    below = set(_inspect.walk(case.roots))
+    below = set(_nodes.walk(case.roots))
     found = [tensor for tensor in case.names.all_tensors() if tensor.grad_fn is not None and tensor.grad_fn in below]
     return [path for tensor in found for path in case.names.paths[id(tensor)]]
 
@@ -304,11 +296,11 @@ def _other_loss(case: Case, below: set[Node]) -> Shared | None:
             node = _nodes.node_of(value)
             if node is None or node in case.roots:
                 continue
-            mine = _inspect.walk([node])
+            mine = _nodes.walk([node])
             common = [each for each in mine if each in below and _saved.leaf(each) is None and _needs_freed(each)]
             passes = [s for s in _source.statements(_line(case)) if _frees(s, name)]
             if common and passes:
-                edge = _predict.topmost(case.roots, common)
+                edge = _nodes.topmost(case.roots, common)
                 chosen = next((each for each in edge if each in case.names.nodes), edge[0])
                 shared = _shared(case, chosen, case.names.nodes.get(chosen, ""), "two losses")
                 freed = Line(_line(case).file, passes[0].lineno)

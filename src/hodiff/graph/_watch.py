@@ -11,10 +11,9 @@ import itertools
 import sys
 import threading
 import weakref
-from bisect import bisect_right
 from collections.abc import Sequence
-from types import CodeType, FrameType
-from typing import Any, Self
+from types import FrameType
+from typing import Any, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -24,11 +23,9 @@ from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _explain, _predict, _saved
 from hodiff.graph._case import PASSES, Lost, Pass
+from hodiff.graph._log import Key, Log
 from hodiff.graph._names import KNOWN, is_users, user_frames
 from hodiff.graph._source import Line, line_of
-
-LOG = 200_000
-"""Entries of the log of lines; then its older half goes, but for each line's first."""
 
 _serial = itertools.count()
 
@@ -79,6 +76,31 @@ def recording() -> Watch | None:
     return _recording.here[-1] if _recording.here else None
 
 
+class OperationListener(Protocol):
+    """Who wants to know of each operation under a watch."""
+
+    def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
+        """`func` was called with `arguments` (args and kwargs) from `frame`, and gave `result`."""
+        ...
+
+    def cut(self, lost: Lost, sources: Any) -> None:
+        """The graph of `sources` ended at a line."""
+        ...
+
+
+class PassListener(Protocol):
+    """Who wants to know of each backward pass under a watch."""
+
+    def before(self, nodes: Sequence[Node]) -> None:
+        """These nodes will be run."""
+        ...
+
+    def after(self, record: Watch, call: Pass, failed: bool) -> None:
+        """The pass has run, or failed; `record` is the watch that saw it."""
+        ...
+
+
+@final
 class Watch(TorchFunctionMode):
     """The recorder that `watch()` gives; `.passes` lists the backward passes seen.
 
@@ -91,45 +113,20 @@ class Watch(TorchFunctionMode):
         ['Tensor.backward']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, operations: OperationListener | None = None, of_passes: PassListener | None = None) -> None:
         super().__init__()
         self.passes: list[Pass] = []
         self.key = f"hodiff {next(_serial)}"
+        self._operations = operations
+        self._of_passes = of_passes
+        self._log = Log()
         self._kinds: dict[Any, int] = {}
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._lines: list[tuple[CodeType, int]] = []
-        self._last: dict[tuple[CodeType, int], int] = {}
-        self._first: dict[int, tuple[CodeType, int]] = {}
         self._lost: dict[int, tuple[Any, Lost]] = {}
-        self._changed: dict[int, tuple[CodeType, int]] = {}
+        self._changed: dict[int, Key] = {}
         self._repeats: dict[tuple[Line, ...], int] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one call, and note what it did."""
-        # An optimizer makes hundreds of these calls in a step, hence the plain look.
-        if is_dynamo_compiling():  # Dynamo would trace what follows into the graph, wrongly
-            return func(*args, **(kwargs or {}))
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind(func)
-        if kind > _CUT:
-            if kind == _PASS:
-                return self._run_pass(func, args, kwargs or {})
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            if kind == _GRADIENT and KNOWN.get(sys._getframe(1).f_code) is not False:
-                self._note_gradient(result, sys._getframe(1))
-            return result
-        before = counter()
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        after = counter()
-        if after != before:
-            self._note(before, after)
-        elif kind != _INPLACE and (isinstance(result, Tensor) or kind == _CUT) and _has_no_graph(result):
-            self._note_lost(func, kind, args, kwargs, result)
-        if kind == _INPLACE and args:
-            self._note_change(args[0])
-        return result
+    def __init_subclass__(cls) -> None:  # its frames would pass for the user's
+        raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
 
     def __enter__(self) -> Self:
         _recording.here.append(self)
@@ -140,42 +137,52 @@ class Watch(TorchFunctionMode):
             _recording.here.remove(self)
         super().__exit__(*exc)
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one call, and note what it did."""
+        if is_dynamo_compiling():  # Dynamo would trace what follows into the graph, wrongly
+            return func(*args, **(kwargs or {}))
+        frame = sys._getframe(1)  # the one place that knows how far away the caller is
+        result = self._run(func, args, kwargs or {}, frame)
+        if self._operations is not None:
+            self._operations.called(func, (args, kwargs), result, frame)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        # An optimizer makes hundreds of these calls in a step, hence the plain look.
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        if kind > _CUT:
+            if kind == _PASS:
+                return self._run_pass(func, args, kwargs, frame)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if kind == _GRADIENT and KNOWN.get(frame.f_code) is not False:
+                self._note_gradient(result, frame)
+            return result
+        before = counter()
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        after = counter()
+        if after != before:
+            self._log.add(before, after, _user_line(frame))
+        elif kind != _INPLACE and (isinstance(result, Tensor) or kind == _CUT) and _has_no_graph(result):
+            self._note_lost(func, kind, (args, kwargs), result, frame)
+        if kind == _INPLACE and args:
+            self._note_change(args[0], frame)
+        return result
+
     def _note_gradient(self, gradient: Any, frame: FrameType) -> None:
         """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""
         if isinstance(gradient, Tensor) and not gradient.requires_grad and is_users(frame.f_code):
             self._remember(gradient, Lost("gradient", line_of(frame), "grad"))
 
-    def _note(self, before: int, after: int) -> None:
-        """The nodes `before` ... `after - 1` were made at the user's line."""
-        key = _user_line(sys._getframe(2))
-        lines = self._lines
-        if lines and lines[-1] == key and before >= self._ends[-1]:
-            self._ends[-1] = after
-        else:
-            self._starts.append(before)
-            self._ends.append(after)
-            lines.append(key)
-            if len(lines) > LOG:
-                self._shorten()
-        self._last[key] = after
-
-    def _shorten(self) -> None:
-        """Forget the older half of the log, but for the first entry of each line: what is hoisted ran once."""
-        half = len(self._lines) // 2
-        first = {key: index for index, key in reversed(list(enumerate(self._lines)))}
-        keep = [index for index, key in enumerate(self._lines) if index >= half or first[key] == index]
-        self._starts = [self._starts[index] for index in keep]
-        self._ends = [self._ends[index] for index in keep]
-        self._lines = [self._lines[index] for index in keep]
-
-    def _note_lost(self, func: Any, kind: int, args: Any, kwargs: Any, result: Any) -> None:
+    def _note_lost(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
         name = getattr(func, "__name__", "")
         if kind == _CUT:
             lost = "detached" if name in ("detach", "detach_", "__get__") else "constant"
         else:
             inherited = None
-            for tensor in tensors_in((args, kwargs)):
+            for tensor in tensors_in(arguments):
                 if tensor.requires_grad:
                     lost = "no_grad" if not torch.is_grad_enabled() else "constant"
                     break
@@ -184,20 +191,22 @@ class Watch(TorchFunctionMode):
                 if inherited is not None:
                     self._remember(result, inherited[1])
                 return
-        if kind == _OPERATION or args[0].requires_grad:
-            self._cut(result, Lost(lost, _as_line(_user_line(sys._getframe(2))), name), (args, kwargs))
+        if kind == _OPERATION or arguments[0][0].requires_grad:
+            self._cut(result, Lost(lost, _as_line(_user_line(frame)), name), arguments)
 
     def _cut(self, result: Any, lost: Lost, sources: Any) -> None:
         """Here the graph of `sources` ended: the result, a tensor or a number, is not in it."""
         if isinstance(result, Tensor):
             self._remember(result, lost)
+        if self._operations is not None:
+            self._operations.cut(lost, sources)
 
     def _remember(self, tensor: Tensor, lost: Lost) -> None:
         key, table = id(tensor), self._lost
         table[key] = (weakref.ref(tensor, lambda _: table.pop(key, None)), lost)
 
-    def _note_change(self, what: Any) -> None:
-        line = _user_line(sys._getframe(2))
+    def _note_change(self, what: Any, frame: FrameType) -> None:
+        line = _user_line(frame)
         for tensor in (what,) if isinstance(what, Tensor) else tensors_in(what):
             self._changed[_saved.storage(tensor)[0]] = line
 
@@ -213,55 +222,46 @@ class Watch(TorchFunctionMode):
 
     def made(self, node: Node) -> Line | None:
         """The line that made a node; None if it was not seen."""
-        if not _saved.sequences_work():
-            return None
-        place = _saved.sequence(node)
-        index = bisect_right(self._starts, place) - 1
-        return _as_line(self._lines[index]) if index >= 0 and place < self._ends[index] else None
+        found = self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None
+        return _as_line(found) if found else None
 
     def ran_again(self, node: Node) -> bool:
         """Whether the line that made a node made others after it."""
-        place = _saved.sequence(node)
-        index = bisect_right(self._starts, place) - 1
-        return index >= 0 and self._last.get(self._lines[index], 0) > self._ends[index]
+        return self._log.ran_again(_saved.sequence(node))
 
-    def _run_pass(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_pass(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
         name, names = PASSES[func]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         roots, inputs = roots_of(given), as_list(given.get("inputs"))
         create = bool(given.get("create_graph"))
         retain = create if given.get("retain_graph") is None else bool(given["retain_graph"])
-        stack = tuple(line_of(frame) for frame in user_frames(sys._getframe(2)))
-        before = _saved.counter()
+        stack = tuple(line_of(user) for user in user_frames(frame))
+        before = counter()
         repeat = self._repeats[stack] = self._repeats.get(stack, -1) + 1
         call = Pass(len(self.passes), name, stack, retain, before, repeat)
         self.passes.append(call)
+        if self._of_passes is not None:
+            self._of_passes.before(_predict.executed(roots, inputs))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self._failed(error, call, roots, inputs, sys._getframe(2))
+            self._failed(error, call, roots, inputs, frame)
             raise
-        after = _saved.counter()
+        after = counter()
         if after != before:
-            self._note_pass(before, after, sys._getframe(2))
-        self._succeeded(call, roots, inputs)
+            self._log.add(before, after, _user_line(frame))
+        if not call.retained:
+            self._tag(call, _predict.executed(roots, inputs))
+        if self._of_passes is not None:
+            self._of_passes.after(self, call, failed=False)
         if isinstance(result, tuple) and stack:
             for tensor in result:
                 if isinstance(tensor, Tensor) and not tensor.requires_grad:
                     self._cut(tensor, Lost("constant gradient" if create else "gradient", stack[0], name), args)
         return result
 
-    def _note_pass(self, before: int, after: int, frame: FrameType) -> None:
-        self._starts.append(before)
-        self._ends.append(after)
-        self._lines.append(_user_line(frame))
-
-    def _succeeded(self, call: Pass, roots: list[Node], inputs: list[Any] | None) -> None:
-        """Tag what the pass freed."""
-        if not call.retained:
-            self._tag(call, run_by(roots, inputs))
-
     def _tag(self, call: Pass, nodes: Sequence[Node]) -> None:
+        """These nodes were freed by a pass."""
         key, index = self.key, call.number
         inner = (index, -1)
         for node in nodes:
@@ -278,7 +278,9 @@ class Watch(TorchFunctionMode):
             explained = None
         if explained is not None:
             _explain.attach(error, explained)
-        self._tag(call, self._spent(run_by(roots, inputs)))
+        self._tag(call, self._spent(_predict.executed(roots, inputs)))
+        if self._of_passes is not None:
+            self._of_passes.after(self, call, failed=True)
 
     def _spent(self, nodes: list[Node]) -> list[Node]:
         """Those that a failing pass ran: what it freed, and all above, as a node waits for those."""
@@ -316,11 +318,6 @@ def as_list(value: Any) -> list[Any] | None:
     return [value] if isinstance(value, Tensor) or hasattr(value, "node") else list(value)
 
 
-def run_by(roots: list[Node], inputs: list[Any] | None) -> list[Node]:
-    """The nodes that a pass from `roots` to `inputs` runs."""
-    return _predict.executed(roots, inputs)
-
-
 def _has_no_graph(result: Any) -> bool:
     return not isinstance(result, Tensor) or (not result.requires_grad and result.is_floating_point())
 
@@ -342,7 +339,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def _user_line(frame: FrameType | None) -> tuple[CodeType, int]:
+def _user_line(frame: FrameType | None) -> Key:
     """The code and the number of the user's line that `frame` was called from."""
     start, known = frame, KNOWN
     while frame is not None:
@@ -356,7 +353,7 @@ def _user_line(frame: FrameType | None) -> tuple[CodeType, int]:
     return (start.f_code, start.f_lineno or 0) if start is not None else (_as_line.__code__, 0)
 
 
-def _as_line(key: tuple[CodeType, int]) -> Line:
+def _as_line(key: Key) -> Line:
     return Line(key[0].co_filename, key[1])
 
 

@@ -1,5 +1,6 @@
 """The errors of the calculus name the line and the variable; where that is impossible they are as they were."""
 
+import pickle
 import re
 
 import pytest
@@ -443,3 +444,148 @@ def test_the_search_ends(monkeypatch):
     with pytest.raises(hodiff.GraphError, match=r"Usual causes"):
         hodiff.grad(f, X, args=(True,))
     assert len(walks) <= _failure.WALKS + 10
+
+
+# --- what is said is made from data: an error in other words has the same explanation ---------------------------------
+
+
+def bypassed():
+    w = X.clone().requires_grad_()
+    hodiff.grad(lambda x: (w * 2).sum() + x.sum(), w)
+
+
+def strictly():
+    hodiff.grad(lambda pair: (pair[0] * pair[1].detach()).sum(), (X, X.clone()), strict=True)
+
+
+def without_a_second_derivative():
+    hodiff.hvp(bags, X, V)
+
+
+def without_a_second_derivative_as_a_tensor():
+    x = X.clone().requires_grad_()
+    z = x.reshape(3, 1)
+    d = F.embedding_bag(INDICES, z)
+    hodiff.hvp(d.exp().sum(), x, V)
+
+
+def once():
+    def f(x):
+        y = Once.apply(x)
+        return y.sum()
+
+    hodiff.hvp(f, X, V)
+
+
+def third_order(norm):
+    x = X.clone().requires_grad_()
+    y = norm(x.expand(2, 3))
+    gradient = hodiff.grad((y**3).sum(), x, create_graph=True)
+    hodiff.hvp(gradient.sum(), x, V, create_graph=True)
+
+
+def layer_norm():
+    third_order(lambda x: torch.nn.functional.layer_norm(x, (3,)))
+
+
+def batch_norm():
+    third_order(lambda x: torch.nn.functional.batch_norm(x.T, None, None, training=True))
+
+
+def weight_norm():
+    linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3).double())
+    weight = linear.weight
+    weights = list(linear.parametrizations.weight.parameters())
+    hodiff.hvp(weight.square().sum(), weights, [torch.ones_like(each) for each in weights])
+
+
+def freed():
+    x = X.clone().requires_grad_()
+    h = x.sin()
+    first, second = h.sum(), h.square().sum()
+    first.backward()
+    hodiff.hvp(second, x, V)
+
+
+def freed_in_f():
+    def f(x):
+        y = x.square().sum()
+        y.backward()
+        return y
+
+    hodiff.grad(f, X)
+
+
+def changed():
+    x = X.clone().requires_grad_()
+    h = x.exp()
+    total = (h * h).sum()
+    h.mul_(2)
+    hodiff.grad(total, x)
+
+
+def changed_in_f():
+    def f(x):
+        h = x.exp()
+        total = (h * h).sum()
+        h.mul_(2)
+        return total
+
+    hodiff.grad(f, X)
+
+
+def untracked():
+    x = X.clone().requires_grad_()
+    h = x.detach()
+    hodiff.grad((h * x).sum(), h)
+
+
+def not_used():
+    x = X.clone().requires_grad_()
+    y = x * 2
+    hodiff.grad((x * 3).sum(), y)
+
+
+FAILING = [
+    *[bypassed, strictly, without_a_second_derivative, without_a_second_derivative_as_a_tensor, once],
+    *[layer_norm, batch_norm, weight_norm, freed, freed_in_f, changed, changed_in_f, untracked, not_used],
+    *[lambda f=f: hodiff.grad(f, X) for f in CUT],
+]
+
+
+def explained(call) -> tuple[str, str]:
+    with pytest.raises(hodiff.GraphError, match=r"(?s)^.+\n  ") as caught:
+        call()
+    first, _, rest = str(caught.value).partition("\n")
+    return first, rest
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@pytest.mark.parametrize("call", FAILING, ids=lambda f: f.__name__)
+def test_an_error_in_other_words_has_the_same_explanation(call, monkeypatch):
+    right = explained(call)
+    plain = hodiff.GraphError.__init__
+
+    def reworded(self, message="", *, advice="", **facts):
+        plain(self, "other words.", advice="other advice." if advice else "", **facts)
+
+    monkeypatch.setattr(hodiff.GraphError, "__init__", reworded)
+    first, rest = explained(call)
+    assert first in ("other words.", "other words. other advice.")
+    assert ("advice" in first) == (call is freed)  # general advice gives way, but for what holds in any case
+    assert rest == right[1]
+
+
+def test_what_was_released_is_told_in_any_words(monkeypatch):
+    monkeypatch.setattr(_failure._saved, "RELEASED_TEXT", "other words")
+    x = X.clone().requires_grad_()
+    loss = x.exp().sum()
+    hodiff.graph.release(loss)
+    with pytest.raises(hodiff.GraphError, match="other words") as caught:
+        loss.backward()
+    assert hodiff.graph.explain(caught.value).cause == "released"
+
+
+def test_an_error_about_a_graph_survives_pickling():
+    error = pickle.loads(pickle.dumps(hodiff.GraphError("stem.", kind="freed", advice="advice.", operations=["cdist"])))
+    assert (str(error), error._facts.kind, error._facts.operations) == ("stem. advice.", "freed", {"cdist"})

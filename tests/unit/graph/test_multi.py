@@ -5,12 +5,14 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff._core._live_bytes import LiveBytes
 from tests.support.ledger import Ledger, without_collector
 from tests.unit.graph.random_graphs import Graphs
 
-METHODS = ("auto", "release", "cut", "retain")
+WAYS = ({}, {"release": True}, {"create_graph": True})
 
 
 def separately(losses, where):
@@ -21,7 +23,7 @@ def separately(losses, where):
     return rows
 
 
-def compare(seed: int, method: str) -> int:
+def compare(seed: int, options: dict) -> int:
     graphs = Graphs(seed, wild=seed % 2 == 0)
     graphs.losses.append(graphs.scalar())
     r = graphs.r
@@ -32,16 +34,17 @@ def compare(seed: int, method: str) -> int:
         return 0
     if all(not part.any() for row in expected for part in row):
         return 0
-    got = hodiff.multi_grad(graphs.losses, where, method=method)
+    got = hodiff.multi_grad(graphs.losses, where, **options)
     for row, right in zip(got, expected, strict=True):
         for part, other in zip(row, right, strict=True):
             torch.testing.assert_close(part, other, rtol=1e-12, atol=1e-12)
     return 1
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_random_graphs(method):
-    assert sum(compare(seed, method) for seed in range(490)) >= 400
+@pytest.mark.filterwarnings("ignore::hodiff.CustomFunctionWarning")
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_random_graphs(options):
+    assert sum(compare(seed, options) for seed in range(490)) >= 400
 
 
 def rebuild(seed: int, leaves):
@@ -56,7 +59,7 @@ def rebuild(seed: int, leaves):
     return [graphs.scalar() for _ in range(graphs.r.randint(1, 4))]
 
 
-def test_sequential_on_random_graphs():
+def test_functions_on_random_graphs():
     done = 0
     for seed in range(420):
         graphs = Graphs(seed, wild=False)
@@ -65,7 +68,7 @@ def test_sequential_on_random_graphs():
             continue
         calls = [lambda leaves, i=i, seed=seed: rebuild(seed, leaves)[i] for i in range(len(graphs.losses))]
         try:
-            got = hodiff.multi_grad(calls, graphs.leaves, method="sequential")
+            got = hodiff.multi_grad(calls, graphs.leaves)
         except hodiff.GraphError as error:  # one loss that depends on nothing: said, not zero
             assert "depend" in str(error)
             continue
@@ -78,10 +81,10 @@ def test_sequential_on_random_graphs():
 def test_each_topology_by_hand():
     x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    for method in METHODS:
+    for options in WAYS:
         z = w * x**2
         inner, outer, skip = z.sum(), (w * z).sum(), (z * x).sum()  # w and x reach the losses directly, too
-        got = hodiff.multi_grad({"inner": inner, "outer": outer, "skip": skip, "itself": inner}, (x, w), method=method)
+        got = hodiff.multi_grad({"inner": inner, "outer": outer, "skip": skip, "itself": inner}, (x, w), **options)
         right = {
             "inner": (4 * x, (x**2).sum()),
             "outer": (8 * x, 4 * (x**2).sum()),
@@ -89,7 +92,7 @@ def test_each_topology_by_hand():
             "itself": (4 * x, (x**2).sum()),
         }
         for name, (by_x, by_w) in right.items():
-            torch.testing.assert_close(got[name], (by_x.detach(), by_w.detach()))
+            torch.testing.assert_close([part.detach() for part in got[name]], [by_x.detach(), by_w.detach()])
         assert x.grad is None
 
 
@@ -106,39 +109,154 @@ def expected_heads(model, x):
     return separately(losses, list(model.parameters()))
 
 
-@pytest.mark.parametrize("method", [*METHODS, "sequential", "shared"])
-def test_a_module(method):
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_module(shared, create_graph):
     model, x = heads()
     right = expected_heads(model, x)
-    if method == "shared":
+    if shared:
         calls = [lambda m, z, i=i: m["heads"][i](z).square().mean() for i in range(6)]
-        got = hodiff.multi_grad(calls, model, shared=lambda m: m["trunk"](x))
+        got = hodiff.multi_grad(calls, model, shared=lambda m: m["trunk"](x), create_graph=create_graph)
     else:
         calls = [lambda m, i=i: m["heads"][i](m["trunk"](x)).square().mean() for i in range(6)]
-        got = hodiff.multi_grad(calls, model, method=method)
+        got = hodiff.multi_grad(calls, model, create_graph=create_graph)
     names = [name for name, _ in model.named_parameters()]
     for row, expected in zip(got, right, strict=True):
         assert list(row) == names
-        torch.testing.assert_close(list(row.values()), expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close([part.detach() for part in row.values()], expected, rtol=1e-12, atol=1e-14)
+    assert all(part.requires_grad == create_graph for part in got[0].values())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("method", "spent"), [("cut", True), ("release", True), ("retain", False)])
-def test_what_lives_on(method, spent):
+@pytest.mark.parametrize("release", [False, True])
+def test_the_graphs_are_the_callers_unless_released(release):
     model, x = heads()
     with without_collector(), Ledger() as ledger:
         z = model["trunk"](x)
         losses = [head(z).square().mean() for head in model["heads"]]
         before = ledger.alive(besides=(z, losses))
-        got = hodiff.multi_grad(losses, model, method=method)
+        got = hodiff.multi_grad(losses, model, release=release)
         after = ledger.alive(besides=(z, losses, got))
-    if spent:
+    if release:
         assert after == 0
-        with pytest.raises(RuntimeError, match=r"released, by hodiff|second time"):
+        with pytest.raises(RuntimeError, match=r"was released: by hodiff|second time"):
             losses[0].backward()
     else:
         assert after == before > 0
-        losses[0].backward()
+        for loss in losses:
+            loss.backward(retain_graph=True)
+
+
+def test_what_no_later_loss_needs_goes_before_it():
+    """Losses at layers: the deepest has its turn first, in whatever order they are given."""
+    peaks = {}
+    for release in (False, True):
+        for order in (1, -1):
+            torch.manual_seed(0)
+            layers, h, losses = nn.ModuleList([nn.Linear(64, 64) for _ in range(12)]), torch.randn(1024, 64), []
+            with LiveBytes() as live:
+                for layer in layers:
+                    h = layer(h).tanh()
+                    losses.append(h.square().mean())
+                hodiff.multi_grad(losses[::order], layers, release=release)
+            peaks[release, order] = live.peak
+            del h, losses
+    assert peaks[True, 1] == pytest.approx(peaks[True, -1], rel=0.05)
+    assert peaks[True, 1] < 0.8 * peaks[False, 1]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_hook_on_the_shared_tensor_runs_once_for_each_loss(options):
+    """As in separate passes; a pass that ended at the tensor, and another that began there, would run it twice."""
+    a = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    ran = []
+
+    def hook(g):
+        ran.append(1)
+        return 10 * g
+
+    h = a * 1
+    h.register_hook(hook)
+    first, second = hodiff.multi_grad([h.sum(), (h**2).sum()], a, **options)
+    assert (first.item(), second.item()) == (10.0, 40.0)
+    assert len(ran) == 2
+
+
+def of_cube(x):
+    return hodiff.multi_grad([lambda z: (z**3).sum()], x)[0]
+
+
+def of_cube_as_a_tensor(x):
+    return hodiff.multi_grad([(x**3).sum()], x)[0]
+
+
+def of_cube_with_a_trunk(x):
+    return hodiff.multi_grad([lambda z, trunk: (z * trunk).sum()], x, shared=lambda z: z**2)[0]
+
+
+@pytest.mark.parametrize("inner", [of_cube, of_cube_as_a_tensor, of_cube_with_a_trunk])
+def test_inside_another_call_it_is_differentiated(inner):
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(hodiff.grad(lambda x: (inner(x) * x).sum(), x), 9 * x**2)
+    torch.testing.assert_close(hodiff.hessian(lambda x: (inner(x) * x).sum(), x), torch.diag(18 * x))
+
+    def as_constant(x):
+        with torch.no_grad():
+            constant = inner(x)
+        return (constant * x).sum()
+
+    if inner is not of_cube_as_a_tensor:  # whose cube would have no graph there
+        torch.testing.assert_close(hodiff.grad(as_constant, x), 3 * x**2)
+
+
+def test_a_linear_loss_inside_another_call_has_a_zero_derivative():
+    x = torch.ones(2, dtype=torch.float64)
+    assert torch.equal(hodiff.grad(lambda x: hodiff.multi_grad([x.sum()], x)[0].sum(), x), torch.zeros_like(x))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("packed", ["save_on_cpu", "checkpoint"])
+def test_release_frees_what_is_packed_where_no_other_loss_needs_it(packed):
+    a = torch.rand(3, requires_grad=True)
+    if packed == "checkpoint":
+        losses = [checkpoint(lambda x: x.exp().sum(), a, use_reentrant=False) for _ in range(2)]
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            losses = [a.exp().sum(), a.exp().sum()]
+    for found in hodiff.multi_grad(losses, a, release=True):
+        torch.testing.assert_close(found, a.detach().exp())
+    for loss in losses:
+        with pytest.raises((RuntimeError, hodiff.GraphError), match=r"second time|already been freed|was released"):
+            loss.backward()
+
+
+def test_release_is_refused_where_the_graph_is_needed_again():
+    x = torch.ones(2)
+    with pytest.raises(hodiff.InputError, match="release: frees the graphs of the losses"):
+        hodiff.grad(lambda x: hodiff.multi_grad([(x**3).sum()], x, release=True)[0].sum(), x)
+    with pytest.raises(hodiff.InputError, match="release: frees the graphs of the losses"):
+        hodiff.multi_grad([x.requires_grad_().sum()], x, release=True, create_graph=True)
+
+
+def test_a_head_that_bypasses_its_argument_is_refused():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(hodiff.GraphError, match="f reaches where other than through its argument"):
+        hodiff.multi_grad([lambda _, z: (z * x).sum()], x, shared=lambda x: x**2)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "functions", "shared", "shared, recorded"])
+def test_strict_is_about_each_loss(kind):
+    a, b = (torch.ones(2, requires_grad=True) for _ in "ab")
+    both, one = (lambda t: (t[0] * t[1]).sum()), (lambda t: t[1].exp().sum())
+    losses, options = [both, one], {}
+    if kind == "tensors":
+        losses = [both((a, b)), one((a, b))]
+    elif kind != "functions":
+        losses = [lambda t, z: (t[0] * z).sum(), lambda t, z: z.sum()]
+        options = {"shared": lambda t: t[1] ** 2, "create_graph": kind == "shared, recorded"}
+    hodiff.multi_grad(losses, (a, b), **options)
+    with pytest.raises(hodiff.GraphError, match=r"strict=True: (losses\[1\]|the result) does not depend on where\[0\]"):
+        hodiff.multi_grad(losses, (a, b), strict=True, **options)
 
 
 def test_zero_where_a_loss_does_not_depend_and_an_error_where_none_does():
@@ -164,8 +282,6 @@ def test_a_tensor_that_carries_no_graph_among_losses():
         (3, {}, "losses: is a int"),
         ([3], {}, "losses: holds a int"),
         ("mixed", {}, "are mixed"),
-        ("tensors", {"method": "fast"}, "method: is 'fast', expected one of"),
-        ("tensors", {"method": "sequential"}, "needs functions"),
         ("tensors", {"shared": torch.exp}, "shared: is for losses that are functions"),
         ("vector", {}, "expected one element"),
     ],

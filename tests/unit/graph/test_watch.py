@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff.graph import _watch, explain, watch
+from hodiff.graph import Watch, _log, explain, watch
 from tests.unit.graph.random_graphs import Cube, Graphs
 
 
@@ -233,18 +233,50 @@ def test_detach_is_withheld_where_nothing_would_be_left():
 
 
 def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
-    monkeypatch.setattr(_watch, "LOG", 50)
+    monkeypatch.setattr(_log, "LOG", 50)
     a = torch.rand(3, requires_grad=True)
     with watch() as record:
         y = a.exp()
         for _ in range(200):
             z = a.sin()
             z = z.cos()
-        assert len(record._lines) <= 60
-        y.sum().backward()
-        with pytest.raises(RuntimeError, match="second time") as caught:
-            y.sin().sum().backward()
-    assert "y = a.exp()" in note(caught.value)
+    assert len(record._log) <= 60
+    assert record.made(y.grad_fn).text == "y = a.exp()"
+    assert not record.ran_again(y.grad_fn)
+    assert record.made(z.grad_fn).text == "z = z.cos()"
+
+
+def test_the_log_itself(monkeypatch):
+    monkeypatch.setattr(_log, "LOG", 8)
+    log, lines = _log.Log(), [(test_the_log_itself.__code__, number) for number in range(3)]
+    log.add(0, 2, lines[0])
+    log.add(2, 3, lines[0])  # the same line goes on: one entry
+    assert len(log) == 1
+    for place in range(5, 105, 2):
+        log.add(place, place + 1, lines[1 + place // 2 % 2])
+    assert len(log) <= 9
+    assert [log.line(place) for place in (0, 2, 3, 4, 5, 6, 103, 104)] == [
+        *[lines[0], lines[0], None, None],  # nobody was seen at 3 and 4
+        *[lines[1], None, lines[2], None],
+    ]
+    assert [log.ran_again(place) for place in (0, 5, 103)] == [False, True, False]
+
+
+def test_passes_that_build_graphs_do_not_outgrow_the_log(monkeypatch):
+    monkeypatch.setattr(_log, "LOG", 50)
+    a = torch.rand(3, requires_grad=True)
+    with watch() as record:
+        y = a.exp().sum()
+        for _ in range(200):
+            torch.autograd.grad(y, a, create_graph=True)
+            torch.autograd.grad(y, a, create_graph=True)
+    assert len(record._log) <= 60
+
+
+def test_a_subclass_is_refused():
+    """Its frames would pass for the user's, and every line reported would be its own."""
+    with pytest.raises(TypeError, match="Watch cannot be subclassed"):
+        type("Mine", (Watch,), {})
 
 
 def test_second_derivatives():
@@ -278,6 +310,6 @@ def test_explain_of_what_was_released():
     a = torch.rand(3, requires_grad=True)
     loss = a.exp().sum()
     hodiff.graph.release(loss)
-    with pytest.raises(hodiff.GraphError, match="was released, by hodiff") as caught:
+    with pytest.raises(hodiff.GraphError, match="was released: by hodiff") as caught:
         loss.backward()
     assert explain(caught.value).cause == "released"

@@ -1,0 +1,43 @@
+"""`import hodiff` loads nothing of what explains; each name and each explanation loads it when asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import hodiff.graph
+
+LOADED = "[name for name in sys.modules if name.startswith('hodiff.graph.')]"
+
+
+def run(program: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys, torch, hodiff\n{program}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_importing_loads_none_of_it():
+    assert run(f"print({LOADED})") == "['hodiff.graph._multi']"
+
+
+def test_multi_grad_loads_none_of_it():
+    program = f"x = torch.ones(2, requires_grad=True)\nhodiff.multi_grad([x.sum()], x)\nprint({LOADED})"
+    assert run(program) == "['hodiff.graph._multi']"
+
+
+def test_an_error_is_explained_in_a_fresh_process():
+    program = "try: hodiff.grad(lambda x: x.detach().sum(), torch.ones(2))\nexcept hodiff.GraphError as e: print(e)"
+    assert "it was detached there" in run(program)
+
+
+def test_each_name_is_there_and_listed():
+    for name in hodiff.graph.__all__:
+        assert getattr(hodiff.graph, name).__name__ == name
+        assert getattr(hodiff.graph, name).__module__.startswith("hodiff.graph._")
+    assert set(hodiff.graph.__all__) <= set(dir(hodiff.graph))
+    assert sorted(hodiff.graph._HOME) == sorted(hodiff.graph.__all__)
+
+
+def test_another_name_is_not():
+    with pytest.raises(AttributeError, match=r"module 'hodiff\.graph' has no attribute 'inspekt'"):
+        _ = hodiff.graph.inspekt
