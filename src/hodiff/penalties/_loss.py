@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hodiff._core import _checks, _nodes, _reverse
-from hodiff._core._evaluate import Allowed, Evaluation, is_ours
+from hodiff._core._evaluate import Evaluation, is_ours
+from hodiff._core._options import Allowed, ExtremeReduction
 from hodiff._core._where import plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
@@ -108,19 +109,16 @@ def check_number(value: Any, name: str, *, least: float) -> None:
         raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
 
 
-def check_reduction(reduction: str) -> None:
-    """Raise for a reduction that is not known."""
-    if reduction not in ("mean", "sum", "none"):
-        raise InputError(f'reduction: got {reduction!r}, expected "mean", "sum" or "none".')
-
-
-def reduce(values: Tensor, reduction: str, weight: float) -> Tensor:
+def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
     """The values of all samples as one."""
     if reduction == "none":
         return weight * values
-    if reduction == "mean" and not values.numel():
-        raise InputError('x: holds no sample, so there is no mean; use reduction="sum", or skip the empty batch.')
-    return weight * (values.mean() if reduction == "mean" else values.sum())
+    if reduction != "sum" and not values.numel():
+        raise InputError(
+            f'x: holds no sample, so there is no {reduction}; use reduction="sum", or skip the empty batch.'
+        )
+    whole = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]
+    return weight * whole()
 
 
 def warn_if_constant(gradient: Sequence[Tensor]) -> None:

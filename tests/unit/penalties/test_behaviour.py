@@ -31,13 +31,13 @@ ALL = {
     "eikonal": lambda D: hodiff.eikonal_penalty(D, X),
     "gradient_norm": lambda D: hodiff.gradient_norm_penalty(lambda D: D(X).mean(), D),
     "jacobian": lambda D: hodiff.jacobian_penalty(D, X),
-    "jacobian, 3": lambda D: hodiff.jacobian_penalty(D, X, num_projections=3),
-    "jacobian, exact": lambda D: hodiff.jacobian_penalty(D, X, num_projections=None),
+    "jacobian, 3": lambda D: hodiff.jacobian_penalty(D, X, samples=3),
+    "jacobian, exact": lambda D: hodiff.jacobian_penalty(D, X, samples=None),
     "hessian": lambda D: hodiff.hessian_penalty(D, X),
     "hessian, differences": lambda D: hodiff.hessian_penalty(D, X, method="differences"),
     "curvature": lambda D: hodiff.curvature_penalty(D, X),
     "score": lambda D: hodiff.sliced_score_matching_loss(score(D), X),
-    "score, log-density": lambda D: hodiff.sliced_score_matching_loss(D, X, log_density=True, num_projections=2),
+    "score, log-density": lambda D: hodiff.sliced_score_matching_loss(D, X, log_density=True, samples=2),
     "path length": lambda D: hodiff.PathLengthPenalty()(D, X),
 }
 
@@ -115,7 +115,8 @@ def test_fakes_are_detached_and_return_outputs_saves_a_forward():
     fake = G(torch.randn(6, 3, dtype=DOUBLE))
     penalty, logits = hodiff.r1_penalty(D, X, return_outputs=True)
     assert len(calls) == 1
-    loss = F.softplus(-logits).mean() + penalty + hodiff.wgan_gp_penalty(D, X, fake) + hodiff.r2_penalty(D, fake)
+    of_fakes = hodiff.wgan_gp_penalty(D, X, fake, detach=True) + hodiff.r2_penalty(D, fake, detach=True)
+    loss = F.softplus(-logits).mean() + penalty + of_fakes
     loss.backward()
     assert all(p.grad is None for p in G.parameters())
     expected = mlp()
@@ -181,7 +182,7 @@ def test_what_has_no_second_derivative_is_named():
         hodiff.gradient_penalty(lambda x: torch.cdist(x, a).sum(1), X)
     for projections in (1, 2):
         with pytest.raises(hodiff.GraphError, match="no second derivative of cdist"):
-            hodiff.jacobian_penalty(lambda x: torch.cdist(x, a), X, num_projections=projections)
+            hodiff.jacobian_penalty(lambda x: torch.cdist(x, a), X, samples=projections)
     with torch.no_grad():  # as a number it exists
         hodiff.gradient_penalty(lambda x: torch.cdist(x, a).sum(1), X)
 
@@ -313,10 +314,13 @@ D = mlp()
         (lambda: hodiff.r1_penalty(D, X, gamma=-1.0), "gamma: got -1.0"),
         (lambda: hodiff.eikonal_penalty(D, X[0]), r"points: has shape \(5,\).*points\[None\]"),
         (lambda: hodiff.eikonal_penalty(D, [X]), "points: is a list"),
-        (lambda: hodiff.jacobian_penalty(D, X, num_projections=0), "num_projections: got 0"),
-        (lambda: hodiff.jacobian_penalty(D, X, distribution="cube"), "distribution: got .cube."),
+        (lambda: hodiff.jacobian_penalty(D, X, samples=0), "samples: got 0"),
+        (
+            lambda: hodiff.jacobian_penalty(D, X, probes="cube"),
+            "probes: got .cube., expected .rademacher. or .gaussian.",
+        ),
         (lambda: hodiff.jacobian_penalty(lambda x: D(x).sum(), X), r"f: returned shape \(\), expected \(6,\) in front"),
-        (lambda: hodiff.hessian_penalty(D, X, num_projections=1), "num_projections: got 1"),
+        (lambda: hodiff.hessian_penalty(D, X, samples=1), "samples: got 1"),
         (lambda: hodiff.hessian_penalty(D, X, method="forward"), "method: got .forward."),
         (lambda: hodiff.hessian_penalty(D, X, reduction="median"), 'reduction: got .median., expected "max"'),
         (lambda: hodiff.hessian_penalty(X, X), "f: is a Tensor, expected a function"),
@@ -337,7 +341,11 @@ def test_tensor_targets():
     torch.testing.assert_close(found, torch.stack(one_by_one))
 
 
-@pytest.mark.parametrize("penalty", [hodiff.gradient_penalty, hodiff.r1_penalty, hodiff.jacobian_penalty])
+def r1_of_attached(critic, x):
+    return hodiff.r1_penalty(critic, x, detach=True)
+
+
+@pytest.mark.parametrize("penalty", [hodiff.gradient_penalty, r1_of_attached, hodiff.jacobian_penalty])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_activation_checkpoints_in_a_differentiable_penalty(penalty, requires_grad):
     """The recomputation in the user's backward records as much as the forward did: our leaf still requires grad."""
