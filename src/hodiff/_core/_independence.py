@@ -33,7 +33,7 @@ def check(
     """
     if not batch_ndim:
         raise InputError("check_independence: there are no samples with batch_ndim=0; give batch_ndim=1 with it.")
-    wheres = [Where(point) for point in points]
+    wheres = [point if isinstance(point, Where) else Where(point) for point in points]
     batch = _checks.check_batch(
         [t for w in wheres for t in w.tensors], [n for w in wheres for n in w.names], batch_ndim
     )
