@@ -111,6 +111,7 @@ def hessian_penalty(
     along = Along(_one_draw(f, where, args, kwargs or {}), where, batch_ndim, record, allow)
     with _loss.recording(record):
         output = along.value(where.tensors)
+        _loss.refuse_empty(output, reduction)
         if method == "exact":
             seconds = [along.second(v) for v in zip(*directions, strict=True)]
         else:

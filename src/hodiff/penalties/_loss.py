@@ -109,14 +109,19 @@ def check_number(value: Any, name: str, *, least: float) -> None:
         raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
 
 
+def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:
+    """Raise where there is no value to reduce; their sum is zero."""
+    if reduction in ("mean", "max") and not values.numel():
+        raise InputError(
+            f'x: holds no sample, so there is no {reduction}; use reduction="sum", or skip the empty batch.'
+        )
+
+
 def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
     """The values of all samples as one."""
     if reduction == "none":
         return weight * values
-    if reduction != "sum" and not values.numel():
-        raise InputError(
-            f'x: holds no sample, so there is no {reduction}; use reduction="sum", or skip the empty batch.'
-        )
+    refuse_empty(values, reduction)
     whole = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]
     return weight * whole()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core._live_bytes import LiveBytes
+from hodiff.penalties import _points
 from tests.support.differences import directional_derivative
 from tests.support.ledger import flags, snapshot
 from tests.unit.penalties.oracles import DOUBLE, conv, mlp, same
@@ -378,3 +379,48 @@ def test_hessian_penalty_of_one_draw(method):
 def test_hessian_penalty_without_a_step():
     with pytest.raises(hodiff.InputError, match="epsilon: got 0"):
         hodiff.hessian_penalty(lambda z: z**2, torch.ones(2, 2), method="differences", epsilon=0.0)
+
+
+# --- the caller's own random vectors ---------------------------------------------------------------------------------
+
+
+def signs(count, *shape):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(4), dtype=DOUBLE).sign()
+
+
+WITH_VECTORS = {
+    "jacobian": lambda f, **k: hodiff.jacobian_penalty(f, X, **k),
+    "jacobian, exact": lambda f, **k: hodiff.jacobian_penalty(f, X, samples=None, **k),
+    "hessian": lambda f, **k: hodiff.hessian_penalty(f, X, **k),
+    "hessian, differences": lambda f, **k: hodiff.hessian_penalty(f, X, method="differences", **k),
+    "score": lambda f, **k: hodiff.sliced_score_matching_loss(f, X, **k),
+}
+
+
+@pytest.mark.parametrize("name", WITH_VECTORS)
+def test_the_callers_vectors_are_those_used(name, monkeypatch):
+    f, v = mlp(5, 5), signs(3, 6, 5)
+    state = torch.get_rng_state()
+    found = WITH_VECTORS[name](f, vectors=v)
+    assert torch.equal(state, torch.get_rng_state())  # nothing is drawn
+    monkeypatch.setattr(_points, "directions", lambda *_: v)
+    same(found, WITH_VECTORS["jacobian" if "exact" in name else name](f), f)
+
+
+def test_vectors_that_do_not_fit():
+    f = mlp(5, 5)
+    one = signs(1, 6, 5)[0]
+    same(hodiff.jacobian_penalty(f, X, vectors=one), hodiff.jacobian_penalty(f, X, vectors=one[None]), f)
+    for call, words in [
+        (lambda: hodiff.jacobian_penalty(f, X, vectors=one[:2]), r"vectors: has shape \(2, 5\), expected \(6, 5\)"),
+        (lambda: hodiff.jacobian_penalty(f, X, vectors=signs(0, 6, 5)), "vectors: holds no vector"),
+        (lambda: hodiff.hessian_penalty(f, X, vectors=one), "vectors: holds one vector, expected at least two"),
+        (lambda: hodiff.sliced_score_matching_loss(f, X, vectors=one.float()), "vectors: is torch.float32"),
+    ]:
+        with pytest.raises(hodiff.InputError, match=words):
+            call()
+
+
+def test_an_empty_batch_has_no_largest():
+    with pytest.raises(hodiff.InputError, match="x: holds no sample, so there is no max"):
+        hodiff.hessian_penalty(mlp(), X[:0], create_graph=False)
