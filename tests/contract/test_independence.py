@@ -158,3 +158,8 @@ def test_half_precision_and_a_softmax_raise_no_alarm():
     hodiff.jacobian(lambda x: x.softmax(1), X.float(), batch_ndim=1, check_independence=True)
     with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):  # a softmax over the batch
         hodiff.jacobian(lambda x: x.softmax(0), X, batch_ndim=1, check_independence=True)
+
+
+def test_outputs_that_cancel_are_seen_one_by_one():
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):
+        hodiff.jacobian(lambda x: torch.stack([running(x), -running(x)], 1), X, batch_ndim=1, check_independence=True)

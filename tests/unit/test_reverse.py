@@ -98,3 +98,15 @@ def test_passes_run_without_autocast(enabled):
 
         assert torch.equal(hodiff.hvp(f, x, x), plain)
         assert torch.is_autocast_enabled("cpu") == enabled
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, "auto"])
+@pytest.mark.parametrize("batch_ndim", [0, 1])
+def test_the_ends_of_the_chunks_of_a_diagonal(chunk_size, batch_ndim):
+    """Of each chunk of rows the entries on the diagonal, with what lies off it in the way."""
+    x = torch.arange(1.0, 11.0, dtype=torch.float64).reshape(2, 5)
+    f = lambda x: (x**3).sum(-1) + x.sum(-1) ** 2
+    found = hodiff.hessian_diagonal(
+        f if batch_ndim else lambda x: f(x).sum(), x, batch_ndim=batch_ndim, chunk_size=chunk_size
+    )
+    torch.testing.assert_close(found, 6 * x + 2)
