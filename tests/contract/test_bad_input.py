@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import re
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffError, InputError
+from hodiff._core import _binding, _dense
 from tests.support.modules import Cube, CubeOnce, weighted_sum
 
 D = torch.float64
@@ -584,3 +586,66 @@ def test_no_reference_cycle_keeps_an_error_s_tensors() -> None:
     reference = failing()
     gc.collect()
     assert reference() is None
+
+
+# --- how f is called --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "points", "args", "kwargs", "words"),
+    [
+        (lambda a, b: a, [(X, X)], (), {}, "missing a required argument: 'b'.*container is one point.*cross_hessian"),
+        (lambda a, b: a, [{"a": X, "b": X}], (), {}, "container is one point"),
+        (lambda x: x, [X, X], (), {}, r"too many positional arguments.*points one by one: f\(x, y\)"),
+        (lambda x, data: x, [X], (), {}, r"missing a required argument: 'data'.*args=\(data,\)"),
+        (lambda x: x, [X], (1,), {}, "2 positional arguments.*the point first, then args= and kwargs="),
+        (lambda x: x, [X], (), {"scale": 2}, r"unexpected keyword argument 'scale'"),
+        (nn.Linear(6, 1), [X, X], (), {}, "points one by one"),
+    ],
+)
+def test_a_call_that_cannot_be_is_explained(f, points, args, kwargs, words) -> None:
+    error = _binding.refused(TypeError("raw"), f, points, args, kwargs)
+    assert isinstance(error, InputError) and re.search(words, str(error)), error
+
+
+def test_a_type_error_of_f_itself_is_left_alone() -> None:
+    assert _binding.refused(TypeError("inside"), lambda x: x + "a", [X], (), {}) is None
+    assert _binding.refused(TypeError("no signature"), type, [X], (), {}) is None
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: hodiff.hessian(lambda x: (x**3).sum(), x), r"200,000 x 200,000 numbers, 320 GB.*hodiff\.hvp.*_diag"),
+        (lambda x: hodiff.value_grad_and_hessian(lambda x: (x**3).sum(), x, matrix=True), "HessianOperator"),
+        (lambda x: hodiff.cross_hessian(lambda x, y: (x * y).sum(), x, x.clone()), "HessianOperator"),
+        (lambda x: hodiff.jacobian(lambda x: x**3, x), r"200,000 x 200,000 .*hodiff\.jvp"),
+        (
+            lambda x: hodiff.hessian(lambda x: (x**3).sum(-1), x.reshape(2, -1), batch_ndim=1),
+            "2 x 100,000 x 100,000 numbers, 160 GB",
+        ),
+    ],
+)
+def test_what_is_larger_than_the_machine_is_refused_with_its_size(call, words, monkeypatch) -> None:
+    monkeypatch.setattr(_dense, "memory_of", lambda device: 64e9)
+    with pytest.raises(InputError, match=r"x: the result would hold .* cpu has 64 GB") as caught:
+        call(torch.zeros(200_000, dtype=D))
+    assert re.search(words, str(caught.value))
+
+
+def test_the_machine_says_what_memory_it_has() -> None:
+    assert 1e8 < _dense.memory_of(torch.device("cpu")) < 1e15
+    assert _dense.memory_of(torch.device("meta")) == float("inf")
+    with_samples = torch.ones(3, 4, dtype=D)  # far below: nobody is asked
+    assert hodiff.hessian(lambda x: (x**3).sum(-1), with_samples, batch_ndim=1).shape == (3, 4, 4)
+
+
+def test_several_outputs_of_each_sample_name_a_way_out() -> None:
+    x = X.reshape(1, 2, 3)
+    with pytest.raises(InputError, match=r"f\(x\)\[\.\.\., 0\].*hodiff\.jacobian\(f, x, batch_ndim=2\)"):
+        hodiff.hessian(lambda x: x**2, x, batch_ndim=2)
+    with pytest.raises(InputError, match="not reduced over the batch"):
+        hodiff.hessian(lambda x: x.sum(), x, batch_ndim=2)

@@ -17,7 +17,9 @@ def test_sparse_gradients_come_back_dense():
 
 
 class NoRule(torch.autograd.Function):
-    """x^3, whose backward cannot be batched by vmap."""
+    """x^3, whose backward cannot be batched by vmap. It counts its calls."""
+
+    calls = 0
 
     @staticmethod
     def forward(ctx, x):
@@ -26,6 +28,7 @@ class NoRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        NoRule.calls += 1
         (x,) = ctx.saved_tensors
         if bool(g.isnan().any()):  # a data-dependent branch: vmap refuses it
             raise ValueError("not a number")
@@ -33,11 +36,35 @@ class NoRule(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore::hodiff.CustomFunctionWarning")
-@pytest.mark.parametrize("chunk_size", [1, 2, "auto"])
-def test_a_loop_where_batching_fails(chunk_size):
-    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    H = hodiff.hessian(lambda x: NoRule.apply(x).sum(), x, chunk_size=chunk_size)
-    assert torch.equal(H, torch.diag(6 * x))
+@pytest.mark.parametrize(("chunk_size", "calls"), [(1, 3), (2, 4), ("auto", 4)])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_loop_where_batching_fails(chunk_size, calls, create_graph):
+    """The first batch finds that there is no rule; then each vector goes alone, over a graph that was kept for it.
+
+    The batch frees what it passes on its way, the exponential here, before it meets the operation without a rule.
+    """
+    x = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    NoRule.calls = 0
+    f = lambda x: NoRule.apply(x).exp()
+    J = hodiff.jacobian(f, x, chunk_size=chunk_size, create_graph=create_graph)
+    torch.testing.assert_close(J, torch.diag(3 * x**2 * (x**3).exp()))
+    assert NoRule.calls == calls  # of the batch that failed too
+
+
+def test_a_failure_that_is_not_of_batching_is_raised():
+    """The loop meets it again, and passes it on."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ZeroDivisionError("in backward")
+
+    with pytest.raises(ZeroDivisionError, match="in backward"):
+        hodiff.jacobian(lambda x: Fails.apply(x), torch.ones(3))
 
 
 def test_an_automatic_chunk_is_halved_when_memory_runs_out(monkeypatch):
@@ -71,3 +98,15 @@ def test_passes_run_without_autocast(enabled):
 
         assert torch.equal(hodiff.hvp(f, x, x), plain)
         assert torch.is_autocast_enabled("cpu") == enabled
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, "auto"])
+@pytest.mark.parametrize("batch_ndim", [0, 1])
+def test_the_ends_of_the_chunks_of_a_diagonal(chunk_size, batch_ndim):
+    """Of each chunk of rows the entries on the diagonal, with what lies off it in the way."""
+    x = torch.arange(1.0, 11.0, dtype=torch.float64).reshape(2, 5)
+    f = lambda x: (x**3).sum(-1) + x.sum(-1) ** 2
+    found = hodiff.hessian_diagonal(
+        f if batch_ndim else lambda x: f(x).sum(), x, batch_ndim=batch_ndim, chunk_size=chunk_size
+    )
+    torch.testing.assert_close(found, 6 * x + 2)

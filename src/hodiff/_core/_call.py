@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _checks, _nesting
+from hodiff._core._options import Allowed
 from hodiff._core._where import Where, plain
 from hodiff.errors import InputError
-
-Allowed = Sequence[str | type] | str | type
-"""`allow=`: the `autograd.Function` classes, or their names, whose backward may be `@once_differentiable`."""
 
 
 class Call(NamedTuple):

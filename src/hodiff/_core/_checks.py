@@ -102,9 +102,16 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
         return
     if tuple(output.shape[:batch_ndim]) != tuple(batch) or output.numel() != batch.numel():
         averaged = " (an output already reduced over the batch scales every gradient by 1/N)" if not output.ndim else ""
+        several = tuple(output.shape[:batch_ndim]) == tuple(batch)
+        way_out = (
+            f" For several outputs of each sample, take one at a time (lambda x: f(x)[..., 0]), reduce "
+            f"them (.sum(-1)), or use hodiff.jacobian(f, x, batch_ndim={batch_ndim})."
+            if several
+            else " Return one number for each sample, not reduced over the batch."
+        )
         raise InputError(
             f"f: returned shape {tuple(output.shape)}{averaged}, expected one element per sample: {tuple(batch)}, "
-            f"or {tuple(batch)} followed by ones, for batch_ndim={batch_ndim}."
+            f"or {tuple(batch)} followed by ones, for batch_ndim={batch_ndim}.{way_out}"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _reverse
 from hodiff._core._graph import Graph
+from hodiff.errors import InputError
 
 
 def blocks(
@@ -28,6 +31,32 @@ def blocks(
         stacked = _reverse.stacked(ev, chunks, count, inputs)
         table.append([_ordered(part, output, leaf, ev.batch_ndim) for part, leaf in zip(stacked, inputs, strict=True)])
     return table
+
+
+SMALL = 2**30
+"""Bytes of a result that nobody need ask the machine about."""
+
+
+def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: int, way_out: str) -> None:
+    """Raise for a table of derivatives that is larger than the memory of its device."""
+    batch = outputs[0].shape[:batch_ndim].numel()
+    rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
+    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in inputs)
+    size = batch * rows * columns * inputs[0].element_size()
+    if size > SMALL and size > memory_of(inputs[0].device):
+        raise InputError(
+            f"x: the result would hold {f'{batch:,} x ' if batch_ndim else ''}{rows:,} x {columns:,} numbers, "
+            f"{size / 1e9:,.0f} GB, and {inputs[0].device} has {memory_of(inputs[0].device) / 1e9:,.0f} GB. {way_out}"
+        )
+
+
+def memory_of(device: torch.device) -> float:
+    """The bytes of memory of a device; infinite where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return math.inf
 
 
 def basis(output: Tensor, batch_ndim: int) -> tuple[int, _reverse.Cotangents]:

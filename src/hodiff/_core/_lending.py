@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hodiff._core import _nesting, _refusals, _switches, _translate
+from hodiff._core import _binding, _nesting, _refusals, _switches, _translate
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch
 from hodiff._core._inference import NormalTensors
@@ -206,6 +206,13 @@ class Lending:
             if note:
                 error.add_note(note)
             raise
+        except TypeError as error:
+            call = self.call
+            argument = call.where.argument(arguments)
+            ours = _binding.refused(error, call.what, argument if call.spread else (argument,), call.args, call.kwargs)
+            if ours is None:
+                raise
+            raise ours from error
         if [tensor._version for tensor in watched] != versions:
             changed = next(i for i, version in enumerate(versions) if watched[i]._version != version)
             raise _refusals.changed_in_place(self._name_of(watched[changed]))

@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _dense, _reverse, _tree
-from hodiff._core._call import Allowed, call
+from hodiff._core import _checks, _dense, _independence, _reverse, _tree
+from hodiff._core._call import call
 from hodiff._core._graph import Graph
+from hodiff._core._options import Allowed, Batched, Chunked, ChunkedBatched, ChunkSize
 from hodiff._core._selection import Selection
 from hodiff._core._vectors import match
 from hodiff.calculus import _forward
 
 T = TypeVar("T")
 What = Callable[..., Any] | Tensor
+OneTensor = Callable[..., Tensor] | Tensor
+"""What gives a single tensor, so that the structure of a Jacobian is that of *where*."""
+ByName = dict[str, Tensor]
+"""A result at a module: one tensor for each parameter."""
 
 
 @overload
-def grad(
-    f: What,
-    x: nn.Module | Selection,
-    *,
-    batch_ndim: int = 0,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, Tensor]: ...
+def grad(f: What, x: nn.Module | Selection, **options: Unpack[Batched]) -> ByName: ...
 
 
 @overload
-def grad(
-    f: What,
-    x: T,
-    *,
-    batch_ndim: int = 0,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> T: ...
+def grad(f: What, x: T, **options: Unpack[Batched]) -> T: ...
 
 
 def grad(
@@ -53,6 +38,7 @@ def grad(
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
     args: Sequence[Any] = (),
@@ -70,6 +56,8 @@ def grad(
         create_graph: Whether the result can be differentiated again, by everything that required
             grad and entered: *x* and what `f` closes over. None means True inside the `f` of
             another hodiff call (with grad mode on), else False.
+        check_independence: Whether to test, for one more evaluation and two passes, that samples are independent, as
+            `batch_ndim` supposes; a `BatchMixingWarning` says if they are not, and by how much.
         strict: Raise where the result does not depend on some part of *x*, instead of giving zeros.
         allow: `autograd.Function`s, or their names, that may be `@once_differentiable` where a
             second derivative follows.
@@ -97,39 +85,39 @@ def grad(
         {'a': tensor(9.), 'b': tensor(12.)}
     """
     _, gradient = value_and_grad(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs
+        f,
+        x,
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        check_independence=check_independence,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
     )
     return gradient
 
 
 @overload
 def value_and_grad(
-    f: What,
-    x: nn.Module | Selection,
-    *,
-    has_aux: bool = False,
-    batch_ndim: int = 0,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> tuple[Any, dict[str, Tensor]]: ...
+    f: What, x: nn.Module | Selection, *, has_aux: Literal[False] = False, **options: Unpack[Batched]
+) -> tuple[Tensor, ByName]: ...
 
 
 @overload
 def value_and_grad(
-    f: What,
-    x: T,
-    *,
-    has_aux: bool = False,
-    batch_ndim: int = 0,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> tuple[Any, T]: ...
+    f: What, x: T, *, has_aux: Literal[False] = False, **options: Unpack[Batched]
+) -> tuple[Tensor, T]: ...
+
+
+@overload
+def value_and_grad(
+    f: What, x: nn.Module | Selection, *, has_aux: bool, **options: Unpack[Batched]
+) -> tuple[Any, ByName]: ...
+
+
+@overload
+def value_and_grad(f: What, x: T, *, has_aux: bool, **options: Unpack[Batched]) -> tuple[Any, T]: ...
 
 
 def value_and_grad(
@@ -139,6 +127,7 @@ def value_and_grad(
     has_aux: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
     args: Sequence[Any] = (),
@@ -152,6 +141,7 @@ def value_and_grad(
         has_aux: Whether `f` returns something beside the loss.
         batch_ndim: Leading dimensions of *x* that index independent samples, as for `grad`.
         create_graph: Whether gradient, value and extra keep their graph, as for `grad`.
+        check_independence: Whether to test that samples are independent, as for `grad`.
         strict: Raise where the value does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         args: Further positional arguments for `f`.
@@ -173,6 +163,8 @@ def value_and_grad(
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
     """
+    if check_independence:
+        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     with Graph(
         call(
             f,
@@ -193,33 +185,11 @@ def value_and_grad(
 
 
 @overload
-def vjp(
-    f: Any,
-    x: nn.Module | Selection,
-    u: Any,
-    *,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    chunk_size: int | str = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, Tensor]: ...
+def vjp(f: Any, x: nn.Module | Selection, u: Any, **options: Unpack[Chunked]) -> ByName: ...
 
 
 @overload
-def vjp(
-    f: Any,
-    x: T,
-    u: Any,
-    *,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    chunk_size: int | str = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> T: ...
+def vjp(f: Any, x: T, u: Any, **options: Unpack[Chunked]) -> T: ...
 
 
 def vjp(
@@ -230,7 +200,7 @@ def vjp(
     create_graph: bool | None = None,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -274,15 +244,28 @@ def vjp(
         return ev.where.result(_reverse.products(ev, outputs, vectors, count, chunk_size=chunk))
 
 
+@overload
+def jacobian(f: OneTensor, x: nn.Module | Selection, **options: Unpack[ChunkedBatched]) -> ByName: ...
+
+
+@overload
+def jacobian(f: OneTensor, x: T, **options: Unpack[ChunkedBatched]) -> T: ...
+
+
+@overload
+def jacobian(f: Any, x: Any, **options: Unpack[ChunkedBatched]) -> Any: ...
+
+
 def jacobian(
     f: Any,
     x: Any = _checks.MISSING,
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -294,6 +277,7 @@ def jacobian(
         x: Where, as for `grad`.
         batch_ndim: So many leading dimensions, of *x* and of `f(x)` alike, index independent samples.
         create_graph: Whether the result can be differentiated again, as for `grad`.
+        check_independence: Whether to test that samples are independent, as for `grad`.
         strict: Raise where `f(x)` does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows (or columns) one pass takes; `"auto"` bounds its memory.
@@ -321,6 +305,8 @@ def jacobian(
                 [4., 0.]])
     """
     chunk = _checks.check_chunk_size(chunk_size)
+    if check_independence:
+        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
             f,
@@ -336,9 +322,15 @@ def jacobian(
     ) as ev:
         outputs = ev.tensors()
         _check_output_batch(outputs, ev)
+        _dense.check_fits(outputs, ev.leaves, batch_ndim, JACOBIAN_WAY_OUT)
         table = _forward.tall_jacobian(ev, outputs, chunk_size=chunk) or _dense.blocks(ev, outputs, chunk_size=chunk)
     _, _, tree = _tree.flatten(ev.outputs)
     return _tree.rebuild(tree, iter([ev.where.result(row) for row in table]))
+
+
+JACOBIAN_WAY_OUT = (
+    "Use what does not form it: hodiff.jvp and hodiff.vjp for its products, hodiff.JacobianOperator for many of them."
+)
 
 
 def _check_output_batch(outputs: list[Tensor], ev: Graph) -> None:

@@ -7,17 +7,28 @@ made of two reverse passes instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from hodiff._core import _checks, _dense, _nesting, _reverse, _tree, _versions
-from hodiff._core._call import Allowed, call
+from hodiff._core._call import call
 from hodiff._core._graph import Graph
+from hodiff._core._options import Allowed, Chunked, ChunkSize
 from hodiff._core._where import Where
+
+R = TypeVar("R")
+
+
+@overload
+def jvp(f: Callable[..., R], x: Any, v: Any, **options: Unpack[Chunked]) -> R: ...
+
+
+@overload
+def jvp(f: R, x: Any, v: Any, **options: Unpack[Chunked]) -> R: ...
 
 
 def jvp(
@@ -28,7 +39,7 @@ def jvp(
     create_graph: bool | None = None,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:

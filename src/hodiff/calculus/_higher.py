@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _nesting, _reverse
-from hodiff._core._call import Allowed, call
+from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
+from hodiff._core._options import Allowed
 from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push

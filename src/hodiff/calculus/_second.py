@@ -7,18 +7,28 @@ is right through every layer measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hodiff._core import _checks, _dense, _reverse
-from hodiff._core._call import Allowed, call
+from hodiff._core import _checks, _dense, _independence, _reverse
+from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._where import Where
+from hodiff._core._options import Allowed, ChunkedBatched, ChunkSize
+from hodiff._core._where import Selection, Where
 
+K = TypeVar("K")
 V = TypeVar("V")
 What = Callable[..., Any] | Tensor
+Pair = tuple[Tensor, Tensor]
+ByName = dict[str, Tensor]
+Blocks = dict[str, dict[str, Tensor]]
+
+WAY_OUT = (
+    "Use what does not form it: hodiff.hvp for a product, hodiff.HessianOperator for many products, eigenvalues and "
+    "solves, hodiff.hessian_diagonal for its diagonal."
+)
 
 
 def hvp(
@@ -28,9 +38,10 @@ def hvp(
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> V:
@@ -48,6 +59,7 @@ def hvp(
         create_graph: Whether the product can be differentiated again, as for `grad`. That is a third
             derivative: given a function, layer, batch and instance norm are then computed from their
             definition, since PyTorch's own third derivative of them is wrong.
+        check_independence: Whether to test that samples are independent, as for `grad`.
         strict: Raise where the value does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many of K vectors one pass takes; `"auto"` bounds its memory.
@@ -80,6 +92,8 @@ def hvp(
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
     vectors, count = where.match(v, "v")
+    if check_independence:
+        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
             f,
@@ -98,51 +112,43 @@ def hvp(
 
 
 @overload
-def hessian(
-    f: What,
-    x: Tensor,
-    *,
-    matrix: bool = False,
-    batch_ndim: int = 0,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    chunk_size: int | str = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Tensor: ...
+def hessian(f: What, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]) -> Tensor: ...
+
+
+@overload
+def hessian(f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]) -> Tensor: ...
 
 
 @overload
 def hessian(
-    f: What,
-    x: Any,
-    *,
-    matrix: Literal[True],
-    batch_ndim: int = 0,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    chunk_size: int | str = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Tensor: ...
+    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> Blocks: ...
 
 
 @overload
 def hessian(
-    f: What,
-    x: Any,
-    *,
-    matrix: bool = False,
-    batch_ndim: int = 0,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    allow: Allowed = (),
-    chunk_size: int | str = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Any: ...
+    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> list[list[Tensor]]: ...
+
+
+@overload
+def hessian(
+    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> dict[K, dict[K, Tensor]]: ...
+
+
+@overload
+def hessian(
+    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> tuple[Pair, Pair]: ...
+
+
+@overload
+def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[ChunkedBatched]) -> Tensor: ...
+
+
+@overload
+def hessian(f: What, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatched]) -> Any: ...
 
 
 def hessian(
@@ -152,9 +158,10 @@ def hessian(
     matrix: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -166,6 +173,7 @@ def hessian(
         matrix: Whether to give one `(D, D)` matrix, in the order of *x*, instead of nested blocks.
         batch_ndim: Leading dimensions of *x* that index independent samples; one Hessian for each.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
+        check_independence: Whether to test that samples are independent, as for `grad`.
         strict: Raise where the value does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
@@ -198,6 +206,7 @@ def hessian(
         matrix=matrix,
         batch_ndim=batch_ndim,
         create_graph=create_graph,
+        check_independence=check_independence,
         strict=strict,
         allow=allow,
         chunk_size=chunk_size,
@@ -207,6 +216,54 @@ def hessian(
     return second
 
 
+@overload
+def value_grad_and_hessian(
+    f: What, x: nn.Module | Selection, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, ByName, Tensor]: ...
+
+
+@overload
+def value_grad_and_hessian(
+    f: What, x: V, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, V, Tensor]: ...
+
+
+@overload
+def value_grad_and_hessian(
+    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def value_grad_and_hessian(
+    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, ByName, Blocks]: ...
+
+
+@overload
+def value_grad_and_hessian(
+    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]: ...
+
+
+@overload
+def value_grad_and_hessian(
+    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, dict[K, Tensor], dict[K, dict[K, Tensor]]]: ...
+
+
+@overload
+def value_grad_and_hessian(
+    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, Pair, tuple[Pair, Pair]]: ...
+
+
+@overload
+def value_grad_and_hessian(
+    f: What, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatched]
+) -> tuple[Tensor, Any, Any]: ...
+
+
 def value_grad_and_hessian(
     f: What,
     x: Any = _checks.MISSING,
@@ -214,9 +271,10 @@ def value_grad_and_hessian(
     matrix: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
@@ -228,6 +286,7 @@ def value_grad_and_hessian(
         matrix: Whether the Hessian is one `(D, D)` matrix, as for `hessian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether all three results can be differentiated again.
+        check_independence: Whether to test that samples are independent, as for `grad`.
         strict: Raise where the value does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
@@ -255,10 +314,14 @@ def value_grad_and_hessian(
         (tensor(66.), tensor([1., 2.]))
     """
     chunk = _checks.check_chunk_size(chunk_size)
+    where = Where(x)
+    _dense.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
+    if check_independence:
+        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
             f,
-            x,
+            where,
             passes=2,
             batch_ndim=batch_ndim,
             create_graph=create_graph,
@@ -270,13 +333,32 @@ def value_grad_and_hessian(
     ) as ev:
         gradient = _reverse.gradient(ev, differentiated=True)
         table = _dense.blocks(ev, gradient, chunk_size=chunk)
-        where = ev.where
         gradient = _reverse.own(gradient if ev.create_graph else [part.detach() for part in gradient])
     if matrix:
         second = _dense.matrix(table, where.tensors, batch_ndim)
     else:
         second = where.result([where.result(row) for row in table])
     return ev.value(), where.result(gradient), second
+
+
+@overload
+def cross_hessian(f: What, x: Tensor, y: nn.Module | Selection, **options: Unpack[ChunkedBatched]) -> ByName: ...
+
+
+@overload
+def cross_hessian(f: What, x: nn.Module | Selection, y: Tensor, **options: Unpack[ChunkedBatched]) -> ByName: ...
+
+
+@overload
+def cross_hessian(f: What, x: Tensor, y: V, **options: Unpack[ChunkedBatched]) -> V: ...
+
+
+@overload
+def cross_hessian(f: What, x: V, y: Tensor, **options: Unpack[ChunkedBatched]) -> V: ...
+
+
+@overload
+def cross_hessian(f: What, x: Any, y: Any, **options: Unpack[ChunkedBatched]) -> Any: ...
 
 
 def cross_hessian(
@@ -286,9 +368,10 @@ def cross_hessian(
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -300,6 +383,7 @@ def cross_hessian(
         y: The second point, as for `grad`.
         batch_ndim: Leading dimensions, of *x* and *y* alike, that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
+        check_independence: Whether to test that samples are independent, as for `grad`.
         strict: Raise where the value does not depend on some part of *x* or *y*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
@@ -327,6 +411,9 @@ def cross_hessian(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
+    _dense.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
+    if check_independence:
+        _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
             f,
@@ -359,18 +446,27 @@ def _transposed(block: Tensor, row: Tensor, batch_ndim: int) -> Tensor:
     return block.movedim(tuple(range(batch_ndim, batch_ndim + event)), tuple(range(-event, 0)))
 
 
+@overload
+def hessian_diagonal(f: What, x: nn.Module | Selection, **options: Unpack[ChunkedBatched]) -> ByName: ...
+
+
+@overload
+def hessian_diagonal(f: What, x: V, **options: Unpack[ChunkedBatched]) -> V: ...
+
+
 def hessian_diagonal(
     f: What,
-    x: V = _checks.MISSING,
+    x: Any = _checks.MISSING,
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     strict: bool = False,
     allow: Allowed = (),
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> V:
+) -> Any:
     r"""The diagonal of the Hessian, \(\partial^2 f / \partial x_i^2\), exact.
 
     Args:
@@ -378,6 +474,7 @@ def hessian_diagonal(
         x: Where, as for `grad`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
+        check_independence: Whether to test that samples are independent, as for `grad`.
         strict: Raise where the value does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
@@ -401,6 +498,8 @@ def hessian_diagonal(
         tensor([16., 12.])
     """
     chunk = _checks.check_chunk_size(chunk_size)
+    if check_independence:
+        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
             f,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _checks, _tree
-from hodiff._core._call import Allowed
 from hodiff._core._graph import Graph
+from hodiff._core._options import Allowed
 from hodiff._core._where import Where
 from hodiff.curvature._cache import Source
 from hodiff.curvature._data import Batches, BatchWeight, Weighted

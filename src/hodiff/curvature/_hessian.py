@@ -9,8 +9,9 @@ from typing import Any, final
 from torch import Tensor
 
 from hodiff._core import _checks, _nodes, _reverse
-from hodiff._core._call import Allowed, call
+from hodiff._core._call import call
 from hodiff._core._graph import Graph
+from hodiff._core._options import Allowed
 from hodiff._core._where import Where
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from hodiff._core import _tree
-from hodiff._core._call import Allowed
+from hodiff._core._options import Allowed
 from hodiff._core._where import Where
 from hodiff.curvature._cache import Piece, Source
 from hodiff.curvature._data import Batches

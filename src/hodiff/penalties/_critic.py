@@ -1,17 +1,15 @@
-"""A user's critic as one number per sample, and the test that samples are independent."""
+"""A user's critic as one number per sample."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse, _tree
-from hodiff._core._call import Allowed, call
-from hodiff._core._graph import Graph
-from hodiff.errors import BatchMixingWarning, InputError
+from hodiff._core import _tree
+from hodiff._core._options import PatchReduction, check_option
+from hodiff.errors import InputError
 from hodiff.penalties import _norm
 from hodiff.penalties._loss import check_critic, check_number
 
@@ -21,13 +19,12 @@ class Critic(NamedTuple):
 
     f: Any
     batch_ndim: int
-    patch_reduction: str
+    patch_reduction: PatchReduction
     grad_scale: float
 
     def check(self) -> None:
         """Raise for an option that is not known, and for a wrapper that loses gradients."""
-        if self.patch_reduction not in ("sum", "mean"):
-            raise InputError(f'patch_reduction: got {self.patch_reduction!r}, expected "sum" or "mean".')
+        check_option(self.patch_reduction, PatchReduction, "patch_reduction")
         check_number(self.grad_scale, "grad_scale", least=0)
         if not self.grad_scale:
             raise InputError("grad_scale: is 0, expected a positive number.")
@@ -66,36 +63,3 @@ class Critic(NamedTuple):
     def unscaled(self, gradient: list[Tensor]) -> list[Tensor]:
         """The gradient without `grad_scale`, divided where it cannot underflow."""
         return gradient if self.grad_scale == 1 else [_norm.wide(leaf) / self.grad_scale for leaf in gradient]
-
-
-def check_independence(critic: Critic, x: Any, args: Any, kwargs: Any, allow: Allowed) -> None:
-    """Compare the gradient of the sum with that of a sum of random signs: equal, up to sign, for independent samples.
-
-    The output of sample i then has no derivative by another sample's input, so both give its own gradient. The signs
-    come from a generator of their own, half of them each, so that a small batch has both.
-    """
-    if not critic.batch_ndim or isinstance(critic.f, Tensor):
-        raise InputError("check_independence: needs a function of samples (batch_ndim of at least 1).")
-    # Without batch_ndim here: the comparison says more than the warning about BatchNorm.
-    with Graph(
-        call(critic, x, passes=1, create_graph=False, has_aux=True, allow=allow, args=args, kwargs=kwargs)
-    ) as ev:
-        [output] = ev.tensors()
-        order = torch.randperm(output.numel(), generator=torch.Generator().manual_seed(0))
-        signs = (1 - 2 * (order % 2)).to(output).reshape(output.shape)
-        pair = torch.stack([torch.ones_like(output), signs])
-        chunks = _reverse.pull_many(ev, [output], lambda start, stop: [pair[start:stop]], 2, chunk_size=1)
-        found = _reverse.stacked(ev, chunks, 2, ev.leaves)
-    error = size = 0.0
-    for both in found:
-        plain, signed = both.flatten(critic.batch_ndim + 1).flatten(1, critic.batch_ndim) if both.ndim else both
-        error = max(error, float((plain * signs.reshape(-1, 1) - signed).abs().max()))
-        size = max(size, float(plain.abs().max()))
-    if error > 1e-3 * size:
-        warnings.warn(
-            f"the samples of f are not independent: the gradient of one sample's output by another's input is up to "
-            f"{error / size:.2g} times the largest entry of the gradients. The penalty is then not one of each "
-            f"sample's own gradient. Usual causes: BatchNorm in training mode, minibatch statistics.",
-            BatchMixingWarning,
-            stacklevel=_checks.outside(),
-        )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _tree
-from hodiff._core._call import Allowed
-from hodiff._core._graph import detached
-from hodiff.penalties._gradient import Function, gradient_penalty
+from hodiff._core import _checks, _nesting, _tree
+from hodiff._core._options import Allowed, PatchReduction, Reduction
+from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 from hodiff.penalties._loss import check_number
-from hodiff.penalties._points import interpolate
+from hodiff.penalties._points import apart, interpolate
 
 
 def wgan_gp_penalty(
@@ -24,14 +23,15 @@ def wgan_gp_penalty(
     weight: float = 10.0,
     target: float = 1.0,
     one_sided: bool = False,
-    generator: torch.Generator | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
-    patch_reduction: str = "sum",
+    patch_reduction: PatchReduction = "sum",
+    detach: bool | None = None,
     create_graph: bool | None = None,
     grad_scale: float = 1.0,
     check_independence: bool = False,
     allow: Allowed = (),
+    generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -43,18 +43,20 @@ def wgan_gp_penalty(
     Args:
         critic: A function of samples `(N, ...)`, with outputs `(N,)`, `(N, 1)` or `(N, 1, H, W)`.
         real: Real samples, a tensor or a container.
-        fake: Generated samples, as many and alike. They are detached: the generator is not reached.
+        fake: Generated samples, as many and alike.
         weight: \(\lambda\), 10 in the paper (0.1 for its toy problems).
         target: The wanted norm.
         one_sided: Whether only norms above the target count.
-        generator: What the points are drawn from; None: the device's default generator.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         patch_reduction: As for `gradient_penalty`.
+        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
+            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
+        generator: What the points are drawn from; None: the device's default generator.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 
@@ -64,6 +66,9 @@ def wgan_gp_penalty(
     Raises:
         InputError: The batches are not alike; or as for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
+
+    Warns:
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
 
     Cost:
         One evaluation of the critic and one reverse pass, and a second in the loss's backward.
@@ -82,7 +87,9 @@ def wgan_gp_penalty(
         Other code: BasicSR and mmgeneration (by default) take the norm over channels only, torchgan over the
         whole batch; TensorFlow-GAN penalises norm/target - 1. The authors' own code has NaN at a zero gradient.
     """
-    points = interpolate(real, fake, batch_ndim=batch_ndim, generator=generator)
+    recorded = _nesting.loss_recorded(create_graph)
+    real, fake = apart(real, detach, "real", recorded), apart(fake, detach, "fake", recorded)
+    points = interpolate(real, fake, batch_ndim=batch_ndim, detach=False, generator=generator)
     return gradient_penalty(
         critic,
         points,
@@ -108,14 +115,15 @@ def dragan_penalty(
     weight: float = 10.0,
     target: float = 1.0,
     std: float = 0.5,
-    generator: torch.Generator | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
-    patch_reduction: str = "sum",
+    patch_reduction: PatchReduction = "sum",
+    detach: bool | None = None,
     create_graph: bool | None = None,
     grad_scale: float = 1.0,
     check_independence: bool = False,
     allow: Allowed = (),
+    generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -128,18 +136,20 @@ def dragan_penalty(
 
     Args:
         critic: A function of samples, as for `wgan_gp_penalty`.
-        real: Real samples, a tensor or a container. They are detached.
+        real: Real samples, a tensor or a container.
         weight: \(\lambda\), 10 in the paper.
         target: The wanted norm.
         std: The reach of the noise, in standard deviations of the batch.
-        generator: What the noise is drawn from; None: the device's default generator.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         patch_reduction: As for `gradient_penalty`.
+        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
+            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
+        generator: What the noise is drawn from; None: the device's default generator.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 
@@ -149,6 +159,9 @@ def dragan_penalty(
     Raises:
         InputError: As for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
+
+    Warns:
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
 
     Cost:
         That of `wgan_gp_penalty`.
@@ -165,12 +178,14 @@ def dragan_penalty(
         takes the norm over channels only and draws α per entry; compare_gan uses x + σ (u - ½), clipped to [0, 1].
     """
     check_number(std, "std", least=0)
+    real = apart(real, detach, "real", _nesting.loss_recorded(create_graph))
     leaves, names, tree = _tree.flatten(real, "real")
     for leaf, name in zip(leaves, names, strict=True):
         _checks.check_real_tensor(leaf, name)
-    with torch.no_grad():
-        far = [leaf + std * leaf.std(correction=0) * _uniform(leaf, generator) for leaf in leaves]
-    points = interpolate(real, _tree.rebuild(tree, iter(far)), batch_ndim=batch_ndim, generator=generator)
+    with torch.no_grad():  # a constant to the derivative, the batch's standard deviation included
+        noise = [std * leaf.std(correction=0) * _uniform(leaf, generator) for leaf in leaves]
+    far = _tree.rebuild(tree, map(torch.add, leaves, noise))
+    points = interpolate(real, far, batch_ndim=batch_ndim, detach=False, generator=generator)
     return gradient_penalty(
         critic,
         points,
@@ -192,14 +207,40 @@ def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
 
 
+class Regularisation(Recipe, total=False):
+    """What `r1_penalty` and `r2_penalty` take."""
+
+    gamma: float
+    detach: bool | None
+
+
+@overload
+def r1_penalty(
+    critic: Function, real: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularisation]
+) -> Tensor: ...
+
+
+@overload
+def r1_penalty(
+    critic: Function, real: Any, *, return_outputs: Literal[True], **options: Unpack[Regularisation]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def r1_penalty(
+    critic: Function, real: Any, *, return_outputs: bool, **options: Unpack[Regularisation]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def r1_penalty(
     critic: Function,
     real: Any,
     *,
     gamma: float = 10.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
-    patch_reduction: str = "sum",
+    patch_reduction: PatchReduction = "sum",
+    detach: bool | None = None,
     create_graph: bool | None = None,
     grad_scale: float = 1.0,
     return_outputs: bool = False,
@@ -215,11 +256,13 @@ def r1_penalty(
 
     Args:
         critic: A function of samples, as for `wgan_gp_penalty`.
-        real: Real samples, a tensor or a container. They are detached.
+        real: Real samples, a tensor or a container.
         gamma: \(\gamma\), 10 in the paper. For a lazy penalty every k steps, pass k times the value.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         patch_reduction: As for `gradient_penalty`. With `"mean"` R1 of P×P patches is P⁴ times smaller.
+        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
+            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
         return_outputs: Whether to return the critic's outputs too: the loss then needs no other
@@ -235,6 +278,9 @@ def r1_penalty(
     Raises:
         InputError: As for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
+
+    Warns:
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
 
     Cost:
         That of `gradient_penalty`.
@@ -256,7 +302,7 @@ def r1_penalty(
     check_number(gamma, "gamma", least=0)
     return gradient_penalty(
         critic,
-        detached(real),  # what is no tensor is left for the check that names it
+        apart(real, detach, "real", _nesting.loss_recorded(create_graph)),
         weight=gamma / 2,
         reduction=reduction,
         batch_ndim=batch_ndim,
@@ -271,14 +317,33 @@ def r1_penalty(
     )
 
 
+@overload
+def r2_penalty(
+    critic: Function, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularisation]
+) -> Tensor: ...
+
+
+@overload
+def r2_penalty(
+    critic: Function, fake: Any, *, return_outputs: Literal[True], **options: Unpack[Regularisation]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def r2_penalty(
+    critic: Function, fake: Any, *, return_outputs: bool, **options: Unpack[Regularisation]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def r2_penalty(
     critic: Function,
     fake: Any,
     *,
     gamma: float = 10.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
-    patch_reduction: str = "sum",
+    patch_reduction: PatchReduction = "sum",
+    detach: bool | None = None,
     create_graph: bool | None = None,
     grad_scale: float = 1.0,
     return_outputs: bool = False,
@@ -289,15 +354,17 @@ def r2_penalty(
 ) -> Any:
     r"""R2, \(\frac{\gamma}{2}\, \mathrm{mean}_i \lVert\nabla D(x_i)\rVert^2\), at generated samples.
 
-    The formula of `r1_penalty`, half included, elsewhere. The samples are detached, so the generator is not reached.
+    The formula of `r1_penalty`, half included, elsewhere.
 
     Args:
         critic: A function of samples, as for `wgan_gp_penalty`.
-        fake: Generated samples, a tensor or a container. They are detached.
+        fake: Generated samples, a tensor or a container.
         gamma: \(\gamma\), 10 in the paper; R3GAN uses the same for R1 and R2.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         patch_reduction: As for `gradient_penalty`.
+        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
+            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
         return_outputs: Whether to return the critic's outputs too.
@@ -312,6 +379,9 @@ def r2_penalty(
     Raises:
         InputError: As for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
+
+    Warns:
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
 
     Cost:
         That of `gradient_penalty`.
@@ -329,11 +399,12 @@ def r2_penalty(
     """
     return r1_penalty(
         critic,
-        fake,
+        apart(fake, detach, "fake", _nesting.loss_recorded(create_graph)),
         gamma=gamma,
         reduction=reduction,
         batch_ndim=batch_ndim,
         patch_reduction=patch_reduction,
+        detach=False,
         create_graph=create_graph,
         grad_scale=grad_scale,
         return_outputs=return_outputs,

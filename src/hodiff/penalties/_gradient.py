@@ -4,35 +4,81 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _tree
-from hodiff._core._call import Allowed
+from hodiff._core import _checks, _independence, _nesting, _tree
+from hodiff._core._options import Allowed, PatchReduction, Reduction, check_option
 from hodiff._core._where import Where
 from hodiff.calculus._first import value_and_grad
 from hodiff.errors import InputError
-from hodiff.penalties import _compiled, _critic, _loss, _norm
+from hodiff.penalties import _compiled, _loss, _norm
 from hodiff.penalties._critic import Critic
 
 Function = Callable[..., Any]
 What = Function | Tensor
 
 
+class Recipe(TypedDict, total=False):
+    """What the penalties on samples share.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    reduction: Reduction
+    batch_ndim: int
+    patch_reduction: PatchReduction
+    create_graph: bool | None
+    grad_scale: float
+    check_independence: bool
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class Wanted(Recipe, total=False):
+    """What `gradient_penalty` takes beside."""
+
+    weight: float
+    target: float | Tensor
+    one_sided: bool
+    power: float
+    ord: float
+    strict: bool
+
+
+@overload
+def gradient_penalty(
+    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Wanted]
+) -> Tensor: ...
+
+
+@overload
+def gradient_penalty(
+    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[Wanted]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gradient_penalty(
+    f: What, x: Any, *, return_outputs: bool, **options: Unpack[Wanted]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def gradient_penalty(
     f: What,
     x: Any,
     *,
+    weight: float = 1.0,
     target: float | Tensor = 0.0,
     one_sided: bool = False,
     power: float = 2,
     ord: float = 2,
-    weight: float = 1.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
-    patch_reduction: str = "sum",
+    patch_reduction: PatchReduction = "sum",
     create_graph: bool | None = None,
     grad_scale: float = 1.0,
     return_outputs: bool = False,
@@ -54,11 +100,11 @@ def gradient_penalty(
             computed from *x* (which then requires grad): its graph stays the caller's.
         x: Where: a tensor `(N, ...)` or a container of them; a module (or `hodiff.select`) with `batch_ndim=0`.
             Nothing of it is changed. Where it requires grad, the penalty is differentiable by it too.
+        weight: The factor \(w\).
         target: The wanted norm \(t\), absolute; a number, or a tensor with one entry per sample.
         one_sided: Whether only norms above the target count: \(\max(0, \lVert g\rVert - t)^p\).
         power: The exponent \(p\), at least 1.
         ord: The norm: 2, 1 or `float("inf")`.
-        weight: The factor \(w\).
         reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
         batch_ndim: How many leading dimensions of *x* index independent samples; 0 for parameters.
         patch_reduction: How several outputs of one sample become one: `"sum"` (what `ones_like`
@@ -68,8 +114,8 @@ def gradient_penalty(
         grad_scale: Multiplies the outputs before, and divides the gradient after, the first reverse
             pass; for float16, see the documentation.
         return_outputs: Whether to return what `f` returned as well, from the same evaluation.
-        check_independence: Whether to test that no sample's output depends on another sample,
-            for one more evaluation; a `BatchMixingWarning` says if it does, and by how much.
+        check_independence: Whether to test that no sample's output depends on another sample, for one more
+            evaluation and two passes; a `BatchMixingWarning` says if it does, and by how much.
         strict: Raise where the output does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         args: Further positional arguments for `f`: labels, for instance.
@@ -118,7 +164,7 @@ def gradient_penalty(
         critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
     )
     if check_independence and not torch.compiler.is_compiling():
-        _critic.check_independence(critic, x, args, kwargs, allow)
+        _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.recording(record):
         penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
         penalty = _loss.finished(penalty, f, outputs, gradient, record)
@@ -133,12 +179,12 @@ class Rule(NamedTuple):
     power: float
     ord: float
     weight: float
-    reduction: str
+    reduction: Reduction
 
     def check(self) -> None:
         """Raise for an option that is not known."""
         _norm.check_ord(self.ord)
-        _loss.check_reduction(self.reduction)
+        check_option(self.reduction, Reduction, "reduction")
         _loss.check_number(self.weight, "weight", least=-math.inf)
         _loss.check_number(self.power, "power", least=1)
         if not isinstance(self.target, Tensor):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _tree
-from hodiff._core._call import Allowed
+from hodiff._core import _checks, _independence, _nesting, _tree
+from hodiff._core._options import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.calculus._forward import jvp
@@ -24,20 +24,22 @@ def hessian_penalty(
     x: Any,
     *,
     weight: float = 1.0,
-    num_projections: int = 2,
-    method: str = "exact",
-    epsilon: float = 0.1,
-    reduction: str = "max",
-    generator: torch.Generator | None = None,
+    samples: int = 2,
+    vectors: Any = None,
+    reduction: ExtremeReduction = "max",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    method: SecondMethod = "exact",
+    epsilon: float = 0.1,
+    check_independence: bool = False,
     allow: Allowed = (),
+    generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     r"""The off-diagonal Hessian of each output, as a variance: \(\max_a \mathrm{Var}_v(v^\top H_a v)\).
 
-    v are random signs, one vector per sample and projection; what varies is \(2 \sum_{i<j} H_{ij} v_i v_j\), with
+    v are random signs, several vectors per sample; what varies is \(2 \sum_{i<j} H_{ij} v_i v_j\), with
     the variance \(2 \sum_{i \ne j} H_{ij}^2\). Where it is zero, the inputs act on each output independently of
     each other: a generator's latents are disentangled.
 
@@ -45,16 +47,19 @@ def hessian_penalty(
         f: A function of samples with outputs of any shape, `(N, ...)`: a generator, or some layer of it.
         x: Where: a tensor `(N, ...)` or a container of them.
         weight: A factor.
-        num_projections: How many v the (unbiased) variance is taken over, at least 2.
+        samples: How many v the (unbiased) variance is taken over, at least 2.
+        vectors: The caller's own v, at least two, like *x* with one extra leading dimension on every leaf; then
+            nothing is drawn.
+        reduction: Over samples and outputs: `"max"` (as published), `"mean"`, `"sum"` or `"none"`.
+        batch_ndim: As for `gradient_penalty`.
+        create_graph: As for `gradient_penalty`.
         method: `"exact"`: second directional derivatives. `"differences"`: the published form,
             \((f(x + \epsilon v) - 2 f(x) + f(x - \epsilon v)) / \epsilon^2\).
         epsilon: The step of the differences. Do not lessen it in float32: at 1e-3 rounding makes the variance 46 %
             too large.
-        reduction: Over samples and outputs: `"max"` (as published), `"mean"`, `"sum"` or `"none"`.
-        generator: What v is drawn from; None: the device's default generator.
-        batch_ndim: As for `gradient_penalty`.
-        create_graph: As for `gradient_penalty`.
+        check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
+        generator: What v is drawn from; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -70,7 +75,7 @@ def hessian_penalty(
             almost everywhere; differences across their kinks are not, which is why the published form "works" there.
 
     Cost:
-        Per projection, exact: two evaluations of `f` and four reverse passes. Differences: two evaluations each, one
+        Per vector, exact: two evaluations of `f` and four reverse passes. Differences: two evaluations each, one
         for all, and no pass.
 
     Examples:
@@ -79,7 +84,7 @@ def hessian_penalty(
         >>> import torch, hodiff
         >>> z = torch.randn(1, 2)
         >>> with torch.no_grad():
-        ...     many = hodiff.hessian_penalty(lambda z: z[:, 0] * z[:, 1], z, num_projections=500)
+        ...     many = hodiff.hessian_penalty(lambda z: z[:, 0] * z[:, 1], z, samples=500)
         >>> abs(many.item() - 4) < 0.5
         True
 
@@ -88,70 +93,88 @@ def hessian_penalty(
     """
     _loss.check_number(weight, "weight", least=0)
     _loss.check_number(epsilon, "epsilon", least=0)
+    check_option(method, SecondMethod, "method")
     if method == "differences" and not epsilon:
         raise InputError("epsilon: got 0, expected a positive step of the differences.")
-    _checks.check_integer(num_projections, "num_projections", least=2)
-    if method not in ("exact", "differences"):
-        raise InputError(f'method: got {method!r}, expected "exact" or "differences".')
-    if reduction not in ("max", "mean", "sum", "none"):
-        raise InputError(f'reduction: got {reduction!r}, expected "max", "mean", "sum" or "none".')
+    _checks.check_integer(samples, "samples", least=2)
+    check_option(reduction, ExtremeReduction, "reduction")
     _loss.check_function(f)
-    record = _nesting.loss_recorded(create_graph)
+    _loss.check_critic(f)
     _checks.check_arguments(args, kwargs)
     where = Where(x)
     _checks.check_batch(where.tensors, where.names, batch_ndim)
-    signs = [_points.directions(leaf, num_projections, batch_ndim, "rademacher", generator) for leaf in where.tensors]
-    inside = _loss.uncompiled(f)
-    call = lambda z: inside(z, *args, **(kwargs or {}))  # noqa: E731
-
-    random = RandomState.of(where.tensors[0].device)
-
-    def value(leaves: Sequence[Tensor], passes: int = 0) -> Tensor:
-        random.restore()  # one draw for all evaluations: of different ones the differences would be those of the draws
-        point = where.result(leaves)
-        with _loss.evaluation(
-            f, point, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
-        ) as ev:
-            return _checks.check_output(ev.value())
-
-    def again(z: Any) -> Any:
-        random.restore()
-        return call(z)
-
+    directions = _points.vectors_like(where, vectors, samples, "rademacher", generator)
+    if directions[0].shape[0] < 2:
+        raise InputError("vectors: holds one vector, expected at least two: a variance is taken over them.")
+    if check_independence:
+        _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    record = _nesting.loss_recorded(create_graph)
+    along = Along(_one_draw(f, where, args, kwargs or {}), where, batch_ndim, record, allow)
     with _loss.recording(record):
-        output = value(where.tensors)
+        output = along.value(where.tensors)
+        _loss.refuse_empty(output, reduction)
         if method == "exact":
-            seconds = [
-                _second(again, where.result(where.tensors), where.result([sign[k] for sign in signs]), record, allow)
-                for k in range(num_projections)
-            ]
+            seconds = [along.second(v) for v in zip(*directions, strict=True)]
         else:
-            seconds = [
-                (
-                    value([leaf + epsilon * sign[k] for leaf, sign in zip(where.tensors, signs, strict=True)])
-                    + value([leaf - epsilon * sign[k] for leaf, sign in zip(where.tensors, signs, strict=True)])
-                    - 2 * output
-                )
-                / epsilon**2
-                for k in range(num_projections)
-            ]
-        variances = _norm.wide(torch.stack(seconds)).var(0)
-        if reduction == "max":
-            loss = weight * variances.max()
-        else:
-            loss = _loss.reduce(variances, reduction, weight)
+            seconds = [along.difference(v, output, epsilon) for v in zip(*directions, strict=True)]
+        loss = _loss.reduce(_norm.wide(torch.stack(seconds)).var(0), reduction, weight)
         return _loss.finished(loss, f, output, seconds, record)
 
 
-def _second(f: Callable[[Any], Any], x: Any, v: Any, record: bool, allow: Allowed) -> Tensor:
-    """vᵀ H v for every output at once: the directional derivative of the directional derivative."""
+def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
+    """`f` with the same random numbers at each call: of different ones, differences would be those of the draws."""
+    random = RandomState.of(where.tensors[0].device)
+    inside = _loss.uncompiled(f)
 
-    def first(z: Any) -> Tensor:
-        # Where the function is linear, this does not depend on z, and its derivative is zero, not an error.
-        anchor = sum(0 * leaf.sum() for leaf in _tree.flatten(z)[0])
-        return jvp(f, z, v, allow=_loss.accepted(allow)) + anchor
+    def call(z: Any) -> Any:
+        random.restore()
+        return inside(z, *args, **kwargs)
 
-    return jvp(first, x, v, create_graph=record, allow=_loss.accepted(allow))
+    return call
+
+
+class Along(NamedTuple):
+    """A function near a point, along vectors: its values, and vᵀ H v of every output at once."""
+
+    f: Function
+    where: Where
+    batch_ndim: int
+    record: bool
+    allow: Allowed
+
+    def value(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The outputs at a point."""
+        with _loss.evaluation(
+            self.f,
+            self.where.result(leaves),
+            passes=0,
+            batch_ndim=self.batch_ndim,
+            record=self.record,
+            allow=self.allow,
+            args=(),
+            kwargs=None,
+        ) as ev:
+            return _checks.check_output(ev.value())
+
+    def difference(self, v: Sequence[Tensor], here: Tensor, step: float) -> Tensor:
+        """By central differences."""
+        ahead, behind = (
+            self.value([leaf + sign * step * part for leaf, part in zip(self.where.tensors, v, strict=True)])
+            for sign in (1, -1)
+        )
+        return (ahead + behind - 2 * here) / step**2
+
+    def second(self, v: Sequence[Tensor]) -> Tensor:
+        """The directional derivative of the directional derivative."""
+        direction, allow = self.where.result(v), _loss.accepted(self.allow)
+
+        def first(z: Any) -> Tensor:
+            # Where the function is linear, this does not depend on z, and its derivative is zero, not an error.
+            anchor = sum(0 * leaf.sum() for leaf in _tree.flatten(z)[0])
+            return jvp(self.f, z, direction, allow=allow) + anchor
+
+        point = self.where.result(self.where.tensors)
+        return jvp(first, point, direction, create_graph=self.record, allow=allow)
 
 
 def curvature_penalty(
@@ -160,9 +183,10 @@ def curvature_penalty(
     *,
     weight: float = 4.0,
     h: float = 1.5,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -182,6 +206,7 @@ def curvature_penalty(
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
+        check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -212,11 +237,13 @@ def curvature_penalty(
     """
     _loss.check_number(weight, "weight", least=0)
     _loss.check_number(h, "h", least=0)
-    _loss.check_reduction(reduction)
+    check_option(reduction, Reduction, "reduction")
     record = _nesting.loss_recorded(create_graph)
     _loss.check_function(f)
     critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0)
     critic.check()
+    if check_independence:
+        _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     options = {"create_graph": record, "strict": False, "allow": allow, "args": args, "kwargs": kwargs}
     outputs, here = outputs_and_gradient(critic, x, **options)
     where = Where(x)

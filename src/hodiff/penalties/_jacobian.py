@@ -1,4 +1,4 @@
-"""The Frobenius norm of a Jacobian as a penalty, estimated by random projections or exact."""
+"""The Frobenius norm of a Jacobian as a penalty, estimated by random vectors or exact."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _dense, _nesting
-from hodiff._core._call import Allowed
+from hodiff._core import _checks, _dense, _independence, _nesting
+from hodiff._core._options import Allowed, Probes, Reduction, check_option
+from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
 from hodiff.penalties._gradient import What
@@ -20,13 +21,15 @@ def jacobian_penalty(
     x: Any,
     *,
     weight: float = 0.01,
-    num_projections: int | None = 1,
-    distribution: str = "sphere",
-    generator: torch.Generator | None = None,
-    reduction: str = "mean",
+    samples: int | None = 1,
+    probes: Probes = "rademacher",
+    vectors: Any = None,
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     allow: Allowed = (),
+    generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -39,13 +42,16 @@ def jacobian_penalty(
         x: Where: a tensor `(N, ...)` or a container of them; the norm is joint over its leaves.
         weight: \(\lambda\), 0.01 in Hoffman et al. For a contractive autoencoder: exact, of the encoder, with
             twice its λ (Rifai et al. have no half).
-        num_projections: How many v to average over; None for the exact norm.
-        distribution: Of v: `"sphere"` (radius √outputs, as Hoffman et al.), `"rademacher"` or `"normal"`.
-        generator: What v is drawn from; None: the device's default generator.
+        samples: How many v to average over; None for the exact norm.
+        probes: The law of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
+        vectors: The caller's own v, like `f(x)`, or K of them with one extra leading dimension; then nothing is drawn.
+            Hoffman et al. draw from the sphere of radius √outputs.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
+        check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
+        generator: What v is drawn from; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -57,7 +63,7 @@ def jacobian_penalty(
         GraphError: As for `gradient_penalty`.
 
     Cost:
-        One evaluation of `f` and one reverse pass per projection, in batches; exact: one per output.
+        One evaluation of `f` and one reverse pass per vector, in batches; exact: one per output.
 
     Examples:
         A linear map has its matrix as Jacobian, here with the sum of squares 30:
@@ -65,7 +71,7 @@ def jacobian_penalty(
         >>> import torch, hodiff
         >>> layer = torch.nn.Linear(2, 2)
         >>> _ = layer.weight.data.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        >>> hodiff.jacobian_penalty(layer, torch.randn(8, 2), weight=1.0, num_projections=None).item()
+        >>> hodiff.jacobian_penalty(layer, torch.randn(8, 2), weight=1.0, samples=None).item()
         15.0
 
     Reference:
@@ -74,11 +80,13 @@ def jacobian_penalty(
         the same for outputs `(N, C)`, and takes no others.
     """
     _loss.check_number(weight, "weight", least=0)
-    _loss.check_reduction(reduction)
-    _points.check_distribution(distribution)
-    if num_projections is not None:
-        _checks.check_integer(num_projections, "num_projections", least=1)
+    check_option(reduction, Reduction, "reduction")
+    check_option(probes, Probes, "probes")
+    if samples is not None:
+        _checks.check_integer(samples, "samples", least=1)
     record = _nesting.loss_recorded(create_graph)
+    if check_independence:
+        _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:
@@ -88,13 +96,14 @@ def jacobian_penalty(
                 f"f: returned shape {tuple(output.shape)}, expected {tuple(ev.batch)} in front, one row per sample "
                 f"(batch_ndim={batch_ndim})."
             )
-        if num_projections is None:
+        exact = samples is None and vectors is None
+        if exact:
             [parts] = _dense.blocks(ev, [output], chunk_size=None)
         else:
-            vectors = _points.directions(output, num_projections, batch_ndim, distribution, generator)
-            parts = _loss.pulled(ev, [output], [vectors])
+            drawn = _points.vectors_like(Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator)
+            parts = _loss.pulled(ev, [output], drawn)
     with _loss.recording(record):
-        if num_projections is None:
+        if exact:
             values = _norm.squares(parts, batch_ndim)
         else:
             values = _norm.squares(parts, batch_ndim + 1).mean(0)

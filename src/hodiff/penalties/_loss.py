@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hodiff._core import _checks, _nodes, _reverse
 from hodiff._core._assembly import plain
-from hodiff._core._call import Allowed, call
+from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._lending import mark_of
+from hodiff._core._options import Allowed, ExtremeReduction
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 
@@ -112,19 +113,21 @@ def check_number(value: Any, name: str, *, least: float) -> None:
         raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
 
 
-def check_reduction(reduction: str) -> None:
-    """Raise for a reduction that is not known."""
-    if reduction not in ("mean", "sum", "none"):
-        raise InputError(f'reduction: got {reduction!r}, expected "mean", "sum" or "none".')
+def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:
+    """Raise where there is no value to reduce; their sum is zero."""
+    if reduction in ("mean", "max") and not values.numel():
+        raise InputError(
+            f'x: holds no sample, so there is no {reduction}; use reduction="sum", or skip the empty batch.'
+        )
 
 
-def reduce(values: Tensor, reduction: str, weight: float) -> Tensor:
+def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
     """The values of all samples as one."""
     if reduction == "none":
         return weight * values
-    if reduction == "mean" and not values.numel():
-        raise InputError('x: holds no sample, so there is no mean; use reduction="sum", or skip the empty batch.')
-    return weight * (values.mean() if reduction == "mean" else values.sum())
+    refuse_empty(values, reduction)
+    whole = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]
+    return weight * whole()
 
 
 def warn_if_constant(gradient: Sequence[Tensor]) -> None:

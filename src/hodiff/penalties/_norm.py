@@ -12,7 +12,7 @@ from hodiff._core import _checks, _tree
 from hodiff.errors import InputError
 
 
-def sample_norm(grads: Any, *, batch_ndim: int = 1, ord: float = 2) -> Tensor:
+def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
     r"""The norm of each sample's gradient, over everything but the batch, \(\lVert g_i \rVert\).
 
     A sample's entries in all leaves of a container count as one vector. The derivative at a zero
@@ -21,9 +21,9 @@ def sample_norm(grads: Any, *, batch_ndim: int = 1, ord: float = 2) -> Tensor:
 
     Args:
         grads: A tensor or a container of tensors, each `(*batch, ...)`.
+        ord: 2 (Euclidean), 1 (sum of absolute values) or `float("inf")` (largest absolute value).
         batch_ndim: How many leading dimensions index samples. For points `(P, 3)` that is 1, for
             `(B, P, 3)` it is 2; 0 takes everything as one sample.
-        ord: 2 (Euclidean), 1 (sum of absolute values) or `float("inf")` (largest absolute value).
 
     Returns:
         A tensor of shape `(*batch,)`, in float32 or better whatever the dtype of *grads*.

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _checks, _nesting, _reverse
-from hodiff._core._call import Allowed
+from hodiff._core._options import Allowed, Reduction, check_option
+from hodiff._core._where import Where
 from hodiff.errors import InputError
-from hodiff.penalties import _loss, _norm
+from hodiff.penalties import _loss, _norm, _points
 from hodiff.penalties._gradient import Function
 
 
@@ -69,26 +70,34 @@ class PathLengthPenalty(nn.Module):
         f: Function,
         w: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        vectors: Tensor | None = None,
+        reduction: Reduction = "mean",
         create_graph: bool | None = None,
+        return_outputs: bool = False,
         allow: Allowed = (),
+        generator: torch.Generator | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        """The penalty at some latents, differentiable by the generator and, where they require grad, the latents.
+    ) -> Any:
+        r"""The penalty at some latents, differentiable by the generator and, where they require grad, the latents.
 
         Args:
             f: The synthesis network, a function of *w* with images `(N, C, *size)`.
             w: Latents, `(N, D)` or `(N, L, D)`.
-            generator: What y is drawn from; None: the device's default generator.
+            vectors: The caller's own noise like the images, of which y is the \(1/\sqrt{HW}\)-th part; then nothing
+                is drawn.
+            reduction: As for `gradient_penalty`.
             create_graph: As for `gradient_penalty`.
+            return_outputs: Whether to return the images too, from the same evaluation.
             allow: As for `gradient_penalty`.
+            generator: What y is drawn from; None: the device's default generator.
             args: Further positional arguments for `f`.
             kwargs: Keyword arguments for `f`.
 
         Returns:
-            A scalar tensor.
+            A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* `(penalty, images)`.
         """
+        check_option(reduction, Reduction, "reduction")
         _checks.check_real_tensor(w, "w")
         if w.ndim not in (2, 3) or not w.shape[0]:
             raise InputError(f"w: has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
@@ -99,8 +108,11 @@ class PathLengthPenalty(nn.Module):
             if images.ndim < 2 or images.shape[0] != w.shape[0]:
                 raise InputError(f"f: returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
             with torch.no_grad():
-                noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
-                noise = noise / images.shape[2:].numel() ** 0.5
+                [noise] = _points.vectors_like(Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator)
+                if noise.shape[0] != 1:
+                    raise InputError(f"vectors: holds {noise.shape[0]} vectors like the images, expected one.")
+                noise = noise[0] / images.shape[2:].numel() ** 0.5
+            outputs = ev.value()
             gradient = _reverse.pull(ev, [images], [noise])
         with _loss.recording(record):
             layers = w.shape[1] if w.ndim == 3 else 1
@@ -110,8 +122,9 @@ class PathLengthPenalty(nn.Module):
                 mean = mean.lerp(lengths.mean(), self.decay)
                 with torch.no_grad():
                     self.mean_length.copy_(mean)
-            loss = self.weight * (lengths - mean).square().mean()
-            return _loss.finished(loss, f, images, gradient, record)
+            loss = _loss.reduce((lengths - mean).square(), reduction, self.weight)
+            loss = _loss.finished(loss, f, images, gradient, record)
+        return (loss, outputs) if return_outputs else loss
 
     def extra_repr(self) -> str:
         """The settings."""

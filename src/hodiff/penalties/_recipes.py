@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from hodiff._core import _checks
-from hodiff._core._call import Allowed
+from hodiff._core._options import Allowed, Reduction
 from hodiff.errors import InputError
 from hodiff.penalties._gradient import What, gradient_penalty
+
+
+class Common(TypedDict, total=False):
+    """What the penalties below share.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    weight: float
+    target: float
+    power: float
+    create_graph: bool | None
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class OfPoints(Common, total=False):
+    """What `eikonal_penalty` takes beside."""
+
+    reduction: Reduction
+    check_independence: bool
+
+
+class OfParameters(Common, total=False):
+    """What `gradient_norm_penalty` takes beside."""
+
+    strict: bool
+
+
+@overload
+def eikonal_penalty(
+    f: What, points: Tensor, *, return_outputs: Literal[False] = False, **options: Unpack[OfPoints]
+) -> Tensor: ...
+
+
+@overload
+def eikonal_penalty(
+    f: What, points: Tensor, *, return_outputs: Literal[True], **options: Unpack[OfPoints]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def eikonal_penalty(
+    f: What, points: Tensor, *, return_outputs: bool, **options: Unpack[OfPoints]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def eikonal_penalty(
@@ -20,9 +66,10 @@ def eikonal_penalty(
     weight: float = 0.1,
     target: float = 1.0,
     power: float = 2,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     create_graph: bool | None = None,
     return_outputs: bool = False,
+    check_independence: bool = False,
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -41,6 +88,7 @@ def eikonal_penalty(
         reduction: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
         return_outputs: Whether to return `f(points)` too.
+        check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -84,10 +132,29 @@ def eikonal_penalty(
         batch_ndim=points.ndim - 1,
         create_graph=create_graph,
         return_outputs=return_outputs,
+        check_independence=check_independence,
         allow=allow,
         args=args,
         kwargs=kwargs,
     )
+
+
+@overload
+def gradient_norm_penalty(
+    f: What, where: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OfParameters]
+) -> Tensor: ...
+
+
+@overload
+def gradient_norm_penalty(
+    f: What, where: Any, *, return_outputs: Literal[True], **options: Unpack[OfParameters]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gradient_norm_penalty(
+    f: What, where: Any, *, return_outputs: bool, **options: Unpack[OfParameters]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def gradient_norm_penalty(

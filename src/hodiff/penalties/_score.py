@@ -1,4 +1,4 @@
-"""Score matching by random projections: the trace of a Jacobian without the Jacobian."""
+"""Score matching by random vectors: the trace of a Jacobian without the Jacobian."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _reverse
-from hodiff._core._call import Allowed
+from hodiff._core import _checks, _independence, _nesting, _reverse
 from hodiff._core._graph import Graph
+from hodiff._core._options import Allowed, Probes, Reduction, check_option
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
@@ -23,13 +23,15 @@ def sliced_score_matching_loss(
     *,
     log_density: bool = False,
     variance_reduced: bool = True,
-    num_projections: int = 1,
-    distribution: str = "rademacher",
-    generator: torch.Generator | None = None,
-    reduction: str = "mean",
+    samples: int = 1,
+    probes: Probes = "rademacher",
+    vectors: Any = None,
+    reduction: Reduction = "mean",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    check_independence: bool = False,
     allow: Allowed = (),
+    generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -45,13 +47,16 @@ def sliced_score_matching_loss(
         x: Data: a tensor `(N, ...)`, or a container of them, as one vector per sample.
         log_density: Whether `f` is the log-density, whose gradient is then the score.
         variance_reduced: Whether the second term is exact.
-        num_projections: How many v to average over.
-        distribution: Of v: `"rademacher"`, `"normal"` or `"sphere"` (of radius √dimension).
-        generator: What v is drawn from; None: the device's default generator.
+        samples: How many v to average over.
+        probes: The law of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
+        vectors: The caller's own v, like *x*, or K of them with one extra leading dimension on every leaf; then
+            nothing is drawn.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
+        check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
+        generator: What v is drawn from; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -63,7 +68,7 @@ def sliced_score_matching_loss(
         GraphError: As for `gradient_penalty`.
 
     Cost:
-        One evaluation of `f` and one reverse pass per projection, in batches; one more for a log-density, and norm
+        One evaluation of `f` and one reverse pass per vector, in batches; one more for a log-density, and norm
         layers are then computed from their definition (see `hvp`).
 
     Examples:
@@ -78,28 +83,28 @@ def sliced_score_matching_loss(
         Song, Y. et al. (2019). Sliced score matching. arXiv:1905.07088. Hyvärinen, A. (2005). JMLR 6, 695-709. Other
         code: ermongroup/sliced_score_matching changes `requires_grad` of the samples, and takes `(N, D)` only.
     """
-    _loss.check_reduction(reduction)
-    _points.check_distribution(distribution)
-    _checks.check_integer(num_projections, "num_projections", least=1)
+    check_option(reduction, Reduction, "reduction")
+    check_option(probes, Probes, "probes")
+    _checks.check_integer(samples, "samples", least=1)
     record = _nesting.loss_recorded(create_graph)
     where = Where(x)
     passes = 2 if log_density else 1
+    drawn = _points.vectors_like(where, vectors, samples, probes, generator)
+    if check_independence:
+        _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.evaluation(
         f, where, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:
         score = _reverse.gradient(ev, differentiated=True) if log_density else _score(ev, where)
-        vectors = [
-            _points.directions(leaf, num_projections, batch_ndim, distribution, generator) for leaf in where.tensors
-        ]
-        products = _loss.pulled(ev, score, vectors)
+        products = _loss.pulled(ev, score, drawn)
         first = ev.tensors()[0]
     with _loss.recording(record):
         score = score if record else [part.detach() for part in score]
-        trace = _norm.inner(vectors, products, batch_ndim + 1).mean(0)
+        trace = _norm.inner(drawn, products, batch_ndim + 1).mean(0)
         if variance_reduced:
             size = _norm.squares(score, batch_ndim)
         else:
-            size = _norm.inner(vectors, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
+            size = _norm.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
         loss = _loss.reduce(trace + size / 2, reduction, 1.0)
         return _loss.finished(loss, f, first, score, record)
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks
-from hodiff._core._call import Allowed, call
+from hodiff._core._call import call
 from hodiff._core._lending import Lending
+from hodiff._core._options import Allowed
 from hodiff._core._where import Where
 from hodiff.calculus._first import grad
 from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError

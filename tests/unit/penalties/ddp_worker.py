@@ -38,7 +38,7 @@ def through_the_module(D: nn.Module, x: Tensor) -> Tensor:
 
 
 def jacobian_alone(D: nn.Module, x: Tensor) -> Tensor:
-    return hodiff.jacobian_penalty(D, x, num_projections=None, weight=10.0)
+    return hodiff.jacobian_penalty(D, x, samples=None, weight=10.0)
 
 
 def alone_by_hand(D: nn.Module, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core._live_bytes import LiveBytes
+from hodiff.penalties import _points
 from tests.support.differences import directional_derivative
 from tests.support.ledger import flags, snapshot
 from tests.unit.penalties.oracles import DOUBLE, conv, mlp, same
@@ -31,13 +32,13 @@ ALL = {
     "eikonal": lambda D: hodiff.eikonal_penalty(D, X),
     "gradient_norm": lambda D: hodiff.gradient_norm_penalty(lambda D: D(X).mean(), D),
     "jacobian": lambda D: hodiff.jacobian_penalty(D, X),
-    "jacobian, 3": lambda D: hodiff.jacobian_penalty(D, X, num_projections=3),
-    "jacobian, exact": lambda D: hodiff.jacobian_penalty(D, X, num_projections=None),
+    "jacobian, 3": lambda D: hodiff.jacobian_penalty(D, X, samples=3),
+    "jacobian, exact": lambda D: hodiff.jacobian_penalty(D, X, samples=None),
     "hessian": lambda D: hodiff.hessian_penalty(D, X),
     "hessian, differences": lambda D: hodiff.hessian_penalty(D, X, method="differences"),
     "curvature": lambda D: hodiff.curvature_penalty(D, X),
     "score": lambda D: hodiff.sliced_score_matching_loss(score(D), X),
-    "score, log-density": lambda D: hodiff.sliced_score_matching_loss(D, X, log_density=True, num_projections=2),
+    "score, log-density": lambda D: hodiff.sliced_score_matching_loss(D, X, log_density=True, samples=2),
     "path length": lambda D: hodiff.PathLengthPenalty()(D, X),
 }
 
@@ -115,7 +116,8 @@ def test_fakes_are_detached_and_return_outputs_saves_a_forward():
     fake = G(torch.randn(6, 3, dtype=DOUBLE))
     penalty, logits = hodiff.r1_penalty(D, X, return_outputs=True)
     assert len(calls) == 1
-    loss = F.softplus(-logits).mean() + penalty + hodiff.wgan_gp_penalty(D, X, fake) + hodiff.r2_penalty(D, fake)
+    of_fakes = hodiff.wgan_gp_penalty(D, X, fake, detach=True) + hodiff.r2_penalty(D, fake, detach=True)
+    loss = F.softplus(-logits).mean() + penalty + of_fakes
     loss.backward()
     assert all(p.grad is None for p in G.parameters())
     expected = mlp()
@@ -181,8 +183,8 @@ def test_what_has_no_second_derivative_is_named():
     with pytest.raises(hodiff.GraphError, match="no second derivative of embedding_bag"):
         hodiff.gradient_penalty(lambda x: bags(x).sum(1), X)
     for projections in (1, 2):
-        with pytest.raises(hodiff.GraphError, match="no second derivative of embedding_bag"):
-            hodiff.jacobian_penalty(bags, X, num_projections=projections)
+        with pytest.raises(hodiff.GraphError, match="no second derivative of cdist"):
+            hodiff.jacobian_penalty(lambda x: torch.cdist(x, a), X, samples=projections)
     with torch.no_grad():  # as a number it exists
         hodiff.gradient_penalty(lambda x: bags(x).sum(1), X)
 
@@ -314,10 +316,13 @@ D = mlp()
         (lambda: hodiff.r1_penalty(D, X, gamma=-1.0), "gamma: got -1.0"),
         (lambda: hodiff.eikonal_penalty(D, X[0]), r"points: has shape \(5,\).*points\[None\]"),
         (lambda: hodiff.eikonal_penalty(D, [X]), "points: is a list"),
-        (lambda: hodiff.jacobian_penalty(D, X, num_projections=0), "num_projections: got 0"),
-        (lambda: hodiff.jacobian_penalty(D, X, distribution="cube"), "distribution: got .cube."),
+        (lambda: hodiff.jacobian_penalty(D, X, samples=0), "samples: got 0"),
+        (
+            lambda: hodiff.jacobian_penalty(D, X, probes="cube"),
+            "probes: got .cube., expected .rademacher. or .gaussian.",
+        ),
         (lambda: hodiff.jacobian_penalty(lambda x: D(x).sum(), X), r"f: returned shape \(\), expected \(6,\) in front"),
-        (lambda: hodiff.hessian_penalty(D, X, num_projections=1), "num_projections: got 1"),
+        (lambda: hodiff.hessian_penalty(D, X, samples=1), "samples: got 1"),
         (lambda: hodiff.hessian_penalty(D, X, method="forward"), "method: got .forward."),
         (lambda: hodiff.hessian_penalty(D, X, reduction="median"), 'reduction: got .median., expected "max"'),
         (lambda: hodiff.hessian_penalty(X, X), "f: is a Tensor, expected a function"),
@@ -338,7 +343,11 @@ def test_tensor_targets():
     torch.testing.assert_close(found, torch.stack(one_by_one))
 
 
-@pytest.mark.parametrize("penalty", [hodiff.gradient_penalty, hodiff.r1_penalty, hodiff.jacobian_penalty])
+def r1_of_attached(critic, x):
+    return hodiff.r1_penalty(critic, x, detach=True)
+
+
+@pytest.mark.parametrize("penalty", [hodiff.gradient_penalty, r1_of_attached, hodiff.jacobian_penalty])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_activation_checkpoints_in_a_differentiable_penalty(penalty, requires_grad):
     """The recomputation in the user's backward records as much as the forward did: our leaf still requires grad."""
@@ -371,3 +380,48 @@ def test_hessian_penalty_of_one_draw(method):
 def test_hessian_penalty_without_a_step():
     with pytest.raises(hodiff.InputError, match="epsilon: got 0"):
         hodiff.hessian_penalty(lambda z: z**2, torch.ones(2, 2), method="differences", epsilon=0.0)
+
+
+# --- the caller's own random vectors ---------------------------------------------------------------------------------
+
+
+def signs(count, *shape):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(4), dtype=DOUBLE).sign()
+
+
+WITH_VECTORS = {
+    "jacobian": lambda f, **k: hodiff.jacobian_penalty(f, X, **k),
+    "jacobian, exact": lambda f, **k: hodiff.jacobian_penalty(f, X, samples=None, **k),
+    "hessian": lambda f, **k: hodiff.hessian_penalty(f, X, **k),
+    "hessian, differences": lambda f, **k: hodiff.hessian_penalty(f, X, method="differences", **k),
+    "score": lambda f, **k: hodiff.sliced_score_matching_loss(f, X, **k),
+}
+
+
+@pytest.mark.parametrize("name", WITH_VECTORS)
+def test_the_callers_vectors_are_those_used(name, monkeypatch):
+    f, v = mlp(5, 5), signs(3, 6, 5)
+    state = torch.get_rng_state()
+    found = WITH_VECTORS[name](f, vectors=v)
+    assert torch.equal(state, torch.get_rng_state())  # nothing is drawn
+    monkeypatch.setattr(_points, "directions", lambda *_: v)
+    same(found, WITH_VECTORS["jacobian" if "exact" in name else name](f), f)
+
+
+def test_vectors_that_do_not_fit():
+    f = mlp(5, 5)
+    one = signs(1, 6, 5)[0]
+    same(hodiff.jacobian_penalty(f, X, vectors=one), hodiff.jacobian_penalty(f, X, vectors=one[None]), f)
+    for call, words in [
+        (lambda: hodiff.jacobian_penalty(f, X, vectors=one[:2]), r"vectors: has shape \(2, 5\), expected \(6, 5\)"),
+        (lambda: hodiff.jacobian_penalty(f, X, vectors=signs(0, 6, 5)), "vectors: holds no vector"),
+        (lambda: hodiff.hessian_penalty(f, X, vectors=one), "vectors: holds one vector, expected at least two"),
+        (lambda: hodiff.sliced_score_matching_loss(f, X, vectors=one.float()), "vectors: is torch.float32"),
+    ]:
+        with pytest.raises(hodiff.InputError, match=words):
+            call()
+
+
+def test_an_empty_batch_has_no_largest():
+    with pytest.raises(hodiff.InputError, match="x: holds no sample, so there is no max"):
+        hodiff.hessian_penalty(mlp(), X[:0], create_graph=False)

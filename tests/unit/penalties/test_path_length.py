@@ -96,3 +96,20 @@ def test_constant_generator_gives_zero_and_no_nan():
 def test_bad_input(call, message):
     with pytest.raises(hodiff.InputError, match=message):
         call(hodiff.PathLengthPenalty())
+
+
+def test_the_callers_noise_outputs_and_each_samples_value():
+    G, w = Synthesis(4), torch.randn(5, 4, dtype=DOUBLE)
+    penalty = hodiff.PathLengthPenalty(weight=3.0, decay=0.0).double()
+    each, images = penalty(G, w, vectors=noise(2), reduction="none", return_outputs=True)
+    torch.testing.assert_close(images, G(w))
+    assert images.requires_grad
+    torch.testing.assert_close(each, 3 * lengths(G, w, noise(2)).square())
+    for reduction, total in (("mean", each.mean()), ("sum", each.sum())):
+        torch.testing.assert_close(penalty(G, w, vectors=noise(2), reduction=reduction), total)
+    _, detached = penalty(G, w, return_outputs=True, create_graph=False)
+    assert not detached.requires_grad
+    with pytest.raises(hodiff.InputError, match="vectors: holds 2 vectors like the images, expected one"):
+        penalty(G, w, vectors=torch.stack([noise(1), noise(2)]))
+    with pytest.raises(hodiff.InputError, match="reduction: got 'max'"):
+        penalty(G, w, reduction="max")

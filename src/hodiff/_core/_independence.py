@@ -1,0 +1,107 @@
+"""Whether samples are independent, as `batch_ndim` supposes: a test of it, for one more evaluation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _checks, _reverse
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
+from hodiff._core._random_state import RandomState
+from hodiff._core._where import Where
+from hodiff.errors import BatchMixingWarning, InputError
+
+
+def check(
+    f: Any,
+    *points: Any,
+    batch_ndim: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    has_aux: bool = False,
+) -> None:
+    """Warn, and say by how much, where the outputs of one sample depend on the points of another.
+
+    The gradient of a sum of outputs is compared with that of a weighted sum, which multiplies each sample's
+    own gradient by its weight, and nothing else. That is done beside the point, since at a special one (zeros, equal
+    samples) what mixes may have no derivative; a tensor already computed is taken where it is. Draws of `f` in this
+    evaluation leave no trace in the default generators.
+    """
+    if not batch_ndim:
+        raise InputError("check_independence: there are no samples with batch_ndim=0; give batch_ndim=1 with it.")
+    wheres = [point if isinstance(point, Where) else Where(point) for point in points]
+    batch = _checks.check_batch(
+        [t for w in wheres for t in w.tensors], [n for w in wheres for n in w.names], batch_ndim
+    )
+    if batch.numel() < 2:
+        return
+    ours = torch.Generator().manual_seed(0)
+    if callable(f) and not isinstance(f, Tensor):
+        wheres = [_beside(where, ours) for where in wheres]
+    where = Where.joined(*wheres)
+    random = RandomState.of(where.tensors[0].device)
+    # Without batch_ndim: what is measured says more than the warning about BatchNorm.
+    with Graph(
+        call(f, where, passes=1, create_graph=False, spread=True, has_aux=has_aux, args=args, kwargs=kwargs)
+    ) as ev:
+        random.restore()
+        outputs = ev.tensors()
+        if any(output.shape[:batch_ndim] != batch for output in outputs):
+            return  # the call itself says so
+        count = batch.numel()
+        weights = torch.linspace(-1, 1, count, dtype=torch.float64)[torch.randperm(count, generator=ours)]
+        pairs = [_cotangents(output, weights, batch_ndim, ours) for output in outputs]
+        rows = lambda start, stop: [pair[start:stop] for pair in pairs]  # noqa: E731
+        found = _reverse.stacked(ev, _reverse.pull_many(ev, outputs, rows, 2, chunk_size=1), 2, ev.leaves)
+    _judge(found, weights)
+
+
+def _beside(where: Where, ours: torch.Generator) -> Where:
+    """A point 1 % away, on the same side of zero; zeros become small positive numbers."""
+    if where.owned:  # f receives the module, whose parameters are what they are
+        return where
+    moved = []
+    with torch.no_grad():
+        for leaf in where.tensors:
+            noise = torch.rand(leaf.shape, generator=ours, dtype=torch.float32).to(leaf.device, leaf.dtype)
+            size = leaf.abs().mean()
+            step = torch.where(leaf == 0, torch.where(size > 0, size, 1), leaf)
+            moved.append(leaf + (0.005 + 0.005 * noise) * step)
+    return Where(where.result(moved), where.name)
+
+
+def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Generator) -> Tensor:
+    """Random numbers for the entries of one output, the same for each sample; and those times its weight."""
+    event = output.shape[batch_ndim:]
+    # Ones would not do: the sum of a softmax has no derivative.
+    entries = torch.randn(event, generator=ours, dtype=torch.float64) if event.numel() > 1 else torch.ones(event)
+    plain = entries.to(torch.float64).expand(output.shape)
+    weighted = plain * weights.reshape(*output.shape[:batch_ndim], *[1] * len(event))
+    return torch.stack([plain, weighted]).to(output)
+
+
+def _judge(found: list[Tensor], weights: Tensor) -> None:
+    error = size = 0.0
+    tolerance = 1e-3
+    for both in found:
+        if not both.numel():
+            continue
+        plain, weighted = both.double().reshape(2, weights.numel(), -1)
+        off = (plain * weights.to(plain).unsqueeze(1) - weighted).nan_to_num(0, 0, 0)
+        error = max(error, float(off.abs().max()))
+        size = max(size, float(plain.nan_to_num(0, 0, 0).abs().max()))
+        tolerance = max(tolerance, 8 * torch.finfo(both.dtype).eps)
+    if error > tolerance * size:
+        warnings.warn(
+            f"the samples of f are not independent: the derivative of one sample's output by another's input is, as "
+            f"one random probe shows it, up to {error / size if size else float('inf'):.2g} times the largest entry "
+            f"of the gradients. What is computed is then not each sample's own derivative. Usual causes: BatchNorm "
+            f"in training mode, minibatch statistics, an operation over the wrong dimension.",
+            BatchMixingWarning,
+            stacklevel=_checks.outside(),
+        )

@@ -1,0 +1,67 @@
+"""The options that several functions share: one alias for each vocabulary, and what overloads pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, get_args
+
+from hodiff.errors import InputError
+
+Allowed = Sequence[str | type] | str | type
+"""`allow=`: the `autograd.Function` classes, or their names, whose backward may be `@once_differentiable`."""
+
+ChunkSize = int | Literal["auto"]
+"""How many vectors one pass takes; `"auto"` bounds its memory."""
+
+Probes = Literal["rademacher", "gaussian"]
+"""The law of random vectors v; E[v vᵀ] = I under both."""
+
+Reduction = Literal["mean", "sum", "none"]
+"""From one value for each sample to a loss."""
+
+ExtremeReduction = Literal["max", "mean", "sum", "none"]
+"""From values of which the largest may be what counts."""
+
+PatchReduction = Literal["sum", "mean"]
+"""From several outputs of one sample to one."""
+
+SecondMethod = Literal["exact", "differences"]
+"""How a second directional derivative is computed."""
+
+
+class Common(TypedDict, total=False):
+    """What every function of the calculus takes.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    create_graph: bool | None
+    strict: bool
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class Chunked(Common, total=False):
+    """And what takes many vectors."""
+
+    chunk_size: ChunkSize
+
+
+class Batched(Common, total=False):
+    """And what knows independent samples."""
+
+    batch_ndim: int
+    check_independence: bool
+
+
+class ChunkedBatched(Chunked, Batched, total=False):
+    """And what does both."""
+
+
+def check_option(value: Any, vocabulary: Any, name: str) -> None:
+    """Raise unless `value` is a word of the vocabulary, one of the `Literal`s above."""
+    words = get_args(vocabulary)
+    if value not in words:
+        *others, final = [f'"{word}"' for word in words]
+        raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")

@@ -1,0 +1,165 @@
+"""`check_independence=`, wherever `batch_ndim=` is: samples that mix are seen, and nothing else is."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import hodiff
+
+D = torch.float64
+X = torch.randn(5, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+V = torch.randn(5, 3, dtype=D, generator=torch.Generator().manual_seed(1))
+
+SCALARS = {  # f gives one number per sample
+    "grad": lambda f, x, **k: hodiff.grad(f, x, **k),
+    "value_and_grad": lambda f, x, **k: hodiff.value_and_grad(f, x, **k),
+    "hvp": lambda f, x, **k: hodiff.hvp(f, x, V[: len(x)], **k),
+    "hessian": lambda f, x, **k: hodiff.hessian(f, x, **k),
+    "value_grad_and_hessian": lambda f, x, **k: hodiff.value_grad_and_hessian(f, x, **k),
+    "hessian_diagonal": lambda f, x, **k: hodiff.hessian_diagonal(f, x, **k),
+    "cross_hessian": lambda f, x, **k: hodiff.cross_hessian(lambda x, y: f(x) * y.exp().sum(1), x, x.clone(), **k),
+    "jacobian": lambda f, x, **k: hodiff.jacobian(lambda x: torch.stack([f(x), x.sum(1)], 1), x, **k),
+    "gradient_penalty": lambda f, x, **k: hodiff.gradient_penalty(f, x, **k),
+    "wgan_gp_penalty": lambda f, x, **k: hodiff.wgan_gp_penalty(f, x, x.flip(0), **k),
+    "dragan_penalty": lambda f, x, **k: hodiff.dragan_penalty(f, x, **k),
+    "r1_penalty": lambda f, x, **k: hodiff.r1_penalty(f, x, **k),
+    "r2_penalty": lambda f, x, **k: hodiff.r2_penalty(f, x, **k),
+    "jacobian_penalty": lambda f, x, **k: hodiff.jacobian_penalty(f, x, **k),
+    "hessian_penalty": lambda f, x, **k: hodiff.hessian_penalty(f, x, **k),
+    "curvature_penalty": lambda f, x, **k: hodiff.curvature_penalty(f, x, **k),
+    "sliced_score_matching_loss": lambda f, x, **k: hodiff.sliced_score_matching_loss(f, x, log_density=True, **k),
+}
+# By their own files: what mixes in a field is another matter, and these evaluate nothing.
+NOT_HERE = {"interpolate", "sample_norm"}
+FIELDS = ("laplacian", "divergence", "curl", "biharmonic", "partial", "second_order_operator")
+calls = pytest.mark.parametrize("name", SCALARS)
+
+
+def separate(x):
+    return (x**3).sum(1) + x.prod(1)
+
+
+def running(x):
+    return (x.cumsum(0) ** 2).sum(1)
+
+
+def by_neighbours(x):
+    """Only two samples know of each other."""
+    return separate(x) + torch.cat([x[1:2, 0] ** 2, torch.zeros(len(x) - 1, dtype=D)])
+
+
+def batch(name):
+    return {} if "penalty" in name or "loss" in name else {"batch_ndim": 1}
+
+
+def test_each_function_with_batch_ndim_has_the_check():
+    signatures = {
+        n: inspect.signature(getattr(hodiff, n)) for n in hodiff.__all__ if inspect.isfunction(getattr(hodiff, n))
+    }
+    expected = {
+        name
+        for name, signature in signatures.items()
+        if "batch_ndim" in signature.parameters and not any(word in name for word in FIELDS)
+    }
+    assert expected - NOT_HERE == set(SCALARS)
+
+
+@calls
+@pytest.mark.parametrize("mixing", [running, by_neighbours, lambda x: separate(x - x.mean(0))])
+def test_samples_that_mix_are_seen(name, mixing):
+    with pytest.warns(hodiff.BatchMixingWarning, match=r"samples of f are not independent: .* up to \d") as caught:
+        SCALARS[name](mixing, X, check_independence=True, **batch(name), **quiet(name))
+    assert caught[0].filename == __file__
+
+
+@calls
+def test_samples_that_do_not_are_left_alone(name):
+    state = torch.get_rng_state()
+    expected = SCALARS[name](separate, X, **batch(name), **quiet(name))
+    torch.set_rng_state(state)
+    found = SCALARS[name](separate, X, check_independence=True, **batch(name), **quiet(name))  # warnings are errors
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    SCALARS[name](separate, X[:1], check_independence=True, **batch(name), **quiet(name))
+
+
+def quiet(name):
+    """A penalty of a function without parameters is a constant to the optimiser, and says so."""
+    return {"create_graph": False} if not batch(name) else {}
+
+
+@calls
+def test_without_samples_there_is_nothing_to_check(name):
+    with pytest.raises(hodiff.InputError, match=r"check_independence: there are no samples with batch_ndim=0"):
+        SCALARS[name](lambda x: separate(x).sum(), X, check_independence=True, batch_ndim=0)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(4)])
+def test_special_points(x):
+    """At zero, the derivative of what mixes may be zero too."""
+    f = lambda x: (x.reshape(4, -1) ** 2).sum(1) * (1 + x.sum())
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):
+        hodiff.grad(lambda x: f(x) + x.square().sum(), x, batch_ndim=1, check_independence=True)
+
+
+@pytest.mark.parametrize("unit", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("c", [0.01, 0.3])
+def test_the_size_is_that_of_the_mixing(unit, c):
+    """Sample i + c times the others: what is said is near c, whatever the units."""
+    f = lambda x: unit * ((1 - c) * x[:, 0] + c * x[:, 0].sum())
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent") as caught:
+        hodiff.grad(f, X, batch_ndim=1, check_independence=True)
+    said = float(str(caught[0].message).split("up to ")[1].split(" times")[0])
+    assert c / 3 < said < 10 * c
+
+
+def test_a_tensor_already_computed():
+    x = X.clone().requires_grad_()
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):
+        hodiff.hessian(running(x), x, batch_ndim=1, check_independence=True)
+    y = separate(x)
+    hodiff.hessian(y, x, batch_ndim=1, check_independence=True)
+    y.sum().backward()  # the caller's graph is whole
+
+
+def test_two_batch_dimensions_containers_and_arguments():
+    point = {"a": X.reshape(1, 5, 3), "b": V.reshape(1, 5, 3)}
+    f = lambda p, scale: scale * (p["a"] * p["b"]).sum(-1) ** 2
+    hodiff.hessian(f, point, batch_ndim=2, check_independence=True, args=(2.0,))
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):
+        hodiff.hessian(
+            lambda p, scale: f(p, scale).cumsum(1), point, batch_ndim=2, check_independence=True, args=(2.0,)
+        )
+
+
+def test_batch_norm_is_measured_and_its_statistics_stay():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    before = model[1].running_mean.clone()
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent|BatchNorm in training mode") as caught:
+        hodiff.grad(model, X, batch_ndim=1, check_independence=True)
+    assert {"BatchNorm in training mode, which" in str(w.message) for w in caught} == {True, False}
+    assert torch.equal(model[1].running_mean, before)
+
+
+def test_the_check_draws_nothing_that_is_seen():
+    drop = nn.Dropout(0.5)
+    f = lambda x: separate(drop(x))
+    torch.manual_seed(0)
+    expected, after = hodiff.grad(f, X, batch_ndim=1), torch.get_rng_state()
+    torch.manual_seed(0)
+    found = hodiff.grad(f, X, batch_ndim=1, check_independence=True)
+    assert torch.equal(found, expected) and torch.equal(torch.get_rng_state(), after)
+
+
+def test_half_precision_and_a_softmax_raise_no_alarm():
+    hodiff.jacobian(lambda x: x.softmax(1), X.to(torch.bfloat16), batch_ndim=1, check_independence=True)
+    hodiff.jacobian(lambda x: x.softmax(1), X.float(), batch_ndim=1, check_independence=True)
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):  # a softmax over the batch
+        hodiff.jacobian(lambda x: x.softmax(0), X, batch_ndim=1, check_independence=True)
+
+
+def test_outputs_that_cancel_are_seen_one_by_one():
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):
+        hodiff.jacobian(lambda x: torch.stack([running(x), -running(x)], 1), X, batch_ndim=1, check_independence=True)
