@@ -203,3 +203,34 @@ def test_nothing_stays_switched() -> None:
 
     torch.compile(lambda x: x.sin() + 1, backend=backend)(X)
     assert counter == [1]  # the user's own functions are compiled as before
+
+
+class Doubled(torch.autograd.Function):
+    """Its derivative is its backward's, twice that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 6 * ctx.saved_tensors[0] ** 2 * g
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", ["gradient_penalty", "divergence", "laplacian"])
+def test_a_function_of_the_users_is_not_lost(name: str, fullgraph: bool) -> None:
+    """The tracer forgets its second derivative, or its backward: right, or refused."""
+    caller = BY_NAME[name]
+    penalty = name == "gradient_penalty"
+    g = lambda z: SCALE * Doubled.apply(z * SCALE if penalty else z)
+    run = lambda x: tensors(caller.run(caller.shaped(g), x, ()))[0].sum()
+    (expected,) = torch.autograd.grad(run(X), SCALE)
+    try:
+        got = compiled(run, fullgraph)(X)
+    except Exception as error:  # of one graph
+        assert fullgraph, error
+        return
+    torch.testing.assert_close(got, run(X))
+    torch.testing.assert_close(torch.autograd.grad(got, SCALE)[0], expected)
