@@ -10,7 +10,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hodiff._core import _tree
 from hodiff.errors import GraphError, InputError
 
-BatchWeight = Callable[[Any], Any] | str | None
+BatchWeight = Callable[[Any], Any] | Literal["equal"] | None
 
 NONE: Any = object()
 """The one batch of a function that takes no data."""

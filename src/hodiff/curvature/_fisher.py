@@ -3,26 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _tree
-from hodiff._core._evaluate import Allowed, Evaluation
+from hodiff._core import _checks
+from hodiff._core._evaluate import Allowed
+from hodiff._core._random_vectors import check_generator
 from hodiff._core._where import Where
-from hodiff.curvature._cache import Source
+from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import Batches, BatchWeight, Weighted
-from hodiff.curvature._gauss_newton import BentOperator, check_given, check_predict, linearised, refuse_shortcut
-from hodiff.curvature._losses import Bend, Loss, Outer, Scored, Softmax, check_loss, score
+from hodiff.curvature._data_operator import ChunkSize
+from hodiff.curvature._losses import (
+    KNOWN,
+    Loss,
+    OuterProducts,
+    OutputCurvature,
+    Scored,
+    SoftmaxHessian,
+    check_loss,
+)
+from hodiff.curvature._pullback import PullbackBuilder, PullbackOperator, check_operands
+from hodiff.curvature._space import Parts
 from hodiff.errors import InputError
 
-KINDS = ("exact", "mc", "empirical")
+Kind = Literal["exact", "mc", "empirical"]
 
 
 @final
-class FisherOperator(BentOperator):
+@dataclass(frozen=True)
+class FisherBuilder(PullbackBuilder):
+    """With the expected outer product of the scores, the gradients of each sample's loss by the outputs.
+
+    Attributes:
+        kind: Over what the expectation is taken.
+        samples: How many labels are drawn for each position.
+        generator: From where.
+        scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
+    """
+
+    kind: Kind
+    samples: int
+    generator: torch.Generator | None
+    scores: dict[int, Tensor] = field(default_factory=dict)
+
+    def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
+        """The mean outer product of the scores."""
+        if self.kind == "exact":
+            return scored.curvature
+        if self.kind == "empirical":
+            _check_samples(outputs, self.loss)
+            return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
+        if number not in self.scores:
+            self.scores[number] = _drawn(self.loss, scored, outputs[0].detach(), self.samples, self.generator)
+        return OuterProducts([self.scores[number]], _position(scored.curvature))
+
+    def fresh(self) -> FisherBuilder:
+        """Without labels."""
+        return replace(self, scores={})
+
+
+@final
+class FisherOperator(PullbackOperator):
     r"""The Fisher information matrix \(F = \sum_i \mathbb{E}\, g_i g_i^\top \,/\, \sum_b w_b\) as an operator.
 
     \(g_i\) is the gradient of the loss of sample *i*, a negative log-likelihood. `kind` says over what the
@@ -85,49 +129,47 @@ class FisherOperator(BentOperator):
         loss: Loss,
         where: Any,
         *,
-        data: Any,
-        kind: str,
+        data: Any = None,
+        kind: Kind | None = None,
         samples: int = 1,
         generator: torch.Generator | None = None,
         batch_weight: BatchWeight = None,
         memory_budget: float = 0.5,
-        chunk_size: int | str = "auto",
+        chunk_size: ChunkSize = "auto",
         progress: bool = False,
         allow: Allowed = (),
     ) -> None:
-        check_predict(predict)
-        check_loss(loss, batch_weight)
-        check_given(data)
+        check_operands(predict, loss, where, data)
         _check_kind(kind, loss)
+        check_loss(loss, batch_weight)
         _checks.check_integer(samples, "samples", least=1)
+        check_generator(generator)
         batches = Batches(data, Where(where).tensors[0].device, keep=kind == "mc", progress=progress)
         weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
-        self._scores: dict[int, Tensor] = {}
-        draw = (samples, generator, self._scores) if kind == "mc" else None
-        bend = partial(_bend, kind, loss, weigh, allow, draw)
-        super().__init__(Source(partial(linearised, predict, bend, allow), where, batches, memory_budget), chunk_size)
+        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator)
+        super().__init__(GraphCache(builder, where, batches, memory_budget), chunk_size)
         self.kind = kind
-
-    def refresh(self) -> FisherOperator:
-        """Forget all graphs, and the labels drawn. Returns the operator."""
-        self._scores.clear()
-        self._source.refresh()
-        return self
 
     def _route(self) -> str:
         return f"{self.kind}, linearised outputs"
 
 
-def _check_kind(kind: str, loss: Any) -> None:
-    if kind not in KINDS:
-        raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, KINDS))}.")
+def _check_kind(kind: Any, loss: Any) -> None:
+    if kind is None:
+        raise InputError(
+            'kind: is missing. kind="exact": the expectation over labels of the model\'s own distribution; "mc": the '
+            'same, by samples= labels drawn; "empirical": the labels of the data, which is not the Fisher information.'
+        )
+    if kind not in get_args(Kind):
+        raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}.")
     if kind == "empirical":
         return
-    if not isinstance(loss, nn.Module):
+    if callable(loss) and not isinstance(loss, type) and type(loss) not in KNOWN:
+        what = type(loss).__name__ if isinstance(loss, nn.Module) else "a function"
         raise InputError(
-            f"loss: a function does not say what distribution it is the likelihood of, so kind={kind!r} needs "
-            f"nn.CrossEntropyLoss(), nn.MSELoss() or nn.BCEWithLogitsLoss(). For any loss: kind='empirical', or "
-            f"hodiff.GaussNewtonOperator."
+            f"loss: {what} does not say what distribution it is the likelihood of, so kind={kind!r} needs "
+            f"nn.CrossEntropyLoss(), nn.MSELoss() or nn.BCEWithLogitsLoss(). For any other loss write a function "
+            f"loss(outputs, batch) -> (sum, weight), and take kind='empirical' or hodiff.GaussNewtonOperator."
         )
     weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
     if weighted or getattr(loss, "label_smoothing", 0.0):
@@ -137,27 +179,7 @@ def _check_kind(kind: str, loss: Any) -> None:
         )
 
 
-Draw = tuple[int, torch.Generator | None, dict[int, Tensor]]
-
-
-def _bend(
-    kind: str, loss: Loss, weigh: Weighted, allow: Allowed, draw: Draw | None, ev: Evaluation, batch: Any, number: int
-) -> tuple[Scored, Bend]:
-    _, _, tree = _tree.flatten(ev.outputs)
-    outputs = ev.tensors()
-    found = score(loss, weigh, outputs, tree, batch, number, allow, partial(refuse_shortcut, ev))
-    if kind == "empirical":
-        _check_samples(outputs, loss)
-        scores = [part.unsqueeze(0) for part in found.gradient]
-        return found, Outer(scores, lambda s: tuple(range(1 - s.ndim, 0)))
-    if kind == "exact" or draw is None:
-        return found, found.bend
-    if number not in draw[2]:
-        draw[2][number] = _drawn(loss, found, outputs[0].detach(), draw[0], draw[1])
-    return found, Outer([draw[2][number]], _position(found.bend, outputs[0]))
-
-
-def _check_samples(outputs: list[Tensor], loss: Loss) -> None:
+def _check_samples(outputs: Parts, loss: Loss) -> None:
     least = 2 if isinstance(loss, nn.CrossEntropyLoss) else 1  # of a single dimension it is the classes
     lengths = {output.shape[0] if output.ndim >= least else None for output in outputs}
     if None in lengths or len(lengths) != 1:
@@ -167,19 +189,19 @@ def _check_samples(outputs: list[Tensor], loss: Loss) -> None:
         )
 
 
-def _position(bend: Bend, z: Tensor) -> Callable[[Tensor], tuple[int, ...]]:
+def _position(curvature: OutputCurvature) -> Callable[[Tensor], tuple[int, ...]]:
     """The dimensions within which scores are not independent: the classes; else none."""
-    if isinstance(bend, Softmax):
-        return lambda s: (bend.dim,)
+    if isinstance(curvature, SoftmaxHessian):
+        return lambda s: (curvature.dim,)
     return lambda s: ()
 
 
-def _drawn(loss: Any, found: Scored, z: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+def _drawn(loss: Any, scored: Scored, z: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
     """The gradients by the outputs for labels drawn from the model: `(samples, *z.shape)`."""
     device = "cpu" if generator is None else generator.device
     shape = (samples, *z.shape)
-    if isinstance(found.bend, Softmax):
-        return found.bend.sampled(samples, generator)
+    if isinstance(scored.curvature, SoftmaxHessian):
+        return scored.curvature.sampled(samples, generator)
     if isinstance(loss, nn.MSELoss):  # y - z is Gaussian of variance 1/2, and the score 2 (z - y)
         return torch.randn(shape, generator=generator, device=device, dtype=z.dtype).to(z.device) * 2**0.5
     uniform = torch.rand(shape, generator=generator, device=device, dtype=z.dtype).to(z.device)

@@ -85,7 +85,7 @@ def test_repr_says_what_is_there() -> None:
     assert repr(H) == "HessianOperator(39 x 39, float32, double backward, 2 batches, not evaluated)"
     H @ torch.ones(39)
     assert "2 batches, cached " in repr(H) and "KiB" in repr(H)
-    assert repr(H + 0.1).startswith("ShiftedOperator(39 x 39, float32, HessianOperator(")
+    assert repr(H + 0.1).startswith("AffineOperator(39 x 39, float32, HessianOperator(")
 
 
 def test_unused_parameter_is_a_zero_block() -> None:
