@@ -34,9 +34,11 @@ class Batches:
 
     def __init__(self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False) -> None:
         check_data(data)
-        self._data, self._device, self._keep, self._progress = data, device, keep, progress
+        self._data, self._device, self._progress = data, device, progress
         self._kept: list[Any] | None = None
-        self.fixed = data is None or keep or (isinstance(data, Sequence) and not isinstance(data, str))
+        listed = isinstance(data, Sequence) and not isinstance(data, str)
+        self._keep = keep and not listed
+        self.fixed = data is None or keep or listed
         self.count: int | None = 1 if data is None else _length(data)
 
     @property

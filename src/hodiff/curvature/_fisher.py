@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _checks
 from hodiff._core._evaluate import Allowed
-from hodiff._core._random_vectors import check_generator
+from hodiff._core._random_vectors import check_generator, draw
 from hodiff._core._where import Where
 from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import Batches, BatchWeight, Weighted
@@ -26,7 +26,7 @@ from hodiff.curvature._losses import (
     check_loss,
 )
 from hodiff.curvature._pullback import PullbackBuilder, PullbackOperator, check_operands
-from hodiff.curvature._space import Parts
+from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import InputError
 
 Kind = Literal["exact", "mc", "empirical"]
@@ -87,7 +87,7 @@ class FisherOperator(PullbackOperator):
         data: A re-iterable of batches.
         kind: `"exact"`, `"mc"` or `"empirical"`.
         samples: How many labels `"mc"` draws for each position.
-        generator: Where `"mc"` draws from; None is PyTorch's default generator.
+        generator: Where `"mc"` draws from; None is the default generator of its device.
         batch_weight: As for `hodiff.GaussNewtonOperator`.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
@@ -198,12 +198,11 @@ def _position(curvature: OutputCurvature) -> Callable[[Tensor], tuple[int, ...]]
 
 def _drawn(loss: Any, scored: Scored, z: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
     """The gradients by the outputs for labels drawn from the model: `(samples, *z.shape)`."""
-    device = "cpu" if generator is None else generator.device
     shape = (samples, *z.shape)
     if isinstance(scored.curvature, SoftmaxHessian):
         return scored.curvature.sampled(samples, generator)
     if isinstance(loss, nn.MSELoss):  # y - z is Gaussian of variance 1/2, and the score 2 (z - y)
-        return torch.randn(shape, generator=generator, device=device, dtype=z.dtype).to(z.device) * 2**0.5
-    uniform = torch.rand(shape, generator=generator, device=device, dtype=z.dtype).to(z.device)
-    p = torch.sigmoid(z)
+        return draw(shape, z, "gaussian", generator) * 2**0.5
+    device, p = z.device if generator is None else generator.device, torch.sigmoid(z)
+    uniform = torch.rand(shape, generator=generator, device=device, dtype=sum_dtype(z.dtype)).to(z.device)
     return p - (uniform < p).to(z.dtype)

@@ -52,7 +52,7 @@ class SoftmaxHessian(OutputCurvature):
         r"""Scores \(p - e_y\) of labels y drawn from p, zero at ignored positions: `(samples, *p.shape)`."""
         rows = self.p.movedim(self.dim, -1)
         flat = rows.reshape(-1, rows.shape[-1])
-        device = "cpu" if generator is None else generator.device
+        device = flat.device if generator is None else generator.device
         labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(flat.device)
         scores = flat - torch.nn.functional.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
         return scores.reshape((samples, *rows.shape)).movedim(-1, self.dim) * (self._scale > 0)

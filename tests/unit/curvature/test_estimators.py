@@ -321,3 +321,128 @@ def test_chunks_do_not_change_the_probes() -> None:
     f = lambda x: (x.cumsum(0) ** 3).sum()
     one, many = (hodiff.HessianOperator(f, draw(200), chunk_size=size) for size in (1, 64))
     agree(hodiff.trace(one, generator=seeded(1)).value, hodiff.trace(many, generator=seeded(1)).value, 1e-12)
+
+
+# --- vectors of one's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2, 8, 20])
+def test_with_vectors_of_ones_own_the_estimates_are_means_over_them(number: int) -> None:
+    """Mean, and the standard error with n - 1, by the textbook; whole blocks, parts of one, and several."""
+    A, V = with_spectrum(SPREAD[::4]), draw(30, number, seed=7)
+    dense = A.dense()
+    forms, entries = (V * (dense @ V)).sum(0), V * (dense @ V)
+    state = torch.get_rng_state()
+    found = hodiff.trace(A, vectors=V)
+    agree(found.value, forms.mean(), 1e-12)
+    agree(found.stderr, forms.std() / number**0.5, 1e-12)
+    assert found.products == number
+    found = hodiff.diagonal(A, vectors=V)
+    agree(found.value, entries.mean(1), 1e-12)
+    agree(found.stderr, entries.std(1) / number**0.5, 1e-12)
+    assert found.products == number and torch.equal(torch.get_rng_state(), state)
+
+
+def test_vectors_of_ones_own_in_hutch_plus_plus() -> None:
+    """Half of them span the sketch; a matrix of rank 3 is then known, whatever the others are."""
+    A = with_spectrum(torch.cat([torch.zeros(57, dtype=D), torch.tensor([1.0, 2.0, 4.0], dtype=D)]))
+    found = hodiff.trace(A, method="hutch++", vectors=draw(60, 7))
+    agree(found.value, torch.tensor(7.0, dtype=D), 1e-10)
+    assert found.stderr < 1e-10 and found.products == 3 + 3 + 4
+
+
+def test_vectors_of_ones_own_in_other_spellings() -> None:
+    H = hodiff.HessianOperator(lambda p: (p["a"] ** 3).sum() * p["b"].sum(), {"a": draw(3), "b": draw(2)})
+    V = draw(5, 6, seed=1)
+    expected = hodiff.trace(H, vectors=V).value
+    for spelled in (H.unflatten(V), list(H.unflatten(V).values()), V.numpy(), V.tolist()):
+        agree(hodiff.trace(H, vectors=spelled).value, expected, 1e-12)
+    with pytest.raises(hodiff.InputError, match="vectors: holds 1 vector; expected several"):
+        hodiff.trace(H, vectors=V[:, 0])
+    with pytest.raises(hodiff.InputError, match=r"vectors: has shape \(4, 6\)"):
+        hodiff.diagonal(H, vectors=V[:4])
+
+
+def test_what_is_drawn_has_the_law_that_was_asked_for() -> None:
+    seen: list[Tensor] = []
+
+    def f(x: Tensor) -> Tensor:
+        return (x**2).sum() / 2
+
+    H = hodiff.HessianOperator(f, torch.zeros(500, dtype=D))
+    product = H._multiply
+    H._multiply = lambda parts, count: (seen.append(parts[0]), product(parts, count))[1]  # type: ignore[method-assign]
+    hodiff.diagonal(H, samples=80, generator=seeded(0))
+    signs = torch.cat([part.reshape(-1) for part in seen])
+    assert set(signs.tolist()) == {1.0, -1.0} and abs(float(signs.mean())) < 4 / 200
+    seen.clear()
+    found = hodiff.diagonal(H, samples=80, probes="gaussian", generator=seeded(0))
+    normal = torch.cat([part.reshape(-1) for part in seen])
+    assert abs(float(normal.mean())) < 4 / 200 and float(normal.var()) == pytest.approx(1, abs=0.04)
+    assert float(normal.pow(4).mean()) == pytest.approx(3, abs=0.3)
+    assert found.value.mean() == pytest.approx(1, abs=0.04) and found.stderr.mean() > 0.1
+
+
+@pytest.mark.parametrize(("method", "spent"), [("hutchinson", 40), ("hutch++", 60)])
+def test_samples_are_how_many_vectors_are_drawn(method: str, spent: int) -> None:
+    assert hodiff.trace(with_spectrum(SPREAD), method=method, samples=40).products == spent
+
+
+# --- half precision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["hutchinson", "hutch++"])
+def test_sums_of_half_precision_are_not_taken_in_it(method: str, dtype: torch.dtype) -> None:
+    """The trace is 200 000, beyond float16; summed in bfloat16 it would stop at 512."""
+    A = hodiff.MatrixOperator(torch.full((100_000,), 2.0, dtype=dtype))
+    found = hodiff.trace(A, method=method, samples=8)
+    assert found.value.dtype == torch.float32 and float(found.value) == pytest.approx(200_000, rel=1e-3)
+    few = hodiff.MatrixOperator(torch.full((100,), 1000.0, dtype=dtype))
+    assert float(hodiff.trace(few, samples=100).value) == 100_000
+
+
+def test_estimates_of_a_half_precision_matrix_are_those_of_its_values() -> None:
+    half = (200 * draw(60, 60)).half()
+    half = ((half + half.T) / 2).half()
+    A, exact = hodiff.MatrixOperator(half), hodiff.MatrixOperator(half.double())
+    V = draw(60, 20).sign()
+    found, expected = hodiff.diagonal(A, vectors=V.half()), hodiff.diagonal(exact, vectors=V)
+    assert found.value.dtype == torch.float16
+    agree(found.stderr.double(), expected.stderr, 2e-3)  # squares of 1000 leave float16
+    agree(found.value.double(), expected.value, 2e-3)
+    top = hodiff.eigsh(hodiff.MatrixOperator(torch.full((300, 300), 300.0).half()), 1)
+    assert top.converged and float(top.value) == pytest.approx(90_000, rel=1e-2) and top.value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_a_long_system_in_half_precision(method: str) -> None:
+    n = 200_000
+    values = torch.linspace(1, 2, n)
+    found = hodiff.solve(hodiff.MatrixOperator(values.half()), torch.ones(n).half(), method=method)
+    assert found.converged and found.value.dtype == torch.float16
+    agree(found.value.float(), 1 / values, 2e-2)
+
+
+# --- the best iterate -------------------------------------------------------------------------------------------------
+
+
+def test_negative_curvature_ends_with_the_best_iterate_and_not_the_last() -> None:
+    values = torch.cat([torch.linspace(1, 10, 40, dtype=D), torch.tensor([-0.01], dtype=D)])
+    b = draw(41)
+    b[-1] *= 0.1
+    x, r, d = torch.zeros(41, dtype=D), b.clone(), b.clone()
+    iterates = [x]
+    while float(d @ (values * d)) > 0:  # conjugate gradients by the textbook
+        step = (r @ r) / (d @ (values * d))
+        x, before = x + step * d, r
+        r = r - step * values * d
+        d = r + (r @ r) / (before @ before) * d
+        iterates.append(x)
+    residuals = torch.stack([(b - values * x).norm() for x in iterates]) / b.norm()
+    best = int(residuals.argmin())
+    assert 0 < best < len(iterates) - 1 and residuals[best] < 0.8 * residuals[-1]  # what makes the test one
+    with pytest.warns(hodiff.ConvergenceWarning, match="negative or zero curvature"):
+        found = hodiff.solve(hodiff.MatrixOperator(values), b)
+    agree(found.value, iterates[best], 1e-6)
+    assert found.residual == pytest.approx(float(residuals[best]), rel=1e-6)
