@@ -14,7 +14,7 @@ from hodiff.curvature._probes import (
     RandomVectors,
     check_rtol,
     check_square,
-    diagonal_by_products,
+    exact_diagonal,
     flat_product,
     warn_not_converged,
 )
@@ -39,7 +39,8 @@ def diagonal(
 
     Args:
         operator: A square operator.
-        method: `"estimate"`, or `"exact"`: one product for each column.
+        method: `"estimate"`, or `"exact"`: one product for each column, or fewer passes where the operator
+            knows of a way (`hodiff.FisherOperator`).
         samples: How many random vectors to draw. With as many as the operator has columns, or
             more, the diagonal is computed exactly.
         rtol: Stop an estimate as soon as the norm of the standard errors is below `rtol` times that of
@@ -79,7 +80,7 @@ def diagonal(
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     before = operator.products
     if method == "exact" or (not drawn.given and drawn.number >= operator.shape[0]):
-        value = diagonal_by_products(operator)
+        value = exact_diagonal(operator)
         stderr = torch.zeros_like(value)
         converged = True
     else:

@@ -25,7 +25,7 @@ from hodiff.curvature._losses import (
     SoftmaxHessian,
     check_loss,
 )
-from hodiff.curvature._pullback import PullbackBuilder, PullbackOperator, check_operands
+from hodiff.curvature._pullback import CurvedOutputs, PullbackBuilder, PullbackOperator, check_operands
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import InputError
 
@@ -42,17 +42,24 @@ class FisherBuilder(PullbackBuilder):
         samples: How many labels are drawn for each position.
         generator: From where.
         scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
+        ranks: Of how many outer products each batch's part is a sum.
     """
 
     kind: Kind
     samples: int
     generator: torch.Generator | None
     scores: dict[int, Tensor] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
 
     def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
         """The mean outer product of the scores."""
         if self.kind == "exact":
             return scored.curvature
+        found = self._outer(scored, outputs, number)
+        self.ranks[number] = found.rank
+        return found
+
+    def _outer(self, scored: Scored, outputs: Parts, number: int) -> OuterProducts:
         if self.kind == "empirical":
             _check_samples(outputs, self.loss)
             return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
@@ -62,7 +69,7 @@ class FisherBuilder(PullbackBuilder):
 
     def fresh(self) -> FisherBuilder:
         """Without labels."""
-        return replace(self, scores={})
+        return replace(self, scores={}, ranks={})
 
 
 @final
@@ -105,7 +112,8 @@ class FisherOperator(PullbackOperator):
 
     Cost:
         As for `hodiff.GaussNewtonOperator`: two passes per product and batch. `"mc"` keeps the batches of
-        the first pass, unless `data` is a sequence, so that its labels stay the same.
+        the first pass, unless `data` is a sequence, so that its labels stay the same. The exact diagonal of
+        `"mc"` and `"empirical"` takes one pass for each score where these are fewer than the parameters.
 
     Examples:
         Of a linear model with squared error, a Gaussian of variance 1/2: 2 X'X / n.
@@ -122,6 +130,8 @@ class FisherOperator(PullbackOperator):
         arXiv:1412.1193. Kunstner, F., Hennig, P., Balles, L. (2019). Limitations of the empirical Fisher
         approximation for natural gradient descent. arXiv:1905.12558.
     """
+
+    _graphs: GraphCache[CurvedOutputs, FisherBuilder]
 
     def __init__(
         self,
@@ -149,6 +159,29 @@ class FisherOperator(PullbackOperator):
         builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator)
         super().__init__(GraphCache(builder, where, batches, memory_budget), chunk_size)
         self.kind = kind
+
+    def _own_diagonal(self) -> Tensor | None:
+        """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
+        self._graphs.evaluate()
+        rank = sum(self._graphs.builder.ranks.values())
+        if not 0 < rank < self.shape[1]:
+            return None
+        self._count(rank)
+        total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
+        for graph in self._graphs:
+            if isinstance(graph.curvature, OuterProducts):
+                total += self._squares(graph, graph.curvature) / graph.curvature.draws
+        return total / self._graphs.weight
+
+    def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
+        """The squares of J' s, summed over the scores of a batch."""
+        total, size = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device), self._inner_chunk()
+        for start in range(0, outer.rank, size):
+            stop = min(start + size, outer.rank)
+            with graph.ready():
+                rows = graph.pull(outer.vectors(start, stop), stop - start, self._chosen, size)
+            total += torch.cat([part.to(total.dtype).square().sum(0).reshape(-1) for part in rows])
+        return total
 
     def _route(self) -> str:
         return f"{self.kind}, linearised outputs"

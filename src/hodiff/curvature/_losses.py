@@ -7,6 +7,7 @@ differentiable loss is differentiated twice, which concerns the outputs only and
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +105,31 @@ class OuterProducts(OutputCurvature):
             for sum_, s, part in zip(total, scores, inner, strict=True):
                 sum_ += s * weight.reshape(part.shape) / draws
         return [sum_.to(v.dtype) for sum_, v in zip(total, tangents, strict=True)]
+
+    @property
+    def rank(self) -> int:
+        """How many vectors the matrix is a sum of outer products of, divided by the number of draws."""
+        return len(self._scores[0]) * self._groups(self._scores[0][0]).numel()
+
+    @property
+    def draws(self) -> int:
+        """That number."""
+        return len(self._scores[0])
+
+    def vectors(self, start: int, stop: int) -> Parts:
+        """Some of these vectors, stacked: the scores of one sample of one draw, and zeros elsewhere."""
+        groups = [self._groups(score[0]) for score in self._scores]
+        which = torch.arange(start, stop, device=groups[0].device)
+        draw, sample = which // groups[0].numel(), which % groups[0].numel()
+        return [
+            score[draw] * (group == sample.reshape(-1, *[1] * group.ndim))
+            for score, group in zip(self._scores, groups, strict=True)
+        ]
+
+    def _groups(self, s: Tensor) -> Tensor:
+        """The number of the sample that an entry belongs to."""
+        shape = [1 if dim - s.ndim in self._dims(s) else length for dim, length in enumerate(s.shape)]
+        return torch.arange(math.prod(shape), device=s.device).reshape(shape)
 
     def _inner(self, s: Tensor, v: Tensor) -> Tensor:
         dims = self._dims(s)

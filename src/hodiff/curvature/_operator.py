@@ -101,6 +101,10 @@ class LinearOperator(ABC):
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         """The block of the leaves with these numbers, as a new operator."""
 
+    def _own_diagonal(self) -> Tensor | None:
+        """The diagonal, flat, where there is a cheaper way to it than a product for each column."""
+        return None
+
     @abstractmethod
     def _about(self) -> str:
         """What `repr` says beside class, size and dtype."""

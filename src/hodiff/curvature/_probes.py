@@ -93,8 +93,11 @@ def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     return (operator @ rows.to(operator.dtype).T).T.to(sum_dtype(operator.dtype))
 
 
-def diagonal_by_products(operator: LinearOperator) -> Tensor:
-    """The diagonal by unit vectors, some at a time."""
+def exact_diagonal(operator: LinearOperator) -> Tensor:
+    """The diagonal, flat: the operator's own way, or by unit vectors, some at a time."""
+    entries = operator._own_diagonal()
+    if entries is not None:
+        return entries
     size, domain = operator.shape[0], operator._domain
     entries = domain.zeros_flat(size)
     for start in range(0, size, 64):

@@ -14,7 +14,7 @@ from hodiff.curvature._probes import (
     RandomVectors,
     check_rtol,
     check_square,
-    diagonal_by_products,
+    exact_diagonal,
     flat_product,
     warn_not_converged,
 )
@@ -86,7 +86,7 @@ def trace(
     before, dtype = operator.products, sum_dtype(operator.dtype)
     sketched = drawn.number // 2 if method == "hutch++" else 0
     if not drawn.given and drawn.number + sketched >= operator.shape[0]:
-        value = diagonal_by_products(operator).sum(dtype=torch.float64)
+        value = exact_diagonal(operator).sum(dtype=torch.float64)
         return TraceRecord(value.to(dtype), torch.zeros_like(value, dtype=dtype), True, operator.products - before)
     basis = _sketch(operator, drawn.take(sketched)) if sketched else None
     known = 0.0 if basis is None else float((basis * flat_product(operator, basis)).sum(dtype=torch.float64))

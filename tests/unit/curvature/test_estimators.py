@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hodiff
-from tests.support.operators import D, X, draw
+from tests.support.operators import LABELS, D, X, draw, network, predict, split
 from tests.support.properties import agree
 
 
@@ -446,3 +446,34 @@ def test_negative_curvature_ends_with_the_best_iterate_and_not_the_last() -> Non
         found = hodiff.solve(hodiff.MatrixOperator(values), b)
     agree(found.value, iterates[best], 1e-6)
     assert found.residual == pytest.approx(float(residuals[best]), rel=1e-6)
+
+
+# --- the diagonal of a sum of few outer products ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", ["auto", 1, 4])
+@pytest.mark.parametrize(("kind", "rank"), [("empirical", 10), ("mc", 20), ("exact", 39)])
+def test_the_diagonal_of_a_fisher_matrix_takes_a_pass_for_each_score(kind: str, rank: int, chunk: object) -> None:
+    F = hodiff.FisherOperator(
+        predict, torch.nn.CrossEntropyLoss(), network(), data=split(X, LABELS), kind=kind, samples=2,
+        chunk_size=chunk,
+    )  # fmt: skip
+    dense = F.dense().diagonal()
+    found = hodiff.diagonal(F, method="exact")
+    assert found.products == rank
+    agree(F.flatten(found.value), dense, 1e-12)
+    agree(hodiff.trace(F, samples=39).value, dense.sum(), 1e-12)
+    block = F.block("3")
+    agree(block.flatten(hodiff.diagonal(block, method="exact").value), dense[24:], 1e-12)
+
+
+def test_the_diagonal_of_a_fisher_matrix_of_other_outputs() -> None:
+    """Independent entries in `"mc"` of squared errors; several outputs, and more dimensions, in `"empirical"`."""
+    mc = hodiff.FisherOperator(predict, torch.nn.MSELoss(), network(), data=[(X[:4], X[:4])], kind="mc", samples=3)
+    agree(mc.flatten(hodiff.diagonal(mc, method="exact").value), mc.dense().diagonal(), 1e-12)
+    both = lambda m, b: {"a": m(b), "b": torch.sin(m(b)[:, :2, None] * m(b)[:, None])}
+    loss = lambda o, b: (o["a"].square().sum() + (o["b"] ** 3).sum(), len(b))
+    F = hodiff.FisherOperator(both, loss, network(), data=[X], kind="empirical")
+    found = hodiff.diagonal(F, method="exact")
+    assert found.products == 10
+    agree(F.flatten(found.value), F.dense().diagonal(), 1e-12)
