@@ -23,7 +23,7 @@ def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk) 
     refuse_differentiation()
     kind, parts, count, tree = domain.parse(v)
     parts = [part.detach() for part in parts]
-    back = tree if target.like(domain) else target.tree
+    back = tree if target is domain or target.like(domain) else target.tree
     if count is None:
         found = product(parts, None)
         return target.join(found, None) if kind == "flat" else target.result(found, back)

@@ -124,7 +124,8 @@ class Space:
 
     def parse(self, value: Any, name: str = "v") -> Vectors:
         """Recognise a spelling, check it, and split it into parts."""
-        value = self.as_tensors(value, name)
+        if type(value) is not dict or not all(map(_is_tensor, value.values())):  # as nearly every dict's are
+            value = self.as_tensors(value, name)
         if isinstance(value, Tensor) and (self.flat or (0 < value.ndim <= 2 and value.shape[0] == self.size)):
             return self._parse_flat(value, name)
         if isinstance(value, Tensor) and self.tree is not _tree.LEAF:
@@ -268,6 +269,10 @@ class Space:
     def itemsize(self) -> int:
         """Bytes of one entry of a flat vector."""
         return torch.empty((), dtype=self.dtype).element_size()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _is_array(value: Any) -> bool:
