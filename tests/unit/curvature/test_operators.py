@@ -366,3 +366,18 @@ def test_an_error_of_the_loss_says_what_it_was_given() -> None:
     assert any(
         "loss(outputs, batch), with the batch as data= gave it: a tuple of 2" in n for n in caught.value.__notes__
     )
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    """Left out, they would make every number another one, without a word."""
+    model = nn.Linear(3, 1, dtype=D)
+    model.c = nn.Parameter(torch.ones(2, dtype=torch.cdouble))
+    f = lambda m: m(X).square().sum() * m.c.abs().square().sum()
+    for build in (
+        lambda: hodiff.HessianOperator(f, model),
+        lambda: make(where=model, function=lambda m, b: m(b[0])),
+        lambda: make(hodiff.FisherOperator, where=model, function=lambda m, b: m(b[0]), kind="exact"),
+        lambda: hodiff.JacobianOperator(f, model),
+    ):
+        with pytest.raises(hodiff.InputError, match=r"\bc\b.*complex|complex.*\bc\b"):
+            build()
