@@ -124,3 +124,13 @@ def test_products_of_parts_count_in_the_whole() -> None:
     whole = H @ hodiff.MatrixOperator(draw(39, 39))
     whole.block("0") @ draw(16)
     assert whole.products == 1 and H.products == 3
+
+
+def test_the_transpose_of_a_sum_that_is_not_symmetric() -> None:
+    J, B = hodiff.JacobianOperator(lambda m: m(X), network()), draw(30, 39)
+    for A in (2 * J - hodiff.MatrixOperator(B), hodiff.MatrixOperator(-B) + J * 2):
+        dense = 2 * J.dense() - B
+        u = draw(10, 3)
+        agree(A.T.dense(), dense.T, 1e-12)
+        agree(A.flatten(A.T @ u), dense.T @ u.reshape(-1), 1e-12)
+        assert list(A.T @ u) == list(A.unflatten(draw(39))) and A.T.T is A
