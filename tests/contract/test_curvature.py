@@ -10,7 +10,17 @@ from tests.support.differences import relative_error
 from tests.support.ledger import Ledger, flags, snapshot, without_collector
 from tests.support.modules import ZOO
 from tests.support.modules import Case as Module
-from tests.support.operators import CASES, Case, draw
+from tests.support.operators import (
+    CASES,
+    LABELS,
+    Case,
+    X,
+    draw,
+    network,
+    predict,
+    split,
+    sum_of_cross_entropy,
+)
 from tests.support.oracle import Oracle, flatten, trainable, unflatten
 from tests.support.properties import adjoint, agree, linear
 
@@ -116,6 +126,25 @@ def test_chunks_do_not_matter(chunk: int) -> None:
     H = hodiff.HessianOperator(lambda m: m(x).square().mean(), model, chunk_size=chunk)
     V = draw(H.shape[1], 5)
     close(H @ V, torch.stack([H @ V[:, i].contiguous() for i in range(5)], 1))
+
+
+@pytest.mark.parametrize("chunk", [3, 4])
+@pytest.mark.parametrize("budget", [0, 0.5])
+def test_chunks_whose_last_is_shorter(budget: float, chunk: int) -> None:
+    """Of graphs that are not kept several chunks share one evaluation: the operator then cuts them itself."""
+    data, options = split(X, LABELS), {"memory_budget": budget, "chunk_size": chunk}
+    entropy = torch.nn.CrossEntropyLoss()
+    for A in (
+        hodiff.HessianOperator(sum_of_cross_entropy, network(), data=data, **options),
+        hodiff.GaussNewtonOperator(predict, entropy, network(), data=data, **options),
+        hodiff.FisherOperator(predict, entropy, network(), data=data, kind="empirical", **options),
+        hodiff.JacobianOperator(predict, network(), data=data, **options),
+    ):
+        V, U = draw(39, 10), draw(A.shape[0], 10, seed=1)
+        close(A @ V, torch.stack([A @ v for v in V.T], 1))
+        close(A.T @ U, torch.stack([A.T @ u for u in U.T], 1))
+        many = A @ A.unflatten(V)
+        close(A.T.flatten(many), A @ V)
 
 
 def test_float32_agrees_with_float64() -> None:

@@ -1,13 +1,14 @@
-"""The gradient graphs of all batches: built once, kept within a budget, shared by an operator and its blocks."""
+"""The graphs of all batches: built once, kept within a budget, shared by an operator and its blocks."""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,13 @@ from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
-from hodiff.curvature._space import plus
+from hodiff.curvature._fingerprint import Fingerprint
+from hodiff.curvature._space import Parts, accumulate
 from hodiff.errors import GraphError, InputError, RandomnessWarning
 
 
-class Piece(ABC):
+@dataclass(frozen=True, eq=False)
+class BatchGraph(ABC):
     """One batch, evaluated: its part of every sum, and a graph through which products run.
 
     Attributes:
@@ -38,13 +41,13 @@ class Piece(ABC):
     ev: Graph
     value: Tensor
     weight: float | None
-    gradient: list[Tensor]
-    random: bool = False
-    calls_back: bool = False
+    gradient: Parts
+    random: bool
+    calls_back: bool
 
     @property
     @abstractmethod
-    def roots(self) -> list[Tensor]:
+    def roots(self) -> Parts:
         """The tensors whose graph a product runs through."""
 
     def ready(self) -> AbstractContextManager[None]:
@@ -58,19 +61,34 @@ def _normal_mode() -> AbstractContextManager[None]:
     return torch.inference_mode(False)  # pyright: ignore[reportReturnType]
 
 
-Build = Callable[[Where, Any, int], Piece]
+G = TypeVar("G", bound=BatchGraph)
+"""What kind of graph an operator has."""
+Made_co = TypeVar("Made_co", bound=BatchGraph, covariant=True)
+B = TypeVar("B", bound="Builder[Any]")
 
 
-class Source:
-    """The pieces of an operator, one for each batch.
+class Builder(Protocol[Made_co]):
+    """Evaluates one batch at a point. What belongs to one evaluation of all batches (labels drawn) it keeps itself."""
+
+    def build(self, where: Where, batch: Any, number: int) -> Made_co:
+        """The graph of batch `number`."""
+        ...
+
+    def fresh(self) -> Self:
+        """The same builder, as it was before anything was built."""
+        ...
+
+
+class GraphCache(Generic[G, B]):
+    """The graphs of an operator, one for each batch: built once, kept within a budget, or built again.
 
     All batches are kept or none, unless their order is fixed: of shuffled data, kept and new batches
     would overlap (a product was 23-93 % off).
     """
 
-    def __init__(self, build: Build, point: Any, batches: Batches, memory_budget: float) -> None:
+    def __init__(self, builder: B, point: Any, batches: Batches, memory_budget: float) -> None:
         _memory.check_budget(memory_budget)
-        self._build, self._point, self._batches, self._budget = build, point, batches, memory_budget
+        self.builder, self._point, self._batches, self._budget = builder, point, batches, memory_budget
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
         self._closed = False
@@ -79,28 +97,30 @@ class Source:
         self._forget()
 
     def _forget(self) -> None:
-        self._pieces: dict[int, Piece] = {}
+        self.builder: B = self.builder.fresh()
+        self._graphs: dict[int, G] = {}
         self._random: dict[int, RandomState] = {}
         self._autocast = False, torch.bfloat16
-        self._stamp: list[tuple[int, int]] | None = None
+        self._versions: list[tuple[int, int]] | None = None
+        self._values: Fingerprint | None = None
         self._largest: int | None = None
         self.bytes = 0
         self.weight = 0.0
         self.value: Tensor | None = None
-        self.gradient: list[Tensor] = []
+        self.gradient: Parts = []
 
     # --- the first pass
 
     def evaluate(self) -> None:
-        """The first pass over the data, unless it has been made; a check that the point is still the same."""
+        """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         with self._evaluating:  # of several threads one evaluates
             self._check_structure()
-            if self._stamp is not None:
-                self._check_point()
+            if self._versions is not None:
+                self._check_versions()
                 return
-            self._stamp = self._versions()
+            self._versions, self._values = _versions(self.where.tensors), Fingerprint(self.where.tensors)
             kind = self.device.type
             self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             try:
@@ -114,80 +134,100 @@ class Source:
         limit = _memory.budget(self._budget, self.device) if self._batches.given and keeping else 0
         for number, batch in enumerate(self._batches):
             state = RandomState.of(self.device)
-            piece, size = self._measured(batch, number)
-            self._add(piece)
+            graph, size = self._measured(self.builder, batch, number)
+            self._add(graph)
             if self._largest is None:
-                self._largest = _nodes.largest_output(_nodes.survey(piece.roots))
-            if piece.random:
+                self._largest = _nodes.largest_output(_nodes.survey(graph.roots))
+            if graph.random:
                 self._random[number] = state
             if keeping and self._batches.given and self.bytes + size > limit:
                 keeping = False
                 if not self._batches.fixed:
-                    self._pieces, self.bytes = {}, 0
+                    self._graphs, self.bytes = {}, 0
             if keeping:
-                self._pieces[number] = piece
+                self._graphs[number] = graph
                 self.bytes += size
-            del piece
+            del graph
         check_total(self.weight)
         if self._random:
             self._warn_random()
 
-    def _measured(self, batch: Any, number: int) -> tuple[Piece, int]:
-        """A new piece, and its bytes (they matter only where there are several batches)."""
+    def _measured(self, builder: Builder[G], batch: Any, number: int) -> tuple[G, int]:
+        """A new graph, and its bytes (they matter only where there are several batches)."""
         if not self._batches.given:
-            return self._build(self.where, batch, number), 0
-        return _memory.measured(lambda: self._build(self.where, batch, number), self.device)
+            return builder.build(self.where, batch, number), 0
+        return _memory.measured(lambda: builder.build(self.where, batch, number), self.device)
 
-    def _add(self, piece: Piece) -> None:
-        self.weight = 1.0 if piece.weight is None else self.weight + piece.weight
+    def _add(self, graph: G) -> None:
+        self.weight = 1.0 if graph.weight is None else self.weight + graph.weight
         if self.value is None:
-            self.value, self._value_dtype = piece.value.clone(), piece.value.dtype
-            self.gradient = [part.clone() for part in piece.gradient]
+            self.value, self._value_dtype = graph.value.clone(), graph.value.dtype
+            self.gradient = [part.clone() for part in graph.gradient]
             return
-        (self.value,) = plus([self.value], [piece.value])
-        self.gradient = plus(self.gradient, piece.gradient)
-
-    def mean(self) -> Tensor | None:
-        """The value: the sum over all batches by their weight."""
-        return None if self.value is None else (self.value / self.weight).to(self._value_dtype)
+        (self.value,) = accumulate([self.value], [graph.value])
+        self.gradient = accumulate(self.gradient, graph.gradient)
 
     # --- later passes
 
-    def pieces(self) -> Iterator[Piece]:
-        """One piece after another: those that are kept, the others evaluated again."""
+    def check(self) -> None:
+        """The first pass, unless it has been made; else raise where the point has other values than then."""
+        first = self._versions is None
         self.evaluate()
+        if first or self._values is None:
+            return
+        changed = self._values.changed()
+        if changed:
+            raise _changed([self.where.names[number] for number in changed])
+
+    def mean(self) -> Tensor:
+        """The value: the sum over all batches by their weight."""
+        self.check()
+        return (self._total() / self.weight).to(self._value_dtype)
+
+    def mean_gradient(self, chosen: Sequence[int]) -> Parts:
+        """The gradient of that by some of the leaves."""
+        self.check()
+        tensors = self.where.tensors
+        return [(self.gradient[index] / self.weight).to(tensors[index].dtype) for index in chosen]
+
+    def _total(self) -> Tensor:
+        return torch.zeros(()) if self.value is None else self.value
+
+    def __iter__(self) -> Iterator[G]:
+        """One graph after another: those that are kept, the others built again."""
+        self.check()
         count = self._batches.count
-        if len(self._pieces) == count:
-            yield from list(self._pieces.values())
+        if len(self._graphs) == count:
+            yield from list(self._graphs.values())
             return
         value, weight, scale = 0.0, 0.0, 1e-30
         for number, batch in enumerate(self._batches):
-            piece = self._pieces.get(number)
-            if piece is None:
-                piece = self._again(batch, number)
-            own = float(piece.value)
+            graph = self._graphs.get(number)
+            if graph is None:
+                graph = self._again(batch, number)
+            own = float(graph.value)
             value, scale = value + own, scale + abs(own)
-            weight = 1.0 if piece.weight is None else weight + piece.weight
-            yield piece
-            del piece
+            weight = 1.0 if graph.weight is None else weight + graph.weight
+            yield graph
+            del graph
         self._compare(value, weight, scale)
 
-    def _again(self, batch: Any, number: int) -> Piece:
+    def _again(self, batch: Any, number: int) -> G:
         """A batch evaluated once more, as the first time: with its precision, and its random numbers."""
         enabled, dtype = self._autocast
         with torch.autocast(self.device.type, dtype, enabled=enabled):
             if not self._random:
-                return self._build(self.where, batch, number)
+                return self.builder.build(self.where, batch, number)
             now = RandomState.of(self.device)
             self._random.get(number, now).restore()
             try:
-                return self._build(self.where, batch, number)
+                return self.builder.build(self.where, batch, number)
             finally:
                 now.restore()
 
     def _compare(self, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""
-        first = float(self.value if self.value is not None else 0.0)
+        first = float(self._total())
         eps = torch.finfo(self.where.tensors[0].dtype).eps
         if abs(weight - self.weight) > 1e-6 * self.weight or abs(value - first) > 1e3 * eps * scale:
             raise GraphError(
@@ -214,17 +254,17 @@ class Source:
     @property
     def evaluated(self) -> bool:
         """Whether the first pass over the data has been made."""
-        return self._stamp is not None
+        return self._versions is not None
 
     @property
     def kept(self) -> int:
         """How many batches have their graph kept."""
-        return len(self._pieces)
+        return len(self._graphs)
 
     @property
     def complete(self) -> bool:
         """Whether every batch has."""
-        return self._stamp is not None and len(self._pieces) == self._batches.count
+        return self._versions is not None and len(self._graphs) == self._batches.count
 
     @property
     def batches(self) -> int | None:
@@ -233,15 +273,16 @@ class Source:
 
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
-        if self._pieces and not self._batches.given and not self.bytes and self._pieces[0].ev.owned:
+        if self._graphs and not self._batches.given and not self.bytes and self._graphs[0].ev.owned:
             _, self.bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self.bytes
 
     def first_batch_bytes(self) -> int:
         """Bytes of one batch's graph, by evaluating it."""
         batch = next(iter(self._batches))
-        piece, size = _memory.measured(lambda: self._build(self.where, batch, 0), self.device)
-        self._largest = _nodes.largest_output(_nodes.survey(piece.roots))
+        builder = self.builder.fresh()  # it may be another batch than the one that comes first later
+        graph, size = _memory.measured(lambda: builder.build(self.where, batch, 0), self.device)
+        self._largest = _nodes.largest_output(_nodes.survey(graph.roots))
         return size
 
     # --- lifetime
@@ -265,19 +306,11 @@ class Source:
         self._forget()
         self._closed = True
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in self.where.tensors]
-
-    def _check_point(self) -> None:
-        now = self._versions()
-        if now == self._stamp:
-            return
-        pairs = zip(now, self._stamp or [], self.where.names, strict=True)
-        changed = [name for new, old, name in pairs if new != old]
-        raise GraphError(
-            f"parameters changed since the operator was evaluated ({', '.join(changed[:4])}"
-            f"{', ...' if len(changed) > 4 else ''}); H.refresh() evaluates it at the new ones."
-        )
+    def _check_versions(self) -> None:
+        now = _versions(self.where.tensors)
+        if now != self._versions:
+            pairs = zip(now, self._versions or [], self.where.names, strict=True)
+            raise _changed([name for new, old, name in pairs if new != old])
 
     def _structure(self) -> dict[nn.Module, tuple[Any, ...]]:
         """The modules of the point, as they are put together."""
@@ -312,6 +345,18 @@ class Source:
             if module.training and _varies(module)
         ]
         return f" In training mode: {', '.join(found[:4])}." if found else ""
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """How often PyTorch has seen each tensor change, and where its memory is."""
+    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _changed(names: list[str]) -> GraphError:
+    return GraphError(
+        f"parameters changed since the operator was evaluated ({', '.join(names[:4])}"
+        f"{', ...' if len(names) > 4 else ''}); H.refresh() evaluates it at the new ones."
+    )
 
 
 def _assembly(module: nn.Module) -> tuple[Any, ...]:

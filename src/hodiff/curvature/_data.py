@@ -10,7 +10,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hodiff._core import _tree
 from hodiff.errors import GraphError, InputError
 
-BatchWeight = Callable[[Any], Any] | str | None
+BatchWeight = Callable[[Any], Any] | Literal["equal"] | None
 
 NONE: Any = object()
 """The one batch of a function that takes no data."""
@@ -34,9 +34,11 @@ class Batches:
 
     def __init__(self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False) -> None:
         check_data(data)
-        self._data, self._device, self._keep, self._progress = data, device, keep, progress
+        self._data, self._device, self._progress = data, device, progress
         self._kept: list[Any] | None = None
-        self.fixed = data is None or keep or (isinstance(data, Sequence) and not isinstance(data, str))
+        listed = isinstance(data, Sequence) and not isinstance(data, str)
+        self._keep = keep and not listed
+        self.fixed = data is None or keep or listed
         self.count: int | None = 1 if data is None else _length(data)
 
     @property

@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, get_args
+
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks
+from hodiff._core._random_vectors import Probes
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_generator, check_square, flat_product, probes, warn_not_converged
+from hodiff.curvature._probes import (
+    BLOCK,
+    RandomVectors,
+    check_rtol,
+    check_square,
+    exact_diagonal,
+    flat_product,
+    warn_not_converged,
+)
 from hodiff.curvature._records import DiagonalRecord
-from hodiff.curvature._trace import BLOCK, check_rtol
+from hodiff.curvature._space import sum_dtype
 from hodiff.errors import InputError
+
+Method = Literal["estimate", "exact"]
 
 
 def diagonal(
     operator: LinearOperator,
     *,
-    method: str = "estimate",
-    products: int = 100,
+    method: Method = "estimate",
+    samples: int = 100,
     rtol: float | None = None,
+    probes: Probes = "rademacher",
+    vectors: Any = None,
     generator: torch.Generator | None = None,
 ) -> DiagonalRecord:
-    r"""The diagonal of an operator: \(\mathbb{E}\, z \circ A z\) over random signs *z*, or exact.
+    r"""The diagonal of an operator: \(\mathbb{E}\, z \circ A z\) over random *z*, or exact.
 
     Args:
         operator: A square operator.
-        method: `"estimate"`, or `"exact"`: one product for each column.
-        products: How many products an estimate may spend. With as many as the operator has columns, or
+        method: `"estimate"`, or `"exact"`: one product for each column, or fewer passes where the operator
+            knows of a way (`hodiff.FisherOperator`).
+        samples: How many random vectors to draw. With as many as the operator has columns, or
             more, the diagonal is computed exactly.
         rtol: Stop an estimate as soon as the norm of the standard errors is below `rtol` times that of
-            the diagonal (looked at every 8 probes, after the first 16). None: spend all products.
-        generator: Where the probes are drawn from; None is PyTorch's default generator.
+            the diagonal (looked at every 8 vectors, after the first 16). None: spend all.
+        probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose errors are
+            larger.
+        vectors: Random vectors of your own, as columns `(D, K)` or `K` stacked ones, whose entries are
+            independent, of mean 0 and variance 1; then nothing is drawn.
+        generator: Where the vectors are drawn from; None is the default generator of the operator's device.
 
     Returns:
         A record: `value` and `stderr`, with the structure and shapes of the point, `converged`, `products`.
 
     Raises:
-        InputError: The operator is not square, fewer than 4 products, or an unknown method.
+        InputError: The operator is not square, fewer than 4 samples, or an unknown method.
 
     Warns:
         ConvergenceWarning: `rtol` was asked for and not reached.
 
     Cost:
-        `products` products at most, or as many as there are columns; memory for a few vectors.
+        A product for each vector drawn, or as many as there are columns; memory for a few vectors.
 
     Examples:
         >>> import torch, hodiff
@@ -55,49 +74,34 @@ def diagonal(
         Numerical Mathematics 57. doi:10.1016/j.apnum.2007.01.003.
     """
     check_square(operator, "diagonal")
-    _checks.check_integer(products, "products", least=4)
-    check_generator(generator)
     check_rtol(rtol)
-    if method not in ("estimate", "exact"):
-        raise InputError(f"method: got {method!r}, expected 'estimate' or 'exact'.")
+    if method not in get_args(Method):
+        raise InputError(f"method: got {method!r}, expected {' or '.join(map(repr, get_args(Method)))}.")
+    drawn = RandomVectors(operator, samples, probes, vectors, generator)
     before = operator.products
-    if method == "exact" or products >= operator.shape[0]:
-        value = _exact(operator)
+    if method == "exact" or (not drawn.given and drawn.number >= operator.shape[0]):
+        value = exact_diagonal(operator)
         stderr = torch.zeros_like(value)
         converged = True
     else:
-        value, stderr = _estimate(operator, products, rtol, generator)
+        value, stderr = _estimate(operator, drawn, rtol)
         converged = rtol is None or bool(stderr.norm() <= rtol * value.norm())
     if not converged:
         warn_not_converged(
             f"diagonal: after {operator.products - before} products the standard error is "
-            f"{float(stderr.norm() / value.norm()):.2g} of the diagonal, more than rtol={rtol:g}; allow more products."
+            f"{float(stderr.norm() / value.norm()):.2g} of the diagonal, more than rtol={rtol:g}; allow more samples."
         )
     shaped = [operator.unflatten(part.to(operator.dtype)) for part in (value, stderr)]
     return DiagonalRecord(shaped[0], shaped[1], converged, operator.products - before)
 
 
-def _exact(operator: LinearOperator) -> Tensor:
-    size = operator.shape[0]
-    entries = torch.empty(size, dtype=operator.dtype, device=operator.device)
-    for start in range(0, size, 64):
-        stop = min(start + 64, size)
-        units = torch.zeros((stop - start, size), dtype=operator.dtype, device=operator.device)
-        units[:, start:stop].fill_diagonal_(1)
-        entries[start:stop] = flat_product(operator, units)[:, start:stop].diagonal()
-    return entries
-
-
-def _estimate(
-    operator: LinearOperator, products: int, rtol: float | None, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
+def _estimate(operator: LinearOperator, drawn: RandomVectors, rtol: float | None) -> tuple[Tensor, Tensor]:
     """Mean and standard error of z * Az, by running sums of squared deviations (Welford, block by block)."""
-    size = operator.shape[0]
-    mean = torch.zeros(size, dtype=operator.dtype, device=operator.device)
+    mean = operator._domain.zeros_flat(operator.shape[0]).to(sum_dtype(operator.dtype))
     squares, done = torch.zeros_like(mean), 0
-    while done < products:
-        count = min(BLOCK, products - done)
-        z = probes(operator, count, "rademacher", generator)
+    while done < drawn.number:
+        count = min(BLOCK, drawn.number - done)
+        z = drawn.take(count)
         found = z * flat_product(operator, z)
         own = found.mean(0)
         shift = own - mean

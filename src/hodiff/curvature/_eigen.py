@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse
+from hodiff._core import _checks, _random_vectors, _reverse
 from hodiff.curvature._lanczos import Basis
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_generator, check_square, flat_product, probes, warn_not_converged
+from hodiff.curvature._probes import check_rtol, check_square, default_rtol, flat_product, warn_not_converged
 from hodiff.curvature._records import EigenRecord
-from hodiff.curvature._trace import check_rtol
+from hodiff.curvature._space import sum_dtype
 from hodiff.errors import InputError
 
-WHICH = ("largest", "smallest", "magnitude")
+Which = Literal["largest", "smallest", "magnitude"]
 
 
 def eigsh(
     operator: LinearOperator,
     k: int = 6,
     *,
-    which: str = "largest",
+    which: Which = "largest",
     rtol: float | None = None,
     products: int | None = None,
     basis: int | None = None,
@@ -37,11 +39,13 @@ def eigsh(
         k: How many eigenpairs.
         which: The `"largest"`, the `"smallest"` (most negative), or those of largest `"magnitude"`.
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
-            eigenvalue seen (in magnitude). None: 1e-4 in single precision, 1e-8 in double.
+            eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
+            (5e-2 in bfloat16).
         products: How many products to spend at most; None: 50 for each pair, and 1000.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `max(2 k + 10, 30)` and 300.
-        generator: Where the start is drawn from; None is PyTorch's default generator.
+        generator: Where the start is drawn from; None is the default generator of the operator's
+            device.
 
     Returns:
         A record: `value`, of shape `(k,)`, in the order asked for; `vectors`, orthonormal columns of
@@ -71,17 +75,17 @@ def eigsh(
     """
     check_square(operator, "eigsh", symmetric=True)
     _checks.check_integer(k, "k", least=1)
-    check_generator(generator)
+    _random_vectors.check_generator(generator)
     check_rtol(rtol)
-    if which not in WHICH:
-        raise InputError(f"which: got {which!r}, expected one of {', '.join(map(repr, WHICH))}.")
+    if which not in get_args(Which):
+        raise InputError(f"which: got {which!r}, expected one of {', '.join(map(repr, get_args(Which)))}.")
     size = operator.shape[0]
     if k > size:
         raise InputError(f"k: got {k}, and the operator has {size} columns.")
     room = _room(operator, k) if basis is None else _checks.check_integer(basis, "basis", least=k + 2)
     budget = 50 * k + 1000 if products is None else _checks.check_integer(products, "products", least=2 * k + 2)
     if rtol is None:
-        rtol = 1e-8 if operator.dtype == torch.float64 else 1e-4
+        rtol = default_rtol(operator.dtype)
     before = operator.products
     search = Search(operator, k, which, rtol, min(room, size), before + budget - k, generator)
     search.run()
@@ -93,8 +97,8 @@ def eigsh(
             f"eigsh: after {operator.products - before} products the largest residual is {worst:.2g} of the largest "
             f"eigenvalue (rtol={rtol:g}); allow more products, or a larger basis."
         )
-    spent, dtype = operator.products - before, operator.dtype
-    return EigenRecord(value.to(dtype), vectors.T.to(dtype), residual.to(dtype), converged, spent)
+    spent, dtype = operator.products - before, sum_dtype(operator.dtype)
+    return EigenRecord(value.to(dtype), vectors.T.to(operator.dtype), residual.to(dtype), converged, spent)
 
 
 def _room(operator: LinearOperator, k: int) -> int:
@@ -110,7 +114,7 @@ class Search:
         self,
         operator: LinearOperator,
         k: int,
-        which: str,
+        which: Which,
         rtol: float,
         room: int,
         limit: int,
@@ -120,9 +124,9 @@ class Search:
         self._room, self._limit, self._generator = room, limit, generator
         self.scale, self.complete = 0.0, False
         # Products round as the operator does; a basis that rounds less keeps the residuals at that level.
-        wide = operator.dtype if operator.device.type == "mps" else torch.float64
+        double = sum_dtype(operator.dtype) if operator.device.type == "mps" else torch.float64
         self._eps = torch.finfo(operator.dtype).eps
-        self._locked = torch.empty((0, operator.shape[0]), dtype=wide, device=operator.device)
+        self._locked = torch.empty((0, operator.shape[0]), dtype=double, device=operator.device)
         self._values = torch.empty(0, dtype=torch.float64)
 
     def run(self) -> None:
@@ -136,7 +140,7 @@ class Search:
             self.complete = True
 
     def _draw(self) -> Tensor:
-        return probes(self._operator, 1, "normal", self._generator)[0].to(self._locked.dtype)
+        return _random_vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _multiply(self, v: Tensor) -> Tensor:
         return (self._operator @ v.to(self._operator.dtype)).to(v.dtype)

@@ -3,27 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _tree
-from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed
+from hodiff._core import _checks
+from hodiff._core._call import Allowed
+from hodiff._core._random_vectors import check_generator, draw
 from hodiff._core._where import Where
-from hodiff.curvature._cache import Source
+from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import Batches, BatchWeight, Weighted
-from hodiff.curvature._gauss_newton import BentOperator, check_given, check_predict, linearised, refuse_shortcut
-from hodiff.curvature._losses import Bend, Loss, Outer, Scored, Softmax, check_loss, score
+from hodiff.curvature._data_operator import ChunkSize
+from hodiff.curvature._losses import (
+    KNOWN,
+    Loss,
+    OuterProducts,
+    OutputCurvature,
+    Scored,
+    SoftmaxHessian,
+    check_loss,
+)
+from hodiff.curvature._pullback import CurvedOutputs, PullbackBuilder, PullbackOperator, check_operands
+from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import InputError
 
-KINDS = ("exact", "mc", "empirical")
+Kind = Literal["exact", "mc", "empirical"]
 
 
 @final
-class FisherOperator(BentOperator):
+@dataclass(frozen=True)
+class FisherBuilder(PullbackBuilder):
+    """With the expected outer product of the scores, the gradients of each sample's loss by the outputs.
+
+    Attributes:
+        kind: Over what the expectation is taken.
+        samples: How many labels are drawn for each position.
+        generator: From where.
+        scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
+        ranks: Of how many outer products each batch's part is a sum.
+    """
+
+    kind: Kind
+    samples: int
+    generator: torch.Generator | None
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+
+    def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
+        """The mean outer product of the scores."""
+        if self.kind == "exact":
+            return scored.curvature
+        found = self._outer(scored, outputs, number)
+        self.ranks[number] = found.rank
+        return found
+
+    def _outer(self, scored: Scored, outputs: Parts, number: int) -> OuterProducts:
+        if self.kind == "empirical":
+            _check_samples(outputs, self.loss)
+            return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
+        if number not in self.scores:
+            self.scores[number] = _drawn(self.loss, scored, outputs[0].detach(), self.samples, self.generator)
+        return OuterProducts([self.scores[number]], _position(scored.curvature))
+
+    def fresh(self) -> FisherBuilder:
+        """Without labels."""
+        return replace(self, scores={}, ranks={})
+
+
+@final
+class FisherOperator(PullbackOperator):
     r"""The Fisher information matrix \(F = \sum_i \mathbb{E}\, g_i g_i^\top \,/\, \sum_b w_b\) as an operator.
 
     \(g_i\) is the gradient of the loss of sample *i*, a negative log-likelihood. `kind` says over what the
@@ -44,7 +94,7 @@ class FisherOperator(BentOperator):
         data: A re-iterable of batches.
         kind: `"exact"`, `"mc"` or `"empirical"`.
         samples: How many labels `"mc"` draws for each position.
-        generator: Where `"mc"` draws from; None is PyTorch's default generator.
+        generator: Where `"mc"` draws from; None is the default generator of its device.
         batch_weight: As for `hodiff.GaussNewtonOperator`.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
@@ -62,7 +112,8 @@ class FisherOperator(BentOperator):
 
     Cost:
         As for `hodiff.GaussNewtonOperator`: two passes per product and batch. `"mc"` keeps the batches of
-        the first pass, unless `data` is a sequence, so that its labels stay the same.
+        the first pass, unless `data` is a sequence, so that its labels stay the same. The exact diagonal of
+        `"mc"` and `"empirical"` takes one pass for each score where these are fewer than the parameters.
 
     Examples:
         Of a linear model with squared error, a Gaussian of variance 1/2: 2 X'X / n.
@@ -80,55 +131,78 @@ class FisherOperator(BentOperator):
         approximation for natural gradient descent. arXiv:1905.12558.
     """
 
+    _graphs: GraphCache[CurvedOutputs, FisherBuilder]
+
     def __init__(
         self,
         predict: Callable[..., Any],
         loss: Loss,
         where: Any,
         *,
-        data: Any,
-        kind: str,
+        data: Any = None,
+        kind: Kind | None = None,
         samples: int = 1,
         generator: torch.Generator | None = None,
         batch_weight: BatchWeight = None,
         memory_budget: float = 0.5,
-        chunk_size: int | str = "auto",
+        chunk_size: ChunkSize = "auto",
         progress: bool = False,
         allow: Allowed = (),
     ) -> None:
-        check_predict(predict)
-        check_loss(loss, batch_weight)
-        check_given(data)
+        check_operands(predict, loss, where, data)
         _check_kind(kind, loss)
+        check_loss(loss, batch_weight)
         _checks.check_integer(samples, "samples", least=1)
+        check_generator(generator)
         batches = Batches(data, Where(where).tensors[0].device, keep=kind == "mc", progress=progress)
         weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
-        self._scores: dict[int, Tensor] = {}
-        draw = (samples, generator, self._scores) if kind == "mc" else None
-        bend = partial(_bend, kind, loss, weigh, allow, draw)
-        super().__init__(Source(partial(linearised, predict, bend, allow), where, batches, memory_budget), chunk_size)
+        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator)
+        super().__init__(GraphCache(builder, where, batches, memory_budget), chunk_size)
         self.kind = kind
 
-    def refresh(self) -> FisherOperator:
-        """Forget all graphs, and the labels drawn. Returns the operator."""
-        self._scores.clear()
-        self._source.refresh()
-        return self
+    def _own_diagonal(self) -> Tensor | None:
+        """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
+        self._graphs.evaluate()
+        rank = sum(self._graphs.builder.ranks.values())
+        if not 0 < rank < self.shape[1]:
+            return None
+        self._count(rank)
+        total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
+        for graph in self._graphs:
+            if isinstance(graph.curvature, OuterProducts):
+                total += self._squares(graph, graph.curvature) / graph.curvature.draws
+        return total / self._graphs.weight
+
+    def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
+        """The squares of J' s, summed over the scores of a batch."""
+        total, size = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device), self._inner_chunk()
+        for start in range(0, outer.rank, size):
+            stop = min(start + size, outer.rank)
+            with graph.ready():
+                rows = graph.pull(outer.vectors(start, stop), stop - start, self._chosen, size)
+            total += torch.cat([part.to(total.dtype).square().sum(0).reshape(-1) for part in rows])
+        return total
 
     def _route(self) -> str:
         return f"{self.kind}, linearised outputs"
 
 
-def _check_kind(kind: str, loss: Any) -> None:
-    if kind not in KINDS:
-        raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, KINDS))}.")
+def _check_kind(kind: Any, loss: Any) -> None:
+    if kind is None:
+        raise InputError(
+            'kind: is missing. kind="exact": the expectation over labels of the model\'s own distribution; "mc": the '
+            'same, by samples= labels drawn; "empirical": the labels of the data, which is not the Fisher information.'
+        )
+    if kind not in get_args(Kind):
+        raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}.")
     if kind == "empirical":
         return
-    if not isinstance(loss, nn.Module):
+    if callable(loss) and not isinstance(loss, type) and type(loss) not in KNOWN:
+        what = type(loss).__name__ if isinstance(loss, nn.Module) else "a function"
         raise InputError(
-            f"loss: a function does not say what distribution it is the likelihood of, so kind={kind!r} needs "
-            f"nn.CrossEntropyLoss(), nn.MSELoss() or nn.BCEWithLogitsLoss(). For any loss: kind='empirical', or "
-            f"hodiff.GaussNewtonOperator."
+            f"loss: {what} does not say what distribution it is the likelihood of, so kind={kind!r} needs "
+            f"nn.CrossEntropyLoss(), nn.MSELoss() or nn.BCEWithLogitsLoss(). For any other loss write a function "
+            f"loss(outputs, batch) -> (sum, weight), and take kind='empirical' or hodiff.GaussNewtonOperator."
         )
     weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
     if weighted or getattr(loss, "label_smoothing", 0.0):
@@ -138,27 +212,7 @@ def _check_kind(kind: str, loss: Any) -> None:
         )
 
 
-Draw = tuple[int, torch.Generator | None, dict[int, Tensor]]
-
-
-def _bend(
-    kind: str, loss: Loss, weigh: Weighted, allow: Allowed, draw: Draw | None, ev: Graph, batch: Any, number: int
-) -> tuple[Scored, Bend]:
-    _, _, tree = _tree.flatten(ev.outputs)
-    outputs = ev.tensors()
-    found = score(loss, weigh, outputs, tree, batch, number, allow, partial(refuse_shortcut, ev))
-    if kind == "empirical":
-        _check_samples(outputs, loss)
-        scores = [part.unsqueeze(0) for part in found.gradient]
-        return found, Outer(scores, lambda s: tuple(range(1 - s.ndim, 0)))
-    if kind == "exact" or draw is None:
-        return found, found.bend
-    if number not in draw[2]:
-        draw[2][number] = _drawn(loss, found, outputs[0].detach(), draw[0], draw[1])
-    return found, Outer([draw[2][number]], _position(found.bend, outputs[0]))
-
-
-def _check_samples(outputs: list[Tensor], loss: Loss) -> None:
+def _check_samples(outputs: Parts, loss: Loss) -> None:
     least = 2 if isinstance(loss, nn.CrossEntropyLoss) else 1  # of a single dimension it is the classes
     lengths = {output.shape[0] if output.ndim >= least else None for output in outputs}
     if None in lengths or len(lengths) != 1:
@@ -168,21 +222,20 @@ def _check_samples(outputs: list[Tensor], loss: Loss) -> None:
         )
 
 
-def _position(bend: Bend, z: Tensor) -> Callable[[Tensor], tuple[int, ...]]:
+def _position(curvature: OutputCurvature) -> Callable[[Tensor], tuple[int, ...]]:
     """The dimensions within which scores are not independent: the classes; else none."""
-    if isinstance(bend, Softmax):
-        return lambda s: (bend.dim,)
+    if isinstance(curvature, SoftmaxHessian):
+        return lambda s: (curvature.dim,)
     return lambda s: ()
 
 
-def _drawn(loss: Any, found: Scored, z: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+def _drawn(loss: Any, scored: Scored, z: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
     """The gradients by the outputs for labels drawn from the model: `(samples, *z.shape)`."""
-    device = "cpu" if generator is None else generator.device
     shape = (samples, *z.shape)
-    if isinstance(found.bend, Softmax):
-        return found.bend.sampled(samples, generator)
+    if isinstance(scored.curvature, SoftmaxHessian):
+        return scored.curvature.sampled(samples, generator)
     if isinstance(loss, nn.MSELoss):  # y - z is Gaussian of variance 1/2, and the score 2 (z - y)
-        return torch.randn(shape, generator=generator, device=device, dtype=z.dtype).to(z.device) * 2**0.5
-    uniform = torch.rand(shape, generator=generator, device=device, dtype=z.dtype).to(z.device)
-    p = torch.sigmoid(z)
+        return draw(shape, z, "gaussian", generator) * 2**0.5
+    device, p = z.device if generator is None else generator.device, torch.sigmoid(z)
+    uniform = torch.rand(shape, generator=generator, device=device, dtype=sum_dtype(z.dtype)).to(z.device)
     return p - (uniform < p).to(z.dtype)

@@ -3,39 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
 
 from hodiff._core import _checks, _nodes, _reverse
-from hodiff._core._call import call
+from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed
 from hodiff._core._where import Where
-from hodiff.curvature._cache import Piece, Source
+from hodiff.curvature._cache import BatchGraph, GraphCache
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
-from hodiff.curvature._from_data import Parts, SummedOperator
+from hodiff.curvature._data_operator import ChunkSize, SummedOperator
+from hodiff.curvature._signatures import check_signature
+from hodiff.curvature._space import Parts
 from hodiff.errors import InputError
 
 
 @final
-class GradientGraph(Piece):
+@dataclass(frozen=True, eq=False)
+class GradientGraph(BatchGraph):
     """The gradient of one batch's sum, with its graph."""
 
-    def __init__(self, ev: Graph, graph: list[Tensor], weight: float) -> None:
-        self.ev, self.graph, self.weight = ev, graph, weight
-        self.value = ev.scalars().detach().reshape(())
-        self.gradient = [part.detach() for part in graph]
+    graph: Parts
 
     @property
-    def roots(self) -> list[Tensor]:
+    def roots(self) -> Parts:
         """The gradient."""
         return self.graph
 
 
 @final
-class HessianOperator(SummedOperator):
+@dataclass(frozen=True)
+class HessianBuilder:
+    """Evaluates one batch, and its gradient with a graph.
+
+    Attributes:
+        f: The function, or a tensor already computed.
+        weigh: Turns what the function returns into `(sum, weight)`.
+        strict: And the rest: keywords of the operator, as they were given.
+    """
+
+    f: Callable[..., Any] | Tensor
+    weigh: Weighted
+    strict: bool
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+    def build(self, where: Where, batch: Any, number: int) -> GradientGraph:
+        """The graph of one batch."""
+        f, computed = self.f, isinstance(self.f, Tensor)
+
+        def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            given = () if batch is NONE else (batch,)
+            return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
+
+        with Graph(call(
+            f if computed else weighed, where, passes=2, create_graph=False, has_aux=not computed, keep=True,
+            strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
+        )) as ev:  # fmt: skip
+            random = not computed and ev.drew_random()
+            calls_back = _nodes.runs_hooks(_nodes.survey(ev.tensors()))
+            graph = _reverse.gradient(ev, differentiated=True)
+        value, gradient = ev.scalars().detach().reshape(()), [part.detach() for part in graph]
+        return GradientGraph(ev, value, 1.0 if computed else ev.aux, gradient, random, calls_back, graph)
+
+    def fresh(self) -> HessianBuilder:
+        """Itself: nothing is kept from batch to batch."""
+        return self
+
+
+@final
+class HessianOperator(SummedOperator[GradientGraph]):
     r"""The Hessian \(H = \nabla^2 f(x)\) as an operator, without the matrix.
 
     With `data`, of a mean over all batches: \(f(x) = \sum_b s_b(x) \,/\, \sum_b w_b\), where the function
@@ -71,7 +111,10 @@ class HessianOperator(SummedOperator):
         InputError: Data that can be read only once; a bare mean of several batches; or as for `hodiff.hvp`.
         GraphError: A changed or replaced parameter, a model switched between train() and eval()
             (`H.refresh()` starts anew), two passes over the data that disagree; or as for `hodiff.hvp`.
-            Buffers, and what `f` reaches besides the point, are as they were when it was evaluated.
+            Values are compared too, for what PyTorch does not count as a change (`p.data.mul_(2)`, NumPy): all
+            entries of a tensor of up to 1024; of a larger one some 64 and the sum of all as bits, so that
+            exchanging others of its entries remains unseen. Buffers, and what `f` reaches besides the
+            point, are not watched: they are as they were when it was evaluated.
 
     Warns:
         RandomnessWarning: `f` draws random numbers (dropout). Its operator is that of one draw.
@@ -109,19 +152,18 @@ class HessianOperator(SummedOperator):
         data: Any = None,
         batch_weight: BatchWeight = None,
         memory_budget: float = 0.5,
-        chunk_size: int | str = "auto",
+        chunk_size: ChunkSize = "auto",
         progress: bool = False,
         strict: bool = False,
         allow: Allowed = (),
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        check_function(f, data)
         _checks.check_arguments(args, kwargs)
+        _check_function(f, data, args, kwargs)
         batches = Batches(data, Where(where).tensors[0].device, progress=progress)
-        options = {"strict": strict, "allow": allow, "args": args, "kwargs": kwargs}
-        build = partial(_build, f, Weighted(batches, batch_weight), options)
-        super().__init__(Source(build, where, batches, memory_budget), chunk_size)
+        builder = HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs)
+        super().__init__(GraphCache(builder, where, batches, memory_budget), chunk_size)
 
     @property
     def _passes(self) -> tuple[int, int]:
@@ -130,33 +172,17 @@ class HessianOperator(SummedOperator):
     def _route(self) -> str:
         return "double backward"
 
-    def _apply(self, piece: Piece, parts: Parts, count: int | None, chunk: int) -> Parts:
-        graph, leaves = self._of_chosen(piece.roots), self._of_chosen(piece.ev.leaves)
-        return _reverse.products(piece.ev, graph, parts, count, chunk_size=chunk, inputs=leaves)
+    def _apply(self, graph: GradientGraph, parts: Parts, count: int | None, chunk: int) -> Parts:
+        gradient, leaves = self._of_chosen(graph.graph), self._of_chosen(graph.ev.leaves)
+        return _reverse.products(graph.ev, gradient, parts, count, chunk_size=chunk, inputs=leaves)
 
 
-def check_function(f: Any, data: Any) -> None:
+def _check_function(f: Any, data: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
     """Raise unless `f` can be evaluated with the data."""
-    if not callable(f) and not isinstance(f, Tensor):
+    if isinstance(f, Tensor):
+        if data is not None:
+            raise InputError("data: is passed to a function, but f is a tensor already computed.")
+    elif callable(f):
+        check_signature(f, "f", ("where",) if data is None else ("where", "batch"), args, kwargs)
+    else:
         raise InputError(f"f: is a {type(f).__name__}; expected a function of the point, or a tensor computed from it.")
-    if isinstance(f, Tensor) and data is not None:
-        raise InputError("data: is passed to a function, but f is a tensor already computed.")
-
-
-def _build(
-    f: Callable[..., Any] | Tensor, weigh: Weighted, options: dict[str, Any], where: Where, batch: Any, number: int
-) -> Piece:
-    """Evaluate one batch, and its gradient with a graph."""
-
-    def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        given = () if batch is NONE else (batch,)
-        return weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
-
-    what = f if isinstance(f, Tensor) else weighed
-    with Graph(call(what, where, passes=2, create_graph=False, has_aux=what is weighed, keep=True, **options)) as ev:
-        random = what is weighed and ev.drew_random()
-        calls_back = _nodes.runs_hooks(_nodes.survey(ev.tensors()))
-        gradient = _reverse.gradient(ev, differentiated=True)
-    piece = GradientGraph(ev, gradient, ev.aux if what is weighed else 1.0)
-    piece.random, piece.calls_back = random, calls_back
-    return piece

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, final, overload
 
 import torch
 
-from hodiff._core import _tree
-from hodiff._core._options import Allowed
+from hodiff._core import _nodes, _tree
+from hodiff._core._call import Allowed
 from hodiff._core._where import Where
-from hodiff.curvature._cache import Piece, Source
+from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import Batches
-from hodiff.curvature._from_data import DataOperator, Parts
-from hodiff.curvature._gauss_newton import Linearised, check_predict, linearised
+from hodiff.curvature._data_operator import ChunkSize, DataOperator
+from hodiff.curvature._linearised import Linearised, linearise, predicted
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._space import Space, plus
+from hodiff.curvature._signatures import check_predict
+from hodiff.curvature._space import Parts, Space, accumulate, sum_dtype
 from hodiff.errors import InputError
 
 
 @final
-class JacobianOperator(DataOperator):
+class JacobianOperator(DataOperator[Linearised]):
     r"""The Jacobian \(J = \partial f / \partial x\) of a network's outputs as an operator; `J.T` for its transpose.
 
     With several batches the outputs are those of all batches, one after the other along their leading
@@ -57,6 +58,8 @@ class JacobianOperator(DataOperator):
         (tensor([3., 4.]), tensor([3., 2.]))
     """
 
+    _graphs: GraphCache[Linearised, JacobianBuilder]
+
     def __init__(
         self,
         predict: Callable[..., Any],
@@ -64,23 +67,38 @@ class JacobianOperator(DataOperator):
         *,
         data: Any = None,
         memory_budget: float = 0.5,
-        chunk_size: int | str = "auto",
+        chunk_size: ChunkSize = "auto",
         progress: bool = False,
         allow: Allowed = (),
     ) -> None:
-        check_predict(predict)
+        check_predict(predict, data is not None)
         batches = Batches(data, Where(where).tensors[0].device, keep=data is not None, progress=progress)
-        self._outputs = Outputs()
-        build = partial(_build, predict, self._outputs, allow)
-        super().__init__(Source(build, where, batches, memory_budget), chunk_size)
+        super().__init__(GraphCache(JacobianBuilder(predict, allow), where, batches, memory_budget), chunk_size)
+
+    if TYPE_CHECKING:  # outputs and the point differ in structure: a vector's spelling says nothing of the result's
+
+        @overload
+        def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
+        @overload
+        def __matmul__(self, v: Any) -> Any: ...
+        def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+        @property
+        def T(self) -> TransposedJacobianOperator: ...
 
     @property
     def _passes(self) -> tuple[int, int]:
         return 1, 1
 
     @property
+    def _outputs(self) -> Outputs:
+        """The outputs that the evaluation has noted; the first one is made where there is none."""
+        if not self._graphs.evaluated:
+            self._graphs.evaluate()
+        return self._graphs.builder.outputs
+
+    @property
     def _range(self) -> Space:
-        self._source.evaluate()
         return self._outputs.space()
 
     @property
@@ -91,7 +109,7 @@ class JacobianOperator(DataOperator):
     @property
     def value(self) -> Any:
         """The outputs at the point, of all batches."""
-        self._source.evaluate()
+        self._graphs.check()
         return self._range.result([part.clone() for part in self._outputs.whole()])
 
     @property
@@ -99,35 +117,33 @@ class JacobianOperator(DataOperator):
         """A Jacobian has none."""
         raise AttributeError("a JacobianOperator has no gradient; J.T @ u is the gradient of the inner product u'f.")
 
-    def refresh(self) -> JacobianOperator:
-        """Forget all graphs and outputs. Returns the operator."""
-        self._outputs.clear()
-        self._source.refresh()
-        return self
-
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         found = []
-        for piece in self._source.pieces():
-            with piece.ready():
-                found.append(_linear(piece).push(parts, count, self._chosen, chunk))
+        for graph in self._graphs:
+            with graph.ready():
+                found.append(graph.push(parts, count, self._chosen, chunk))
         if len(found) == 1:
             return found[0]
         return [torch.cat(column, dim=lead) for column in zip(*found, strict=True)]
 
-    def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
+    def _pull(self, parts: Parts, count: int | None) -> Parts:
+        """J' u: each batch takes its rows of u."""
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
-        self._source.evaluate()
-        single, start, total = self._source.batches == 1, 0, None
-        for number, piece in enumerate(self._source.pieces()):
-            stop = start + self._outputs.lengths[number]
+        single, start, total = self._graphs.batches == 1, 0, None
+        lengths = self._outputs.lengths
+        for number, graph in enumerate(self._graphs):
+            stop = start + lengths[number]
             own = parts if single else [part.narrow(lead, start, stop - start) for part in parts]
-            with piece.ready():
-                found = _linear(piece).pull(own, count, self._chosen, chunk)
-            total = found if total is None else plus([part.contiguous() for part in total], found)
+            with graph.ready():
+                found = graph.pull(own, count, self._chosen, chunk)
+            total = found if total is None else accumulate([part.contiguous() for part in total], found)
             start = stop
-        leaves = [self._source.where.tensors[index] for index in self._chosen]
+        leaves = [self._graphs.where.tensors[index] for index in self._chosen]
         return [part.to(leaf.dtype) for part, leaf in zip(total or [], leaves, strict=True)]
+
+    def _transposed(self) -> TransposedJacobianOperator:
+        return TransposedJacobianOperator(self)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError("block: a Jacobian's rows and columns differ; differentiate at hodiff.select(model, ...).")
@@ -136,14 +152,55 @@ class JacobianOperator(DataOperator):
         return "linearised outputs"
 
 
+@final
+class TransposedJacobianOperator(LinearOperator):
+    """J': what `J.T` is."""
+
+    if TYPE_CHECKING:  # outputs and the point differ in structure: a vector's spelling says nothing of the result's
+
+        @overload
+        def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
+        @overload
+        def __matmul__(self, v: Any) -> Any: ...
+        def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __init__(self, jacobian: JacobianOperator) -> None:
+        super().__init__()
+        self._jacobian = jacobian
+
+    @property
+    def _domain(self) -> Space:
+        return self._jacobian._range
+
+    @property
+    def _range(self) -> Space:
+        return self._jacobian._domain
+
+    @property
+    def symmetric(self) -> bool:
+        """Never, as far as is known."""
+        return False
+
+    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+        return self._jacobian._pull(parts, count)
+
+    def _transposed(self) -> LinearOperator:
+        return self._jacobian
+
+    def _chunk(self, count: int) -> int:
+        return self._jacobian._chunk(count)
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return self._jacobian._blocked(chosen)
+
+    def _about(self) -> str:
+        return f"transpose of {self._jacobian!r}"
+
+
 class Outputs:
     """The outputs of each batch, detached: their values, and where their rows lie in the whole."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget them."""
         self._values: dict[int, Parts] = {}
         self._tree: _tree.Tree = _tree.LEAF
         self._space: Space | None = None
@@ -186,17 +243,35 @@ def _check_alike(first: Parts, outputs: Parts) -> None:
         )
 
 
-def _linear(piece: Piece) -> Linearised:
-    if not isinstance(piece, Linearised):
-        raise TypeError("expected a linearised batch")
-    return piece
+@final
+@dataclass(frozen=True)
+class JacobianBuilder:
+    """Evaluates and linearises one batch, and notes its outputs.
 
+    Attributes:
+        predict: `predict(where)` or `predict(where, batch)`.
+        allow: `allow=` of the operator.
+        outputs: What has been noted.
+    """
 
-def _build(
-    predict: Callable[..., Any], outputs: Outputs, allow: Allowed, where: Where, batch: Any, number: int
-) -> Linearised:
-    piece = linearised(predict, None, allow, where, batch, number)
-    _, _, tree = _tree.flatten(piece.ev.outputs)
-    outputs.note(number, [output.detach() for output in piece.outputs], tree)
-    piece.value = sum((output.detach().sum() for output in piece.outputs), piece.value)
-    return piece
+    predict: Callable[..., Any]
+    allow: Allowed
+    outputs: Outputs = field(default_factory=Outputs)
+
+    def build(self, where: Where, batch: Any, number: int) -> Linearised:
+        """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
+        with predicted(self.predict, where, batch, self.allow) as ev:
+            random, outputs = ev.drew_random(), ev.tensors()
+            calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
+            cotangents, pulled = linearise(ev, outputs, [torch.ones_like(output) for output in outputs])
+        self.outputs.note(number, [output.detach() for output in outputs], _tree.flatten(ev.outputs)[2])
+        value = sum(
+            (part.detach().sum(dtype=sum_dtype(part.dtype)) for part in outputs),
+            torch.zeros((), device=where.tensors[0].device),
+        )
+        gradient = [part.detach() for part in pulled]
+        return Linearised(ev, value, None, gradient, random, calls_back, outputs, cotangents, pulled)
+
+    def fresh(self) -> JacobianBuilder:
+        """Without outputs."""
+        return replace(self, outputs=Outputs())

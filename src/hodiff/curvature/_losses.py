@@ -6,27 +6,30 @@ differentiable loss is differentiated twice, which concerns the outputs only and
 
 from __future__ import annotations
 
+import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hodiff._core import _reverse, _tree
-from hodiff._core._call import call
+from hodiff._core import _nodes, _reverse, _tree
+from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
 from hodiff.curvature._data import NONE, Weighted
-from hodiff.curvature._space import wide
-from hodiff.errors import InputError
+from hodiff.curvature._signatures import check_signature, told_what_it_got
+from hodiff.curvature._space import Parts, sum_dtype
+from hodiff.errors import GraphError, InputError
 
-Parts = list[Tensor]
 KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
 Loss = Callable[..., Any] | nn.Module
 
 
-class Bend(ABC):
+class OutputCurvature(ABC):
     """A symmetric matrix over the outputs of one batch, by its products."""
 
     @abstractmethod
@@ -35,14 +38,14 @@ class Bend(ABC):
 
 
 @final
-class Softmax(Bend):
+class SoftmaxHessian(OutputCurvature):
     r"""Of cross-entropy, for each position: \(s\,(\operatorname{diag} p - p p^\top)\)."""
 
     def __init__(self, p: Tensor, scale: Tensor, classes: int) -> None:
         self.p, self._scale, self.dim = p, scale, classes - p.ndim  # counted from the end
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `Bend`."""
+        """See `OutputCurvature`."""
         (v,) = tangents
         weighted = self.p * v
         return [(weighted - self.p * weighted.sum(self.dim, keepdim=True)) * self._scale]
@@ -51,38 +54,38 @@ class Softmax(Bend):
         r"""Scores \(p - e_y\) of labels y drawn from p, zero at ignored positions: `(samples, *p.shape)`."""
         rows = self.p.movedim(self.dim, -1)
         flat = rows.reshape(-1, rows.shape[-1])
-        device = "cpu" if generator is None else generator.device
+        device = flat.device if generator is None else generator.device
         labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(flat.device)
         scores = flat - torch.nn.functional.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
         return scores.reshape((samples, *rows.shape)).movedim(-1, self.dim) * (self._scale > 0)
 
 
 @final
-class Elementwise(Bend):
+class DiagonalHessian(OutputCurvature):
     """Of a loss that is a sum over entries: a diagonal."""
 
     def __init__(self, diagonal: Tensor | float) -> None:
         self._diagonal = diagonal
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `Bend`."""
+        """See `OutputCurvature`."""
         return [v * self._diagonal for v in tangents]
 
 
 @final
-class Differentiated(Bend):
+class DifferentiatedHessian(OutputCurvature):
     """Of any loss: a second pass through the graph of its gradient by the outputs."""
 
     def __init__(self, ev: Graph, gradient: Parts) -> None:
         self._ev, self._gradient = ev, gradient
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `Bend`."""
+        """See `OutputCurvature`."""
         return _reverse.products(self._ev, self._gradient, tangents, count, chunk_size=count)
 
 
 @final
-class Outer(Bend):
+class OuterProducts(OutputCurvature):
     r"""A mean over M draws of \(\sum_i s_i s_i^\top\): Fisher matrices of given scores.
 
     The scores are stacked, `(M, *outputs)` on each leaf; `dims` says which dimensions, counted from the
@@ -93,9 +96,9 @@ class Outer(Bend):
         self._scores, self._dims = scores, dims
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `Bend`."""
+        """See `OutputCurvature`."""
         draws, lead = self._scores[0].shape[0], 0 if count is None else 1
-        total = [torch.zeros_like(v, dtype=wide(v.dtype)) for v in tangents]
+        total = [torch.zeros_like(v, dtype=sum_dtype(v.dtype)) for v in tangents]
         for draw in range(draws):
             scores = [score[draw] for score in self._scores]
             inner = [self._inner(s, v) for s, v in zip(scores, tangents, strict=True)]
@@ -104,11 +107,37 @@ class Outer(Bend):
                 sum_ += s * weight.reshape(part.shape) / draws
         return [sum_.to(v.dtype) for sum_, v in zip(total, tangents, strict=True)]
 
+    @property
+    def rank(self) -> int:
+        """How many vectors the matrix is a sum of outer products of, divided by the number of draws."""
+        return len(self._scores[0]) * self._groups(self._scores[0][0]).numel()
+
+    @property
+    def draws(self) -> int:
+        """That number."""
+        return len(self._scores[0])
+
+    def vectors(self, start: int, stop: int) -> Parts:
+        """Some of these vectors, stacked: the scores of one sample of one draw, and zeros elsewhere."""
+        groups = [self._groups(score[0]) for score in self._scores]
+        which = torch.arange(start, stop, device=groups[0].device)
+        draw, sample = which // groups[0].numel(), which % groups[0].numel()
+        return [
+            score[draw] * (group == sample.reshape(-1, *[1] * group.ndim))
+            for score, group in zip(self._scores, groups, strict=True)
+        ]
+
+    def _groups(self, s: Tensor) -> Tensor:
+        """The number of the sample that an entry belongs to."""
+        shape = [1 if dim - s.ndim in self._dims(s) else length for dim, length in enumerate(s.shape)]
+        return torch.arange(math.prod(shape), device=s.device).reshape(shape)
+
     def _inner(self, s: Tensor, v: Tensor) -> Tensor:
         dims = self._dims(s)
         return (s * v).sum(dims, keepdim=True) if dims else s * v  # an empty tuple would sum over all
 
 
+@dataclass(frozen=True, eq=False)
 class Scored:
     """A loss on one batch.
 
@@ -116,13 +145,13 @@ class Scored:
         value: The sum, detached.
         weight: What it is divided by; None: by nothing.
         gradient: The gradient of the sum by each output, detached.
-        bend: Its Hessian by the outputs.
+        curvature: Its Hessian by the outputs.
     """
 
-    __slots__ = ("bend", "gradient", "value", "weight")
-
-    def __init__(self, value: Tensor, weight: float | None, gradient: Parts, bend: Bend) -> None:
-        self.value, self.weight, self.gradient, self.bend = value, weight, gradient, bend
+    value: Tensor
+    weight: float | None
+    gradient: Parts
+    curvature: OutputCurvature
 
 
 def check_loss(loss: Any, batch_weight: Any) -> None:
@@ -131,11 +160,13 @@ def check_loss(loss: Any, batch_weight: Any) -> None:
         raise InputError(f"loss: is the class {loss.__name__}; give an instance of it.")
     if isinstance(loss, nn.modules.loss._Loss):
         if type(loss) not in KNOWN:  # a subclass computes what it likes
+            takes = list(inspect.signature(loss.forward).parameters)
+            more = ["outputs", "batch[1]"] if len(takes) == 2 else [*takes[:1], *(f"... {name}" for name in takes[1:])]
             raise InputError(
                 f"loss: {type(loss).__name__} is not one whose sums and weights are known "
                 f"({', '.join(kind.__name__ for kind in KNOWN)}). Give a function that returns (sum, weight):\n"
                 f"    def loss(outputs, batch):\n"
-                f"        return {type(loss).__name__}(reduction='sum')(outputs, batch[1]), len(outputs)"
+                f"        return {type(loss).__name__}(reduction='sum')({', '.join(more)}), len(outputs)"
             )
         if loss.reduction == "none":
             raise InputError('loss: reduction="none" gives no scalar; use "mean" or "sum".')
@@ -154,6 +185,8 @@ def check_loss(loss: Any, batch_weight: Any) -> None:
             f"loss: is a {type(loss).__name__}; expected loss(outputs, batch) -> (sum, weight), nn.CrossEntropyLoss(), "
             f"nn.MSELoss() or nn.BCEWithLogitsLoss()."
         )
+    else:
+        check_signature(loss, "loss", ("outputs", "batch"))
 
 
 def target_of(batch: Any) -> Tensor:
@@ -166,31 +199,49 @@ def target_of(batch: Any) -> Tensor:
     )
 
 
-def score(
-    loss: Loss,
-    weigh: Weighted,
-    outputs: Parts,
-    tree: _tree.Tree,
-    batch: Any,
-    number: int,
-    allow: Any,
-    shortcut: Callable[[Tensor], None],
-) -> Scored:
-    """The loss of one batch, its gradient by the outputs, and its output Hessian."""
+def score(loss: Loss, weigh: Weighted, ev: Graph, batch: Any, number: int, allow: Allowed) -> Scored:
+    """The loss of one batch's outputs, its gradient by them, and its output Hessian."""
+    outputs, _, tree = _tree.flatten(ev.outputs)
     if isinstance(loss, KNOWN):
         if len(outputs) != 1:
             raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
         return _known(loss, outputs[0].detach(), target_of(batch))
     point = _tree.rebuild(tree, iter([output.detach() for output in outputs]))
+    _refuse_functional(loss, batch)
 
     def weighed(values: Any) -> tuple[Any, Any]:
-        return weigh(loss(values) if batch is NONE else loss(values, batch), batch, number)
+        with told_what_it_got("loss(outputs, batch)", batch):
+            found = loss(values) if batch is NONE else loss(values, batch)
+        return weigh(found, batch, number)
 
-    with Graph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as ev:
-        shortcut(ev.scalars())
-        gradient = _reverse.gradient(ev, differentiated=True)
-        value = ev.scalars().detach().reshape(())
-    return Scored(value, ev.aux, [part.detach() for part in gradient], Differentiated(ev, gradient))
+    with Graph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as at:
+        _refuse_shortcut(ev, at.scalars())
+        gradient = _reverse.gradient(at, differentiated=True)
+        value = at.scalars().detach().reshape(())
+    return Scored(value, at.aux, [part.detach() for part in gradient], DifferentiatedHessian(at, gradient))
+
+
+def _refuse_functional(loss: Any, batch: Any) -> None:
+    """Raise for `F.mse_loss`: it would get the whole batch for its targets."""
+    if getattr(loss, "__module__", "") == "torch.nn.functional" and _tree.is_container(batch):
+        raise InputError(
+            f"loss: F.{loss.__name__} takes targets, and loss(outputs, batch) is called with the whole batch, "
+            f"{_tree.describe(_tree.flatten(batch)[2])}. Give nn.CrossEntropyLoss(), nn.MSELoss() or "
+            f"nn.BCEWithLogitsLoss(), which take batch[1], or a function that returns (sum, weight):\n"
+            f"    def loss(outputs, batch):\n"
+            f"        return F.{loss.__name__}(outputs, batch[1], reduction='sum'), len(outputs)"
+        )
+
+
+def _refuse_shortcut(ev: Graph, value: Tensor) -> None:
+    """Raise where a loss reaches the parameters other than through the outputs."""
+    reached = _nodes.survey([value]).visited
+    for leaf, name in zip(ev.leaves, ev.where.names, strict=True):
+        if _nodes.node_of(leaf) in reached:
+            raise GraphError(
+                f"loss reaches {name} other than through the outputs, and that part would be missing from J' H J. "
+                f"Leave a regulariser out of the loss and add its Hessian to the operator: G + 0.1 for 0.05 |w|^2."
+            )
 
 
 def _known(loss: nn.Module, z: Tensor, target: Tensor) -> Scored:
@@ -200,7 +251,7 @@ def _known(loss: nn.Module, z: Tensor, target: Tensor) -> Scored:
         _check_shapes(z, target)
         value = (z - target).square().sum()
         weight = float(z.numel()) if loss.reduction == "mean" else None
-        return Scored(value, weight, [2 * (z - target)], Elementwise(2.0))
+        return Scored(value, weight, [2 * (z - target)], DiagonalHessian(2.0))
     return _binary(loss, z, target)
 
 
@@ -216,7 +267,7 @@ def cross_entropy(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Score
     p, scale = log_p.exp(), t.sum(classes, keepdim=True)
     value = -(t * log_p).sum()
     total = weight if loss.reduction == "mean" else None
-    return Scored(value, total, [scale * p - t], Softmax(p, scale, classes))
+    return Scored(value, total, [scale * p - t], SoftmaxHessian(p, scale, classes))
 
 
 def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> tuple[Tensor, float]:
@@ -249,7 +300,7 @@ def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
     value = F.binary_cross_entropy_with_logits(z, target, loss.weight, reduction="sum", pos_weight=loss.pos_weight)
     mass = weight * (positive * target + 1 - target)
     total = float(z.numel()) if loss.reduction == "mean" else None
-    return Scored(value, total, [mass * p - weight * positive * target], Elementwise(mass * p * (1 - p)))
+    return Scored(value, total, [mass * p - weight * positive * target], DiagonalHessian(mass * p * (1 - p)))
 
 
 def _check_shapes(z: Tensor, target: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import final
 
 import torch
@@ -9,10 +10,8 @@ from torch import Tensor
 
 from hodiff._core import _reverse
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._space import Space
+from hodiff.curvature._space import Parts, Space
 from hodiff.errors import InputError
-
-Parts = list[Tensor]
 
 
 @final
@@ -46,10 +45,11 @@ class MatrixOperator(LinearOperator):
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
         self._matrix = A.detach()
         diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
-        found = diagonal or (square and bool(torch.equal(self._matrix, self._matrix.T)))
-        if symmetric and not found:
+        self._symmetric = symmetric is not False and (
+            diagonal or (square and bool(torch.equal(self._matrix, self._matrix.T)))
+        )
+        if symmetric and not self._symmetric:
             raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
-        self._symmetric = found if symmetric is None else symmetric
         self._columns_space = Space.line(self._matrix.new_empty(()).expand(A.shape[-1]))
         self._rows_space = Space.line(self._matrix.new_empty(()).expand(A.shape[0]))
 
@@ -67,22 +67,20 @@ class MatrixOperator(LinearOperator):
         return self._symmetric
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
-        return [self._by(parts[0], self._matrix.t())]
-
-    def _multiply_transposed(self, parts: Parts, count: int | None) -> Parts:
-        return [self._by(parts[0], self._matrix)]
-
-    def _by(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        if matrix.ndim == 1:
-            return rows * matrix
+        (rows,) = parts
+        if self._matrix.ndim == 1:
+            return [rows * self._matrix]
         with torch.autocast(rows.device.type, enabled=False):
-            return rows @ matrix
+            return [rows @ self._matrix.t()]
+
+    def _transposed(self) -> LinearOperator:
+        return MatrixOperator(self._matrix.t(), symmetric=False)
 
     def _chunk(self, count: int) -> int:
         return max(1, _reverse.CHUNK_BYTES // (2 * max(self.shape) * self._matrix.element_size()))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
-        return self
+        return copy.copy(self)  # its one leaf
 
     def _about(self) -> str:
         return "diagonal" if self._matrix.ndim == 1 else "matrix"

@@ -1,34 +1,43 @@
-"""`LinearOperator`: what every operator can do, given products of parts (see `_space`)."""
+"""`LinearOperator`: what every operator can do, given products of parts (see `_space`); and what operators combine to.
+
+Each operator knows one product, A v. Its transpose is an operator of its own: of a sum, the sum of the transposes.
+"""
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar, final, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting
 from hodiff.curvature import _export
+from hodiff.curvature._apply import apply, columns_of
 from hodiff.curvature._memory import free_bytes, readable
-from hodiff.curvature._space import Space
-from hodiff.errors import GraphError, InputError
+from hodiff.curvature._space import Parts, Space
+from hodiff.errors import InputError
 
-Product = Callable[[list[Tensor], "int | None"], list[Tensor]]
+Container = TypeVar("Container", bound="dict[Any, Any] | tuple[Any, ...] | list[Tensor]")
+Scalar = float | Tensor
+"""A number, or a tensor of one element."""
 
-ALGEBRA: dict[str, Callable[..., LinearOperator]] = {}
-"""What makes operators of operators; `_algebra`, which stands on this module, fills it in."""
+
+class SupportsArray(Protocol):
+    """What NumPy can read: an array, for the type checker."""
+
+    def __array__(self) -> Any: ...
 
 
 class LinearOperator(ABC):
     r"""A matrix \(A\) of shape `(M, D)` that is known by its products \(A v\) alone.
 
-    A vector is given, and comes back, in one of four spellings: with the structure of the point (a
-    dict by parameter name for a module); `K` of those, stacked in one extra leading dimension on
-    every leaf; flat, of shape `(D,)`; or as the columns of a `(D, K)` matrix. Where the point is one
-    tensor of one dimension, several vectors are always columns. Products are detached: to
-    differentiate one, use `hodiff.hvp(..., create_graph=True)`.
+    A vector is given, and comes back, in one of these spellings: with the structure of the point (a
+    dict by parameter name for a module); as a list of the leaves in their order; `K` of either, stacked
+    in one extra leading dimension on every leaf; flat, of shape `(D,)`; or as the columns of a `(D, K)`
+    matrix. Where the point is one tensor of one dimension, several vectors are always columns. A NumPy
+    array, or a list of numbers, is converted to the operator's dtype and device, and a tensor comes
+    back. Products are detached: to differentiate one, use `hodiff.hvp(..., create_graph=True)`.
 
     | written | means |
     |---|---|
@@ -39,7 +48,8 @@ class LinearOperator(ABC):
     | `A.block("layer1.*")` | the rows and columns of some leaves |
 
     Attributes:
-        products: How many products with a single vector have been computed.
+        products: How many products with a single vector have been computed, those of its transpose and of
+            its blocks among them.
 
     Cost:
         A product costs what its class says. Several vectors are taken in chunks whose temporaries
@@ -53,10 +63,12 @@ class LinearOperator(ABC):
                 [ 0.0000, 12.5000]]))
     """
 
-    __array_ufunc__ = None  # an array on the left leaves the operation to us, which says what is expected
+    __array_ufunc__ = None  # an array on the left leaves the operation to us
 
     def __init__(self) -> None:
         self.products = 0
+        self._transpose_of: LinearOperator | None = None
+        self._block_of: LinearOperator | None = None
 
     # --- what a class provides
 
@@ -74,12 +86,12 @@ class LinearOperator(ABC):
         """Whether the operator is its own transpose by construction."""
 
     @abstractmethod
-    def _multiply(self, parts: list[Tensor], count: int | None) -> list[Tensor]:
+    def _multiply(self, parts: Parts, count: int | None) -> Parts:
         """A v, for the parts of one vector or of `count` stacked ones."""
 
     @abstractmethod
-    def _multiply_transposed(self, parts: list[Tensor], count: int | None) -> list[Tensor]:
-        """A' u."""
+    def _transposed(self) -> LinearOperator:
+        """The transpose of an operator that is not symmetric, as a new one."""
 
     @abstractmethod
     def _chunk(self, count: int) -> int:
@@ -87,7 +99,11 @@ class LinearOperator(ABC):
 
     @abstractmethod
     def _blocked(self, chosen: list[int]) -> LinearOperator:
-        """The block of the leaves with these numbers."""
+        """The block of the leaves with these numbers, as a new operator."""
+
+    def _own_diagonal(self) -> Tensor | None:
+        """The diagonal, flat, where there is a cheaper way to it than a product for each column."""
+        return None
 
     @abstractmethod
     def _about(self) -> str:
@@ -118,47 +134,77 @@ class LinearOperator(ABC):
 
     # --- products
 
+    @overload
+    def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
+    @overload
+    def __matmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, v: list[float]) -> Tensor: ...
+    @overload
+    def __matmul__(self, v: Container) -> Container: ...
+    @overload
+    def __matmul__(self, v: SupportsArray) -> Tensor: ...
     def __matmul__(self, v: Any) -> Any:
         """`A @ v`: a product in the spelling of `v`; with an operator, their product."""
         if isinstance(v, LinearOperator):
-            return ALGEBRA["product"](self, v)
-        return _times(self, v, self._domain, self._range, self._product)
+            return ProductOperator(self, v)
+        return apply(v, self._product, self._domain, self._range, self._chunk)
 
+    @overload
+    def __rmatmul__(self, u: Tensor) -> Tensor: ...
+    @overload
+    def __rmatmul__(self, u: list[float]) -> Tensor: ...
+    @overload
+    def __rmatmul__(self, u: Container) -> Container: ...
+    @overload
+    def __rmatmul__(self, u: SupportsArray) -> Tensor: ...
     def __rmatmul__(self, u: Any) -> Any:
         """`u @ A`: the row vector u'A, or, for a `(K, M)` matrix, K of them as rows."""
+        u = self._range.as_tensors(u)
         if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
-            return _times(self, u.T, self._range, self._domain, self._product_transposed).T
-        return _times(self, u, self._range, self._domain, self._product_transposed)
+            return (self.T @ u.T).T
+        return self.T @ u
 
-    def _product(self, parts: list[Tensor], count: int | None) -> list[Tensor]:
-        self.products += 1 if count is None else count
+    def _product(self, parts: Parts, count: int | None) -> Parts:
+        self._count(1 if count is None else count)
         return self._multiply(parts, count)
 
-    def _product_transposed(self, parts: list[Tensor], count: int | None) -> list[Tensor]:
-        self.products += 1 if count is None else count
-        return self._multiply_transposed(parts, count)
+    def _count(self, number: int) -> None:
+        """A product of a transpose or of a block is one of the operator that it belongs to."""
+        self.products += number
+        for whole in (self._transpose_of, self._block_of):
+            if whole is not None:
+                whole._count(number)
 
     def flatten(self, v: Any) -> Tensor:
         """A vector like the point as a flat one `(D,)`; K stacked ones as columns `(D, K)`. A flat one is itself."""
         vectors = self._domain.parse(v)
-        if vectors.kind in ("flat", "columns"):
-            return v
+        if vectors.kind == "columns":
+            return vectors.parts[0]
+        if vectors.kind == "flat":
+            return v if isinstance(v, Tensor) else self._domain.join(vectors.parts, None)
         joined = self._domain.join(vectors.parts, vectors.number)
         return joined if vectors.number is None else joined.T
 
-    def unflatten(self, flat: Tensor) -> Any:
+    def unflatten(self, flat: Any) -> Any:
         """A flat vector `(D,)` with the structure of the point, as views; columns `(D, K)` as K stacked ones."""
-        vectors = self._domain.parse(flat)
-        if vectors.kind == "columns" and not self._domain.flat:
-            return self._domain.result(self._domain.rows(flat))
-        return self._domain.result(self._domain.split(flat)) if vectors.kind == "flat" else flat
+        kind, parts, _, _ = self._domain.parse(flat)
+        if kind == "columns" and not self._domain.flat:
+            return self._domain.result(self._domain.rows(parts[0]))
+        return self._domain.result(parts) if kind == "flat" else flat
 
     # --- algebra
 
     @property
     def T(self) -> LinearOperator:
         """The transpose; a symmetric operator is its own."""
-        return self if self.symmetric else ALGEBRA["transpose"](self)
+        if self.symmetric:
+            return self
+        if self._transpose_of is not None:
+            return self._transpose_of
+        turned = self._transposed()
+        turned._transpose_of = self
+        return turned
 
     def block(self, *patterns: str) -> LinearOperator:
         """The diagonal block of some leaves of the point, by name.
@@ -173,37 +219,47 @@ class LinearOperator(ABC):
         Raises:
             InputError: A pattern that matches nothing, or an operator that is not square.
         """
-        return ALGEBRA["block"](self, patterns)
+        if self.shape[0] != self.shape[1] or not self._domain.like(self._range):
+            raise InputError(f"block: needs rows and columns of the same kind; {self!r} has not.")
+        return self._block(self._domain.numbers_of(patterns or ("*",)))
 
-    def __add__(self, other: Any) -> LinearOperator:
+    def _block(self, chosen: list[int]) -> LinearOperator:
+        block = self._blocked(chosen)
+        block._block_of = self
+        return block
+
+    def __add__(self, other: LinearOperator | Scalar) -> LinearOperator:
         """`A + B`, and `A + 0.1` for A + 0.1 I."""
-        return ALGEBRA["sum" if isinstance(other, LinearOperator) else "shift"](self, other)
+        if isinstance(other, LinearOperator):
+            return SumOperator(self, other)
+        _check_sizes(self._domain, self._range, "A + number")
+        return AffineOperator(self, 1.0, as_number(other, "+"))
 
-    def __radd__(self, other: Any) -> LinearOperator:
+    def __radd__(self, other: Scalar) -> LinearOperator:
         """`0.1 + A`."""
         return self + other
 
-    def __mul__(self, factor: Any) -> LinearOperator:
+    def __mul__(self, factor: Scalar) -> LinearOperator:
         """`A * 2`."""
-        return ALGEBRA["multiple"](self, factor)
+        return AffineOperator(self, as_number(factor, "*"))
 
-    def __rmul__(self, factor: Any) -> LinearOperator:
+    def __rmul__(self, factor: Scalar) -> LinearOperator:
         """`2 * A`."""
         return self * factor
 
-    def __truediv__(self, factor: Any) -> LinearOperator:
+    def __truediv__(self, factor: Scalar) -> LinearOperator:
         """`A / 2`."""
-        return ALGEBRA["quotient"](self, factor)
+        return AffineOperator(self, 1 / as_number(factor, "/"))
 
     def __neg__(self) -> LinearOperator:
         """`-A`."""
-        return self * -1.0
+        return AffineOperator(self, -1.0)
 
-    def __sub__(self, other: Any) -> LinearOperator:
+    def __sub__(self, other: LinearOperator | Scalar) -> LinearOperator:
         """`A - B`, and `A - 0.1` for A - 0.1 I."""
-        return self + -other
+        return self + (-other if isinstance(other, LinearOperator) else -as_number(other, "-"))
 
-    def __rsub__(self, other: Any) -> LinearOperator:
+    def __rsub__(self, other: Scalar) -> LinearOperator:
         """`0.1 - A`."""
         return -self + other
 
@@ -229,9 +285,9 @@ class LinearOperator(ABC):
                 f"{readable(free)} are free. Use products (A @ v), hodiff.eigsh, hodiff.trace, hodiff.diagonal, or "
                 f"a block of it: A.block('...')."
             )
-        if rows < columns:
-            return _columns(self, self._range, self._domain, self._product_transposed)
-        return _columns(self, self._domain, self._range, self._product).T
+        A = self.T if rows < columns else self
+        turned = columns_of(A._product, A._domain, A._range, A._chunk)
+        return turned if A is not self else turned.T
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` with the same products, in the operator's own dtype.
@@ -243,65 +299,209 @@ class LinearOperator(ABC):
         return _export.to_scipy(self)
 
 
-def _times(operator: LinearOperator, v: Any, domain: Space, target: Space, product: Product) -> Any:
-    """One product or several, in the spelling of `v`."""
-    refuse_differentiation()
-    kind, parts, count = domain.parse(v)
-    if count is None:
-        found = product([part.detach() for part in parts], None)
-        return target.join(found, None) if kind == "flat" else target.result(found)
-    size = operator._chunk(count)
-    parts = [part.detach() for part in parts]
-    if kind == "columns":
-        return _times_columns(parts[0], size, domain, target, product).T
-    results = target.empty(count)
-    for start, stop, found in _in_chunks(parts, count, size, product):
-        for result, part in zip(results, found, strict=True):
-            result[start:stop] = part
-    return target.result(results)
+def as_number(value: object, sign: str) -> float:
+    """A scalar operand as a float."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.requires_grad:
+            return float(value)
+        what = "a tensor that requires grad" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    else:
+        what = f"a {type(value).__name__}"
+    raise InputError(
+        f"operator {sign} {what}: expected a number or an operator; for a matrix write hodiff.MatrixOperator(A)."
+    )
 
 
-def _times_columns(columns: Tensor, size: int, domain: Space, target: Space, product: Product) -> Tensor:
-    """Products with columns `(D, K)`, as rows `(K, M)`."""
-    count = columns.shape[1]
-    rows = columns.new_empty((count, target.size), dtype=target.dtype)
-    block = domain.turned_at_once(size)
-    for first in range(0, count, block):
-        some = domain.rows(columns[:, first : first + block])
-        for start, stop, found in _in_chunks(some, min(block, count - first), size, product):
-            target.join_into(rows[first + start : first + stop], found)
-    return rows
-
-
-def _in_chunks(parts: list[Tensor], count: int, size: int, product: Product) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Products of `size` vectors at a time: `(start, stop, results)`. One that stands alone is not stacked."""
-    for start in range(0, count, size):
-        stop = min(start + size, count)
-        if stop - start == 1:
-            found = [part.unsqueeze(0) for part in product([part[start] for part in parts], None)]
-        else:
-            found = product([part[start:stop] for part in parts], stop - start)
-        yield start, stop, found
-
-
-def _columns(operator: LinearOperator, domain: Space, target: Space, product: Product) -> Tensor:
-    """Products with the unit vectors, each as a row: `(D, M)`."""
-    refuse_differentiation()
-    rows = torch.empty((domain.size, target.size), dtype=target.dtype, device=target.device)
-    size = operator._chunk(domain.size)
-    for start in range(0, domain.size, size):
-        stop = min(start + size, domain.size)
-        units = torch.zeros((stop - start, domain.size), dtype=domain.dtype, device=domain.device)
-        units[:, start:stop].fill_diagonal_(1)
-        target.join_into(rows[start:stop], product(domain.split(units), stop - start))
-    return rows
-
-
-def refuse_differentiation() -> None:
-    """Raise inside the `f` of another hodiff call: an operator's products would be constants in it."""
-    if _nesting.inside() and torch.is_grad_enabled():
-        raise GraphError(
-            "an operator's products are detached, so inside the function of another hodiff call they would count as "
-            "constants, silently. Use hodiff.hvp(f, x, v) there, or compute the product outside; if a constant is "
-            "meant, write `with torch.no_grad():` around it."
+def _check_sizes(left: Space, right: Space, what: str) -> None:
+    compatible = left.size == right.size and (left.like(right) or left.flat or right.flat)
+    if not compatible:
+        raise InputError(
+            f"{what}: the sizes {left.size} and {right.size}, or the structures (the order of keys too), differ; "
+            f"operators combine over the same point, or with a flat MatrixOperator of the same size."
         )
+    if left.dtype != right.dtype or left.device != right.device:
+        raise InputError(
+            f"{what}: {left.dtype} on {left.device} and {right.dtype} on {right.device}; make both the same."
+        )
+
+
+def _structured(first: Space, second: Space) -> Space:
+    """Of two spaces of one size that with more structure: vectors beside a flat matrix are those of the point."""
+    return second if first.flat and first.size == second.size else first
+
+
+@final
+class SumOperator(LinearOperator):
+    """A + B."""
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        super().__init__()
+        for a, b in ((left._domain, right._domain), (left._range, right._range)):
+            _check_sizes(a, b, "A + B")
+        self._left, self._right = left, right
+
+    @property
+    def _domain(self) -> Space:
+        return _structured(self._left._domain, self._right._domain)
+
+    @property
+    def _range(self) -> Space:
+        return _structured(self._left._range, self._right._range)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether both summands are."""
+        return self._left.symmetric and self._right.symmetric
+
+    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+        left, right = (
+            self._range.take(A._product(A._domain.take(parts, count, self._domain), count), count, A._range)
+            for A in (self._left, self._right)
+        )
+        return [a + b for a, b in zip(left, right, strict=True)]
+
+    def _transposed(self) -> LinearOperator:
+        return SumOperator(self._left.T, self._right.T)
+
+    def _chunk(self, count: int) -> int:
+        return min(self._left._chunk(count), self._right._chunk(count))
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        if self._left._domain.like(self._right._domain):
+            return SumOperator(self._left._block(chosen), self._right._block(chosen))
+        return BlockOperator(self, chosen)
+
+    def _about(self) -> str:
+        return f"{self._left!r} + {self._right!r}"
+
+
+@final
+class AffineOperator(LinearOperator):
+    """c A + λ I."""
+
+    def __init__(self, inner: LinearOperator, factor: float, shift: float = 0.0) -> None:
+        super().__init__()
+        self._inner, self._factor, self._shift = inner, factor, shift
+
+    @property
+    def _domain(self) -> Space:
+        return self._inner._domain
+
+    @property
+    def _range(self) -> Space:
+        return self._inner._range
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether A is."""
+        return self._inner.symmetric
+
+    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+        found = self._inner._product(parts, count)
+        if self._factor != 1:
+            found = [part * self._factor for part in found]
+        if not self._shift:
+            return found
+        own = self._range.take(parts, count, self._domain)
+        return [torch.add(part, v, alpha=self._shift) for part, v in zip(found, own, strict=True)]
+
+    def _transposed(self) -> LinearOperator:
+        return AffineOperator(self._inner.T, self._factor, self._shift)
+
+    def _chunk(self, count: int) -> int:
+        return self._inner._chunk(count)
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return AffineOperator(self._inner._block(chosen), self._factor, self._shift)
+
+    def _about(self) -> str:
+        shift = f" + {self._shift:g} I" if self._shift else ""
+        return f"{'' if self._factor == 1 else f'{self._factor:g} * '}{self._inner!r}{shift}"
+
+
+@final
+class ProductOperator(LinearOperator):
+    """A B. Between a flat matrix and an operator at a point, vectors are those of the point."""
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        super().__init__()
+        _check_sizes(left._domain, right._range, "A @ B")
+        self._left, self._right = left, right
+        middle = _structured(right._range, left._domain)
+        self._columns = _structured(right._domain, middle)
+        self._rows = _structured(left._range, middle)
+
+    @property
+    def _domain(self) -> Space:
+        return self._columns
+
+    @property
+    def _range(self) -> Space:
+        return self._rows
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the product is one of the form A' A."""
+        return self._left._transpose_of is self._right or self._right._transpose_of is self._left
+
+    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+        left, right = self._left, self._right
+        middle = right._product(right._domain.take(parts, count, self._columns), count)
+        found = left._product(left._domain.take(middle, count, right._range), count)
+        return self._rows.take(found, count, left._range)
+
+    def _transposed(self) -> LinearOperator:
+        return ProductOperator(self._right.T, self._left.T)
+
+    def _chunk(self, count: int) -> int:
+        return min(self._left._chunk(count), self._right._chunk(count))
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return BlockOperator(self, chosen)
+
+    def _about(self) -> str:
+        return f"{self._left!r} @ {self._right!r}"
+
+
+@final
+class BlockOperator(LinearOperator):
+    """Some rows, and the same columns, of an operator that has no way of its own: vectors are padded with zeros."""
+
+    def __init__(self, inner: LinearOperator, chosen: list[int]) -> None:
+        super().__init__()
+        self._inner, self._chosen = inner, chosen
+        self._space = inner._domain.only(chosen)
+
+    @property
+    def _domain(self) -> Space:
+        return self._space
+
+    @property
+    def _range(self) -> Space:
+        return self._space
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the whole is."""
+        return self._inner.symmetric
+
+    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+        padded = self._inner._domain.zeros(count)
+        for index, part in zip(self._chosen, parts, strict=True):
+            padded[index] = part
+        found = self._inner._multiply(padded, count)  # which `_block_of` counts
+        return [found[index] for index in self._chosen]
+
+    def _transposed(self) -> LinearOperator:
+        return BlockOperator(self._inner.T, self._chosen)
+
+    def _chunk(self, count: int) -> int:
+        return self._inner._chunk(count)
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return BlockOperator(self._inner, [self._chosen[index] for index in chosen])
+
+    def _about(self) -> str:
+        return f"block of {self._inner!r}"

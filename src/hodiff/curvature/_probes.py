@@ -1,49 +1,61 @@
-"""Random probes: drawn one after the other, so that chunks and devices do not change them."""
+"""The random vectors of estimators, and the checks that estimators share."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks
+from hodiff._core import _checks, _random_vectors
+from hodiff._core._random_vectors import Probes
 from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._space import Space, sum_dtype
 from hodiff.errors import ConvergenceWarning, InputError
 
-DISTRIBUTIONS = ("rademacher", "normal")
+BLOCK = 8
+"""Vectors between two looks at a tolerance."""
 
 
-def check_distribution(distribution: str) -> None:
-    """Raise unless the distribution is known."""
-    if distribution not in DISTRIBUTIONS:
-        names = " or ".join(map(repr, DISTRIBUTIONS))
-        raise InputError(f"distribution: got {distribution!r}, expected {names}.")
+class RandomVectors:
+    """The random vectors of one estimate, as rows: drawn when they are needed, or the caller's own.
 
-
-def check_generator(generator: object) -> None:
-    """Raise unless this is a generator, or None."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise InputError(
-            f"generator: is a {type(generator).__name__}; expected torch.Generator().manual_seed(seed), or None."
-        )
-
-
-def probes(operator: LinearOperator, count: int, distribution: str, generator: torch.Generator | None) -> Tensor:
-    """`count` random vectors as rows `(count, D)`, of independent entries with mean 0 and variance 1.
-
-    They are drawn on the CPU (or where the generator is) in the operator's precision, so that a seed
-    gives the same probes on every device.
+    Attributes:
+        number: How many there are to be.
+        given: Whether they are the caller's own.
     """
-    size = operator.shape[1]
-    device = torch.device("cpu") if generator is None else generator.device
-    rows = torch.empty((count, size), dtype=operator.dtype, device=device)
-    for row in rows:
-        if distribution == "normal":
-            row.normal_(generator=generator)
-        else:
-            row.random_(0, 2, generator=generator).mul_(2).sub_(1)
-    return rows.to(operator.device)
+
+    def __init__(
+        self, operator: LinearOperator, samples: int, probes: Probes, vectors: Any, generator: torch.Generator | None
+    ) -> None:
+        _checks.check_integer(samples, "samples", least=4)
+        _random_vectors.check_probes(probes)
+        _random_vectors.check_generator(generator)
+        self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
+        self._probes: Probes = probes
+        self._generator = generator
+        self._rows = None if vectors is None else _rows(operator._domain, vectors)
+        self.given = self._rows is not None
+        self.number = samples if self._rows is None else len(self._rows)
+        self._taken = 0
+
+    def take(self, count: int) -> Tensor:
+        """The next `count` of them."""
+        start, self._taken = self._taken, self._taken + count
+        if self._rows is not None:
+            return self._rows[start : self._taken]
+        return _random_vectors.draw((count, self._size), self._like, self._probes, self._generator)
+
+
+def _rows(domain: Space, vectors: Any) -> Tensor:
+    kind, parts, number, _ = domain.parse(vectors, "vectors")
+    if number is None or number < 2:
+        raise InputError(
+            f"vectors: holds {number or 1} vector; expected several, to tell the error from their spread: columns "
+            f"({domain.size}, K), or K stacked ones."
+        )
+    return parts[0].detach().T if kind == "columns" else domain.join([part.detach() for part in parts], number)
 
 
 def check_square(operator: object, name: str, *, symmetric: bool = False) -> LinearOperator:
@@ -65,9 +77,33 @@ def check_square(operator: object, name: str, *, symmetric: bool = False) -> Lin
     return operator
 
 
+def check_rtol(rtol: object) -> None:
+    """Raise unless the tolerance is a positive number, or None."""
+    if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol > 0):
+        raise InputError(f"rtol: got {rtol!r}, expected a positive number, or None.")
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """What products of this precision allow residuals to reach."""
+    return {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
+
+
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """A times each row, `(K, D)` to `(K, D)`."""
-    return (operator @ rows.T).T
+    """A times each row, `(K, D)` to `(K, D)`, in the precision of sums (the product itself has the operator's)."""
+    return (operator @ rows.to(operator.dtype).T).T.to(sum_dtype(operator.dtype))
+
+
+def exact_diagonal(operator: LinearOperator) -> Tensor:
+    """The diagonal, flat: the operator's own way, or by unit vectors, some at a time."""
+    entries = operator._own_diagonal()
+    if entries is not None:
+        return entries
+    size, domain = operator.shape[0], operator._domain
+    entries = domain.zeros_flat(size)
+    for start in range(0, size, 64):
+        stop = min(start + 64, size)
+        entries[start:stop] = flat_product(operator, domain.units(start, stop))[:, start:stop].diagonal()
+    return entries
 
 
 def warn_not_converged(text: str) -> None:

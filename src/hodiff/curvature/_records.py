@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
 from hodiff.curvature._memory import readable
+
+V = TypeVar("V")
+Status = Literal["converged", "negative curvature", "budget", "stagnation"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class EigenRecord:
 
 
 @dataclass(frozen=True)
-class SolveRecord:
+class SolveRecord(Generic[V]):
     """The solution of a linear system.
 
     Attributes:
@@ -77,12 +80,12 @@ class SolveRecord:
         direction: The d of negative curvature, where CG met one; else None.
     """
 
-    value: Any
+    value: V
     residual: float
     converged: bool
     products: int
-    status: str
-    direction: Any = None
+    status: Status
+    direction: V | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Cost:
         free_bytes: What is free on the device.
         batches: How many batches there are; None if that is unknown.
         kept: How many of them have their graph kept.
-        evaluations: Evaluations of the function per product.
+        evaluations: Graphs of the function per product.
         passes: Reverse passes per product.
         dense_passes: Reverse passes of `dense()`, batched ones counted once.
     """

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _checks
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_square, warn_not_converged
-from hodiff.curvature._records import SolveRecord
-from hodiff.curvature._trace import check_rtol
+from hodiff.curvature._probes import check_rtol, check_square, default_rtol, warn_not_converged
+from hodiff.curvature._records import SolveRecord, Status
+from hodiff.curvature._space import Vectors, sum_dtype
 from hodiff.errors import InputError
 
+Method = Literal["cg", "minres"]
 Product = Callable[[Tensor], Tensor]
+V = TypeVar("V")
 
 
 class Run(NamedTuple):
     """Where a run of a method ended."""
 
     x: Tensor
-    status: str  # "converged" by its own recurrence, "negative curvature", "budget", "stagnation"
+    status: Status  # "converged" is by its own recurrence
     direction: Tensor | None = None
 
 
 def solve(
     operator: LinearOperator,
-    b: Any,
+    b: V,
     *,
-    method: str = "cg",
+    method: Method = "cg",
     damping: float = 0.0,
     preconditioner: LinearOperator | None = None,
     start: Any = None,
     rtol: float | None = None,
     products: int | None = None,
-) -> SolveRecord:
+) -> SolveRecord[V]:
     r"""The solution of \((A + \lambda I)\, x = b\) for a symmetric operator.
 
     Conjugate gradients are for positive definite operators. They stop where they meet a direction
@@ -53,7 +55,7 @@ def solve(
             example `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*.
         start: Where to begin, like *b*; None is zero.
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
-            \(\lVert b \rVert\). None: 1e-4 in single precision, 1e-8 in double.
+            \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
         products: How many products to spend at most; None: `10 D`, at most 1000.
 
     Returns:
@@ -81,47 +83,52 @@ def solve(
         Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
     """
     check_square(operator, "solve", symmetric=True)
-    if method not in ("cg", "minres"):
-        raise InputError(f"method: got {method!r}, expected 'cg' or 'minres'.")
+    if method not in get_args(Method):
+        raise InputError(f"method: got {method!r}, expected {' or '.join(map(repr, get_args(Method)))}.")
     check_rtol(rtol)
     _check_damping(damping)
-    right, kind = _vector(operator, b, "b")
+    right, given = _vector(operator, b, "b")
     unit = float(right.abs().max()) or 1.0  # squares of very small or large entries have no place in their dtype
     right = right / unit
     x = torch.zeros_like(right) if start is None else _vector(operator, start, "start")[0] / unit
     size = operator.shape[0]
     limit = min(10 * size + 10, 1000) if products is None else _checks.check_integer(products, "products", least=2)
     if rtol is None:
-        rtol = 1e-8 if operator.dtype == torch.float64 else 1e-4
+        rtol = default_rtol(operator.dtype)
     before = operator.products
-    inverse = _preconditioning(preconditioner, operator)
+    inverse, eps = _preconditioning(preconditioner, operator), torch.finfo(operator.dtype).eps
     x, residual, status, direction = _iterate(
-        (conjugate_gradients if method == "cg" else minres), _damped(operator, damping), inverse, right, x, rtol,
+        (conjugate_gradients if method == "cg" else minres), _damped(operator, damping), inverse, right, x, rtol, eps,
         lambda: before + limit - operator.products,
     )  # fmt: skip
     converged = status == "converged"
     if not converged:
         warn_not_converged(_explanation(status, residual, rtol, operator.products - before))
-    shape = (lambda v: v) if kind == "flat" else operator.unflatten
     return SolveRecord(
-        value=shape(x * unit),
+        value=_spelled(operator, x * unit, given),
         residual=residual,
         converged=converged,
         products=operator.products - before,
         status=status,
-        direction=None if direction is None else shape(direction),
+        direction=None if direction is None else _spelled(operator, direction, given),
     )
 
 
-def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, str]:
-    """One vector, flat, and how it was spelled."""
+def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
+    """One vector, flat and in the precision of sums, and how it was spelled."""
     vectors = operator._domain.parse(b, name)
     if vectors.number is not None:
         raise InputError(f"{name}: holds {vectors.number} vectors; solve takes one right-hand side at a time.")
     flat = operator._domain.join([part.detach() for part in vectors.parts], None)
     if not torch.isfinite(flat).all():
         raise InputError(f"{name}: has entries that are not finite.")
-    return flat, vectors.kind
+    return flat.to(sum_dtype(flat.dtype)), vectors
+
+
+def _spelled(operator: LinearOperator, x: Tensor, given: Vectors) -> Any:
+    """A flat vector as `given` was spelled."""
+    x = x.to(operator.dtype)
+    return x if given.kind == "flat" else operator._domain.result(operator._domain.split(x), given.tree)
 
 
 def _check_damping(damping: Any) -> None:
@@ -130,9 +137,13 @@ def _check_damping(damping: Any) -> None:
 
 
 def _damped(operator: LinearOperator, damping: float) -> Product:
-    if not damping:
-        return operator.__matmul__
-    return lambda v: torch.add(operator @ v, v, alpha=damping)
+    product = _rounded(operator)
+    return (lambda v: torch.add(product(v), v, alpha=damping)) if damping else product
+
+
+def _rounded(operator: LinearOperator) -> Product:
+    """Its product with vectors of the precision of sums; it rounds as the operator does."""
+    return lambda v: (operator @ v.to(operator.dtype)).to(v.dtype)
 
 
 def _preconditioning(preconditioner: Any, operator: LinearOperator) -> Product:
@@ -144,7 +155,7 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator) -> Product:
             f"preconditioner: is {tuple(preconditioner.shape)}, {preconditioner.dtype}; the operator is "
             f"{tuple(operator.shape)}, {operator.dtype}."
         )
-    return preconditioner.__matmul__
+    return _rounded(preconditioner)
 
 
 def _iterate(
@@ -154,8 +165,9 @@ def _iterate(
     b: Tensor,
     x: Tensor,
     rtol: float,
+    eps: float,
     left: Callable[[], int],
-) -> tuple[Tensor, float, str, Tensor | None]:
+) -> tuple[Tensor, float, Status, Tensor | None]:
     """Run a method, look at the true residual, and begin anew from there while that helps.
 
     Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
@@ -169,7 +181,7 @@ def _iterate(
         if left() < 2:
             return x, residual, "budget", None
         # The last product is kept for the true residual.
-        run = method(product, inverse, r, 0.5 * rtol * size, lambda: left() - 1)
+        run = method(product, inverse, r, 0.5 * rtol * size, eps, lambda: left() - 1)
         r = b - product(x + run.x)
         before, residual = residual, float(r.norm()) / size
         if residual < before:
@@ -185,7 +197,7 @@ def _iterate(
     return x, residual, "converged", None
 
 
-def _explanation(status: str, residual: float, rtol: float, products: int) -> str:
+def _explanation(status: Status, residual: float, rtol: float, products: int) -> str:
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
@@ -201,15 +213,15 @@ def _explanation(status: str, residual: float, rtol: float, products: int) -> st
 
 
 def conjugate_gradients(
-    product: Product, inverse: Product, b: Tensor, tolerance: float, left: Callable[[], int]
+    product: Product, inverse: Product, b: Tensor, tolerance: float, eps: float, left: Callable[[], int]
 ) -> Run:
-    """A x = b from zero, until |r| <= tolerance; `d'Ad <= 0` ends it."""
+    """A x = b from zero, until |r| <= tolerance; `d'Ad <= 0` ends it. Products round by `eps`."""
     x, r = torch.zeros_like(b), b.clone()
     z = inverse(r)
     d, rz = z.clone(), _dot(r, z)
     if rz <= 0:
         raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
-    eps, largest = torch.finfo(b.dtype).eps, 0.0
+    largest = 0.0
     best, least = x, float(r.norm())
     while left() > 0:
         image = product(d)
@@ -234,7 +246,7 @@ def conjugate_gradients(
     return Run(x, "budget")
 
 
-def minres(product: Product, inverse: Product, b: Tensor, tolerance: float, left: Callable[[], int]) -> Run:
+def minres(product: Product, inverse: Product, b: Tensor, tolerance: float, eps: float, left: Callable[[], int]) -> Run:
     """A x = b from zero, least |r| in the Krylov space at each step; the Lanczos matrix is reduced by rotations."""
     x = torch.zeros_like(b)
     r1 = r2 = b.clone()
@@ -245,7 +257,6 @@ def minres(product: Product, inverse: Product, b: Tensor, tolerance: float, left
     beta = first = beta**0.5
     phi, beta_old, epsilon, dbar, cs, sn = beta, 0.0, 0.0, 0.0, -1.0, 0.0
     w, w_old = torch.zeros_like(b), torch.zeros_like(b)
-    eps = torch.finfo(b.dtype).eps
     # phi is the residual in the preconditioner's norm; the caller looks at the true one.
     target, scale = tolerance * first / float(b.norm()), 0.0
     while left() > 0:

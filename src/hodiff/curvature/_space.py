@@ -1,14 +1,19 @@
 """The vectors that an operator takes and gives: shaped like a point, or flat.
 
 Inside, a vector is a list of parts, one for each leaf; `K` vectors are parts with one more dimension
-in front. Outside there are four spellings: like the point, `K` of those stacked, flat `(D,)`, and
-columns `(D, K)`.
+in front. Outside there are five spellings: like the point, a list of the leaves in their order, `K` of
+either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of numbers stand for tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import difflib
+import numbers
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +23,20 @@ from hodiff._core._vectors import match
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 
+Parts = list[Tensor]
+"""A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
 TURNED_BYTES = 16 * 2**20
 _TILE = 4096
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What many terms of a dtype are added up in: at least single precision."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def plus(total: list[Tensor], terms: Sequence[Tensor]) -> list[Tensor]:
-    """A running sum, which is the caller's own, in `wide` precision from the second term on."""
-    return [sum_.to(wide(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
+def accumulate(total: Parts, terms: Sequence[Tensor]) -> Parts:
+    """A running sum, which is the caller's own, in the precision of sums from the second term on."""
+    return [sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
 
 
 def _turned(columns: Tensor) -> Tensor:
@@ -46,11 +53,15 @@ def _turned(columns: Tensor) -> Tensor:
 
 
 class Vectors(NamedTuple):
-    """Vectors as they were given: their spelling, and their parts (`number` is None for a single one)."""
+    """Vectors as they were given: their spelling, and their parts (`number` is None for a single one).
 
-    kind: str  # "flat", "columns", "structure" or "stack"
-    parts: list[Tensor]
+    `tree` is the structure in which results like them are given back.
+    """
+
+    kind: Literal["flat", "columns", "structure"]
+    parts: Parts
     number: int | None
+    tree: _tree.Tree
 
 
 class Space:
@@ -62,9 +73,10 @@ class Space:
         size: The number of entries, D.
         dtype: The dtype of flat vectors: that of the leaves, promoted.
         device: Where the vectors live.
+        tree: The structure of the point.
     """
 
-    __slots__ = ("_likes", "_meaning", "_sizes", "_tree", "device", "dtype", "names", "shapes", "size")
+    __slots__ = ("_likes", "_meaning", "_sizes", "device", "dtype", "names", "shapes", "size", "tree")
 
     def __init__(self, likes: Sequence[Tensor], names: Sequence[str], tree: _tree.Tree, meaning: str) -> None:
         self.names = list(names)
@@ -82,7 +94,7 @@ class Space:
             )
         # Shapes without memory: a space must not keep anything of the user's alive.
         self._likes = [torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape) for like in likes]
-        self._tree = tree
+        self.tree = tree
         self._meaning = meaning
 
     @classmethod
@@ -103,22 +115,59 @@ class Space:
 
     def like(self, other: Space) -> bool:
         """Whether vectors of the other space are vectors of this one, with their leaves in the same order."""
-        same = self.shapes == other.shapes and _tree.difference(self._tree, other._tree, "") is None
-        return same and _tree.paths(self._tree, "") == _tree.paths(other._tree, "")
+        same = self.shapes == other.shapes and _tree.difference(self.tree, other.tree, "") is None
+        return same and _tree.paths(self.tree, "") == _tree.paths(other.tree, "")
 
     @property
     def flat(self) -> bool:
         """Whether a vector is a single tensor of one dimension, so that structure and flat spelling are one."""
-        return self._tree is _tree.LEAF and len(self.shapes[0]) == 1
+        return self.tree is _tree.LEAF and len(self.shapes[0]) == 1
 
     def parse(self, value: Any, name: str = "v") -> Vectors:
         """Recognise a spelling, check it, and split it into parts."""
+        if type(value) is not dict or not all(map(_is_tensor, value.values())):  # as nearly every dict's are
+            value = self.as_tensors(value, name)
         if isinstance(value, Tensor) and (self.flat or (0 < value.ndim <= 2 and value.shape[0] == self.size)):
             return self._parse_flat(value, name)
-        if isinstance(value, Tensor) and self._tree is not _tree.LEAF:
+        if isinstance(value, Tensor) and self.tree is not _tree.LEAF:
             raise InputError(f"{name}: {self._wrong_shape(value)}")
-        parts, count = match(value, self._tree, self._likes, name, self._meaning)
-        return Vectors("structure" if count is None else "stack", parts, count)
+        tree = self._listing(value) or self.tree
+        parts, count = match(value, tree, self._likes, name, f"{self._meaning}, or flat: ({self.size},)")
+        return Vectors("structure", parts, count, tree)
+
+    def as_tensors(self, value: Any, name: str = "v") -> Any:
+        """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            value = dict(value)
+        if _is_array(value) or _is_numbers(value):
+            return self._tensor(value, name)
+        if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value)[0])):
+            return _tree.tree_map(lambda leaf: self._tensor(leaf, name) if _is_array(leaf) else leaf, value)
+        return value
+
+    def _tensor(self, value: Any, name: str) -> Tensor:
+        """Numbers from elsewhere, copied, in the precision of flat vectors."""
+        if _is_array(value):
+            if value.dtype.kind not in "fiu":
+                raise InputError(f"{name}: is an array of {value.dtype}; expected real numbers.")
+            double = self.dtype is torch.float64
+            value = torch.from_numpy(value.astype("float64" if double else "float32", order="C", copy=True))
+            return value.to(self.device, self.dtype)
+        try:
+            return torch.tensor(value, dtype=self.dtype, device=self.device)
+        except ValueError as error:
+            raise InputError(f"{name}: is a nested list whose rows differ in length ({error}).") from error
+
+    def _listing(self, value: Any) -> _tree.Tree:
+        """The structure of a list (or tuple) of the leaves in the order of the point, where it is no such point."""
+        if not isinstance(value, (list, tuple)) or len(value) != len(self.shapes):
+            return None
+        if not all(isinstance(part, Tensor) for part in value):
+            return None
+        _, _, listing = _tree.flatten(value)
+        return listing if _tree.difference(self.tree, listing, "") else None
 
     def _parse_flat(self, value: Tensor, name: str) -> Vectors:
         if value.ndim not in (1, 2) or value.shape[0] != self.size:
@@ -129,8 +178,8 @@ class Space:
                 f"convert it: v.to(H.device, H.dtype)."
             )
         if value.ndim == 1:
-            return Vectors("flat", self.split(value), None)
-        return Vectors("columns", [value], value.shape[1])
+            return Vectors("flat", self.split(value), None, self.tree)
+        return Vectors("columns", [value], value.shape[1], self.tree)
 
     def _wrong_shape(self, value: Tensor) -> str:
         turned = value.ndim == 2 and value.shape[1] == self.size
@@ -141,7 +190,7 @@ class Space:
             f"{structure}{advice}."
         )
 
-    def split(self, flat: Tensor) -> list[Tensor]:
+    def split(self, flat: Tensor) -> Parts:
         """The parts of flat vectors, `(D,)` or rows `(K, D)`: views, unless dtypes are mixed."""
         lead = flat.shape[:-1]
         pieces = flat.split(self._sizes, dim=-1)
@@ -149,7 +198,7 @@ class Space:
             piece.reshape((*lead, *like.shape)).to(like.dtype) for piece, like in zip(pieces, self._likes, strict=True)
         ]
 
-    def rows(self, columns: Tensor) -> list[Tensor]:
+    def rows(self, columns: Tensor) -> Parts:
         """The parts of columns `(D, K)`."""
         pieces = columns.split(self._sizes, dim=0)
         return [
@@ -176,19 +225,76 @@ class Space:
         pieces = [part.reshape((*lead, size)).to(self.dtype) for part, size in zip(parts, self._sizes, strict=True)]
         return torch.cat(pieces, dim=-1)
 
-    def result(self, parts: Sequence[Tensor]) -> Any:
-        """Parts in the structure of the point."""
-        return _tree.rebuild(self._tree, iter(parts))
+    def result(self, parts: Sequence[Tensor], tree: _tree.Tree = _tree.LEAF) -> Any:
+        """Parts in the structure of the point, or in another of as many leaves."""
+        return _tree.rebuild(tree or self.tree, iter(parts))
 
-    def zeros(self, count: int | None = None) -> list[Tensor]:
+    def units(self, start: int, stop: int) -> Tensor:
+        """Some of the unit vectors, as rows."""
+        rows = torch.zeros((stop - start, self.size), dtype=self.dtype, device=self.device)
+        rows[:, start:stop].fill_diagonal_(1)
+        return rows
+
+    def take(self, parts: Parts, count: int | None, source: Space) -> Parts:
+        """The parts of vectors of another space of the same size as parts of this one."""
+        return parts if source.shapes == self.shapes else self.split(source.join(parts, count))
+
+    def numbers_of(self, patterns: Sequence[str]) -> list[int]:
+        """The numbers of the leaves whose names match."""
+        chosen: set[int] = set()
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise InputError(
+                    f"block: got a {type(pattern).__name__}, expected names of leaves: {', '.join(self.names[:6])}."
+                )
+            found = {index for index, name in enumerate(self.names) if _matches(name, pattern)}
+            if not found:
+                near = difflib.get_close_matches(pattern.rstrip(".*"), self.names, n=3, cutoff=0.4) or self.names[:6]
+                raise InputError(f"block: {pattern!r} matches no leaf. Near: {', '.join(near)}.")
+            chosen |= found
+        return sorted(chosen)
+
+    def zeros(self, count: int | None = None) -> Parts:
         """The parts of a zero vector, or of `count` of them."""
         lead = () if count is None else (count,)
         return [torch.zeros((*lead, *like.shape), dtype=like.dtype, device=like.device) for like in self._likes]
 
-    def empty(self, count: int) -> list[Tensor]:
+    def zeros_flat(self, size: int) -> Tensor:
+        """A line of zeros, in the dtype of flat vectors."""
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def empty(self, count: int) -> Parts:
         """Room for the parts of `count` vectors."""
         return [torch.empty((count, *like.shape), dtype=like.dtype, device=like.device) for like in self._likes]
 
     def itemsize(self) -> int:
         """Bytes of one entry of a flat vector."""
         return torch.empty((), dtype=self.dtype).element_size()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # who has an array has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether this is a list of numbers, or of such lists."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(_is_numbers(item) or (isinstance(item, numbers.Real) and type(item) is not bool) for item in value)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if name == pattern:  # names like x[0] are no patterns
+        return True
+    keys = re.findall(r"\['?([^\]]*?)'?\]|\.(\w+)", name) if "[" in name else []
+    name = ".".join(key or field for key, field in keys) or name  # x['a'][0] may be called a.0
+    while name:
+        if fnmatchcase(name, pattern):
+            return True
+        name = name.rpartition(".")[0]
+    return False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hodiff
-from tests.support.operators import D, X, draw
+from tests.support.operators import LABELS, D, X, draw, network, predict, split
 from tests.support.properties import agree
 
 
@@ -114,10 +114,10 @@ def test_generators_decide_the_start() -> None:
     one, same = (hodiff.eigsh(A, 2, generator=seeded(3)).vectors for _ in range(2))
     assert torch.equal(one, same)
     torch.manual_seed(5)
-    first = hodiff.trace(A, products=8).value
-    assert hodiff.trace(A, products=8).value != first  # None is not a seed
+    first = hodiff.trace(A, samples=8).value
+    assert hodiff.trace(A, samples=8).value != first  # None is not a seed
     torch.manual_seed(5)
-    assert hodiff.trace(A, products=8).value == first
+    assert hodiff.trace(A, samples=8).value == first
 
 
 BAD_CALLS = {
@@ -127,8 +127,8 @@ BAD_CALLS = {
     r"write hodiff\.MatrixOperator\(A\)": lambda A: hodiff.eigsh(draw(3, 3)),
     r"got a int": lambda A: hodiff.trace(3),
     r"is 2 x 3; expected a square": lambda A: hodiff.trace(hodiff.MatrixOperator(draw(2, 3))),
-    r"products: got 3": lambda A: hodiff.trace(A, products=3),
-    r"distribution: got 'uniform'": lambda A: hodiff.trace(A, distribution="uniform"),
+    r"samples: got 3": lambda A: hodiff.trace(A, samples=3),
+    r"probes: got 'uniform'": lambda A: hodiff.trace(A, probes="uniform"),
     r"method: got 'xtrace'": lambda A: hodiff.trace(A, method="xtrace"),
     r"method: got 'x'": lambda A: hodiff.diagonal(A, method="x"),
     r"rtol: got 0": lambda A: hodiff.trace(A, rtol=0),
@@ -252,13 +252,11 @@ def coverage(estimates: list[tuple[float, float]], truth: float) -> float:
 
 
 @pytest.mark.parametrize("method", ["hutchinson", "hutch++"])
-@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
-def test_standard_errors_of_the_trace_are_calibrated(method: str, distribution: str) -> None:
+@pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
+def test_standard_errors_of_the_trace_are_calibrated(method: str, probes: str) -> None:
     """400 runs of 60 products: within two standard errors 95 % (t with 19 degrees: 94 %); 4 sigma is 4.8 %."""
     A = with_spectrum(SPREAD)
-    runs = [
-        hodiff.trace(A, method=method, products=60, distribution=distribution, generator=seeded(s)) for s in range(400)
-    ]
+    runs = [hodiff.trace(A, method=method, samples=60, probes=probes, generator=seeded(s)) for s in range(400)]
     estimates = [(float(run.value), float(run.stderr)) for run in runs]
     truth = float(SPREAD.sum())
     assert 0.89 <= coverage(estimates, truth) <= 0.985
@@ -275,7 +273,7 @@ def test_hutch_plus_plus_beats_hutchinson_on_a_decaying_spectrum() -> None:
     A, truth = with_spectrum(values), float(values.sum())
     errors = {
         method: torch.tensor([
-            float(hodiff.trace(A, method=method, products=60, generator=seeded(s)).value) - truth for s in range(40)
+            float(hodiff.trace(A, method=method, samples=60, generator=seeded(s)).value) - truth for s in range(40)
         ]).square().mean().sqrt()
         for method in ("hutchinson", "hutch++")
     }  # fmt: skip
@@ -284,18 +282,18 @@ def test_hutch_plus_plus_beats_hutchinson_on_a_decaying_spectrum() -> None:
 
 def test_trace_stops_at_its_tolerance() -> None:
     A = with_spectrum(POSITIVE.repeat(3))
-    found = hodiff.trace(A, products=290, rtol=0.05, generator=seeded(0))
+    found = hodiff.trace(A, samples=290, rtol=0.05, generator=seeded(0))
     assert found.converged and found.products < 200 and float(found.stderr / found.value) <= 0.05
     with pytest.warns(hodiff.ConvergenceWarning, match="more than rtol"):
-        assert not hodiff.trace(A, products=20, rtol=1e-4).converged
+        assert not hodiff.trace(A, samples=20, rtol=1e-4).converged
 
 
 def test_enough_products_give_exact_answers() -> None:
     A = with_spectrum(SPREAD)
-    found = hodiff.trace(A, products=120)
+    found = hodiff.trace(A, samples=120)
     agree(found.value, SPREAD.sum(), 1e-12)
     assert found.stderr == 0 and found.products == 120
-    agree(hodiff.diagonal(A, products=500).value, A.dense().diagonal(), 1e-12)
+    agree(hodiff.diagonal(A, samples=500).value, A.dense().diagonal(), 1e-12)
     agree(hodiff.diagonal(A, method="exact").value, A.dense().diagonal(), 1e-12)
 
 
@@ -305,7 +303,7 @@ def test_standard_errors_of_the_diagonal_are_calibrated() -> None:
     truth = A.dense().diagonal()
     inside = [
         ((found.value - truth).abs() <= 2 * found.stderr).double().mean()
-        for found in (hodiff.diagonal(A, products=40, generator=seeded(s)) for s in range(50))
+        for found in (hodiff.diagonal(A, samples=40, generator=seeded(s)) for s in range(50))
     ]
     assert 0.92 <= float(torch.stack(inside).mean()) <= 0.97
 
@@ -313,13 +311,169 @@ def test_standard_errors_of_the_diagonal_are_calibrated() -> None:
 def test_diagonal_has_the_structure_of_the_point_and_stops() -> None:
     point = (draw(4), draw(100))
     H = hodiff.HessianOperator(lambda p: (p[0] ** 3).sum() + (p[1] ** 2).sum() + 0.01 * p[1].sum() ** 2, point)
-    found = hodiff.diagonal(H, products=90, rtol=0.1, generator=seeded(0))
+    found = hodiff.diagonal(H, samples=90, rtol=0.1, generator=seeded(0))
     assert found.converged and found.products < 90 and found.value[1].shape == (100,)
     with pytest.warns(hodiff.ConvergenceWarning, match="more than rtol"):
-        hodiff.diagonal(H, products=20, rtol=1e-6)
+        hodiff.diagonal(H, samples=20, rtol=1e-6)
 
 
 def test_chunks_do_not_change_the_probes() -> None:
     f = lambda x: (x.cumsum(0) ** 3).sum()
     one, many = (hodiff.HessianOperator(f, draw(200), chunk_size=size) for size in (1, 64))
     agree(hodiff.trace(one, generator=seeded(1)).value, hodiff.trace(many, generator=seeded(1)).value, 1e-12)
+
+
+# --- vectors of one's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2, 8, 20])
+def test_with_vectors_of_ones_own_the_estimates_are_means_over_them(number: int) -> None:
+    """Mean, and the standard error with n - 1, by the textbook; whole blocks, parts of one, and several."""
+    A, V = with_spectrum(SPREAD[::4]), draw(30, number, seed=7)
+    dense = A.dense()
+    forms, entries = (V * (dense @ V)).sum(0), V * (dense @ V)
+    state = torch.get_rng_state()
+    found = hodiff.trace(A, vectors=V)
+    agree(found.value, forms.mean(), 1e-12)
+    agree(found.stderr, forms.std() / number**0.5, 1e-12)
+    assert found.products == number
+    found = hodiff.diagonal(A, vectors=V)
+    agree(found.value, entries.mean(1), 1e-12)
+    agree(found.stderr, entries.std(1) / number**0.5, 1e-12)
+    assert found.products == number and torch.equal(torch.get_rng_state(), state)
+
+
+def test_vectors_of_ones_own_in_hutch_plus_plus() -> None:
+    """Half of them span the sketch; a matrix of rank 3 is then known, whatever the others are."""
+    A = with_spectrum(torch.cat([torch.zeros(57, dtype=D), torch.tensor([1.0, 2.0, 4.0], dtype=D)]))
+    found = hodiff.trace(A, method="hutch++", vectors=draw(60, 7))
+    agree(found.value, torch.tensor(7.0, dtype=D), 1e-10)
+    assert found.stderr < 1e-10 and found.products == 3 + 3 + 4
+
+
+def test_vectors_of_ones_own_in_other_spellings() -> None:
+    H = hodiff.HessianOperator(lambda p: (p["a"] ** 3).sum() * p["b"].sum(), {"a": draw(3), "b": draw(2)})
+    V = draw(5, 6, seed=1)
+    expected = hodiff.trace(H, vectors=V).value
+    for spelled in (H.unflatten(V), list(H.unflatten(V).values()), V.numpy(), V.tolist()):
+        agree(hodiff.trace(H, vectors=spelled).value, expected, 1e-12)
+    with pytest.raises(hodiff.InputError, match="vectors: holds 1 vector; expected several"):
+        hodiff.trace(H, vectors=V[:, 0])
+    with pytest.raises(hodiff.InputError, match=r"vectors: has shape \(4, 6\)"):
+        hodiff.diagonal(H, vectors=V[:4])
+
+
+def test_what_is_drawn_has_the_law_that_was_asked_for() -> None:
+    seen: list[Tensor] = []
+
+    def f(x: Tensor) -> Tensor:
+        return (x**2).sum() / 2
+
+    H = hodiff.HessianOperator(f, torch.zeros(500, dtype=D))
+    product = H._multiply
+    H._multiply = lambda parts, count: (seen.append(parts[0]), product(parts, count))[1]  # type: ignore[method-assign]
+    hodiff.diagonal(H, samples=80, generator=seeded(0))
+    signs = torch.cat([part.reshape(-1) for part in seen])
+    assert set(signs.tolist()) == {1.0, -1.0} and abs(float(signs.mean())) < 4 / 200
+    seen.clear()
+    found = hodiff.diagonal(H, samples=80, probes="gaussian", generator=seeded(0))
+    normal = torch.cat([part.reshape(-1) for part in seen])
+    assert abs(float(normal.mean())) < 4 / 200 and float(normal.var()) == pytest.approx(1, abs=0.04)
+    assert float(normal.pow(4).mean()) == pytest.approx(3, abs=0.3)
+    assert found.value.mean() == pytest.approx(1, abs=0.04) and found.stderr.mean() > 0.1
+
+
+@pytest.mark.parametrize(("method", "spent"), [("hutchinson", 40), ("hutch++", 60)])
+def test_samples_are_how_many_vectors_are_drawn(method: str, spent: int) -> None:
+    assert hodiff.trace(with_spectrum(SPREAD), method=method, samples=40).products == spent
+
+
+# --- half precision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["hutchinson", "hutch++"])
+def test_sums_of_half_precision_are_not_taken_in_it(method: str, dtype: torch.dtype) -> None:
+    """The trace is 200 000, beyond float16; summed in bfloat16 it would stop at 512."""
+    A = hodiff.MatrixOperator(torch.full((100_000,), 2.0, dtype=dtype))
+    found = hodiff.trace(A, method=method, samples=8)
+    assert found.value.dtype == torch.float32 and float(found.value) == pytest.approx(200_000, rel=1e-3)
+    few = hodiff.MatrixOperator(torch.full((100,), 1000.0, dtype=dtype))
+    assert float(hodiff.trace(few, samples=100).value) == 100_000
+
+
+def test_estimates_of_a_half_precision_matrix_are_those_of_its_values() -> None:
+    half = (200 * draw(60, 60)).half()
+    half = ((half + half.T) / 2).half()
+    A, exact = hodiff.MatrixOperator(half), hodiff.MatrixOperator(half.double())
+    V = draw(60, 20).sign()
+    found, expected = hodiff.diagonal(A, vectors=V.half()), hodiff.diagonal(exact, vectors=V)
+    assert found.value.dtype == torch.float16
+    agree(found.stderr.double(), expected.stderr, 2e-3)  # squares of 1000 leave float16
+    agree(found.value.double(), expected.value, 2e-3)
+    top = hodiff.eigsh(hodiff.MatrixOperator(torch.full((300, 300), 300.0).half()), 1)
+    assert top.converged and float(top.value) == pytest.approx(90_000, rel=1e-2) and top.value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_a_long_system_in_half_precision(method: str) -> None:
+    n = 200_000
+    values = torch.linspace(1, 2, n)
+    found = hodiff.solve(hodiff.MatrixOperator(values.half()), torch.ones(n).half(), method=method)
+    assert found.converged and found.value.dtype == torch.float16
+    agree(found.value.float(), 1 / values, 2e-2)
+
+
+# --- the best iterate -------------------------------------------------------------------------------------------------
+
+
+def test_negative_curvature_ends_with_the_best_iterate_and_not_the_last() -> None:
+    values = torch.cat([torch.linspace(1, 10, 40, dtype=D), torch.tensor([-0.01], dtype=D)])
+    b = draw(41)
+    b[-1] *= 0.1
+    x, r, d = torch.zeros(41, dtype=D), b.clone(), b.clone()
+    iterates = [x]
+    while float(d @ (values * d)) > 0:  # conjugate gradients by the textbook
+        step = (r @ r) / (d @ (values * d))
+        x, before = x + step * d, r
+        r = r - step * values * d
+        d = r + (r @ r) / (before @ before) * d
+        iterates.append(x)
+    residuals = torch.stack([(b - values * x).norm() for x in iterates]) / b.norm()
+    best = int(residuals.argmin())
+    assert 0 < best < len(iterates) - 1 and residuals[best] < 0.8 * residuals[-1]  # what makes the test one
+    with pytest.warns(hodiff.ConvergenceWarning, match="negative or zero curvature"):
+        found = hodiff.solve(hodiff.MatrixOperator(values), b)
+    agree(found.value, iterates[best], 1e-6)
+    assert found.residual == pytest.approx(float(residuals[best]), rel=1e-6)
+
+
+# --- the diagonal of a sum of few outer products ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", ["auto", 1, 4])
+@pytest.mark.parametrize(("kind", "rank"), [("empirical", 10), ("mc", 20), ("exact", 39)])
+def test_the_diagonal_of_a_fisher_matrix_takes_a_pass_for_each_score(kind: str, rank: int, chunk: object) -> None:
+    F = hodiff.FisherOperator(
+        predict, torch.nn.CrossEntropyLoss(), network(), data=split(X, LABELS), kind=kind, samples=2,
+        chunk_size=chunk,
+    )  # fmt: skip
+    dense = F.dense().diagonal()
+    found = hodiff.diagonal(F, method="exact")
+    assert found.products == rank
+    agree(F.flatten(found.value), dense, 1e-12)
+    agree(hodiff.trace(F, samples=39).value, dense.sum(), 1e-12)
+    block = F.block("3")
+    agree(block.flatten(hodiff.diagonal(block, method="exact").value), dense[24:], 1e-12)
+
+
+def test_the_diagonal_of_a_fisher_matrix_of_other_outputs() -> None:
+    """Independent entries in `"mc"` of squared errors; several outputs, and more dimensions, in `"empirical"`."""
+    mc = hodiff.FisherOperator(predict, torch.nn.MSELoss(), network(), data=[(X[:4], X[:4])], kind="mc", samples=3)
+    agree(mc.flatten(hodiff.diagonal(mc, method="exact").value), mc.dense().diagonal(), 1e-12)
+    both = lambda m, b: {"a": m(b), "b": torch.sin(m(b)[:, :2, None] * m(b)[:, None])}
+    loss = lambda o, b: (o["a"].square().sum() + (o["b"] ** 3).sum(), len(b))
+    F = hodiff.FisherOperator(both, loss, network(), data=[X], kind="empirical")
+    found = hodiff.diagonal(F, method="exact")
+    assert found.products == 10
+    agree(F.flatten(found.value), F.dense().diagonal(), 1e-12)

@@ -85,7 +85,7 @@ def test_repr_says_what_is_there() -> None:
     assert repr(H) == "HessianOperator(39 x 39, float32, double backward, 2 batches, not evaluated)"
     H @ torch.ones(39)
     assert "2 batches, cached " in repr(H) and "KiB" in repr(H)
-    assert repr(H + 0.1).startswith("ShiftedOperator(39 x 39, float32, HessianOperator(")
+    assert repr(H + 0.1).startswith("AffineOperator(39 x 39, float32, HessianOperator(")
 
 
 def test_unused_parameter_is_a_zero_block() -> None:
@@ -300,3 +300,84 @@ def test_sparse_gradients_of_an_embedding_over_batches() -> None:
         H.dense().diagonal().reshape(5, 2),
         6 * dense.weight * torch.bincount(torch.cat(words), minlength=5)[:, None] / 5,
     )
+
+
+# --- calls that would fail elsewhere, and raw -------------------------------------------------------------------------
+
+PAIRS = split(X, X)
+
+
+def make(cls: type = hodiff.GaussNewtonOperator, function=predict, loss=None, where=None, data=PAIRS, **options):
+    return cls(function, nn.MSELoss() if loss is None else loss, where or network(), data=data, **options)
+
+
+MISUSE = {
+    r'kind: is missing\. kind="exact"': lambda: make(hodiff.FisherOperator),
+    r"predict: is called as predict\(where, batch\).*\(model\) does not take": lambda: make(
+        function=lambda model: model
+    ),
+    r"predict: is called as predict\(where\) without data=": lambda: hodiff.JacobianOperator(predict, network()),
+    r"f: is called as f\(where, batch\) with data=": lambda: hodiff.HessianOperator(lambda m: 0, network(), data=PAIRS),
+    r"f: is called as f\(where\) without data=": lambda: hodiff.HessianOperator(lambda m, b: 0, network()),
+    r"f: is called as f\(where, int\)": lambda: hodiff.HessianOperator(lambda m: 0, network(), args=(3,)),
+    r"loss: is called as loss\(outputs, batch\)": lambda: make(loss=lambda outputs: outputs.sum()),
+    r"(?s)predict: is the module Sequential itself.*model\(batch\[0\]\)": lambda: make(function=network()),
+    r"^predict, loss, where: in this order": lambda: make(function=nn.MSELoss(), loss=predict),
+    r"predict, loss, where: in this order": lambda: make(loss=network(), where=nn.MSELoss()),
+    r"data: is None": lambda: make(data=None),
+    r"generator: is a int": lambda: make(hodiff.FisherOperator, kind="mc", generator=0),
+    r"(?s)F\.mse_loss takes targets.*a tuple of 2.*reduction='sum'": lambda: make(loss=F.mse_loss) @ draw(39),
+    r"GaussianNLLLoss does not say .*hodiff\.GaussNewtonOperator": lambda: make(
+        hodiff.FisherOperator, loss=nn.GaussianNLLLoss(), kind="exact"
+    ),
+    r"(?s)GaussianNLLLoss is not one .*\(input, \.\.\. target, \.\.\. var\)": lambda: make(loss=nn.GaussianNLLLoss()),
+}
+
+
+@pytest.mark.parametrize("pattern", MISUSE)
+def test_misuse_is_named(pattern: str) -> None:
+    with pytest.raises(hodiff.InputError, match=pattern):
+        MISUSE[pattern]()
+
+
+def test_functions_that_can_be_called_are_not_refused() -> None:
+    class Callable_:
+        def __call__(self, model: nn.Module, *batches: object, scale: float = 1.0) -> torch.Tensor:
+            return model(X) * scale
+
+    calls = Callable_()
+    agree(hodiff.JacobianOperator(calls, network()).value, network()(X).detach())
+    agree(hodiff.JacobianOperator(calls, network(), data=[0]).value, network()(X).detach())
+    bounded = hodiff.HessianOperator(lambda m, b, k, *, p: (m(b[0]).pow(p).sum() * k, 1), network(), data=PAIRS,
+                                     args=(2.0,), kwargs={"p": 2})  # fmt: skip
+    agree(bounded.value, 2 * network()(X).square().sum().detach() / 2)
+    hodiff.HessianOperator(torch.dot, torch.ones(2), args=(torch.ones(2),))  # built in: it has no signature
+    targets = [X, X + 1]
+    summed = lambda z, t: (F.mse_loss(z, t, reduction="sum"), len(t))
+    agree(
+        make(function=lambda m, b: m(X), loss=F.mse_loss, data=targets, batch_weight=lambda t: t.numel()).dense(),
+        3 * make(function=lambda m, b: m(X), loss=summed, data=targets).dense() / 9,
+    )
+
+
+def test_an_error_of_the_loss_says_what_it_was_given() -> None:
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute") as caught:
+        make(loss=lambda outputs, targets: (F.mse_loss(outputs, targets), 1)) @ draw(39)
+    assert any(
+        "loss(outputs, batch), with the batch as data= gave it: a tuple of 2" in n for n in caught.value.__notes__
+    )
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    """Left out, they would make every number another one, without a word."""
+    model = nn.Linear(3, 1, dtype=D)
+    model.c = nn.Parameter(torch.ones(2, dtype=torch.cdouble))
+    f = lambda m: m(X).square().sum() * m.c.abs().square().sum()
+    for build in (
+        lambda: hodiff.HessianOperator(f, model),
+        lambda: make(where=model, function=lambda m, b: m(b[0])),
+        lambda: make(hodiff.FisherOperator, where=model, function=lambda m, b: m(b[0]), kind="exact"),
+        lambda: hodiff.JacobianOperator(f, model),
+    ):
+        with pytest.raises(hodiff.InputError, match=r"\bc\b.*complex|complex.*\bc\b"):
+            build()

@@ -1,0 +1,47 @@
+"""Random vectors: their laws, and where their numbers come from. One vocabulary for all that draw them.
+
+`samples=` is how many, `probes=` their law, `generator=` their source, `vectors=` the caller's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hodiff.errors import InputError
+
+Probes = Literal["rademacher", "gaussian"]
+"""`probes=`: signs 1 and -1, or normal numbers; independent entries of mean 0 and variance 1 either way."""
+
+
+def check_probes(probes: object) -> None:
+    """Raise unless the law is known."""
+    if probes not in get_args(Probes):
+        raise InputError(f"probes: got {probes!r}, expected {' or '.join(map(repr, get_args(Probes)))}.")
+
+
+def check_generator(generator: object) -> None:
+    """Raise unless this is a generator, or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(
+            f"generator: is a {type(generator).__name__}; expected torch.Generator().manual_seed(seed), or None."
+        )
+
+
+def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Generator | None) -> Tensor:
+    """Independent numbers of mean 0 and variance 1, in the dtype and on the device of `like`.
+
+    They are drawn where the generator is (a CPU generator gives a CUDA tensor the numbers it gives a CPU tensor), by
+    default with the default generator of `like`'s device; in single precision at least, which half precision rounds.
+    """
+    device = like.device if generator is None else generator.device
+    drawn = torch.empty(tuple(shape), dtype=torch.promote_types(like.dtype, torch.float32), device=device)
+    with torch.no_grad():
+        if probes == "gaussian":
+            drawn.normal_(generator=generator)
+        else:
+            drawn.bernoulli_(generator=generator).mul_(2).sub_(1)
+    return drawn.to(like)

@@ -1,0 +1,80 @@
+"""A product in the spelling of its vector: one vector, or several, some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _nesting
+from hodiff.curvature._space import Parts, Space
+from hodiff.errors import GraphError
+
+Product = Callable[[Parts, "int | None"], Parts]
+"""A v, for the parts of one vector (the number is None), or of so many stacked ones."""
+Chunk = Callable[[int], int]
+"""How many of so many vectors one product should take."""
+
+
+def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk) -> Any:
+    """The product with a vector, or with several, in the spelling of `v`."""
+    refuse_differentiation()
+    kind, parts, count, tree = domain.parse(v)
+    parts = [part.detach() for part in parts]
+    back = tree if target is domain or target.like(domain) else target.tree
+    if count is None:
+        found = product(parts, None)
+        return target.join(found, None) if kind == "flat" else target.result(found, back)
+    if kind == "columns":
+        return _apply_to_columns(parts[0], chunk(count), product, domain, target).T
+    results = target.empty(count)
+    for start, stop, found in _in_chunks(parts, count, chunk(count), product):
+        for result, part in zip(results, found, strict=True):
+            result[start:stop] = part
+    return target.result(results, back)
+
+
+def _apply_to_columns(columns: Tensor, size: int, product: Product, domain: Space, target: Space) -> Tensor:
+    """Products with columns `(D, K)`, as rows `(K, M)`."""
+    count = columns.shape[1]
+    rows = columns.new_empty((count, target.size), dtype=target.dtype)
+    block = domain.turned_at_once(size)
+    for first in range(0, count, block):
+        some = domain.rows(columns[:, first : first + block])
+        for start, stop, found in _in_chunks(some, min(block, count - first), size, product):
+            target.join_into(rows[first + start : first + stop], found)
+    return rows
+
+
+def _in_chunks(parts: Parts, count: int, size: int, product: Product) -> Iterator[tuple[int, int, Parts]]:
+    """Products of `size` vectors at a time: `(start, stop, results)`. One that stands alone is not stacked."""
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        if stop - start == 1:
+            found = [part.unsqueeze(0) for part in product([part[start] for part in parts], None)]
+        else:
+            found = product([part[start:stop] for part in parts], stop - start)
+        yield start, stop, found
+
+
+def columns_of(product: Product, domain: Space, target: Space, chunk: Chunk) -> Tensor:
+    """Products with the unit vectors, each as a row: `(D, M)`."""
+    refuse_differentiation()
+    rows = torch.empty((domain.size, target.size), dtype=target.dtype, device=target.device)
+    size = chunk(domain.size)
+    for start in range(0, domain.size, size):
+        stop = min(start + size, domain.size)
+        target.join_into(rows[start:stop], product(domain.split(domain.units(start, stop)), stop - start))
+    return rows
+
+
+def refuse_differentiation() -> None:
+    """Raise inside the `f` of another hodiff call: an operator's products would be constants in it."""
+    if _nesting.inside() and torch.is_grad_enabled():
+        raise GraphError(
+            "an operator's products are detached, so inside the function of another hodiff call they would count as "
+            "constants, silently. Use hodiff.hvp(f, x, v) there, or compute the product outside; if a constant is "
+            "meant, write `with torch.no_grad():` around it."
+        )

@@ -1,0 +1,212 @@
+"""What an operator has computed belongs to one point and one evaluation: nothing of another is left behind."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hodiff
+from tests.support.operators import LABELS, D, X, draw, network, plain_jacobian, predict, split, sum_of_cross_entropy
+from tests.support.properties import agree
+
+OPERATORS: dict[str, Callable[[nn.Module, float], hodiff.LinearOperator]] = {
+    "Hessian": lambda m, budget: hodiff.HessianOperator(
+        sum_of_cross_entropy, m, data=split(X, LABELS), memory_budget=budget
+    ),
+    "Gauss-Newton": lambda m, budget: hodiff.GaussNewtonOperator(
+        predict, nn.CrossEntropyLoss(), m, data=split(X, LABELS), memory_budget=budget
+    ),
+    "Fisher": lambda m, budget: hodiff.FisherOperator(
+        predict, nn.CrossEntropyLoss(), m, data=split(X, LABELS), memory_budget=budget, kind="mc",
+        generator=torch.Generator().manual_seed(0),
+    ),
+    "Jacobian": lambda m, budget: hodiff.JacobianOperator(predict, m, data=split(X), memory_budget=budget),
+}  # fmt: skip
+operators = pytest.mark.parametrize("name", OPERATORS)
+
+
+def times_two(p: Tensor) -> None:
+    p.data.mul_(2)
+
+
+def by_numpy(p: Tensor) -> None:
+    p.detach().numpy()[0, -1] += 1e-3
+
+
+def zeroed(p: Tensor) -> None:
+    p.data.zero_()
+
+
+# --- changes that PyTorch does not count ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [times_two, by_numpy, zeroed])
+@pytest.mark.parametrize("budget", [0, 0.5])
+@operators
+def test_values_that_change_without_a_version_are_seen(name: str, budget: float, change: Callable) -> None:
+    model = network()
+    A = OPERATORS[name](model, budget)
+    v = draw(39)
+    before, version = A @ v, model[3].weight._version
+    change(model[3].weight)
+    assert model[3].weight._version == version  # what makes the test one
+    calls = [lambda: A @ v, lambda: A.value, lambda: (2 * A.T @ A) @ v, lambda: A.dense()]
+    if name != "Jacobian":
+        calls += [lambda: A.gradient, lambda: A.block("0") @ v[:16]]
+    for call in calls:
+        with pytest.raises(hodiff.GraphError, match=r"parameters changed since.*\(3\.weight\).*H\.refresh\(\)"):
+            call()
+    after = A.refresh() @ v
+    assert (after - before).norm() > 1e-6 * before.norm()
+    if name != "Fisher":  # which draws other labels
+        agree(after, OPERATORS[name](model, budget) @ v, 0)
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.T,
+    "channels last": lambda t: t.reshape(10, 10, 5, 10).contiguous(memory_format=torch.channels_last),
+    "strided": lambda t: torch.cat([t, t], 1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels last"])
+def test_a_single_entry_of_a_large_tensor(layout: str, dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout](draw(50, 100).to(dtype))
+    H = hodiff.HessianOperator(lambda x: x.pow(3).sum(), x)
+    H @ x
+    index = tuple(size // 2 for size in x.shape)
+    x.data[index] += 0.5
+    with pytest.raises(hodiff.GraphError, match="parameters changed"):
+        H @ x
+    H.refresh() @ x
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_false_alarm(layout: str) -> None:
+    """Where nothing changed nothing is said: NaN, one thread or two, an empty leaf, other grad modes."""
+    x = LAYOUTS[layout](draw(50, 100))
+    x.flatten()[3] = 1.0
+    x[0] = torch.nan
+    H = hodiff.HessianOperator(lambda p: p[0].pow(3).sum() + p[1].sum(), (x, torch.ones(0, dtype=D)))
+    v = (torch.ones_like(x), torch.ones(0, dtype=D))
+    first = H @ v
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        with torch.no_grad():
+            again = H @ v
+        with torch.inference_mode():
+            H @ v
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(first[0].nan_to_num(), again[0].nan_to_num())
+
+
+# --- what an evaluation leaves behind ---------------------------------------------------------------------------------
+
+
+def test_refresh_of_a_jacobian_forgets_its_outputs() -> None:
+    x = draw(3)
+    J = hodiff.JacobianOperator(lambda x: torch.cat([x**2, x[:1]]), x)
+    agree(J.value, torch.cat([x**2, x[:1]]))
+    x.mul_(2)
+    agree(J.refresh().value, torch.cat([x**2, x[:1]]))
+    agree(J @ torch.ones(3, dtype=D), torch.cat([2 * x, torch.ones(1, dtype=D)]))
+
+
+def test_refresh_of_a_jacobian_with_other_outputs() -> None:
+    rows = [X[:4], X[4:]]
+    J = hodiff.JacobianOperator(lambda m, batch: m(batch), network(), data=rows)
+    assert J.shape == (30, 39)
+    rows[1] = X[4:6]
+    J.refresh()
+    assert J.shape == (18, 39) and J.value.shape == (6, 3)
+    agree(J.T @ draw(18), J.dense().T @ draw(18), 1e-11)
+
+
+def test_a_first_pass_that_fails_leaves_nothing() -> None:
+    model, fails = network(), [True]
+
+    def predict(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        if fails and len(batch[0]) == 3:
+            raise OSError("the disk is full")
+        return model(batch[0])
+
+    operators = [
+        hodiff.JacobianOperator(predict, model, data=split(X)),
+        hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), model, data=split(X, LABELS)),
+        hodiff.FisherOperator(predict, nn.CrossEntropyLoss(), model, data=split(X, LABELS), kind="mc", samples=500),
+    ]
+    for A in operators:
+        with pytest.raises(OSError, match="disk"):
+            A @ draw(39)
+    with torch.no_grad():
+        model[3].weight.mul_(3)
+    fails.clear()
+    J, G, mc = operators
+    agree(J.value, model(X).detach())
+    agree(G.dense(), hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), model, data=split(X, LABELS)).dense())
+    assert float((mc.dense() - G.dense()).norm() / G.dense().norm()) < 0.2  # scores of this point, not of the other
+
+
+def shuffled() -> DataLoader:
+    return DataLoader(TensorDataset(X, LABELS), batch_size=3, shuffle=True)
+
+
+def test_cost_before_the_first_product_notes_no_batch() -> None:
+    """It evaluates one batch; of shuffled data another one comes first later."""
+    model = network()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        J = hodiff.JacobianOperator(predict, model, data=shuffled())
+        J.cost()
+        rows = J.value
+        agree(rows.sort(0).values, model(X).detach().sort(0).values, 1e-12)
+        agree((J.T @ torch.ones_like(rows))["3.bias"], torch.full((3,), 10.0, dtype=D), 1e-12)
+    make = lambda: hodiff.FisherOperator(
+        predict, nn.CrossEntropyLoss(), model, data=shuffled(), kind="mc", samples=4000,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    exact = hodiff.FisherOperator(predict, nn.CrossEntropyLoss(), model, data=split(X, LABELS), kind="exact").dense()
+    torch.manual_seed(3)
+    sampled = make()
+    sampled.cost()
+    agree(sampled.dense(), exact, 0.1)
+
+
+def test_a_closed_operator_opens_at_the_new_point() -> None:
+    model = network()
+    J = hodiff.JacobianOperator(predict, model, data=split(X))
+    J.dense()
+    J.close()
+    with pytest.raises(hodiff.GraphError, match=r"closed; H\.refresh\(\)"):
+        J.shape  # noqa: B018
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    dense = plain_jacobian(model(X), list(model.parameters()))
+    agree(J.refresh().dense(), dense, 1e-11)
+
+
+def test_a_block_sees_the_refresh_of_the_whole() -> None:
+    model = network()
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS))
+    block = H.block("3")
+    before = block.dense()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    H.refresh()
+    assert (block.dense() - before).norm() > 1e-3
+    agree(block.dense(), H.dense()[24:, 24:])
+    agree(
+        torch.cat([part.reshape(-1) for part in block.gradient.values()]),
+        torch.cat(
+            [g.reshape(-1) for g in torch.autograd.grad(F.cross_entropy(model(X), LABELS), model[3].parameters())]
+        ),
+    )
+    np.testing.assert_allclose(float(block.value), float(H.value))

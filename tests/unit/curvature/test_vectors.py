@@ -1,0 +1,136 @@
+"""Vectors in every spelling: flat, columns, like the point, lists of its leaves, NumPy arrays, lists of numbers."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hodiff
+from tests.support.operators import D, X, draw, network
+from tests.support.properties import agree
+
+
+def operator() -> hodiff.HessianOperator:
+    return hodiff.HessianOperator(lambda m: m(X).pow(3).mean(), network())
+
+
+def leaves(H: hodiff.LinearOperator, flat: Tensor) -> list[Tensor]:
+    return list(H.unflatten(flat).values())
+
+
+def test_a_list_of_the_leaves_in_the_order_of_the_point() -> None:
+    H, v, V = operator(), draw(39), draw(39, 3)
+    dense = H.dense()
+    for kind in (list, tuple):
+        found = H @ kind(leaves(H, v))
+        assert type(found) is kind
+        agree(found, leaves(H, dense @ v), 1e-11)
+        many = H @ kind(leaves(H, V))
+        agree(many, leaves(H, dense @ V), 1e-11)
+    gradient = torch.autograd.grad(network()(X).sum(), list(network().parameters()), allow_unused=True)
+    with pytest.raises(hodiff.InputError, match=r"v: is a tuple of 6, expected a dict|v is a tuple of 6"):
+        H @ gradient  # None among them
+
+
+def test_a_list_for_a_nested_point() -> None:
+    point = {"a": draw(2), "b": [draw(2, 2)]}
+    H = hodiff.HessianOperator(lambda p: (p["b"][0] @ p["a"]).pow(3).sum(), point)
+    v = draw(6)
+    agree(H @ [v[:2], v[2:].reshape(2, 2)], [(H @ v)[:2], (H @ v)[2:].reshape(2, 2)])
+    pair = hodiff.HessianOperator(lambda p: (p[0] * p[1]).pow(3).sum(), (draw(2), draw(2, seed=1)))
+    assert type(pair @ [v[:2], v[2:4]]) is list and type(pair @ (v[:2], v[2:4])) is tuple
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64])
+def test_arrays_are_tensors(dtype: type) -> None:
+    H = operator()
+    v, V = (10 * draw(39)).numpy().astype(dtype), (10 * draw(39, 3)).numpy().astype(dtype)
+    flat, columns = torch.from_numpy(v).to(D), torch.from_numpy(V).to(D)
+    kept = v.copy()
+    agree(H @ v, H @ flat, 0)
+    agree(H @ v[::-1], H @ flat.flip(0), 0)
+    agree(H @ V, H @ columns, 0)
+    agree(v @ H, H @ flat, 1e-12)
+    agree(H @ {name: part.numpy() for name, part in H.unflatten(flat).items()}, H @ H.unflatten(flat), 0)
+    agree(H @ [part.numpy() for part in leaves(H, flat)], H @ leaves(H, flat), 0)
+    assert isinstance(H @ v, Tensor) and np.array_equal(v, kept)
+    assert torch.equal(H.flatten(v), flat)
+
+
+def test_lists_of_numbers() -> None:
+    H = hodiff.HessianOperator(lambda x: (X @ x).pow(3).sum(), draw(3))
+    agree(H @ [1, 2.5, np.float32(3)], H @ torch.tensor([1, 2.5, 3], dtype=D))
+    agree(H @ [[1.0, 0.0], [2.0, 1.0], [3.0, 0.0]], H @ torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0]], dtype=D))
+    with pytest.raises(hodiff.InputError, match="rows differ in length"):
+        H @ [[1.0], [1.0, 2.0], [3.0]]
+    with pytest.raises(hodiff.InputError, match=r"has shape \(2,\), expected \(3,\)"):
+        H @ [1.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [np.ones(39, dtype=complex), np.array([None] * 39), np.ones(39, dtype=bool)])
+def test_arrays_that_are_not_real_numbers(bad: object) -> None:
+    with pytest.raises(hodiff.InputError, match=r"v: is an array of .*; expected real numbers"):
+        operator() @ bad
+
+
+def test_other_things_are_told_what_is_expected() -> None:
+    H = operator()
+    with pytest.raises(hodiff.InputError, match=r"v: is a str, expected a dict.*or flat: \(39,\)"):
+        H @ "x"
+    with pytest.raises(hodiff.InputError, match=r"v\[0\]: has shape \(3,\), expected \(4, 3\)"):
+        H @ leaves(H, draw(39))[::-1]
+
+
+def test_a_mapping_that_is_no_dict() -> None:
+    model = network()
+    H = hodiff.HessianOperator(lambda m: m(X).pow(3).mean(), model)
+    found = H @ hodiff.select(model)
+    agree(list(found.values()), list((H @ dict(model.named_parameters())).values()))
+
+
+def test_solve_answers_in_the_spelling_of_the_right_hand_side() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    G = hodiff.GaussNewtonOperator(lambda m, b: m(b), lambda z, b: (z.square().sum(), 1), model, data=[X]) + 1.0
+    b = draw(8)
+    x = torch.linalg.solve(G.dense(), b)
+    for spelled in (b, b.numpy(), b.tolist()):
+        agree(hodiff.solve(G, spelled, rtol=1e-12).value, x, 1e-10)
+    found = hodiff.solve(G, leaves(G, b), rtol=1e-12).value
+    assert type(found) is list
+    agree(found, leaves(G, x), 1e-10)
+    assert hodiff.solve(G, b, start=x.numpy(), rtol=1e-8).products == 1
+
+
+def test_blocks_of_containers_by_keys_alone() -> None:
+    H = hodiff.HessianOperator(lambda p: (p["a"].sum() * p["b"][0].sum()) ** 2, {"a": draw(2), "b": [draw(3)]})
+    for name in ("a", "x['a']"):
+        agree(H.block(name).dense(), H.dense()[:2, :2])
+    for name in ("b", "b.0", "b.*"):
+        agree(H.block(name).dense(), H.dense()[2:, 2:])
+
+
+def test_products_of_parts_count_in_the_whole() -> None:
+    H = operator()
+    A = hodiff.MatrixOperator(draw(3, 4))
+    J = hodiff.JacobianOperator(lambda m: m(X), network())
+    H.block("0") @ draw(16)
+    (2 * H + 1.0).block("0").block("0.bias") @ draw(4)
+    assert H.products == 2
+    A.T @ draw(3), draw(3) @ A, (A.T @ A) @ draw(4)
+    assert A.products == 4
+    J.T @ draw(30), J @ draw(39)
+    assert J.products == 2
+    whole = H @ hodiff.MatrixOperator(draw(39, 39))
+    whole.block("0") @ draw(16)
+    assert whole.products == 1 and H.products == 3
+
+
+def test_the_transpose_of_a_sum_that_is_not_symmetric() -> None:
+    J, B = hodiff.JacobianOperator(lambda m: m(X), network()), draw(30, 39)
+    for A in (2 * J - hodiff.MatrixOperator(B), hodiff.MatrixOperator(-B) + J * 2):
+        dense = 2 * J.dense() - B
+        u = draw(10, 3)
+        agree(A.T.dense(), dense.T, 1e-12)
+        agree(A.flatten(A.T @ u), dense.T @ u.reshape(-1), 1e-12)
+        assert list(A.T @ u) == list(A.unflatten(draw(39))) and A.T.T is A
