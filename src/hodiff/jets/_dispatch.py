@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 import types
@@ -49,6 +48,8 @@ _running = _Running()
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
+    if not torch.compiler.is_compiling() and not torch._C._is_fwd_grad_enabled():
+        _refuse_hidden()
     name = operation(func)
     if name == "matmul" and func is not torch.matmul and torch.compiler.is_compiling() and not is_jet(args[0]):
         # Dynamo has no reversed form of this operator: for h @ A as for A @ h it says A.matmul(h).
@@ -61,6 +62,16 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 DISPATCH.append(dispatch)
+
+
+def _refuse_hidden() -> None:
+    """Raise inside the forward of an `autograd.Function`: the engine switches forward mode off for it, `no_grad` not.
+
+    `f` begins with forward mode on (see `_push`), so it is off only there, and inside the user's inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        raise NoRule("torch.inference_mode() inside f", "its tensors belong to no derivative", "Use torch.no_grad().")
+    raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
@@ -196,11 +207,6 @@ def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation inside the user's `no_grad`: its result is a constant, by definition of f."""
     if torch.compiler.is_compiling():
         raise NoRule("a no_grad block under torch.compile", "use .detach()")
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("function.py"):
-            raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
-        frame = frame.f_back
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
         raise NoRule(f"{name} inside torch.no_grad()", "it changes a value that is differentiated")
     return _with_shares(func(*replaced(args, value_of), **replaced(kwargs, value_of)), args, kwargs)

@@ -11,11 +11,7 @@ from torch import Tensor
 from hodiff._core import _checks, _nodes, _safety
 from hodiff.errors import GraphError, InputError
 from hodiff.jets import _jet
-from hodiff.jets._series import Expansion, Series, full
-
-_traced: list[int] = [0]
-"""How many expansions are open while `torch.compile` traces (one thread at a time)."""
-
+from hodiff.jets._series import Expansion, Series, Turn, full
 
 def units(x: Any, batch_ndim: int) -> Tensor:
     """The coordinate directions of one sample, `(D, 1, ..., *event)`: the same for every sample."""
@@ -58,27 +54,25 @@ def push(
     rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
     traced = torch.compiler.is_compiling()
     held = None if traced else _safety.Evaluating(order)
-    _traced[0] += 1
     try:
-        number = _traced[0] if held is None else len(_safety.state.orders)
-        options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
-        expansion = Expansion(number, order, rows, **options)
-        bases = [base(point, record) for point in points]
-        for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
-            outer.expansion.nests = True
-        jets = []
-        for point, given in zip(bases, seeds, strict=True):
-            series = [point, *given, *[None] * (order - len(given))]
-            jets.append(_jet.wrap(series, expansion))
-        versions = () if traced else [_version(point) for point in points]
-        with torch.enable_grad():  # what f computes under a no_grad of its own is then told apart
-            output = f(*jets, *args, **(kwargs or {}))
-        if not traced and versions != [_version(point) for point in points]:
-            raise GraphError("f changes its argument in place, through .detach(); begin f with x = x.clone().")
-        if record and not traced:
-            _refuse_bypass(points, bases, output)
+        with Turn() as number:
+            options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
+            expansion = Expansion(number, order, rows, **options)
+            bases = [base(point, record) for point in points]
+            for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
+                outer.expansion.nests = True
+            jets = []
+            for point, given in zip(bases, seeds, strict=True):
+                series = [point, *given, *[None] * (order - len(given))]
+                jets.append(_jet.wrap(series, expansion))
+            versions = () if traced else [_version(point) for point in points]
+            with torch.enable_grad():  # what f computes under a no_grad of its own is then told apart
+                output = f(*jets, *args, **(kwargs or {}))
+            if not traced and versions != [_version(point) for point in points]:
+                raise GraphError("f changes its argument in place, through .detach(); begin f with x = x.clone().")
+            if record and not traced:
+                _refuse_bypass(points, bases, output)
     finally:
-        _traced[0] -= 1
         if held is not None:
             held.close()
     return output, expansion
