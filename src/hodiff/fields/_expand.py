@@ -91,12 +91,16 @@ class Call:
             return result
         if _jet.is_jet(self.x):
             return detached(result)
+        if torch.compiler.is_compiling():  # where memory has no address: what may be the caller's is copied
+            return _tree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)
         whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
         return detached(whole, {memory_of(self.x)})
 
 
 def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
     """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture."""
+    if torch.compiler.is_compiling():  # the engine's passes cannot be traced
+        prefer = "jets"
     if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
         return call.finish(reverse())
     try:

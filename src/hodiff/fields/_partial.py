@@ -197,7 +197,9 @@ def _mixed(call: Call, index: Index) -> dict[Index, Any]:
             return call.f(x, *call.args, **(call.kwargs or {})).unsqueeze(0)
         axis, power = powers[level]
         seeds = [[units[axis : axis + 1]]]
-        output, expansion = _push.push(lambda y: expand(level + 1, y), [x], seeds, power, record=call.record)
+        # An inner expansion that is not recorded would cut its point off from the outer ones.
+        record = call.record or level > 0
+        output, expansion = _push.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
         series = _push.coefficients(output, expansion)
         parts = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, power + 1))]
         return torch.cat(parts, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 import types
@@ -48,7 +49,9 @@ _running = _Running()
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
-    if not torch.compiler.is_compiling() and not torch._C._is_fwd_grad_enabled():
+    if torch.compiler.is_compiling():
+        _refuse_inlined()
+    elif not torch._C._is_fwd_grad_enabled():
         _refuse_hidden()
     name = operation(func)
     if name == "matmul" and func is not torch.matmul and torch.compiler.is_compiling() and not is_jet(args[0]):
@@ -72,6 +75,28 @@ def _refuse_hidden() -> None:
     if torch.is_inference_mode_enabled():
         raise NoRule("torch.inference_mode() inside f", "its tensors belong to no derivative", "Use torch.no_grad().")
     raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
+
+
+def _refuse_inlined() -> None:
+    """Raise where Dynamo is in the forward of an `autograd.Function`, which it inlines as if it were any function.
+
+    Dynamo evaluates this as it traces, with its own frames above. Were its method renamed, this would raise, too.
+    """
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    inlining, frame = AutogradFunctionVariable.call_apply.__code__, sys._getframe()
+    while frame is not None:
+        if frame.f_code is inlining:
+            raise NoRule(
+                "a Python autograd.Function",
+                "its backward defines its derivative, which a jet cannot see",
+                "Call hodiff outside torch.compile, where nested reverse mode is used for it.",
+            )
+        frame = frame.f_back
+
+
+# What torch.compiler.assume_constant_result does, which would import Dynamo at once.
+_refuse_inlined._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:

@@ -62,6 +62,31 @@ def test_shapes_follow_the_function(x, method):
     assert hodiff.laplacian(lambda x: smooth(x), torch.empty(0, 3, dtype=D)).shape == (0,)
 
 
+EVERY = {
+    "laplacian": lambda x, **kw: hodiff.laplacian(smooth, x, **kw),
+    "value_grad_and_laplacian": lambda x, **kw: hodiff.value_grad_and_laplacian(smooth, x, **kw),
+    "second_order_operator": lambda x, **kw: hodiff.second_order_operator(smooth, x, x[0], x[1], **kw),
+    "divergence": lambda x, **kw: hodiff.divergence(torch.sin, x, **kw),
+    "curl": lambda x, **kw: hodiff.curl(lambda x: x.roll(1, -1) ** 2, x, **kw),
+    "biharmonic": lambda x, **kw: hodiff.biharmonic(smooth, x, **kw),
+    "partial, mixed": lambda x, **kw: hodiff.partial(smooth, x, (0, 1), **kw),
+    "partial, of fourth order": lambda x, **kw: hodiff.partial(smooth, x, (0, 0, 1, 2), **kw),
+    "partials": lambda x, **kw: tuple(hodiff.partials(smooth, x, [0, (1, 1), (0, 1, 2)], **kw).values()),
+}
+
+
+@ROUTES
+@pytest.mark.parametrize("name", EVERY)
+def test_the_numbers_do_not_depend_on_who_records(name, method, x):
+    expected = EVERY[name](x, method="reverse", create_graph=True)
+    agree(EVERY[name](x, method=method, create_graph=True), expected)
+    agree(EVERY[name](x, method=method, create_graph=False), expected)
+    agree(EVERY[name](x, create_graph=False), expected)
+    with torch.no_grad():
+        agree(EVERY[name](x, method=method), expected)
+        agree(EVERY[name](x, method=method, create_graph=True), expected)
+
+
 @ROUTES
 def test_no_samples(method):
     none = torch.empty(0, 3, dtype=D)
