@@ -82,6 +82,7 @@ COSTS = {  # name: (call, f, evaluations, passes); the derivatives of elementwis
     "hessian_diagonal": (lambda f: hodiff.hessian_diagonal(f, X, chunk_size=2), scalar, 1, 1 + 3),
     "nth_derivative, 0": (lambda f: hodiff.nth_derivative(f, X, 0), elementwise, 1, 0),
     "nth_derivative, 1": (lambda f: hodiff.nth_derivative(f, X, 1), elementwise, 1, 1 + 1),
+    "nth_derivative, 2": (lambda f: hodiff.nth_derivative(f, X, 2), elementwise, 1, 2 + 2),
     "nth_derivative, 4": (lambda f: hodiff.nth_derivative(f, X, 4), elementwise, 1 + 1, 0),
     "derivatives, 4": (lambda f: hodiff.derivatives(f, X, 4), elementwise, 1 + 1, 0),
     "cross_hessian, the smaller side is looped over": (
