@@ -103,7 +103,7 @@ def laplacian(
             *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
         method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets, or
             reverse with a warning where an operation of `f` has no rule.
-        chunk_size: How many directions one evaluation of `f` carries, or `"auto"`: see Cost.
+        chunk_size: How many directions one evaluation of `f` (in reverse: one pass) carries, or `"auto"`: see Cost.
         generator: Source of the random directions; None means the device's default.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -120,8 +120,8 @@ def laplacian(
     Cost:
         Jets: one evaluation of `f` on D + 2 vectors for each one of a plain evaluation (1 value, D
         first derivatives, 1 sum of second ones), and memory in proportion; R + 2 for a factor of
-        rank R, 2 S + 1 for S samples. Reverse, and always for a tensor already computed: one pass
-        for the gradient and D passes over it, for each component of `f(x)`.
+        rank R, 2 S + 1 for S samples. Reverse, and always for a tensor already computed: for each
+        component of `f(x)` one pass for the gradient and one batched pass per chunk of directions.
         Where nothing is recorded and that memory would be large, `chunk_size="auto"` takes the batch in
         blocks that fit the processor's caches. `f` is then evaluated once on the whole batch in one
         direction, and every block is held against that: if `f` is not a function of each sample alone (it

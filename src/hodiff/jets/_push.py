@@ -13,6 +13,7 @@ from hodiff.errors import GraphError, InputError
 from hodiff.jets import _jet
 from hodiff.jets._series import Expansion, Series, Turn, full
 
+
 def units(x: Any, batch_ndim: int) -> Tensor:
     """The coordinate directions of one sample, `(D, 1, ..., *event)`: the same for every sample."""
     value = _jet.value_of(x)
