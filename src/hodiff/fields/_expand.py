@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import ByNoRoute, NoRule
 
-METHODS = ("auto", "jets", "reverse")
+Method = Literal["auto", "jets", "reverse"]
+"""`method=`: which route computes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Call:
             raise InputError(f"x: has points of shape {self.event}, without coordinates to differentiate by.")
         _checks.check_arguments(self.args, self.kwargs)
         _checks.check_chunk_size(self.chunk_size)
-        if self.method not in METHODS:
+        if self.method not in get_args(Method):
             raise InputError(f'method: got {self.method!r}, expected "auto", "jets" or "reverse".')
         if isinstance(self.f, Tensor) and self.method == "jets":
             raise InputError('method: "jets" needs the function, and f is a tensor already computed.')
