@@ -16,10 +16,9 @@ from torch import Tensor
 from hodiff._core import _tree
 from hodiff._core._evaluate import memory_of
 from hodiff.errors import HodiffError
-from hodiff.jets._jet import DISPATCH, JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
+from hodiff.jets._jet import JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
 from hodiff.jets._registry import (
     ALIASES,
-    FALLBACK,
     METADATA,
     RULES,
     NoRule,
@@ -64,7 +63,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     return perform(name, args, kwargs, func)
 
 
-DISPATCH.append(dispatch)
+RULES.dispatch = dispatch
 
 
 def _refuse_hidden() -> None:
@@ -129,13 +128,13 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     if kwargs:
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
-        if kwargs.get("inplace") is True and RULES.get(f"{name}_") is None:
+        if kwargs.get("inplace") is True and RULES.known.get(f"{name}_") is None:
             return _in_place(f"{name}_", args, {**kwargs, "inplace": False}, func)
     if name == "setitem":
         raise NoRule("assignment to an index (h[...] = value)", "use torch.where or torch.cat")
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(name, args, kwargs)
-    found = RULES.get(name)
+    found = RULES.known.get(name)
     if found is None:
         return _without_rule(name, func, expansion, args, kwargs)
     return _run(found, name, func, expansion, args, kwargs)
@@ -271,7 +270,7 @@ def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs:
             return body(*args, **kwargs)
         finally:
             _running.bodies.pop()
-    return _run(Rule("fallback", FALLBACK[0]), name, func, expansion, args, kwargs)
+    return _run(Rule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
 
 
 @functools.cache
