@@ -86,7 +86,8 @@ def test_evaluations_in_chunks(size, evaluations, f, x):
 
 
 def test_few_directions_are_not_rehearsed(f, small):
-    hodiff.laplacian(f, torch.randn(SAMPLES * 10, COORDINATES), weight=torch.randn(COORDINATES, 4), create_graph=False)
+    factor = torch.randn(COORDINATES, 4)
+    hodiff.second_order_operator(f, torch.randn(SAMPLES * 10, COORDINATES), factor, create_graph=False)
     assert f.batches == [SAMPLES * 10]
 
 
@@ -119,3 +120,14 @@ def test_nothing_is_left_but_the_result(f, x, small):
     with LiveBytes() as live:
         found = hodiff.laplacian(f, x, create_graph=False)
     assert live.now == found.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_the_reverse_route_takes_the_memory_of_a_hessian_diagonal(f, x, create_graph):
+    route = lambda: hodiff.laplacian(f, x, method="reverse", create_graph=create_graph)
+    assert peak(route) < 1.2 * peak(lambda: hodiff.hessian_diagonal(f, x, batch_ndim=1, create_graph=create_graph))
+
+
+def test_the_reverse_route_holds_one_chunk_of_directions(f, x):
+    chunks = lambda size: peak(lambda: hodiff.laplacian(f, x, method="reverse", create_graph=False, chunk_size=size))
+    assert chunks(2) < 0.3 * chunks(COORDINATES)

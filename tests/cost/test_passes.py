@@ -61,8 +61,8 @@ def samples(x: Tensor) -> Tensor:
 BATCH = torch.randn(5, 3, dtype=D, generator=torch.Generator().manual_seed(0))
 MANY = torch.stack([V] * 7)
 
-COSTS = {  # name: (call, f, evaluations, passes); the derivatives of elementwise functions pay one pass to check that,
-    # or one evaluation in Taylor mode, from order 3 on
+COSTS = {  # name: (call, f, evaluations, passes); the derivatives of elementwise functions are paid twice, to
+    # check that they are: in passes, or in evaluations in Taylor mode, from order 3 on
     "grad": (lambda f: hodiff.grad(f, X), scalar, 1, 1),
     "grad, batch": (lambda f: hodiff.grad(f, BATCH, batch_ndim=1), samples, 1, 1),
     "value_and_grad": (lambda f: hodiff.value_and_grad(f, X), scalar, 1, 1),
@@ -81,8 +81,22 @@ COSTS = {  # name: (call, f, evaluations, passes); the derivatives of elementwis
     "hessian, batch": (lambda f: hodiff.hessian(f, BATCH, batch_ndim=1, chunk_size=3), samples, 1, 1 + 1),
     "value_grad_and_hessian": (lambda f: hodiff.value_grad_and_hessian(f, X, chunk_size=2), scalar, 1, 1 + 3),
     "hessian_diagonal": (lambda f: hodiff.hessian_diagonal(f, X, chunk_size=2), scalar, 1, 1 + 3),
+    "laplacian, reverse": (lambda f: hodiff.laplacian(f, BATCH, method="reverse"), samples, 1, 1 + 1),
+    "laplacian, reverse, chunks of 2": (
+        lambda f: hodiff.laplacian(f, BATCH, method="reverse", chunk_size=2),
+        samples,
+        1,
+        1 + 2,
+    ),
+    "laplacian, reverse, two components, one by one": (
+        lambda f: hodiff.laplacian(f, BATCH, method="reverse", chunk_size=1),
+        lambda x: torch.stack([samples(x), samples(2 * x)], 1),
+        1,
+        2 * (1 + 3),
+    ),
     "nth_derivative, 0": (lambda f: hodiff.nth_derivative(f, X, 0), elementwise, 1, 0),
     "nth_derivative, 1": (lambda f: hodiff.nth_derivative(f, X, 1), elementwise, 1, 1 + 1),
+    "nth_derivative, 2": (lambda f: hodiff.nth_derivative(f, X, 2), elementwise, 1, 2 + 2),
     "nth_derivative, 4": (lambda f: hodiff.nth_derivative(f, X, 4), elementwise, 1 + 1, 0),
     "derivatives, 4": (lambda f: hodiff.derivatives(f, X, 4), elementwise, 1 + 1, 0),
     "cross_hessian, the smaller side is looped over": (

@@ -67,3 +67,35 @@ def test_constant_of_the_argument_is_an_error_not_a_zero() -> None:
     x = torch.linspace(-1, 1, 5, dtype=torch.float64)
     with pytest.raises(hodiff.GraphError, match=r"(?is)depend|graph"):
         hodiff.nth_derivative(lambda t: torch.ones_like(t), x, 1)
+
+
+ZEROS = torch.zeros(4, dtype=torch.float64)
+
+MIXED_FROM = {
+    "a product": (2, lambda x: x * x.roll(1)),
+    "another's square": (2, lambda x: x + x.roll(1) ** 2),
+    "what the sum over entries hides": (2, lambda x: x + torch.tensor([1.0, -1.0, 0.0, 0.0]) * x[1] ** 2),
+    "what ones hide": (2, lambda x: torch.stack([x[0] * x[1] - x[1] ** 2 / 2, *x[1:]])),
+    "a product of third order": (3, lambda x: x.square() * x.roll(1)),
+    "at fifth order": (5, lambda x: x + x.roll(1) ** 5),
+}
+
+
+@pytest.mark.parametrize("form", ["function", "tensor"])
+@pytest.mark.parametrize("name", MIXED_FROM)
+def test_entries_that_mix_at_a_higher_order_only(name: str, form: str) -> None:
+    """At 0 the first derivatives of these are those of an elementwise function."""
+    order, f = MIXED_FROM[name]
+    x = ZEROS.clone().requires_grad_()
+    for n in range(order, order + 2):
+        with pytest.raises(hodiff.InputError, match=f"not elementwise: .*seen at order {order}"):
+            hodiff.nth_derivative(f, ZEROS, n) if form == "function" else hodiff.nth_derivative(f(x), x, n)
+
+
+@pytest.mark.parametrize("n", range(1, 5))
+def test_no_order_of_an_elementwise_function_is_taken_for_mixed(n: int) -> None:
+    x = torch.tensor([0.0, 1e-3, 1.0, 30.0], dtype=torch.float32)
+    agree(hodiff.nth_derivative(torch.exp, x, n), torch.exp(x), 1e-5)
+    agree(hodiff.nth_derivative(lambda t: 3 * t, x, n), torch.full_like(x, 3.0 * (n == 1)))
+    scaled = hodiff.nth_derivative(lambda t: t**2 / t.detach().sum(), x, n)  # a constant is no dependence
+    agree(scaled, {1: 2 * x, 2: torch.full_like(x, 2.0)}.get(n, torch.zeros_like(x)) / x.sum(), 1e-6)

@@ -30,6 +30,8 @@ TRACED = frozenset({
     "interpolate",
     "jet",
     "laplacian",
+    "partial",
+    "partials",
     "r1_penalty",
     "r2_penalty",
     "sample_norm",

@@ -57,10 +57,11 @@ def nth_derivative(
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
-        Up to order 2, one evaluation of `f` and n reverse passes; one more first pass checks that `f`
-        is elementwise. From order 3 on, one evaluation in Taylor mode on n + 1 vectors, and one on 2
-        vectors as the check. A tensor already computed, or an operation of `f` without a Taylor rule,
-        takes n reverse passes, each about 2.7 times as dear as the one before: the graph grows.
+        Up to order 2, one evaluation of `f` and n reverse passes, and n more that check at every order
+        that `f` is elementwise (none where *x* has one entry). From order 3 on, one evaluation in Taylor
+        mode on n + 1 vectors, and another one as the check. A tensor already computed, or an operation of
+        `f` without a Taylor rule, takes 2 n reverse passes, each pair about 2.7 times as dear as the one
+        before: the graph grows.
 
     Examples:
         \(z = (x^2)^2\) has \(z' = 4x^3\) and \(z'' = 12x^2\):
@@ -120,13 +121,14 @@ def derivatives(
                 raise
     with Graph(call(f, x, passes=n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs)) as ev:
         value = _check_shape(_checks.check_output(ev.outputs), x)
-        weights = _weights(value)
-        weighted = _reverse.peek(ev, value, weights) if n and value.numel() > 1 else None
-        found = [value]
+        weights = _weights(value) if n and value.numel() > 1 else None
+        found, weighted = [value], [value]
         for order in range(1, n + 1):
+            if weights is not None:  # first, for the last pass of the other chain frees the graph
+                weighted.append(_along(ev, weighted[-1], weights, last=order == n))
             found += _reverse.pull(ev, found[-1:], [torch.ones_like(value)], differentiated=order < n)
-    if weighted is not None:
-        _check_elementwise(weighted, weights * found[1].detach())
+    if weights is not None:
+        _check_elementwise(weighted, found, weights)
     return tuple(found) if ev.create_graph else (ev.value(), *(part.detach() for part in found[1:]))
 
 
@@ -135,15 +137,29 @@ def _weights(like: Tensor) -> Tensor:
     return (1 + torch.rand(like.shape, generator=torch.Generator().manual_seed(0))).to(like)
 
 
-def _check_elementwise(weighted: Tensor, expected: Tensor) -> None:
-    """Raise where the Jacobian J is not diagonal: J^T w then differs from w J^T 1."""
-    apart = (weighted - expected).abs().nan_to_num(0.0, 0.0)
-    scale = torch.maximum(weighted.abs(), expected.abs()).nan_to_num(0.0, 0.0).max()
-    if bool((apart > torch.finfo(weighted.dtype).eps ** 0.5 * scale).any()):
-        raise InputError(
-            "f: is not elementwise: entries of f(x) depend on other entries of x, so that no single number is the "
-            "derivative of an entry. Use hodiff.hessian or hodiff.jacobian, with batch_ndim=1 for independent rows."
-        )
+def _along(ev: Graph, below: Tensor, weights: Tensor, *, last: bool) -> Tensor:
+    """The order above `below` with weights for ones; the last one is only looked at."""
+    if not last:
+        return _reverse.pull(ev, [below], [weights], differentiated=True)[0]
+    return _reverse.peek(ev, below, weights) if below.requires_grad else torch.zeros_like(below)
+
+
+def _check_elementwise(weighted: Sequence[Tensor], plain: Sequence[Tensor], weights: Tensor) -> None:
+    """Raise where entries mix at some order up to n, given the derivatives along the weights w and along ones.
+
+    That of order k along w is w^k times that along ones where each entry has a variable of its own; and, for a w that
+    knows nothing of f, only there: both are polynomials in w. At the first order, J w = w J 1.
+    """
+    for order, (found, ones) in enumerate(zip(weighted, plain, strict=True)):
+        found, expected = found.detach(), weights**order * ones.detach()
+        apart = (found - expected).abs().nan_to_num(0.0, 0.0)
+        scale = torch.maximum(found.abs(), expected.abs()).nan_to_num(0.0, 0.0).max()
+        if bool((apart > torch.finfo(found.dtype).eps ** 0.5 * scale).any()):
+            raise InputError(
+                f"f: is not elementwise: entries of f(x) depend on other entries of x (seen at order {order}), so that "
+                f"no single number is the derivative of an entry. Use hodiff.hessian or hodiff.jacobian, with "
+                f"batch_ndim=1 for independent rows."
+            )
 
 
 def _check_shape(value: Tensor, x: Tensor) -> Tensor:
@@ -163,7 +179,7 @@ def _by_jets(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Tensor, ...]:
-    """All orders from one expansion along the direction of ones; another direction tells whether f is elementwise."""
+    """All orders from one expansion along ones; another, along weights, tells whether f is elementwise."""
     record = _nesting.recorded(create_graph)
     state = RandomState.of(x.device)
     given = {"args": args, "kwargs": kwargs}
@@ -174,9 +190,10 @@ def _by_jets(
         with torch.random.fork_rng([x.device] if x.is_cuda else []):  # f draws again what it drew
             state.restore()
             weights = _weights(x)
-            again, check = _push.push(f, [x], [[weights.unsqueeze(0)]], 1, record=False, **given)
-        weighted = _push.entry(_push.coefficients(again, check), 1, 1)[0]
-        _check_elementwise(weighted, weights * _push.entry(series, 1, 1)[0].detach())
+            again, check = _push.push(f, [x], [[weights.unsqueeze(0)]], n, record=False, **given)
+        weighted = _push.coefficients(again, check)
+        rows = [[_push.entry(each, k, 1)[0] for k in range(1, n + 1)] for each in (weighted, series)]
+        _check_elementwise([series[0], *rows[0]], [series[0], *rows[1]], weights)
     with torch.set_grad_enabled(record):
         found = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, n + 1))]
     return tuple(found) if record or _jet.is_jet(x) else detached(tuple(found), {memory_of(x)})

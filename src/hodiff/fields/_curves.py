@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from hodiff._core import _checks, _reverse
-from hodiff._core._graph import Graph
+from hodiff._core import _checks
+from hodiff.calculus import _along
 from hodiff.fields._directions import Directions
-from hodiff.fields._expand import Call, components, push, released
+from hodiff.fields._expand import Call, push, released
 from hodiff.jets import _push
-from hodiff.jets._series import full
 
 
 class Curves(NamedTuple):
@@ -33,34 +29,16 @@ def by_jets(call: Call, directions: Directions, drift: Any = None, *, limit: flo
 
 
 def by_reverse(call: Call, directions: Directions, drift: Any) -> Curves:
-    """Double backward: one pass for each component of f, then one for each direction."""
+    """Double backward: one pass for each component of f, then the directions in batches."""
     vectors, weights, groups = directions
     with call.evaluation(passes=2) as ev:
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
-        columns = components(output, call)
-        found = [_component(ev, column, call, vectors, drift, more=column is not columns[-1]) for column in columns]
-        stacked = [torch.stack(parts, -1) for parts in zip(*found, strict=True)]
-        first, second, along = (part.reshape(len(part), *output.shape) for part in stacked)
+        size = _checks.check_chunk_size(call.chunk_size)
+        first, second, along = _along.by_entries(ev, output, vectors, drift=drift, chunk_size=size)
         value = ev.value()
     if weights is not None:
         second = second * weights.reshape(-1, *[1] * output.ndim)
     if groups != second.shape[0]:
         second = second.reshape(groups, len(second) // groups, *output.shape).sum(1)
-    return Curves(*released(ev, [value, first, second if drift is None else second + along]))
-
-
-def _component(
-    ev: Graph, column: Tensor, call: Call, vectors: Tensor, drift: Any, *, more: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    (gradient,) = _reverse.pull(ev, [column], [torch.ones_like(column)], differentiated=True)
-    dims = tuple(range(call.batch_ndim, gradient.ndim))
-    inner = lambda a, b: (a * b).sum(dims) if dims else a * b  # noqa: E731
-    firsts, seconds = [], []
-    for index, vector in enumerate(vectors):
-        vector = full(vector.unsqueeze(0), gradient.shape)[0]
-        (product,) = _reverse.pull(ev, [gradient], [vector], more=more or index < len(vectors) - 1)
-        firsts.append(inner(vector, gradient))
-        seconds.append(inner(vector, product))
-    along = inner(gradient, drift) if drift is not None else torch.zeros_like(firsts[0])
-    return torch.stack(firsts), torch.stack(seconds), along.unsqueeze(0)
+    return Curves(*released(ev, [value, first, second if along is None else second + along]))

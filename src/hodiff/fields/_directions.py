@@ -5,7 +5,7 @@ One expansion along them gives \(C : \nabla^2 f\) as twice its summed second coe
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from hodiff._core import _checks
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
+
+Probes = Literal["rademacher", "gaussian", "coordinates"]
+PROBES = get_args(Probes)
 
 
 class Directions(NamedTuple):
@@ -23,18 +26,21 @@ class Directions(NamedTuple):
     groups: int = 1
 
 
-def exact(x: Any, batch_ndim: int, weight: Any, *, units: bool = False) -> Directions:
-    """Directions of the Laplacian (`weight` None), or of the operator with the matrix `weight`.
+def of_laplacian(x: Any, batch_ndim: int, weight: Any = None, *, units: bool = False) -> Directions:
+    """Coordinate directions, each with its factor.
 
-    With `units` they are the coordinate directions wherever the weight allows, so that first
-    coefficients are partial derivatives.
+    With `units` they keep their lengths, so that first coefficients are partial derivatives.
     """
     axes = _push.units(x, batch_ndim)
-    if weight is None:
-        return Directions(axes)
-    weight = _checked(weight, x, batch_ndim, len(axes))
+    return Directions(axes) if weight is None else _diagonal(axes, _factors(weight, x, len(axes)), units=units)
+
+
+def of_matrix(x: Any, batch_ndim: int, weight: Any) -> Directions:
+    """Directions of the operator with the matrix C, here `weight`."""
+    axes = _push.units(x, batch_ndim)
+    weight = _matrix(weight, x, batch_ndim, len(axes))
     if weight.ndim == 1:
-        return _diagonal(axes, weight, units=units)
+        return _diagonal(axes, weight, units=False)
     if weight.ndim == 2 and weight.shape[1] != weight.shape[0]:
         return Directions(_shaped(weight.mT, x, batch_ndim))
     if weight.ndim > 2 and weight.shape[-1] != weight.shape[-2]:
@@ -44,11 +50,23 @@ def exact(x: Any, batch_ndim: int, weight: Any, *, units: bool = False) -> Direc
     return _eigenvectors(weight, x, batch_ndim)
 
 
-def _checked(weight: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
+def _factors(weight: Any, x: Any, size: int) -> Tensor:
+    """A factor for each coordinate."""
     if not _jet.is_jet(weight):
         _checks.check_real_tensor(weight, "weight")
-    batch = tuple(x.shape[:batch_ndim])
-    shape = tuple(weight.shape)
+    if tuple(weight.shape) != (size,):
+        raise InputError(
+            f"weight: has shape {tuple(weight.shape)}; expected a factor for each of the {size} coordinates, "
+            f"({size},). For a matrix use hodiff.second_order_operator(f, x, C)."
+        )
+    return _like(weight, x, "weight")
+
+
+def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
+    """The matrix of an operator, in any of its forms."""
+    if not _jet.is_jet(C):
+        _checks.check_real_tensor(C, "C")
+    batch, shape = tuple(x.shape[:batch_ndim]), tuple(C.shape)
     fits = (
         shape == (size,)
         or (len(shape) == 2 and shape[0] == size)
@@ -56,12 +74,16 @@ def _checked(weight: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
     )
     if not fits:
         raise InputError(
-            f"weight: has shape {shape}; with {size} coordinates it must be a diagonal ({size},), a matrix ({size}, "
+            f"C: has shape {shape}; with {size} coordinates it must be a diagonal ({size},), a matrix ({size}, "
             f"{size}), a factor ({size}, R), or one of the last two for each sample, {(*batch, size, 'R')}."
         )
+    return _like(C, x, "C")
+
+
+def _like(weight: Any, x: Any, name: str) -> Any:
     if weight.dtype != x.dtype or weight.device != x.device:
         raise InputError(
-            f"weight: is {weight.dtype} on {weight.device}, x is {x.dtype} on {x.device}; convert it: weight.to(x)."
+            f"{name}: is {weight.dtype} on {weight.device}, x is {x.dtype} on {x.device}; convert it: {name}.to(x)."
         )
     return weight
 
@@ -138,33 +160,31 @@ def sampled(
     x: Any, batch_ndim: int, weight: Any, samples: int, probes: str, generator: torch.Generator | None
 ) -> tuple[Directions, float]:
     """Random directions whose mean square is the identity (or weight); and the part of the variance left."""
+    if probes not in PROBES:
+        raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(
+            f"generator: got {generator!r}, expected a torch.Generator, such as torch.Generator().manual_seed(0)."
+        )
+    if weight is not None:
+        weight = _factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())
     if probes == "coordinates":
         return _coordinates(x, batch_ndim, weight, samples, generator)
-    shape = (samples, *x.shape)
     plain = _jet.value_of(x)
-    made = {"dtype": plain.dtype, "device": plain.device, "generator": generator}
+    made = {"dtype": plain.dtype, "device": plain.device}
+    shape = (samples, *x.shape)
     if probes == "gaussian":
-        vectors = torch.randn(shape, **made)
+        vectors = torch.randn(shape, generator=generator, **made)
     else:
-        vectors = torch.empty(shape, dtype=plain.dtype, device=plain.device).bernoulli_(generator=generator) * 2 - 1
-    signs = None
+        vectors = torch.empty(shape, **made).bernoulli_(generator=generator) * 2 - 1
     if weight is not None:
-        vectors, signs = _coloured(vectors, x, batch_ndim, weight)
-    return Directions(vectors, signs, samples), 1.0
-
-
-def _coloured(vectors: Tensor, x: Any, batch_ndim: int, weight: Any) -> tuple[Any, Any]:
-    """Random directions v made into S v, with S Sᵀ the weight."""
-    factors = exact(x, batch_ndim, weight)
-    if factors.weights is not None:
-        raise InputError("weight: random directions need a positive semidefinite weight that is not differentiated by.")
-    base = factors.vectors.reshape(factors.vectors.shape[0], *factors.vectors.shape[1 : 1 + batch_ndim], -1)
-    noise = vectors.reshape(*vectors.shape[: 1 + batch_ndim], -1)
-    if len(base) > noise.shape[-1]:
-        raise InputError(f"weight: its factor has {len(base)} columns, more than the {noise.shape[-1]} coordinates.")
-    noise = noise[..., : len(base)]
-    found = (noise.movedim(-1, 0).unsqueeze(-1) * base.unsqueeze(1)).sum(0)
-    return found.reshape(vectors.shape), None
+        if _differentiable(weight) or (not torch.compiler.is_compiling() and bool((weight < 0).any())):
+            raise InputError(
+                "weight: random directions carry its roots, so it must not be negative, nor differentiated by. "
+                'Use probes="coordinates".'
+            )
+        vectors = vectors * weight.sqrt().reshape(x.shape[batch_ndim:])
+    return Directions(vectors, None, samples), 1.0
 
 
 def _coordinates(
@@ -172,11 +192,9 @@ def _coordinates(
 ) -> tuple[Directions, float]:
     """Some coordinates, drawn without replacement, the same for every sample."""
     axes = _push.units(x, batch_ndim)
-    if weight is not None and weight.ndim != 1:
-        raise InputError('weight: probes="coordinates" takes a diagonal weight, of shape (D,).')
     if samples > len(axes):
         raise InputError(f"samples: got {samples}, more than the {len(axes)} coordinates there are.")
     order = torch.randperm(len(axes), generator=generator, device=generator.device if generator else None)
     chosen = order[:samples].to(axes.device)
-    weights = axes.new_ones(len(axes)) if weight is None else _checked(weight, x, batch_ndim, len(axes))
+    weights = axes.new_ones(len(axes)) if weight is None else weight
     return Directions(axes[chosen], weights[chosen] * len(axes), samples), 1 - samples / len(axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import ByNoRoute, NoRule
 
-METHODS = ("auto", "jets", "reverse")
+Method = Literal["auto", "jets", "reverse"]
+"""`method=`: which route computes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Call:
             raise InputError(f"x: has points of shape {self.event}, without coordinates to differentiate by.")
         _checks.check_arguments(self.args, self.kwargs)
         _checks.check_chunk_size(self.chunk_size)
-        if self.method not in METHODS:
+        if self.method not in get_args(Method):
             raise InputError(f'method: got {self.method!r}, expected "auto", "jets" or "reverse".')
         if isinstance(self.f, Tensor) and self.method == "jets":
             raise InputError('method: "jets" needs the function, and f is a tensor already computed.')
@@ -96,12 +97,16 @@ class Call:
             return result
         if _jet.is_jet(self.x):
             return detached(result)
+        if torch.compiler.is_compiling():  # where memory has no address: what may be the caller's is copied
+            return _tree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)
         whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
         return detached(whole, {memory_of(self.x)})
 
 
 def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
     """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture."""
+    if torch.compiler.is_compiling():  # the engine's passes cannot be traced
+        prefer = "jets"
     if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
         return call.finish(_by_reverse(reverse))
     try:

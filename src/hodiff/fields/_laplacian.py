@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks
-from hodiff.errors import InputError
 from hodiff.fields import _directions
-from hodiff.fields._expand import Call
+from hodiff.fields._directions import Probes
+from hodiff.fields._expand import Call, Method
 from hodiff.fields._parts import second_order
 
 What = Callable[..., Any] | Tensor
-
-PROBES = ("rademacher", "gaussian", "coordinates")
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,10 @@ def laplacian(
     *,
     weight: Tensor | None = None,
     samples: None = None,
-    probes: str = "rademacher",
+    probes: Probes = "rademacher",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     chunk_size: int | str = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
@@ -60,10 +58,10 @@ def laplacian(
     *,
     weight: Tensor | None = None,
     samples: int,
-    probes: str = "rademacher",
+    probes: Probes = "rademacher",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     chunk_size: int | str = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
@@ -77,24 +75,23 @@ def laplacian(
     *,
     weight: Tensor | None = None,
     samples: int | None = None,
-    probes: str = "rademacher",
+    probes: Probes = "rademacher",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     chunk_size: int | str = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor | Estimate:
-    r"""The Laplacian \(\Delta f = \sum_i \partial_i^2 f\), or \(\sum_{ij} C_{ij} \partial_i \partial_j f\).
+    r"""The Laplacian \(\Delta f = \sum_i \partial_i^2 f\), or \(\sum_i w_i \partial_i^2 f\).
 
     Args:
         f: A function of *x* that gives one or several numbers for each sample, from that sample alone;
             or such a tensor already computed from *x*.
         x: The points, of shape `(*batch, *event)`; usually `(N, D)`.
-        weight: The matrix C, if not the identity: a diagonal of shape `(D,)`; a matrix `(D, D)`, which
-            may be indefinite; a factor S `(D, R)` with C = S Sᵀ, of lower cost where R < D; or a matrix
-            or factor for each sample, `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
+        weight: A factor \(w_i\) for each coordinate, `(D,)`, of either sign. (For a matrix there is
+            `second_order_operator`.)
         samples: Estimate it from so many random directions instead of D.
         probes: Those directions: `"rademacher"` (signs) or `"gaussian"`, drawn for each sample of the
             batch on its own; or `"coordinates"`, drawn without replacement, the same for the batch.
@@ -103,7 +100,7 @@ def laplacian(
             *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
         method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets, or
             reverse with a warning where an operation of `f` has no rule.
-        chunk_size: How many directions one evaluation of `f` carries, or `"auto"`: see Cost.
+        chunk_size: How many directions one evaluation of `f` (in reverse: one pass) carries, or `"auto"`: see Cost.
         generator: Source of the random directions; None means the device's default.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -119,9 +116,9 @@ def laplacian(
 
     Cost:
         Jets: one evaluation of `f` on D + 2 vectors for each one of a plain evaluation (1 value, D
-        first derivatives, 1 sum of second ones), and memory in proportion; R + 2 for a factor of
-        rank R, 2 S + 1 for S samples. Reverse, and always for a tensor already computed: one pass
-        for the gradient and D passes over it, for each component of `f(x)`.
+        first derivatives, 1 sum of second ones), and memory in proportion; 2 S + 1
+        for S samples. Reverse, and always for a tensor already computed: for each
+        component of `f(x)` one pass for the gradient and one batched pass per chunk of directions.
         Where nothing is recorded and that memory would be large, `chunk_size="auto"` takes the batch in
         blocks that fit the processor's caches. `f` is then evaluated once on the whole batch in one
         direction, and every block is held against that: if `f` is not a function of each sample alone (it
@@ -145,10 +142,8 @@ def laplacian(
     call = Call("laplacian", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
     if samples is None:
         with call.grad_mode():
-            return second_order(call, _directions.exact(x, batch_ndim, weight)).second[0]
+            return second_order(call, _directions.of_laplacian(x, batch_ndim, weight)).second[0]
     _checks.check_integer(samples, "samples", least=1)
-    if probes not in PROBES:
-        raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
     with call.grad_mode():
         directions, remaining = _directions.sampled(x, batch_ndim, weight, samples, probes, generator)
         return estimate(second_order(call, directions).second, remaining)
@@ -168,7 +163,7 @@ def value_grad_and_laplacian(
     weight: Tensor | None = None,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     chunk_size: int | str = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -178,7 +173,7 @@ def value_grad_and_laplacian(
     Args:
         f: A function of *x*, as for `laplacian`.
         x: The points, `(*batch, *event)`.
-        weight: A diagonal `(D,)`: the Laplacian is then \(\sum_i w_i \partial_i^2 f\). A zero leaves a
+        weight: A factor for each coordinate, as for `laplacian`. A zero leaves a
             coordinate out of the Laplacian but not out of the gradient: that is how u_t and Δu come together.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the results can be differentiated again, as for `laplacian`.
@@ -193,7 +188,7 @@ def value_grad_and_laplacian(
         `(*batch, *output event, *event)` where it gives several.
 
     Raises:
-        InputError: As for `laplacian`, and for a *weight* that is not a diagonal.
+        InputError: As for `laplacian`.
         GraphError: As for `laplacian`.
 
     Cost:
@@ -205,10 +200,8 @@ def value_grad_and_laplacian(
         (tensor([9.]), tensor([[ 3., 12.]]), tensor([18.]))
     """
     call = Call("value_grad_and_laplacian", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
-    if weight is not None and (not isinstance(weight, Tensor) or weight.ndim != 1):
-        raise InputError("weight: expected a diagonal of shape (D,); for a matrix use hodiff.second_order_operator.")
     with call.grad_mode():
-        value, first, second = second_order(call, _directions.exact(x, batch_ndim, weight, units=True))
+        value, first, second = second_order(call, _directions.of_laplacian(x, batch_ndim, weight, units=True))
         return value, gradient(call, value, first), second[0]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hodiff._core import _checks
 from hodiff.errors import InputError
 from hodiff.fields import _directions
-from hodiff.fields._expand import Call, choose
+from hodiff.fields._expand import Call, Method, choose
 from hodiff.fields._laplacian import laplacian
 from hodiff.fields._parts import second_order
 from hodiff.jets import _jet
@@ -28,7 +28,7 @@ def second_order_operator(
     *,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     chunk_size: int | str = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -41,8 +41,9 @@ def second_order_operator(
     Args:
         f: A function of *x*, as for `laplacian`.
         x: The points, `(*batch, *event)`, with D coordinates each.
-        C: As `weight` of `laplacian`: a diagonal `(D,)`, a matrix `(D, D)`, a factor `(D, R)`, or one for
-            each sample. It may be indefinite.
+        C: The matrix: a diagonal of shape `(D,)`; a matrix `(D, D)`, which may be indefinite; a factor
+            S `(D, R)` with C = S Sᵀ, of lower cost where R < D; or a matrix or factor for each sample,
+            `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
         b: The drift: `(D,)`, or shaped like *x*. None is zero.
         c: A number, or a tensor that broadcasts to `f(x)`. None is zero.
         batch_ndim: Leading dimensions of *x* that index independent samples.
@@ -75,7 +76,7 @@ def second_order_operator(
     """
     call = Call("second_order_operator", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
     with call.grad_mode():
-        directions = _directions.exact(x, batch_ndim, C)
+        directions = _directions.of_matrix(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))
         result = second[0] if c is None else second[0] + c * value
     if result.shape != value.shape:
@@ -100,7 +101,7 @@ def biharmonic(
     *,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -141,7 +142,7 @@ def biharmonic(
         raise InputError("f: is a tensor already computed; biharmonic needs the function.")
     inner = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs}
 
-    def nested(route: str) -> Tensor:
+    def nested(route: Method) -> Tensor:
         outer = {"batch_ndim": batch_ndim, "create_graph": call.record, "method": route}
         return laplacian(lambda y: laplacian(f, y, create_graph=True, method=route, **inner), x, **outer)
 

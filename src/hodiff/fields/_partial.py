@@ -13,8 +13,9 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
 from hodiff.errors import InputError
-from hodiff.fields._expand import Call, choose, components, released
+from hodiff.fields._expand import Call, Method, choose, components, released
 from hodiff.jets import _jet, _push
+from hodiff.jets._registry import OTHER_ROUTE, NoRule
 
 What = Callable[..., Any] | Tensor
 Index = tuple[int, ...]
@@ -30,7 +31,7 @@ def partial(
     *,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -63,10 +64,11 @@ def partial(
         >>> hodiff.partial(lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, torch.tensor([[1.0, 2.0]]), (0, 0, 1))
         tensor([24.])
     """
-    index = (index,) if isinstance(index, int) else tuple(index)
-    return partials(
-        f, x, [index], batch_ndim=batch_ndim, create_graph=create_graph, method=method, args=args, kwargs=kwargs
-    )[tuple(sorted(index))]
+    if isinstance(index, (tuple, list)) and not index:
+        raise InputError("index: is empty; expected coordinates such as (0, 0, 1). The value itself is f(x).")
+    options = {"batch_ndim": batch_ndim, "create_graph": create_graph, "method": method, "args": args, "kwargs": kwargs}
+    (found,) = partials(f, x, [index], **options).values()
+    return found
 
 
 def partials(
@@ -76,7 +78,7 @@ def partials(
     *,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[tuple[int, ...], Tensor]:
@@ -93,7 +95,8 @@ def partials(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A dict from sorted index to a tensor with the shape of `f(x)`.
+        A dict from sorted index to a tensor with the shape of `f(x)`, in the order of *indices*. To unpack it, take
+        its values: `u_x, u_y = hodiff.partials(f, x, [0, 1]).values()`.
 
     Raises:
         InputError: An index names a coordinate that *x* does not have.
@@ -112,6 +115,8 @@ def partials(
     call = Call("partials", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
     if len(call.event) != 1:
         raise InputError(f"x: has points of shape {call.event}; partial derivatives need vectors, (D,).")
+    if not isinstance(indices, (tuple, list)):
+        raise InputError(f"indices: got {indices!r}, expected a list of derivatives such as [(0,), (0, 1)].")
     wanted = [_index(each, call.event[0]) for each in indices]
     if not wanted:
         raise InputError("indices: is empty; expected derivatives such as [(0,), (0, 1)].")
@@ -199,7 +204,9 @@ def _mixed(call: Call, index: Index) -> dict[Index, Any]:
             return call.f(x, *call.args, **(call.kwargs or {})).unsqueeze(0)
         axis, power = powers[level]
         seeds = [[units[axis : axis + 1]]]
-        output, expansion = _push.push(lambda y: expand(level + 1, y), [x], seeds, power, record=call.record)
+        # An inner expansion that is not recorded would cut its point off from the outer ones.
+        record = call.record or level > 0
+        output, expansion = _push.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
         series = _push.coefficients(output, expansion)
         parts = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, power + 1))]
         return torch.cat(parts, 0)
@@ -260,7 +267,13 @@ def jet(
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
         if torch.compiler.is_compiling():
             _compiled_callers.check_point([point for point in points if not _jet.is_jet(point)])
-        output, expansion = _push.push(f, points, seeds, order, record=record)
+        try:
+            output, expansion = _push.push(f, points, seeds, order, record=record)
+        except NoRule as error:
+            if error.way_out != OTHER_ROUTE:
+                raise
+            other = "Write it with other operations; hodiff.jet has no other route."
+            raise NoRule(error.operation, error.why, other) from error
         items, _, tree = _tree.flatten(output)
         found = [_push.coefficients(item, expansion) for item in items]
         rows = [

@@ -11,8 +11,9 @@ from torch import Tensor
 from hodiff._core import _checks, _reverse
 from hodiff.errors import InputError
 from hodiff.fields import _directions
-from hodiff.fields._expand import Call, choose, push, released
-from hodiff.fields._laplacian import PROBES, Estimate, estimate
+from hodiff.fields._directions import Probes
+from hodiff.fields._expand import Call, Method, choose, push, released
+from hodiff.fields._laplacian import Estimate, estimate
 from hodiff.jets import _push
 from hodiff.jets._series import full
 
@@ -24,10 +25,10 @@ def divergence(
     x: Tensor = _checks.MISSING,
     *,
     samples: int | None = None,
-    probes: str = "rademacher",
+    probes: Probes = "rademacher",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -64,10 +65,8 @@ def divergence(
     call = Call("divergence", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
     if samples is None:
         with call.grad_mode():
-            return along(call, _directions.exact(x, batch_ndim, None).vectors, None).sum(0)
+            return along(call, _directions.of_laplacian(x, batch_ndim).vectors, None).sum(0)
     _checks.check_integer(samples, "samples", least=1)
-    if probes not in PROBES:
-        raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
     directions, remaining = _directions.sampled(x, batch_ndim, None, samples, probes, generator)
     with call.grad_mode():
         return estimate(along(call, directions.vectors, directions.weights), remaining)
@@ -114,7 +113,7 @@ def curl(
     *,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -151,7 +150,7 @@ def curl(
     if call.event not in ((2,), (3,)):
         raise InputError(f"x: has points of shape {call.event}; a curl needs (2,) or (3,).")
     with call.grad_mode():
-        J = jacobian_products(call, _directions.exact(x, batch_ndim, None).vectors)  # J[i, ..., j] = ∂_i f_j
+        J = jacobian_products(call, _directions.of_laplacian(x, batch_ndim).vectors)  # J[i, ..., j] = ∂_i f_j
         if call.event == (2,):
             return J[0][..., 1] - J[1][..., 0]
         return torch.stack(

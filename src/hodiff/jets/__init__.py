@@ -6,10 +6,10 @@
 from hodiff._core import _compiled_callers
 from hodiff.jets import _dispatch as _dispatch
 from hodiff.jets import rules as rules
-from hodiff.jets._registry import index_functions
+from hodiff.jets._registry import RULES
 from hodiff.jets._report import Report, report
 
-index_functions()
+RULES.index()
 
 __all__ = ["Report", "report"]
 

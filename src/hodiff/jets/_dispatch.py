@@ -16,10 +16,9 @@ from torch import Tensor
 from hodiff._core import _tree
 from hodiff._core._graph import memory_of
 from hodiff.errors import HodiffError
-from hodiff.jets._jet import DISPATCH, JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
+from hodiff.jets._jet import JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
 from hodiff.jets._registry import (
     ALIASES,
-    FALLBACK,
     METADATA,
     RULES,
     NoRule,
@@ -49,6 +48,10 @@ _running = _Running()
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
+    if torch.compiler.is_compiling():
+        _refuse_inlined()
+    elif not torch._C._is_fwd_grad_enabled():
+        _refuse_hidden()
     name = operation(func)
     if name == "matmul" and func is not torch.matmul and torch.compiler.is_compiling() and not is_jet(args[0]):
         # Dynamo has no reversed form of this operator: for h @ A as for A @ h it says A.matmul(h).
@@ -60,7 +63,39 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     return perform(name, args, kwargs, func)
 
 
-DISPATCH.append(dispatch)
+RULES.dispatch = dispatch
+
+
+def _refuse_hidden() -> None:
+    """Raise inside the forward of an `autograd.Function`: the engine switches forward mode off for it, `no_grad` not.
+
+    `f` begins with forward mode on (see `_push`), so it is off only there, and inside the user's inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        raise NoRule("torch.inference_mode() inside f", "its tensors belong to no derivative", "Use torch.no_grad().")
+    raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
+
+
+def _refuse_inlined() -> None:
+    """Raise where Dynamo is in the forward of an `autograd.Function`, which it inlines as if it were any function.
+
+    Dynamo evaluates this as it traces, with its own frames above. Were its method renamed, this would raise, too.
+    """
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    inlining, frame = AutogradFunctionVariable.call_apply.__code__, sys._getframe()
+    while frame is not None:
+        if frame.f_code is inlining:
+            raise NoRule(
+                "a Python autograd.Function",
+                "its backward defines its derivative, which a jet cannot see",
+                "Call hodiff outside torch.compile, where nested reverse mode is used for it.",
+            )
+        frame = frame.f_back
+
+
+# What torch.compiler.assume_constant_result does, which would import Dynamo at once.
+_refuse_inlined._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
@@ -96,13 +131,13 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     if kwargs:
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
-        if kwargs.get("inplace") is True and RULES.get(f"{name}_") is None:
+        if kwargs.get("inplace") is True and RULES.known.get(f"{name}_") is None:
             return _in_place(f"{name}_", args, {**kwargs, "inplace": False}, func)
     if name == "setitem":
         raise NoRule("assignment to an index (h[...] = value)", "use torch.where or torch.cat")
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(name, args, kwargs)
-    found = RULES.get(name)
+    found = RULES.known.get(name)
     if found is None:
         return _without_rule(name, func, expansion, args, kwargs)
     return _run(found, name, func, expansion, args, kwargs)
@@ -199,11 +234,6 @@ def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation inside the user's `no_grad`: its result is a constant, by definition of f."""
     if torch.compiler.is_compiling():
         raise NoRule("a no_grad block under torch.compile", "use .detach()")
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("function.py"):
-            raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
-        frame = frame.f_back
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
         raise NoRule(f"{name} inside torch.no_grad()", "it changes a value that is differentiated")
     return _with_shares(func(*replaced(args, value_of), **replaced(kwargs, value_of)), args, kwargs)
@@ -215,7 +245,7 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     if torch.compiler.is_compiling():
         raise NoRule(f"{name} under torch.compile", "write a = a + b instead of a += b")
     if name in ("requires_grad_", "retain_grad_"):
-        raise NoRule(name)
+        raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
     if not isinstance(target, Jet):
         raise NoRule(f"{name} of a jet into a tensor", "write a = a + b instead of a += b, with a new tensor")
     if target.shared:
@@ -243,7 +273,7 @@ def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs:
             return body(*args, **kwargs)
         finally:
             _running.bodies.pop()
-    return _run(Rule("fallback", FALLBACK[0]), name, func, expansion, args, kwargs)
+    return _run(Rule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
 
 
 @functools.cache

@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff.jets._registry import OPERATORS, NoRule
+from hodiff.jets._registry import OPERATORS, RULES, NoRule
 from hodiff.jets._series import Expansion, Series
-
-DISPATCH: list[Callable[[Any, Any, Any], Any]] = []
-"""What an operation on jets is handed to; set by `_dispatch`, which needs the types below."""
 
 
 class Jet(Tensor):
@@ -44,7 +41,7 @@ class Jet(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation in Python comes through here."""
-        return DISPATCH[0](func, args, kwargs or {})
+        return RULES.dispatch(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +70,7 @@ class TracedJet:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As for `Jet`."""
-        return DISPATCH[0](func, args, kwargs or {})
+        return RULES.dispatch(func, args, kwargs or {})
 
     @property
     def shape(self) -> torch.Size:
@@ -98,12 +95,12 @@ class TracedJet:
     @property
     def T(self) -> Any:
         """As of a tensor."""
-        return DISPATCH[0](torch.t, (self,), {})
+        return RULES.dispatch(torch.t, (self,), {})
 
     @property
     def mT(self) -> Any:
         """As of a tensor."""
-        return DISPATCH[0](torch.transpose, (self, -2, -1), {})
+        return RULES.dispatch(torch.transpose, (self, -2, -1), {})
 
     def size(self, *args: Any) -> Any:
         """As of the value."""
@@ -125,14 +122,14 @@ class TracedJet:
 
 
 def _method(name: str, jet: TracedJet, *args: Any, **kwargs: Any) -> Any:
-    return DISPATCH[0](getattr(Tensor, name), (jet, *args), kwargs)
+    return RULES.dispatch(getattr(Tensor, name), (jet, *args), kwargs)
 
 
 def _operator(name: str, swapped: bool = False) -> Callable[..., Any]:
     func = getattr(torch, name, None) or getattr(Tensor, f"__{name}__")
 
     def operate(self: Any, *others: Any) -> Any:
-        return DISPATCH[0](func, (*others, self) if swapped else (self, *others), {})
+        return RULES.dispatch(func, (*others, self) if swapped else (self, *others), {})
 
     return operate
 

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _nodes, _refusals
+from hodiff._core import _checks, _nodes, _refusals
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
 from hodiff.errors import GraphError, InputError
 from hodiff.jets import _jet
-from hodiff.jets._series import Expansion, Series, full
-
-_traced: list[int] = [0]
-"""How many expansions are open while `torch.compile` traces (one thread at a time)."""
+from hodiff.jets._series import Expansion, Series, Turn, full
 
 
 def units(x: Any, batch_ndim: int) -> Tensor:
@@ -59,24 +56,21 @@ def push(
     """
     rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
     options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
-    _traced[0] += 1
-    try:
-        if torch.compiler.is_compiling():
-            expansion = Expansion(_traced[0], order, rows, **options)
+    if torch.compiler.is_compiling():
+        with Turn() as number:
+            expansion = Expansion(number, order, rows, **options)
             jets, _ = _jets(points, seeds, expansion)
             with torch.enable_grad():
                 return f(*jets, *args, **(kwargs or {})), expansion
-        # No leaves and no passes of the road's own: the series is what comes out of it.
-        where = points[0] if len(points) == 1 else tuple(points)
-        asked = call(f, where, passes=order, create_graph=False, spread=len(points) > 1, args=args, kwargs=kwargs)
-        with Lending(asked) as lending:
-            expansion = Expansion(len(_nesting.state.open), order, rows, **options)
-            jets, bases = _jets(points, seeds, expansion)
-            values = [_jet.value_of(point) for point in points]
-            output = lending.run(jets, [value for value in values if not value.is_inference()])
-            _refuse_bypass(points, bases, output, expansion)
-    finally:
-        _traced[0] -= 1
+    # No leaves and no passes of the road's own: the series is what comes out of it.
+    where = points[0] if len(points) == 1 else tuple(points)
+    asked = call(f, where, passes=order, create_graph=False, spread=len(points) > 1, args=args, kwargs=kwargs)
+    with Lending(asked) as lending, Turn() as number:
+        expansion = Expansion(number, order, rows, **options)
+        jets, bases = _jets(points, seeds, expansion)
+        values = [_jet.value_of(point) for point in points]
+        output = lending.run(jets, [value for value in values if not value.is_inference()])
+        _refuse_bypass(points, bases, output, expansion)
     return output, expansion
 
 

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from hodiff.errors import GraphError
 
+OTHER_ROUTE = 'Write it with other operations, or use method="reverse".'
+
 
 class NoRule(GraphError):
     """An operation that Taylor mode cannot pass; the operators catch it to fall back as a whole."""
 
-    def __init__(
-        self, operation: str, why: str = "", way_out: str = 'Write it with other operations, or use method="reverse".'
-    ) -> None:
+    def __init__(self, operation: str, why: str = "", way_out: str = OTHER_ROUTE) -> None:
         super().__init__(f"Taylor mode has no rule for {operation}{': ' + why if why else ''}. {way_out}")
         self.operation = operation
         self.why = why
+        self.way_out = way_out
 
 
 class ByNoRoute(NoRule):
@@ -59,27 +60,9 @@ class Rule(NamedTuple):
     apply: Callable[..., Any]
 
 
-RULES: dict[str, Rule] = {}
-
-
 def listed(text: str) -> list[str]:
     """Names of operations, from a list with blanks between."""
     return text.split()
-
-
-FALLBACK: list[Callable[..., Any]] = []
-"""The rule for operations without one; set by `rules.fallback`."""
-
-
-def rule(kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a rule under the names of its operations."""
-
-    def register(apply: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            RULES[name] = Rule(kind, apply)
-        return apply
-
-    return register
 
 
 class Several(NamedTuple):
@@ -123,42 +106,74 @@ METADATA = frozenset(
     )
 )
 
-NAMES: dict[Any, str] = {}
-"""Functions of PyTorch and the names of their rules: `torch.compile` can look a function up, but not read its name."""
+
+class Rules:
+    """What Taylor mode does with operations: the rules by name, and those who apply them.
+
+    Attributes:
+        known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
+        fallback: The rule for operations without one.
+        dispatch: What an operation on jets is handed to; jets know it by this, and it knows the jets.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, Rule] = {}
+        self.fallback: Callable[..., Any] = _none
+        self.dispatch: Callable[[Any, Any, Any], Any] = _none
+        self._names: dict[Any, str] = {}
+        self._python_names: list[tuple[Any, str]] = []
+
+    def register(self, kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register a rule under the names of its operations."""
+
+        def register(apply: Callable[..., Any]) -> Callable[..., Any]:
+            for name in names:
+                self.known[name] = Rule(kind, apply)
+            return apply
+
+        return register
+
+    def index(self) -> None:
+        """Note the functions of PyTorch by their names, once all rules are there.
+
+        `torch.compile` can look a function up, but not read its name.
+        """
+        for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg):
+            for name in dir(home):
+                found = getattr(home, name, None)
+                if callable(found) and getattr(found, "__name__", None):
+                    key = operation(found)
+                    if key in self.known or key in METADATA:
+                        if isinstance(found, types.FunctionType):
+                            self._python_names.append((found, key))
+                        else:
+                            self._names[found] = key
+        for name in OPERATORS:
+            self._names[getattr(operator, "truediv" if name == "div" else name)] = name
+
+    def traced_name(self, func: Any) -> str:
+        """The name of a function under `torch.compile`."""
+        if func in self._names:
+            return self._names[func]
+        for python, name in self._python_names:  # which Dynamo knows by identity, but not as keys
+            if func is python:
+                return name
+        raise NoRule("an operation", "under torch.compile")
 
 
-PYTHON_NAMES: list[tuple[Any, str]] = []
+def _none(*args: Any) -> Any:
+    raise NoRule("anything", "hodiff.jets was not imported as a whole")
 
 
-def index_functions() -> None:
-    """Fill `NAMES` from what PyTorch exports, once all rules are there."""
-    for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg):
-        for name in dir(home):
-            found = getattr(home, name, None)
-            if callable(found) and getattr(found, "__name__", None):
-                key = operation(found)
-                if key in RULES or key in METADATA:
-                    if isinstance(found, types.FunctionType):
-                        PYTHON_NAMES.append((found, key))
-                    else:
-                        NAMES[found] = key
-    for name in OPERATORS:
-        NAMES[getattr(operator, "truediv" if name == "div" else name)] = name
+RULES = Rules()
 
-
-def _traced_name(func: Any) -> str:
-    if func in NAMES:
-        return NAMES[func]
-    for python, name in PYTHON_NAMES:  # which Dynamo knows by identity, but not as keys
-        if func is python:
-            return name
-    raise NoRule("an operation", "under torch.compile")
+rule = RULES.register
 
 
 def operation(func: Any) -> str:
     """The name under which a rule is kept."""
     if torch.compiler.is_compiling():
-        return _traced_name(func)
+        return RULES.traced_name(func)
     name = getattr(func, "__name__", "") or type(func).__name__
     if name in ("__get__", "__set__", "__delete__"):
         return f"{name}:{func.__self__.__name__}"

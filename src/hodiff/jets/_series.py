@@ -17,6 +17,7 @@ Reference:
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,38 @@ TILE_BYTES = 2**18
 
 class TooWide(Exception):
     """A coefficient would take more memory than its expansion allows; fields then expand in parts."""
+
+
+class _Open(threading.local):
+    """How many expansions this thread is in."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_open = _Open()
+
+
+class Turn:
+    """The while in which `f` runs on the jets of one expansion; entering it gives that expansion's number.
+
+    Later ones have higher numbers. Forward mode is on in the outermost, also where hodiff is called inside the
+    forward of an `autograd.Function`, for which the engine switches it off: when it is found off below, `f` has
+    called a Function itself, and jets must not pass it (see `_dispatch`).
+    """
+
+    def __enter__(self) -> int:
+        _open.count += 1
+        self._forward: bool | None = None
+        if _open.count == 1 and not torch.compiler.is_compiling():
+            self._forward = torch._C._is_fwd_grad_enabled()
+            torch._C._set_fwd_grad_enabled(True)
+        return _open.count
+
+    def __exit__(self, *error: object) -> None:
+        _open.count -= 1
+        if self._forward is not None:
+            torch._C._set_fwd_grad_enabled(self._forward)
 
 
 class Expansion:

@@ -62,6 +62,31 @@ def test_shapes_follow_the_function(x, method):
     assert hodiff.laplacian(lambda x: smooth(x), torch.empty(0, 3, dtype=D)).shape == (0,)
 
 
+EVERY = {
+    "laplacian": lambda x, **kw: hodiff.laplacian(smooth, x, **kw),
+    "value_grad_and_laplacian": lambda x, **kw: hodiff.value_grad_and_laplacian(smooth, x, **kw),
+    "second_order_operator": lambda x, **kw: hodiff.second_order_operator(smooth, x, x[0], x[1], **kw),
+    "divergence": lambda x, **kw: hodiff.divergence(torch.sin, x, **kw),
+    "curl": lambda x, **kw: hodiff.curl(lambda x: x.roll(1, -1) ** 2, x, **kw),
+    "biharmonic": lambda x, **kw: hodiff.biharmonic(smooth, x, **kw),
+    "partial, mixed": lambda x, **kw: hodiff.partial(smooth, x, (0, 1), **kw),
+    "partial, of fourth order": lambda x, **kw: hodiff.partial(smooth, x, (0, 0, 1, 2), **kw),
+    "partials": lambda x, **kw: tuple(hodiff.partials(smooth, x, [0, (1, 1), (0, 1, 2)], **kw).values()),
+}
+
+
+@ROUTES
+@pytest.mark.parametrize("name", EVERY)
+def test_the_numbers_do_not_depend_on_who_records(name, method, x):
+    expected = EVERY[name](x, method="reverse", create_graph=True)
+    agree(EVERY[name](x, method=method, create_graph=True), expected)
+    agree(EVERY[name](x, method=method, create_graph=False), expected)
+    agree(EVERY[name](x, create_graph=False), expected)
+    with torch.no_grad():
+        agree(EVERY[name](x, method=method), expected)
+        agree(EVERY[name](x, method=method, create_graph=True), expected)
+
+
 @ROUTES
 def test_no_samples(method):
     none = torch.empty(0, 3, dtype=D)
@@ -134,16 +159,28 @@ def as_matrix(weight):
 @ROUTES
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights(x, kind, differentiated, method):
+def test_matrices(x, kind, differentiated, method):
     weight = weights(kind).requires_grad_(differentiated)
     H = hessian(smooth, x)
     expected = (as_matrix(weight) * H).sum((-1, -2))
-    got = hodiff.laplacian(smooth, x, weight=weight, method=method)
+    got = hodiff.second_order_operator(smooth, x, weight, method=method)
     agree(got.detach(), expected.detach(), floor=1e-10)
     if differentiated:
         cotangent = torch.arange(1, 7, dtype=D)
         one, two = (torch.autograd.grad(value, weight, cotangent)[0] for value in (got, expected))
         agree(one, two, floor=1e-10)
+
+
+@ROUTES
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "diagonal" in kind])
+def test_factors_of_the_coordinates(x, kind, differentiated, method):
+    weight = weights(kind).requires_grad_(differentiated)
+    got = hodiff.laplacian(smooth, x, weight=weight, method=method)
+    agree(got.detach(), (hessian(smooth, x).diagonal(dim1=1, dim2=2) * weight.detach()).sum(1), floor=1e-10)
+    if differentiated:
+        found = torch.autograd.grad(got, weight, torch.ones(6, dtype=D))[0]
+        agree(found, hessian(smooth, x).diagonal(dim1=1, dim2=2).sum(0), floor=1e-10)
 
 
 @ROUTES
@@ -394,8 +431,22 @@ BAD = {
     "weight dtype": (lambda x: hodiff.laplacian(smooth, x, weight=torch.ones(3)), "weight: is torch.float32"),
     "weight of three": (
         lambda x: hodiff.value_grad_and_laplacian(smooth, x, weight=torch.eye(3, dtype=D)),
-        "expected a diagonal",
+        r"weight: has shape \(3, 3\).*a factor for each .*second_order_operator",
     ),
+    "weight, a matrix": (
+        lambda x: hodiff.laplacian(smooth, x, weight=torch.eye(3, dtype=D)),
+        r"weight: has shape \(3, 3\).*a factor for each .*second_order_operator",
+    ),
+    "weight, a number": (lambda x: hodiff.laplacian(smooth, x, weight=2.0), "weight: is the float 2.0"),
+    "negative weight": (
+        lambda x: hodiff.laplacian(smooth, x, weight=-torch.ones(3, dtype=D), samples=2),
+        "must not be negative",
+    ),
+    "generator": (lambda x: hodiff.laplacian(smooth, x, samples=2, generator=3), "generator: got 3, expected a torch"),
+    "generator of a divergence": (lambda x: hodiff.divergence(torch.sin, x, samples=2, generator=3), "generator: got"),
+    "probes of a divergence": (lambda x: hodiff.divergence(torch.sin, x, samples=2, probes="no"), "probes: got 'no'"),
+    "C": (lambda x: hodiff.second_order_operator(smooth, x, torch.ones(2, dtype=D)), r"C: has shape \(2,\)"),
+    "C dtype": (lambda x: hodiff.second_order_operator(smooth, x, torch.ones(3)), r"C: is torch.float32.*C\.to\(x\)"),
     "not a function": (lambda x: hodiff.laplacian(3.0, x), "is a float"),
     "b": (lambda x: hodiff.second_order_operator(smooth, x, torch.ones(3, dtype=D), torch.ones(2, dtype=D)), "b: has"),
     "c": (
@@ -406,12 +457,28 @@ BAD = {
     "curl": (lambda x: hodiff.curl(lambda x: x, torch.ones(2, 4, dtype=D)), "a curl needs"),
     "index": (lambda x: hodiff.partial(smooth, x, (0, 3)), "coordinates 0 to 2"),
     "indices": (lambda x: hodiff.partials(smooth, x, []), "is empty"),
+    "index of a float": (lambda x: hodiff.partial(smooth, x, 1.0), r"index: got 1\.0, expected a tuple"),
+    "index of a bool": (lambda x: hodiff.partial(smooth, x, True), r"index: got True, expected a tuple"),
+    "index of text": (lambda x: hodiff.partial(smooth, x, "x"), "index: got 'x', expected a tuple"),
+    "no index": (lambda x: hodiff.partial(smooth, x, ()), r"index: is empty; .* f\(x\)"),
+    "indices of a number": (
+        lambda x: hodiff.partials(smooth, x, 1),
+        r"indices: got 1, expected .*\[\(0,\), \(0, 1\)\]",
+    ),
     "index type": (lambda x: hodiff.partials(smooth, x, ["x"]), "expected a tuple of coordinates"),
     "image": (lambda x: hodiff.partial(lambda x: x, torch.ones(1, 2, 2, dtype=D), 0), "need vectors"),
     "series": (lambda x: hodiff.jet(torch.sin, x, [x[0]]), "series: holds"),
     "empty series": (lambda x: hodiff.jet(torch.sin, x, []), "at least one tensor"),
     "count of series": (lambda x: hodiff.jet(torch.mul, (x, x), ([x],)), "1 entries for 2 primals"),
 }
+
+
+def test_jet_does_not_advise_a_method_that_it_lacks(x):
+    with pytest.raises(hodiff.GraphError, match=r"no rule for lstm.*hodiff\.jet has no other") as caught:
+        hodiff.jet(lambda x: nn.LSTM(3, 2).to(D)(x)[0], x, [x])
+    assert "method=" not in str(caught.value)
+    with pytest.raises(hodiff.GraphError, match=r"Use torch\.no_grad\(\)"):  # advice of its own stays
+        hodiff.jet(lambda x: torch.inference_mode()(torch.sin)(x), x, [x])
 
 
 @pytest.mark.parametrize("name", BAD)

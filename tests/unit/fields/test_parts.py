@@ -59,8 +59,8 @@ def smooth(x):
 CALLS = {
     "laplacian": lambda f, x: hodiff.laplacian(f, x, create_graph=False),
     "diagonal weight": lambda f, x: hodiff.laplacian(f, x, weight=torch.arange(-1.0, 2.0, dtype=D), create_graph=False),
-    "matrix for each sample": lambda f, x: hodiff.laplacian(
-        f, x, weight=x.sin()[:, :, None] * x[:, None], create_graph=False
+    "matrix for each sample": lambda f, x: hodiff.second_order_operator(
+        f, x, x.sin()[:, :, None] * x[:, None], create_graph=False
     ),
     "value, gradient": lambda f, x: hodiff.value_grad_and_laplacian(f, x, create_graph=False),
     "operator": lambda f, x: hodiff.second_order_operator(

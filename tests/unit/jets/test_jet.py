@@ -88,7 +88,7 @@ def test_what_would_slip_past_the_rules_raises(name, x):
 
 
 def test_torchscript_raises(x):
-    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):  # the latter from torch 2.14 on
         scripted = torch.jit.script(Scripted())
     with pytest.raises(hodiff.GraphError, match="forward"):
         jets_only(scripted, x)
@@ -114,6 +114,97 @@ def test_a_custom_function_keeps_the_derivative_that_its_backward_defines(x):
         got = hodiff.laplacian(lambda x: Straight.apply(x).pow(2).sum(-1), x)
     assert any("Taylor mode" in str(each.message) for each in caught)
     agree(got.detach(), (2 * x**2 * x**2 + 2 * x.round() * 2 * x).sum(-1))
+
+
+class Rounded(Straight):
+    """Each forward below shows the jet something else; the derivative is always 3 x², by the backward."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x**2
+
+
+class Recording(Rounded):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        with torch.enable_grad():
+            return (x * 2).detach()
+
+
+class OfTheShape(Rounded):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.ones(x.shape, dtype=D)
+
+
+class Passing(Rounded):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x
+
+
+class InInferenceMode(Rounded):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        with torch.inference_mode():
+            x.sin()
+        return torch.ones(7, 3, dtype=D)
+
+
+class WithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    backward = Rounded.backward
+
+
+FUNCTIONS = [Rounded, Recording, OfTheShape, Passing, InInferenceMode, WithSetup]
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize("create_graph", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_no_forward_of_a_function_hides_it_from_taylor_mode(function, create_graph, x):
+    """Not by a constant, not by operations under grad mode, not by the shape alone; nor by a saved `apply`."""
+    apply = function.apply
+    f = lambda x: (apply(x) * x**2).sum(-1)
+    with pytest.raises(
+        hodiff.GraphError, match=r"Taylor mode has no rule for (a Python autograd|torch\.inference_mode)"
+    ):
+        jets_only(f, x, create_graph=create_graph)
+    expected = 2 * apply(x) + 4 * x * 3 * x**2 + x**2 * 6 * x
+    agree(hodiff.laplacian(f, x, create_graph=create_graph).detach(), expected.sum(-1))
+
+
+def test_taylor_mode_inside_the_forward_of_a_function(x):
+    """There the engine has switched forward mode off, which is how a Function called by f is told from a no_grad."""
+    seen = []
+
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            found = jets_only(lambda x: (x**4).sum(-1), x)
+            seen.append(torch._C._is_fwd_grad_enabled())
+            with pytest.raises(hodiff.GraphError, match=r"a Python autograd\.Function"):
+                jets_only(lambda x: Rounded.apply(x).sum(-1), x)
+            return found
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    agree(Calls.apply(x).detach(), 12 * x.square().sum(-1))
+    assert seen == [False] and torch._C._is_fwd_grad_enabled()
 
 
 def test_no_grad_and_detach_are_part_of_the_function(x):

@@ -19,7 +19,7 @@ from torch import Tensor
 from hodiff._core import _reverse, _tree
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._registry import FALLBACK, NoDerivative, NoRule, Several, operation
+from hodiff.jets._registry import RULES, NoDerivative, NoRule, Several, operation
 from hodiff.jets._series import Expansion, Series, full
 
 UNKNOWN_TO_JETS = {
@@ -138,4 +138,4 @@ def _along(one: Callable[..., tuple[Tensor, ...]], paths: list[Path], order: int
     return found
 
 
-FALLBACK.append(fallback)
+RULES.fallback = fallback

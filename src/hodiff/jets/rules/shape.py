@@ -89,7 +89,7 @@ def _view(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return _reshape_rule(expansion, func, args, kwargs)
 
 
-_reshape_rule = RULES["reshape"].apply
+_reshape_rule = RULES.known["reshape"].apply
 rule("linear", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel")(_view)
 
 
@@ -112,7 +112,7 @@ def _turned(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
 @rule("linear", "numpy_T")
 def reverseddims_of(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """`x.T`: all dimensions in reverse order."""
-    return RULES["permute"].apply(expansion, torch.permute, (args[0], list(range(args[0].ndim))[::-1]), {})
+    return RULES.known["permute"].apply(expansion, torch.permute, (args[0], list(range(args[0].ndim))[::-1]), {})
 
 
 @lifted("movedim", "moveaxis")
@@ -158,5 +158,5 @@ def _getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return _getitem_rule(expansion, torch.Tensor.__getitem__, (x, index), kwargs)
 
 
-_getitem_rule = RULES["getitem"].apply
+_getitem_rule = RULES.known["getitem"].apply
 rule("linear", "getitem")(_getitem)

@@ -1,0 +1,84 @@
+"""Derivatives along straight lines, x + t v, of every entry of an output: v·∇f and v'∇²f v, by reverse passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _reverse
+from hodiff._core._graph import Graph
+
+
+class Lines(NamedTuple):
+    """First and second derivatives along R lines, `(R, *output)` each; and along the drift, `(*output)`, or None."""
+
+    first: Tensor
+    second: Tensor
+    drift: Tensor | None
+
+
+def by_entries(
+    ev: Graph, output: Tensor, vectors: Tensor, *, drift: Tensor | None = None, chunk_size: int | None = None
+) -> Lines:
+    """Where a sample has few outputs and many lines: for each output its gradient, then the lines in batches.
+
+    Args:
+        ev: An evaluation of two passes, of a single tensor.
+        output: Its output, with the batch in front.
+        vectors: v, `(R, *leaf)`, or with ones for the batch.
+        drift: A vector b, shaped like the leaf, for b·∇f.
+        chunk_size: How many lines one pass takes; None bounds its memory.
+    """
+    entries = output.flatten(ev.batch_ndim).unbind(-1) if output.ndim > ev.batch_ndim else (output,)
+    last = len(entries) - 1
+    found = [_of_entry(ev, entry, vectors, drift, chunk_size, more=k < last) for k, entry in enumerate(entries)]
+    first, second, slopes = zip(*found, strict=True)
+    shaped = lambda parts: torch.stack(parts, -1).reshape(*parts[0].shape[: -ev.batch_ndim or None], *output.shape)  # noqa: E731
+    return Lines(shaped(first), shaped(second), None if drift is None else shaped(slopes))
+
+
+def _of_entry(
+    ev: Graph, entry: Tensor, vectors: Tensor, drift: Tensor | None, chunk_size: int | None, *, more: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
+
+    def rows(start: int, stop: int) -> list[Tensor]:
+        return [vectors[start:stop].expand(stop - start, *gradient.shape)]
+
+    firsts, seconds = [], []
+    chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
+    for start, stop, (products,) in chunks:
+        firsts.append(_inner(gradient, vectors[start:stop], ev.batch_ndim))
+        seconds.append(_inner(products, vectors[start:stop], ev.batch_ndim))
+        del products  # before the next chunk is made
+    slope = None if drift is None else _inner(gradient, drift.unsqueeze(0), ev.batch_ndim)[0]
+    return torch.cat(firsts), torch.cat(seconds), slope
+
+
+def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
+    """The inner products of samples with each row."""
+    products = a * rows
+    dims = tuple(range(1 + batch_ndim, products.ndim))
+    return products.sum(dims) if dims else products
+
+
+def by_lines(ev: Graph, output: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Where there are few lines and many outputs: first and second derivatives of all outputs along one line.
+
+    Args:
+        ev: An evaluation of four passes.
+        output: Its output.
+        vectors: v, a tensor like each leaf.
+    """
+    first = _pushed(ev, output, vectors, differentiated=True)
+    return first, _pushed(ev, first, vectors, differentiated=False)
+
+
+def _pushed(ev: Graph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool) -> Tensor:
+    """J v by two passes, as in `_reverse.pushforward`."""
+    cotangent = torch.ones_like(output, requires_grad=True)
+    pulled = _reverse.transposed(ev, [output], [cotangent])
+    return _reverse.pull(ev, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[0]

@@ -1,0 +1,51 @@
+"""An f that reaches x other than through its argument is refused also where Taylor mode records nothing."""
+
+import pytest
+import torch
+
+import hodiff
+
+X = torch.linspace(0.5, 1.5, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
+
+
+def field(z):
+    return (X**3).sum(-1) + 0 * z.sum(-1)
+
+
+CALLS = {
+    "nth_derivative": lambda: hodiff.nth_derivative(lambda z: X**3 + 0 * z, X, 3),
+    "derivatives": lambda: hodiff.derivatives(lambda z: z * X, X, 4),
+    "laplacian, a constant": lambda: hodiff.laplacian(field, X, create_graph=False),
+    "laplacian, a part": lambda: hodiff.laplacian(lambda z: (z * X).square().sum(-1), X, create_graph=False),
+    "laplacian, recorded": lambda: hodiff.laplacian(field, X, create_graph=True),
+    "value_grad_and_laplacian": lambda: hodiff.value_grad_and_laplacian(field, X, create_graph=False),
+    "second_order_operator": lambda: hodiff.second_order_operator(
+        field, X, torch.eye(3, dtype=X.dtype), create_graph=False
+    ),
+    "divergence": lambda: hodiff.divergence(lambda z: X * z, X, create_graph=False),
+    "curl": lambda: hodiff.curl(lambda z: X * z, X, create_graph=False),
+    "biharmonic": lambda: hodiff.biharmonic(lambda z: (z * X).pow(4).sum(-1), X, create_graph=False),
+    "partial, pure": lambda: hodiff.partial(lambda z: (z * X).sum(-1) ** 4, X, (0, 0, 0, 0), create_graph=False),
+    "partial, mixed": lambda: hodiff.partial(lambda z: (z * X).sum(-1) ** 4, X, (0, 0, 1, 1), create_graph=False),
+    "jet": lambda: hodiff.jet(lambda z: z * X, X, [torch.ones_like(X)], create_graph=False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_refused_without_a_graph(name):
+    with pytest.raises(hodiff.GraphError, match="other than through its argument"):
+        CALLS[name]()
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith(("laplacian", "value", "partial"))])
+def test_refused_under_no_grad(name):
+    with torch.no_grad(), pytest.raises(hodiff.GraphError, match="other than through its argument"):
+        CALLS[name]()
+
+
+def test_the_point_as_a_constant_is_no_bypass():
+    found = hodiff.laplacian(lambda z: (z * X.detach()).square().sum(-1), X, create_graph=False)
+    torch.testing.assert_close(found, 2 * X.detach().square().sum(-1))
+    with torch.no_grad():
+        frozen = X.sin()
+    hodiff.laplacian(lambda z: (z * frozen).square().sum(-1), X, create_graph=False)

@@ -1,0 +1,52 @@
+"""Derivatives along lines against the dense Hessian of each output."""
+
+import pytest
+import torch
+from hodiff._core._evaluate import Evaluation
+
+from hodiff.calculus import _along
+from tests.support.properties import agree
+
+D = torch.float64
+X = torch.randn(4, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+V = torch.randn(2, 4, 3, dtype=D, generator=torch.Generator().manual_seed(1))
+
+FUNCTIONS = {
+    "several": lambda x: torch.stack([torch.sin(x).prod(-1), x[:, 0] ** 2 * x[:, 1], x.sum(-1)], 1).reshape(4, 3, 1),
+    "one": lambda x: torch.exp(x).prod(-1),
+    "linear": lambda x: x.sum(-1),
+    "each entry": lambda x: x**3,
+}
+
+
+def dense(f, v):
+    """By differences of nothing: forward mode, twice, on plain PyTorch."""
+    along = lambda g: lambda x: torch.func.jvp(g, (x,), (v,))[1]
+    return along(f)(X), along(along(f))(X)
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_by_entries_and_by_lines(name, create_graph):
+    f = FUNCTIONS[name]
+    with Evaluation(f, X, passes=2, batch_ndim=1, create_graph=create_graph) as ev:
+        lines = _along.by_entries(ev, ev.outputs, V, drift=V[0], chunk_size=1)
+    for k, v in enumerate(V):
+        first, second = dense(f, v)
+        agree(lines.first[k].detach(), first)
+        agree(lines.second[k].detach(), second)
+        with Evaluation(f, X, passes=4, batch_ndim=1, create_graph=create_graph) as ev:
+            found = _along.by_lines(ev, ev.outputs, [v])
+        agree(found[0].detach(), first)
+        agree(found[1].detach(), second)
+    agree(lines.drift.detach(), dense(f, V[0])[0])
+
+
+def test_by_lines_of_several_points():
+    a, b = X[0], X[1]
+    f = lambda p: p["a"] * torch.sin(p["b"])
+    with Evaluation(f, {"a": a, "b": b}, passes=4) as ev:
+        first, second = _along.by_lines(ev, ev.outputs, [V[0, 0], V[0, 1]])
+    v, w = V[0, 0], V[0, 1]
+    agree(first.detach(), v * b.sin() + a * w * b.cos())
+    agree(second.detach(), 2 * v * w * b.cos() - a * w**2 * b.sin())
