@@ -141,4 +141,6 @@ def test_columns_are_turned_some_at_a_time(size: int, monkeypatch: pytest.Monkey
     H = hodiff.HessianOperator(lambda m: m(X).pow(3).mean(), network(), chunk_size=size)
     V, dense = draw(39, 7), H.dense()
     monkeypatch.setattr("hodiff.curvature._space.TURNED_BYTES", 1)
+    before = H.products
     agree(H @ V, dense @ V, 1e-11)
+    assert H.products == before + 7
