@@ -134,3 +134,13 @@ def test_the_transpose_of_a_sum_that_is_not_symmetric() -> None:
         agree(A.T.dense(), dense.T, 1e-12)
         agree(A.flatten(A.T @ u), dense.T @ u.reshape(-1), 1e-12)
         assert list(A.T @ u) == list(A.unflatten(draw(39))) and A.T.T is A
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_columns_are_turned_some_at_a_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    H = hodiff.HessianOperator(lambda m: m(X).pow(3).mean(), network(), chunk_size=size)
+    V, dense = draw(39, 7), H.dense()
+    monkeypatch.setattr("hodiff.curvature._space.TURNED_BYTES", 1)
+    before = H.products
+    agree(H @ V, dense @ V, 1e-11)
+    assert H.products == before + 7
