@@ -154,3 +154,13 @@ def test_the_picture_is_well_formed(tmp_path):
     assert not re.search(r"(href|src)=", picture.svg())
     picture.save(tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_text("utf-8") == picture._repr_svg_()
+
+
+def test_lifetime_keeps_no_graph_alive():
+    a = torch.rand(1000, requires_grad=True)
+    with without_collector(), Ledger() as ledger, lifetime() as picture:
+        loss = a.exp().sin().sum()
+        torch.autograd.grad(loss, a, retain_graph=True)
+        del loss
+        assert ledger.alive() == 0
+        assert picture.spans

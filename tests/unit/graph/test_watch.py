@@ -273,6 +273,16 @@ def test_passes_that_build_graphs_do_not_outgrow_the_log(monkeypatch):
     assert len(record._log) <= 60
 
 
+def test_what_was_cut_is_forgotten_with_its_tensor():
+    a = torch.rand(3, requires_grad=True)
+    with watch() as record:
+        kept = a.detach()
+        for _ in range(100):
+            a.exp().detach()
+    assert len(record._lost) == 1
+    assert record.lost(kept).kind == "detached"
+
+
 def test_a_subclass_is_refused():
     """Its frames would pass for the user's, and every line reported would be its own."""
     with pytest.raises(TypeError, match="Watch cannot be subclassed"):
