@@ -574,7 +574,9 @@ def test_no_reference_cycle_keeps_an_error_s_tensors() -> None:
     def failing() -> weakref.ref:
         holder, bags = nn.Linear(2, 2).double(), torch.tensor([[0, 1], [2, 2]])
         try:
-            hodiff.hvp(lambda x: nn.functional.embedding_bag(bags, holder(x)).exp().sum(), X.reshape(3, 2), V.reshape(3, 2))
+            hodiff.hvp(
+                lambda x: nn.functional.embedding_bag(bags, holder(x)).exp().sum(), X.reshape(3, 2), V.reshape(3, 2)
+            )
         except GraphError:
             return weakref.ref(holder)
         pytest.fail("embedding_bag has no second derivative")
