@@ -30,7 +30,7 @@ def test_the_commands_are_complete_on_a_fresh_machine():
 
 
 def test_no_command_installs_without_the_pins():
-    for path in [ROOT / "README.md", ROOT / ".ci" / "run", *(ROOT / "docs").rglob("*.md")]:
+    for path in [ROOT / "README.md", *(ROOT / ".ci").iterdir(), *(ROOT / "docs").rglob("*.md")]:
         for line in path.read_text("utf-8").splitlines():
             if re.search(r"\bpip install\b.*-e\b", line):
-                assert "-c constraints.txt" in line, f"{path.name}: {line}"
+                assert re.search(r"-c \S*constraints\.txt", line), f"{path.name}: {line}"

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,3 +44,24 @@ def test_distances_have_the_second_derivatives_that_torch_has(p: float) -> None:
     else:
         expected = first_difference(lambda t: hodiff.grad(f, X + t * V))
         assert relative_error(hodiff.hvp(f, X, V), expected) < 1e-6
+
+
+def distances(x: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(x, V + 2, p=3.0).sin().flatten()
+
+
+def patch(x: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided_scatter(x.sin(), x[:2].exp(), (2, 2), (1, 2)).flatten()
+
+
+@pytest.mark.parametrize("f", [distances, patch])
+def test_vectors_pass_one_at_a_time_where_their_batch_would_be_wrong(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    expected = torch.stack([hodiff.grad(lambda x, i=i: f(x)[i], X) for i in range(len(f(X)))])
+    assert relative_error(hodiff.jacobian(f, X), expected) < 1e-12
+    assert relative_error(hodiff.vjp(f, X, torch.eye(len(f(X)), dtype=X.dtype)), expected) < 1e-12
+
+
+def test_torch_batches_distances_wrongly() -> None:
+    """Should this fail one day, on every supported release, `BATCHED_WRONGLY` can be shorter."""
+    expected = torch.stack([hodiff.grad(lambda x, i=i: distances(x)[i], X) for i in range(9)])
+    assert relative_error(torch.func.jacrev(distances)(X), expected) > 0.1

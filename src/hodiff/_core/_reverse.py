@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff._core import _engine, _nodes, _refusals, _translate
+from hodiff._core import _engine, _nodes, _refusals, _translate, _versions
 from hodiff._core._graph import Graph
 from hodiff.errors import GraphError
 
@@ -180,7 +180,7 @@ def pull_many(
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Passes for `count` vectors, some at a time: `(start, stop, results)` with results stacked.
 
-    Chunks go through `torch.vmap`; where an operation has no batching rule, one vector at a time.
+    Chunks go through `torch.vmap`; where an operation has no batching rule, or a wrong one, one vector at a time.
     An automatic chunk is halved when a CUDA device runs out of memory.
     """
     inputs = ev.leaves if inputs is None else inputs
@@ -193,7 +193,7 @@ def pull_many(
             yield start, stop, [leaf.new_zeros((stop - start, *leaf.shape)) for leaf in inputs]
         return
     outputs = [outputs[index] for index in live]
-    batched, start = True, 0
+    batched, start = next(_nodes.survey(outputs).named(*_versions.BATCHED_WRONGLY), None) is None, 0
     while start < count:
         stop = min(start + size, count)
         chunk = cotangents(start, stop)

@@ -14,6 +14,9 @@ RELEASE = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[
 # 2.13 alone: the pairwise distances have no second derivative. Their nodes carry no marker that says so.
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
 
+# All: their backward has a batching rule that is wrong without a word, so vectors pass them one at a time.
+BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "AsStridedScatterBackward0")
+
 
 @cache
 def load_forward_mode() -> None:
