@@ -22,9 +22,11 @@ _waiting: dict[int, int] = {}  # thread -> the thread it waits for
 def claim(modules: Iterable[nn.Module]) -> None:
     """Make `modules` this thread's, waiting until no other has any of them."""
     with lock:
-        if _claims:
-            _wait(modules)
         me = threading.get_ident()
+        for module in modules:
+            if module in _claims and _claims[module][0] != me:
+                _wait(modules)
+                break
         for module in modules:
             _claims[module] = (me, _claims[module][1] + 1 if module in _claims else 1)
 

@@ -140,17 +140,18 @@ class Lending:
         self._undo += [self._parameters.close]
         if not self.call.create_graph:  # what is not differentiated need not be recorded
             self._parameters.put_others(self._still)
-        for module in self._parameters.modules:
-            if module not in self.borrowed:
-                self.borrow(module)
+        for owned in self.call.where.owned:
+            for module in owned.assembly.modules:
+                if module not in self.borrowed:
+                    self.borrow(module, root=module is owned.module)
 
     def _still(self, parameter: Tensor) -> Tensor:
         """A parameter that is not differentiated in: its value, unrecorded."""
         return cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
 
-    def borrow(self, module: nn.Module) -> None:
+    def borrow(self, module: nn.Module, *, root: bool = False) -> None:
         """Lend one module that `f` calls, whether it belongs to the point or not."""
-        self._state.take(module)
+        self._state.take(module, root=root)
         if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule):
             self._undo += [self.hooks.of_module(module)]
 

@@ -41,6 +41,11 @@ class _Clones:
         self.module._buffers.update(self.originals)
 
 
+_KEEP_NOTHING = frozenset(
+    kind for kind in vars(nn).values() if isinstance(kind, type) and kind.__module__.startswith("torch.nn.modules.")
+)
+"""PyTorch's own modules: what they compute they put into no attribute (hooks on them may, and `f` on its point)."""
+
 _lent: dict[nn.Module, _Clones] = {}
 
 
@@ -54,7 +59,7 @@ class StateLoan:
     """The modules whose buffers and attributes one evaluation has borrowed.
 
     Attributes:
-        attributes: What the attributes of each were, when it was borrowed.
+        attributes: What the attributes of each were, when it was borrowed; None of one that keeps nothing.
     """
 
     __slots__ = ("_claimed", "_cloned", "_dtype", "attributes")
@@ -63,14 +68,16 @@ class StateLoan:
         self._dtype = dtype
         self._cloned: list[nn.Module] = []
         self._claimed: list[nn.Module] = []
-        self.attributes: dict[nn.Module, dict[str, Any]] = {}
+        self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
 
-    def take(self, module: nn.Module) -> None:
+    def take(self, module: nn.Module, *, root: bool = False) -> None:
         """Put clones in place of a module's buffers, and note its attributes; no other thread has it meanwhile."""
         if module._parameters or module._buffers:
             _claims.claim((module,))
             self._claimed += [module]
-        self.attributes[module] = module.__dict__.copy()
+        hooked = module._forward_pre_hooks or module._forward_hooks
+        plain = module.__class__ in _KEEP_NOTHING and not root and not hooked
+        self.attributes[module] = None if plain else module.__dict__.copy()
         if module._buffers and not isinstance(module, torch.jit.ScriptModule):
             if module not in _lent:
                 _lent[module] = _Clones(module, self._dtype)
@@ -80,6 +87,8 @@ class StateLoan:
     def tidy(self) -> None:
         """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
         for module, before in self.attributes.items():
+            if before is None:
+                continue
             now = module.__dict__
             left = [name for name in now if not (name in before and now[name] is before[name]) and holds(now[name])]
             for name in left:

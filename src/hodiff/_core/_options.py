@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, TypedDict, get_args
 
 from hodiff.errors import InputError
@@ -59,9 +60,12 @@ class ChunkedBatched(Chunked, Batched, total=False):
     """And what does both."""
 
 
+_words = cache(get_args)
+
+
 def check_option(value: Any, vocabulary: Any, name: str) -> None:
     """Raise unless `value` is a word of the vocabulary, one of the `Literal`s above."""
-    words = get_args(vocabulary)
+    words = _words(vocabulary)
     if value not in words:
         *others, final = [f'"{word}"' for word in words]
         raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")

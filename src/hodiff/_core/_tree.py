@@ -31,6 +31,8 @@ def is_container(value: Any) -> bool:
 
 def flatten(value: Any, name: str = "x") -> tuple[list[Any], list[str], Tree]:
     """The leaves of `value`, a readable path for each (`x['w'][0]`), and the tree to rebuild it."""
+    if not is_container(value):
+        return [value], [name], LEAF
     leaves: list[Any] = []
     names: list[str] = []
     tree = _walk(value, name, leaves, names)

@@ -37,7 +37,9 @@ class Critic(NamedTuple):
 
     def batch_of(self, x: Any) -> torch.Size:
         """The shape of the batch; empty for `batch_ndim=0`."""
-        return _tree.flatten(x)[0][0].shape[: self.batch_ndim] if self.batch_ndim else torch.Size(())
+        if not self.batch_ndim:
+            return torch.Size(())
+        return (x if isinstance(x, Tensor) else _tree.flatten(x)[0][0]).shape[: self.batch_ndim]
 
     def per_sample(self, outputs: Any, batch: torch.Size) -> Tensor:
         """One number per sample; an output without the batch in front is left for the check that names it."""

@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _independence, _nesting, _tree
+from hodiff._core import _checks, _independence, _nesting, _reverse
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, PatchReduction, Reduction, check_option
 from hodiff._core._where import Where
-from hodiff.calculus._first import value_and_grad
 from hodiff.errors import InputError
 from hodiff.penalties import _compiled, _loss, _norm
 from hodiff.penalties._critic import Critic
@@ -223,9 +224,10 @@ def outputs_and_gradient(
             what = critic.per_sample(critic.f, where.tensors[0].shape[: critic.batch_ndim])
     else:
         what = critic
-    value, gradient = value_and_grad(
+    asked = call(
         what,
-        x,
+        where,
+        passes=1,
         has_aux=not tensor,
         batch_ndim=critic.batch_ndim,
         create_graph=create_graph,
@@ -234,7 +236,9 @@ def outputs_and_gradient(
         args=args,
         kwargs=kwargs,
     )
-    return critic.f if tensor else value[1], _tree.flatten(gradient)[0]
+    with Graph(asked) as ev:
+        gradient = _reverse.gradient(ev)
+    return critic.f if tensor else ev.extra(), gradient
 
 
 def _to_the(excess: Tensor, power: float) -> Tensor:
