@@ -127,7 +127,8 @@ def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     stack: list[Any] = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
     visited: dict[Node, bool] = {None: True}
     while stack:
-        node = stack.pop()
+        node = stack[-1]
+        del stack[-1]
         if node in visited:
             continue
         visited[node] = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,17 +21,17 @@ from hodiff._core._options import Allowed, ExtremeReduction
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 
-@contextmanager
-def recording(on: bool) -> Iterator[None]:
+def recording(on: bool) -> AbstractContextManager[Any]:
     """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""
-    if torch.compiler.is_compiling():  # the tracer knows grad mode, but no inference mode
-        with torch.set_grad_enabled(on):
-            yield
-        return
-    with (
-        torch.inference_mode(False) if on and torch.is_inference_mode_enabled() else nullcontext(),
-        torch.set_grad_enabled(on),
-    ):
+    # The tracer knows grad mode, but no inference mode.
+    if on and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        return _recording_again()
+    return torch.set_grad_enabled(on)
+
+
+@contextmanager
+def _recording_again() -> Iterator[None]:
+    with torch.inference_mode(False), torch.set_grad_enabled(True):
         yield
 
 
