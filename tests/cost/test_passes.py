@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hodiff
+from hodiff._core import _engine
 from tests.support.ledger import Ledger
 
 D = torch.float64
@@ -21,6 +22,7 @@ class Count:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.passes = 0
+        hodiff.graph.inspect(torch.ones(1, requires_grad=True).sum())  # it tests itself, by a pass, at its first use
         engine = torch.autograd._engine_run_backward
 
         def counted(*args: object, **kwargs: object) -> object:
@@ -28,6 +30,7 @@ class Count:
             return engine(*args, **kwargs)
 
         monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
+        monkeypatch.setattr(_engine, "_run", counted)
 
     def of(self, f: object) -> object:
         def counted(*args: object) -> object:

@@ -14,7 +14,7 @@ FEATURES = ("curvature", "penalties", "fields", "sparse")
 # Which parts of the library a part may import, besides itself.
 MAY_IMPORT = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
-    "graph": ("errors", "_core._nodes", "_core._compiled_callers"),
+    "graph": ("errors", "_core._nodes", "_core._why", "_core._compiled_callers"),
     "jets": FOUNDATION,  # an engine below the calculus, which takes its high orders from it
     "calculus": (*FOUNDATION, "jets"),
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
@@ -30,7 +30,6 @@ MAY_IMPORT = {
 # with the foundation, which asks it without importing it.
 MODULE_MAY_IMPORT = {
     "hodiff.graph._multi": (*FOUNDATION,),
-    "hodiff.graph": ("_core._why",),
     "hodiff.graph._failure": ("errors", "_core._nodes", "_core._why"),
 }
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict
 
 from hodiff.errors import InputError
 
@@ -60,12 +59,9 @@ class ChunkedBatched(Chunked, Batched, total=False):
     """And what does both."""
 
 
-_words = cache(get_args)
-
-
 def check_option(value: Any, vocabulary: Any, name: str) -> None:
     """Raise unless `value` is a word of the vocabulary, one of the `Literal`s above."""
-    words = _words(vocabulary)
+    words = vocabulary.__args__
     if value not in words:
         *others, final = [f'"{word}"' for word in words]
         raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")

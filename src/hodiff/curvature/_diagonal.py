@@ -28,11 +28,11 @@ Method = Literal["estimate", "exact"]
 def diagonal(
     operator: LinearOperator,
     *,
-    method: Method = "estimate",
     samples: int = 100,
-    rtol: float | None = None,
     probes: Probes = "rademacher",
     vectors: Any = None,
+    method: Method = "estimate",
+    rtol: float | None = None,
     generator: torch.Generator | None = None,
 ) -> DiagonalRecord:
     r"""The diagonal of an operator: \(\mathbb{E}\, z \circ A z\) over random *z*, or exact.

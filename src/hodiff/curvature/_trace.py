@@ -28,11 +28,11 @@ Method = Literal["hutchinson", "hutch++"]
 def trace(
     operator: LinearOperator,
     *,
-    method: Method = "hutchinson",
     samples: int = 100,
-    rtol: float | None = None,
     probes: Probes = "rademacher",
     vectors: Any = None,
+    method: Method = "hutchinson",
+    rtol: float | None = None,
     generator: torch.Generator | None = None,
 ) -> TraceRecord:
     r"""The trace of an operator, \(\operatorname{tr} A = \mathbb{E}\, z^\top A z\) over random *z*.

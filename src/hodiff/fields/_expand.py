@@ -13,6 +13,7 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _nesting, _nodes, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
+from hodiff._core._options import ChunkSize
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import ByNoRoute, NoRule
@@ -33,7 +34,7 @@ class Call:
     method: str = "auto"
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
-    chunk_size: int | str = "auto"
+    chunk_size: ChunkSize = "auto"
 
     def checked(self) -> Call:
         """Itself, with its arguments checked."""

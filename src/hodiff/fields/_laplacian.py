@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks
+from hodiff._core._options import ChunkSize
 from hodiff.fields import _directions
 from hodiff.fields._directions import Probes
 from hodiff.fields._expand import Call, Method
@@ -44,7 +45,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -62,7 +63,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -79,7 +80,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -164,7 +165,7 @@ def value_grad_and_laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

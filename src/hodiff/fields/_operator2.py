@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks
+from hodiff._core._options import ChunkSize
 from hodiff.errors import InputError
 from hodiff.fields import _directions
 from hodiff.fields._expand import Call, Method, choose
@@ -29,7 +30,7 @@ def second_order_operator(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
-    chunk_size: int | str = "auto",
+    chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:

@@ -132,9 +132,15 @@ def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor
     return weight * whole()
 
 
+def _is_trained(leaf: Tensor) -> bool:
+    """Whether a leaf is the caller's, or an enclosing call differentiates by it."""
+    mark = mark_of(leaf)
+    return leaf.requires_grad and (mark is None or mark[0].open)
+
+
 def warn_if_constant(gradient: Sequence[Tensor]) -> None:
     """Warn when nothing that is trained can be reached from the gradient. `requires_grad` alone would not show it."""
-    if gradient and not any(leaf.requires_grad and mark_of(leaf) is None for leaf in _nodes.leaves_below(gradient)):
+    if gradient and not any(map(_is_trained, _nodes.leaves_below(gradient))):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant to the optimiser. Usual "
             "causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, or the gradient does not "

@@ -162,4 +162,5 @@ def test_a_hessian_vector_product_of_the_penalty_is_finite_there():
         g = hodiff.grad(D, x, batch_ndim=1)
         return (g.norm(dim=1) - 1).square().mean()
 
-    assert any(part.isnan().any() for part in hodiff.hvp(by_norm, D, v).values())
+    with pytest.warns(hodiff.HodiffWarning, match="not finite(?s:.*)norm at 0"):
+        assert any(part.isnan().any() for part in hodiff.hvp(by_norm, D, v).values())
