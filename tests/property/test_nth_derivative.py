@@ -99,3 +99,32 @@ def test_no_order_of_an_elementwise_function_is_taken_for_mixed(n: int) -> None:
     agree(hodiff.nth_derivative(lambda t: 3 * t, x, n), torch.full_like(x, 3.0 * (n == 1)))
     scaled = hodiff.nth_derivative(lambda t: t**2 / t.detach().sum(), x, n)  # a constant is no dependence
     agree(scaled, {1: 2 * x, 2: torch.full_like(x, 2.0)}.get(n, torch.zeros_like(x)) / x.sum(), 1e-6)
+
+
+def test_the_check_draws_what_f_drew() -> None:
+    """Another dropout mask would look like entries that mix; and f has drawn once, to whoever draws after it."""
+    x = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+    f = lambda t: torch.nn.functional.dropout(t, 0.5, training=True) ** 3
+    torch.manual_seed(0)
+    mask, after = torch.nn.functional.dropout(torch.ones_like(x), 0.5), torch.rand(1)
+    torch.manual_seed(0)
+    agree(hodiff.nth_derivative(f, x, 3), 6 * mask**3)
+    assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("n", range(1, 5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_errors_are_not_taken_for_mixed_entries(n: int, dtype: torch.dtype) -> None:
+    """Where everything cancels, what is left differs along weights, but is no dependence."""
+    gauss = lambda t: torch.exp(-t.square())
+    for f in (
+        lambda t: gauss(t) - gauss(t),
+        lambda t: (t + 1) ** 2 - t**2 - 2 * t - 1,
+        lambda t: t.sin() ** 2 + t.cos() ** 2,
+        lambda t: torch.log(t.exp()) - t,
+    ):
+        for seed in range(8):
+            x = torch.randn(5, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+            x[0] = 0
+            found = hodiff.nth_derivative(f, x, n)
+            assert found.abs().max() < 1e3 * torch.finfo(dtype).eps

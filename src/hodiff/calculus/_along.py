@@ -13,15 +13,25 @@ from hodiff._core._graph import Graph
 
 
 class Lines(NamedTuple):
-    """First and second derivatives along R lines, `(R, *output)` each; and along the drift, `(*output)`, or None."""
+    """Second derivatives along R lines, `(R, *output)`; first ones, likewise; and along the drift, `(*output)`."""
 
-    first: Tensor
     second: Tensor
+    first: Tensor | None
     drift: Tensor | None
 
 
 def by_entries(
+<<<<<<< HEAD
     ev: Graph, output: Tensor, vectors: Tensor, *, drift: Tensor | None = None, chunk_size: int | None = None
+=======
+    ev: Graph,
+    output: Tensor,
+    vectors: Tensor,
+    *,
+    first: bool = True,
+    drift: Tensor | None = None,
+    chunk_size: int | None = None,
+>>>>>>> w-fld
 ) -> Lines:
     """Where a sample has few outputs and many lines: for each output its gradient, then the lines in batches.
 
@@ -29,10 +39,12 @@ def by_entries(
         ev: An evaluation of two passes, of a single tensor.
         output: Its output, with the batch in front.
         vectors: v, `(R, *leaf)`, or with ones for the batch.
+        first: Whether first derivatives are wanted; they cost no pass.
         drift: A vector b, shaped like the leaf, for b·∇f.
         chunk_size: How many lines one pass takes; None bounds its memory.
     """
     entries = output.flatten(ev.batch_ndim).unbind(-1) if output.ndim > ev.batch_ndim else (output,)
+<<<<<<< HEAD
     last = len(entries) - 1
     found = [_of_entry(ev, entry, vectors, drift, chunk_size, more=k < last) for k, entry in enumerate(entries)]
     first, second, slopes = zip(*found, strict=True)
@@ -44,18 +56,37 @@ def _of_entry(
     ev: Graph, entry: Tensor, vectors: Tensor, drift: Tensor | None, chunk_size: int | None, *, more: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
+=======
+    seconds, firsts, drifts = [], [], []
+    for k, entry in enumerate(entries):
+        (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
+        seconds.append(_seconds(ev, gradient, vectors, chunk_size, last=k == len(entries) - 1))
+        if first:
+            firsts.append(_inner(gradient, vectors, ev.batch_ndim))
+        if drift is not None:
+            drifts.append(_inner(gradient, drift.unsqueeze(0), ev.batch_ndim))
+    shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
+    return Lines(shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None)
+
+
+def _seconds(ev: Graph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, last: bool) -> Tensor:
+    """v'∇²f v of each line and sample, from the gradients of one output."""
+>>>>>>> w-fld
 
     def rows(start: int, stop: int) -> list[Tensor]:
         return [vectors[start:stop].expand(stop - start, *gradient.shape)]
 
+<<<<<<< HEAD
     firsts, seconds = [], []
     chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
+=======
+    found = []
+    chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, last=last)
+>>>>>>> w-fld
     for start, stop, (products,) in chunks:
-        firsts.append(_inner(gradient, vectors[start:stop], ev.batch_ndim))
-        seconds.append(_inner(products, vectors[start:stop], ev.batch_ndim))
+        found.append(_inner(products, vectors[start:stop], ev.batch_ndim))
         del products  # before the next chunk is made
-    slope = None if drift is None else _inner(gradient, drift.unsqueeze(0), ev.batch_ndim)[0]
-    return torch.cat(firsts), torch.cat(seconds), slope
+    return torch.cat(found)
 
 
 def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:

@@ -12,7 +12,7 @@ from hodiff.jets import _push
 
 
 class Curves(NamedTuple):
-    """Along each direction: the value, first derivatives `(R, *out)` and second ones `(groups, *out)`."""
+    """The value; first derivatives along each direction, `(R, *out)`, where wanted; second ones, `(groups, *out)`."""
 
     value: Any
     first: Any
@@ -28,17 +28,20 @@ def by_jets(call: Call, directions: Directions, drift: Any = None, *, limit: flo
     return Curves(series[0], _push.entry(series, 1, rows), _push.entry(series, 2, groups) * 2)
 
 
-def by_reverse(call: Call, directions: Directions, drift: Any) -> Curves:
+def by_reverse(call: Call, directions: Directions, drift: Any, *, first: bool = True) -> Curves:
     """Double backward: one pass for each component of f, then the directions in batches."""
     vectors, weights, groups = directions
     with call.evaluation(passes=2) as ev:
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
         size = _checks.check_chunk_size(call.chunk_size)
-        first, second, along = _along.by_entries(ev, output, vectors, drift=drift, chunk_size=size)
-        value = ev.value()
+        lines = _along.by_entries(ev, output, vectors, first=first, drift=drift, chunk_size=size)
+        value, second = ev.value(), lines.second
     if weights is not None:
         second = second * weights.reshape(-1, *[1] * output.ndim)
     if groups != second.shape[0]:
         second = second.reshape(groups, len(second) // groups, *output.shape).sum(1)
-    return Curves(*released(ev, [value, first, second if along is None else second + along]))
+    if lines.drift is not None:
+        second = second + lines.drift
+    value, second, *firsts = released(ev, [value, second, *([] if lines.first is None else [lines.first])])
+    return Curves(value, firsts[0] if firsts else None, second)

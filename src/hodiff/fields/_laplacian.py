@@ -202,7 +202,9 @@ def value_grad_and_laplacian(
     """
     call = Call("value_grad_and_laplacian", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
     with call.grad_mode():
-        value, first, second = second_order(call, _directions.of_laplacian(x, batch_ndim, weight, units=True))
+        value, first, second = second_order(
+            call, _directions.of_laplacian(x, batch_ndim, weight, units=True), first=True
+        )
         return value, gradient(call, value, first), second[0]
 
 

@@ -41,9 +41,13 @@ LEAST_CHUNK = 8  # directions: the value is computed again for each chunk
 WORTHWHILE = 16  # directions: the rehearsal costs three vectors of R + 2
 
 
-def second_order(call: Call, directions: Directions, drift: Any = None) -> Curves:
-    """The function and its derivatives along straight lines; with `drift` b, second ones gain b·∇f."""
-    return choose(call, lambda: _by_jets(call, directions, drift), lambda: by_reverse(call, directions, drift))
+def second_order(call: Call, directions: Directions, drift: Any = None, *, first: bool = False) -> Curves:
+    """The function and its derivatives along straight lines; with `drift` b, second ones gain b·∇f.
+
+    First derivatives are there where they are by-products, or wanted.
+    """
+    reverse = lambda: by_reverse(call, directions, drift, first=first)  # noqa: E731
+    return choose(call, lambda: _by_jets(call, directions, drift), reverse)
 
 
 def _by_jets(call: Call, directions: Directions, drift: Any) -> Curves:

@@ -88,6 +88,14 @@ def test_the_numbers_do_not_depend_on_who_records(name, method, x):
 
 
 @ROUTES
+def test_a_result_that_is_not_recorded_is_new_memory(x, method):
+    kept = x.clone()
+    value, _, _ = hodiff.value_grad_and_laplacian(lambda x: x, x, method=method, create_graph=False)
+    value.zero_()
+    agree(x, kept)
+
+
+@ROUTES
 def test_no_samples(method):
     none = torch.empty(0, 3, dtype=D)
     several = lambda x: torch.stack([smooth(x), gaussian(x)], 1)
@@ -396,6 +404,36 @@ def test_estimates(probes, method):
     assert found.value.shape == found.stderr.shape == (4,) and found.samples == count
     assert bool(((found.value - exact).abs() < 5 * found.stderr + 1e-12).all())
     assert bool((found.stderr > 0).all())
+
+
+def test_some_coordinates_stand_for_all():
+    """Where all second derivatives are alike, any of them tell the Laplacian; with weights, their mean does."""
+    x = torch.randn(2, 6, dtype=D)
+    found = hodiff.laplacian(lambda x: x.square().sum(-1), x, samples=2, probes="coordinates")
+    agree(found.value, torch.full((2,), 12.0, dtype=D))
+    weight = torch.arange(1.0, 7.0, dtype=D)
+    few = [
+        hodiff.laplacian(lambda x: x.square().sum(-1), x, weight=weight, samples=3, probes="coordinates").value[0]
+        for _ in range(400)
+    ]
+    assert abs(float(torch.stack(few).mean()) - 42) < 1.5
+
+
+@ROUTES
+def test_positive_factors_of_random_directions(method):
+    """Signs times the roots of the weights: exact for a diagonal Hessian."""
+    x, weight = torch.randn(2, 3, dtype=D), torch.tensor([1.0, 0.0, 2.5], dtype=D)
+    found = hodiff.laplacian(lambda x: (x**3).sum(-1), x, weight=weight, samples=3, method=method)
+    agree(found.value, (6 * x * weight).sum(-1))
+
+
+@ROUTES
+def test_partials_of_several_outputs_that_are_not_recorded(x, method):
+    f = lambda x: torch.stack([smooth(x), quartic(x), smooth(2 * x)], 1)
+    found = hodiff.partials(f, x, [(0,), (0, 1), (2, 2)], method=method, create_graph=False)
+    for index, got in found.items():
+        each = [hodiff.partial(lambda x, k=k: f(x)[:, k], x, index, method="reverse") for k in range(3)]
+        agree(got, torch.stack(each, 1).detach())
 
 
 def test_estimates_are_unbiased_and_their_error_is_what_they_say():

@@ -9,6 +9,7 @@ from torch import nn
 
 import hodiff
 from hodiff.jets import _dispatch, _push
+from hodiff.jets._registry import RULES
 from tests.support.properties import agree
 
 D = torch.float64
@@ -241,6 +242,22 @@ def test_a_jet_looks_like_its_value(x):
     assert seen["tensor"] and seen["shape"] == (7, 3) and seen["size"] == 7 and seen["dim"] == 2 and seen["length"] == 7
     assert seen["dtype"] == D and seen["positive"] and seen["item"] == float(x.sum())
     assert seen["text"] == f"{x.sum():.2f}" and seen["name"].startswith("Jet(order 2 in 3 direction")
+
+
+def test_a_rule_leaves_the_grad_mode_of_the_rule_around_it(x, monkeypatch):
+    """Coefficients of an an expansion may be jets of an earlier one, whose rules run inside its own."""
+    modes, sin = [], RULES.known["sin"]
+
+    def watched(*args):
+        result = sin.apply(*args)
+        modes.append(torch.is_grad_enabled())
+        return result
+
+    monkeypatch.setitem(RULES.known, "sin", sin._replace(apply=watched))
+    ones = torch.ones_like(x)
+    inner = lambda x: hodiff.laplacian(lambda y: torch.sin(y * x).sum(-1), ones, create_graph=False)
+    hodiff.laplacian(lambda x: inner(x) + x.square().sum(-1), x, create_graph=False, method="jets")
+    assert modes == [False, False] and torch.is_grad_enabled()
 
 
 def test_branches_follow_the_value(x):
