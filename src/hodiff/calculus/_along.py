@@ -21,9 +21,6 @@ class Lines(NamedTuple):
 
 
 def by_entries(
-<<<<<<< HEAD
-    ev: Graph, output: Tensor, vectors: Tensor, *, drift: Tensor | None = None, chunk_size: int | None = None
-=======
     ev: Graph,
     output: Tensor,
     vectors: Tensor,
@@ -31,7 +28,6 @@ def by_entries(
     first: bool = True,
     drift: Tensor | None = None,
     chunk_size: int | None = None,
->>>>>>> w-fld
 ) -> Lines:
     """Where a sample has few outputs and many lines: for each output its gradient, then the lines in batches.
 
@@ -44,23 +40,10 @@ def by_entries(
         chunk_size: How many lines one pass takes; None bounds its memory.
     """
     entries = output.flatten(ev.batch_ndim).unbind(-1) if output.ndim > ev.batch_ndim else (output,)
-<<<<<<< HEAD
-    last = len(entries) - 1
-    found = [_of_entry(ev, entry, vectors, drift, chunk_size, more=k < last) for k, entry in enumerate(entries)]
-    first, second, slopes = zip(*found, strict=True)
-    shaped = lambda parts: torch.stack(parts, -1).reshape(*parts[0].shape[: -ev.batch_ndim or None], *output.shape)  # noqa: E731
-    return Lines(shaped(first), shaped(second), None if drift is None else shaped(slopes))
-
-
-def _of_entry(
-    ev: Graph, entry: Tensor, vectors: Tensor, drift: Tensor | None, chunk_size: int | None, *, more: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
-=======
     seconds, firsts, drifts = [], [], []
     for k, entry in enumerate(entries):
         (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
-        seconds.append(_seconds(ev, gradient, vectors, chunk_size, last=k == len(entries) - 1))
+        seconds.append(_seconds(ev, gradient, vectors, chunk_size, more=k < len(entries) - 1))
         if first:
             firsts.append(_inner(gradient, vectors, ev.batch_ndim))
         if drift is not None:
@@ -69,20 +52,14 @@ def _of_entry(
     return Lines(shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None)
 
 
-def _seconds(ev: Graph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, last: bool) -> Tensor:
+def _seconds(ev: Graph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, more: bool) -> Tensor:
     """v'∇²f v of each line and sample, from the gradients of one output."""
->>>>>>> w-fld
 
     def rows(start: int, stop: int) -> list[Tensor]:
         return [vectors[start:stop].expand(stop - start, *gradient.shape)]
 
-<<<<<<< HEAD
-    firsts, seconds = [], []
-    chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
-=======
     found = []
-    chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, last=last)
->>>>>>> w-fld
+    chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
     for start, stop, (products,) in chunks:
         found.append(_inner(products, vectors[start:stop], ev.batch_ndim))
         del products  # before the next chunk is made

@@ -124,13 +124,9 @@ def derivatives(
         except NoRule as error:
             if _jet.is_jet(x) or isinstance(error, NoDerivative):
                 raise
-<<<<<<< HEAD
-    with Graph(call(f, x, passes=n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs)) as ev:
-=======
     given = {"allow": allow, "args": args, "kwargs": kwargs}
     state = RandomState.of(x.device)
     with Graph(call(f, x, passes=n, create_graph=create_graph, **given)) as ev:
->>>>>>> w-fld
         value = _check_shape(_checks.check_output(ev.outputs), x)
         weights = _weights(value) if n and value.numel() > 1 else None
         found, weighted = [value], [value]
