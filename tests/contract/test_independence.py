@@ -31,7 +31,7 @@ SCALARS = {  # f gives one number per sample
     "curvature_penalty": lambda f, x, **k: hodiff.curvature_penalty(f, x, **k),
     "sliced_score_matching_loss": lambda f, x, **k: hodiff.sliced_score_matching_loss(f, x, log_density=True, **k),
 }
-# By their own files: what mixes in a field is another matter, and these evaluate nothing.
+# By their own files: fields in test_silent_rows, and these evaluate nothing.
 NOT_HERE = {"interpolate", "sample_norm"}
 FIELDS = ("laplacian", "divergence", "curl", "biharmonic", "partial", "second_order_operator")
 calls = pytest.mark.parametrize("name", SCALARS)

@@ -285,17 +285,13 @@ def test_4_a_state_in_a_closure() -> None:
 # --- 5, 6: multi_grad ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("method", ["auto", "cut", "retain", "separate"])
-def test_5_a_hook_at_the_cut_runs_once(method: str) -> None:
+@pytest.mark.parametrize("release", [False, True])
+def test_5_a_hook_at_the_cut_runs_once(release: bool) -> None:
     a = torch.tensor(2.0, dtype=D, requires_grad=True)
     h = a * 1
     h.register_hook(lambda g: 10 * g)
     losses = [h.sum(), (h**2).sum()]
-    try:
-        got = hodiff.multi_grad(losses, a, method=method)
-    except hodiff.InputError:
-        pytest.skip("no such method")
+    got = hodiff.multi_grad(losses, a, release=release)
     torch.testing.assert_close(torch.stack([torch.as_tensor(g) for g in got]), torch.tensor([10.0, 40.0], dtype=D))
 
 
@@ -333,7 +329,7 @@ def test_7_an_operator_sees_that_its_parameters_changed(how: str) -> None:
 # --- 8: entrywise, at the order asked for ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, 4])  # at zeros the first derivative is right: no entry has one by another
 @pytest.mark.parametrize("of", ["nth_derivative", "derivatives"])
 def test_8_a_function_that_mixes_entries_is_refused(of: str, n: int) -> None:
     with pytest.raises(hodiff.InputError, match=r"(?i)entr|element"):
@@ -460,7 +456,7 @@ def test_11_every_function_with_batch_ndim_has_it() -> None:
 def test_12_estimators_in_half_precision(dtype: torch.dtype) -> None:
     x = torch.ones(100_000, dtype=dtype)
     H = hodiff.HessianOperator(lambda z: (z.float() ** 2).sum(), x)
-    found = hodiff.trace(H, products=4, generator=torch.Generator().manual_seed(0))
+    found = hodiff.trace(H, samples=4, generator=torch.Generator().manual_seed(0))
     assert abs(float(found.value) / 200_000 - 1) < 1e-2
 
 
@@ -510,7 +506,7 @@ def test_15_complex_parameters_do_not_vanish(name: str) -> None:
 def test_15_select_says_complex_not_frozen() -> None:
     with pytest.raises(hodiff.InputError, match="complex"):
         hodiff.grad(lambda p: torch.zeros(()), hodiff.select(Complex(), "c"))
-    got = hodiff.grad(lambda m: m(), hodiff.select(m := Complex(), "r"))  # the way out that is promised
+    got = hodiff.grad(lambda some: some.module(), hodiff.select(m := Complex(), "r"))  # the way out that is promised
     torch.testing.assert_close(got, {"r": 2 * m.r.detach()})
 
 

@@ -31,6 +31,8 @@ def check_real_tensor(value: Any, name: str) -> None:
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: {_not_a_tensor(value)}")
     if value.is_floating_point():
+        if value.is_meta:
+            raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")
         if value.layout is not torch.strided or value.is_nested:
             kind = "nested" if value.is_nested else str(value.layout)
             raise InputError(f"{name}: is a {kind} tensor; give a dense one (x.to_dense(), or its .values()).")

@@ -152,6 +152,12 @@ def scales_by_frequency(node: Node) -> bool:
     return getattr(node, "_saved_scale_grad_by_freq", False)
 
 
+def has_backward(function: type) -> bool:
+    """Whether an `autograd.Function` says how it is differentiated."""
+    plain = torch.autograd.Function
+    return getattr(function, "backward", None) is not plain.backward or getattr(function, "vjp", None) is not plain.vjp
+
+
 def is_once_differentiable(function: type) -> bool:
     """Whether an `autograd.Function`'s backward wears `@once_differentiable`."""
     return getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE

@@ -10,6 +10,7 @@ every order. `group_norm` and `rms_norm` are right as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -106,8 +107,17 @@ def _update(input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tens
         var.lerp_((batch_var.mean(average) if average else batch_var).to(var.dtype), momentum)
 
 
+def logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    """`torch.logcumsumexp` by its recursion: PyTorch's backward takes the logarithm of the cotangent, zeros too."""
+    if not input.ndim or not input.shape[dim]:
+        return torch.logcumsumexp(input, dim)
+    return torch.stack([*accumulate(input.unbind(dim), torch.logaddexp)], dim)
+
+
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
+    torch.logcumsumexp: logcumsumexp,
+    Tensor.logcumsumexp: logcumsumexp,
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.batch_norm: batch_norm,

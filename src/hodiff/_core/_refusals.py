@@ -89,6 +89,7 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
         raise _translate.missing([function.__name__])
     if function.__name__ == "BackwardHookFunction":  # PyTorch's own, an identity; what hooks do is watched
         return
+    _refuse_without_backward(function)
     if _nodes.is_once_differentiable(function):
         raise GraphError(
             f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
@@ -97,6 +98,22 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
             functions=[function.__name__],
         )
     _warn_once(function)
+
+
+def refuse_without_backward(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> None:
+    """Raise where a gradient was computed by a Function that cannot be differentiated itself."""
+    for function, nodes in graph.functions():
+        if not _nodes.has_backward(function) and _nodes.reaches(nodes, inputs):
+            _refuse_without_backward(function)
+
+
+def _refuse_without_backward(function: type) -> None:
+    if not _nodes.has_backward(function):
+        raise GraphError(
+            f"autograd.Function {function.__name__} has no backward, so it has no derivative. Write one, in "
+            f"differentiable operations, or use torch operations in its place.",
+            functions=[function.__name__],
+        )
 
 
 def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:

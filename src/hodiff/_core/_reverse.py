@@ -391,6 +391,7 @@ def refuse_missing(
     graph = _nodes.survey(found)
     if third:
         _refusals.refuse_third_order(graph)
+    _refusals.refuse_without_backward(graph, inputs)
     bad = list(graph.named("NotImplemented", "Error", *_translate.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):
         return

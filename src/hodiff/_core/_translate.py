@@ -98,6 +98,15 @@ _ONCE = (
     "Remove the decorator if its backward is made of differentiable operations."
 )
 
+_SPARSE_ROWS = (
+    "the gradient of an embedding with sparse=True is a sparse tensor, which the operation that computed its table "
+    "cannot take. Use sparse=False."
+)
+_OUTPUT_PADDING = (
+    "PyTorch has no further derivative of a transposed convolution (conv_transpose) with output_padding. Leave it "
+    "out, and pad the result (F.pad)."
+)
+
 _freed = partial(GraphError, _FREED, kind="freed", advice=_FREED_WAY_OUT)
 _changed = partial(GraphError, _CHANGED, kind="changed")
 _compiled = partial(GraphError, _COMPILED, operations=["compiledfunction"])
@@ -115,6 +124,10 @@ _TEXTS: dict[str, Callable[[], GraphError]] = {
     "Checkpointing is not compatible with .grad()": _reentrant,
     "torch.utils.checkpoint: ": partial(GraphError, _RECOMPUTED),
     "marked with @once_differentiable": partial(GraphError, _ONCE),
+    "not implemented for sparse tensors": partial(GraphError, _SPARSE_ROWS, operations=["embedding"]),
+    "output_padding is not supported for non-transposed": partial(
+        GraphError, _OUTPUT_PADDING, operations=["convolution"]
+    ),
 }
 
 _NOT_IMPLEMENTED = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")

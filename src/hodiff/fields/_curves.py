@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from hodiff._core import _checks
 from hodiff.calculus import _along
 from hodiff.fields._directions import Directions
-from hodiff.fields._expand import Call, push, released
+from hodiff.fields._expand import FieldCall, push, released
 from hodiff.jets import _push
 
 
@@ -19,7 +19,7 @@ class Curves(NamedTuple):
     second: Any
 
 
-def by_jets(call: Call, directions: Directions, drift: Any = None, *, limit: float | None = None) -> Curves:
+def by_jets(call: FieldCall, directions: Directions, drift: Any = None, *, limit: float | None = None) -> Curves:
     """One expansion in all directions; with `drift` b, second ones gain b·∇f."""
     vectors, weights, groups = directions
     rows = vectors.shape[0]
@@ -28,7 +28,7 @@ def by_jets(call: Call, directions: Directions, drift: Any = None, *, limit: flo
     return Curves(series[0], _push.entry(series, 1, rows), _push.entry(series, 2, groups) * 2)
 
 
-def by_reverse(call: Call, directions: Directions, drift: Any, *, first: bool = True) -> Curves:
+def by_reverse(call: FieldCall, directions: Directions, drift: Any, *, first: bool = True) -> Curves:
     """Double backward: one pass for each component of f, then the directions in batches."""
     vectors, weights, groups = directions
     with call.evaluation(passes=2) as ev:

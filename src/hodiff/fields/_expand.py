@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _compiled_callers, _nesting, _nodes, _tree
+from hodiff._core import _checks, _compiled_callers, _independence, _nesting, _nodes, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
 from hodiff._core._options import ChunkSize
@@ -23,7 +23,7 @@ Method = Literal["auto", "jets", "reverse"]
 
 
 @dataclass(frozen=True)
-class Call:
+class FieldCall:
     """What every field operator passes on: the function, its point, and how to evaluate."""
 
     name: str
@@ -35,8 +35,9 @@ class Call:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
     chunk_size: ChunkSize = "auto"
+    check_independence: bool = False
 
-    def checked(self) -> Call:
+    def checked(self) -> FieldCall:
         """Itself, with its arguments checked."""
         if self.x is _checks.MISSING:
             raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
@@ -57,6 +58,8 @@ class Call:
             raise InputError(
                 f"f: is a {type(self.f).__name__}; expected a function of x, or a tensor computed from it."
             )
+        if self.check_independence and not torch.compiler.is_compiling():
+            _independence.check(self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs)
         return self
 
     @property
@@ -104,7 +107,7 @@ class Call:
         return detached(whole, {memory_of(self.x)})
 
 
-def choose(call: Call, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
+def choose(call: FieldCall, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
     """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture."""
     if torch.compiler.is_compiling():  # the engine's passes cannot be traced
         prefer = "jets"
@@ -133,7 +136,7 @@ def _by_reverse(route: Callable[[], Any]) -> Any:
     return route()
 
 
-def push(call: Call, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:
+def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:
     """The output's series, and its expansion."""
     record = call.record
     output, expansion = _push.push(
@@ -149,6 +152,6 @@ def released(ev: Graph, results: list[Tensor]) -> list[Tensor]:
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
 
 
-def components(output: Tensor, call: Call) -> tuple[Tensor, ...]:
+def components(output: Tensor, call: FieldCall) -> tuple[Tensor, ...]:
     """The entries of an output for each sample, one tensor of the batch's shape for each."""
     return output.flatten(call.batch_ndim).unbind(-1) if output.ndim > call.batch_ndim else (output,)

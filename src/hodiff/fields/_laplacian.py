@@ -13,7 +13,7 @@ from hodiff._core import _checks
 from hodiff._core._options import ChunkSize
 from hodiff.fields import _directions
 from hodiff.fields._directions import Probes
-from hodiff.fields._expand import Call, Method
+from hodiff.fields._expand import FieldCall, Method
 from hodiff.fields._parts import second_order
 
 What = Callable[..., Any] | Tensor
@@ -45,6 +45,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     chunk_size: ChunkSize = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
@@ -63,6 +64,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     chunk_size: ChunkSize = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
@@ -80,6 +82,7 @@ def laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     chunk_size: ChunkSize = "auto",
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
@@ -101,6 +104,7 @@ def laplacian(
             *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
         method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets, or
             reverse with a warning where an operation of `f` has no rule.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         chunk_size: How many directions one evaluation of `f` (in reverse: one pass) carries, or `"auto"`: see Cost.
         generator: Source of the random directions; None means the device's default.
         args: Further positional arguments for `f`.
@@ -140,7 +144,18 @@ def laplacian(
         Hutchinson, M. F. (1989). A stochastic estimator of the trace of the influence matrix.
         doi:10.1080/03610918908812806.
     """
-    call = Call("laplacian", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
+    call = FieldCall(
+        "laplacian",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        chunk_size,
+        check_independence=check_independence,
+    ).checked()
     if samples is None:
         with call.grad_mode():
             return second_order(call, _directions.of_laplacian(x, batch_ndim, weight)).second[0]
@@ -165,6 +180,7 @@ def value_grad_and_laplacian(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -179,6 +195,7 @@ def value_grad_and_laplacian(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the results can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         chunk_size: As for `laplacian`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -200,7 +217,18 @@ def value_grad_and_laplacian(
         >>> hodiff.value_grad_and_laplacian(lambda x: (x**3).sum(-1), torch.tensor([[1.0, 2.0]]))
         (tensor([9.]), tensor([[ 3., 12.]]), tensor([18.]))
     """
-    call = Call("value_grad_and_laplacian", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
+    call = FieldCall(
+        "value_grad_and_laplacian",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        chunk_size,
+        check_independence=check_independence,
+    ).checked()
     with call.grad_mode():
         value, first, second = second_order(
             call, _directions.of_laplacian(x, batch_ndim, weight, units=True), first=True
@@ -208,7 +236,7 @@ def value_grad_and_laplacian(
         return value, gradient(call, value, first), second[0]
 
 
-def gradient(call: Call, value: Any, first: Any) -> Any:
+def gradient(call: FieldCall, value: Any, first: Any) -> Any:
     """Partial derivatives `(D, *out)` as a gradient, or as a Jacobian where f has several components."""
     components = tuple(value.shape[call.batch_ndim :])
     last = first.movedim(0, -1)

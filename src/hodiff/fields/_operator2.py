@@ -12,7 +12,7 @@ from hodiff._core import _checks
 from hodiff._core._options import ChunkSize
 from hodiff.errors import InputError
 from hodiff.fields import _directions
-from hodiff.fields._expand import Call, Method, choose
+from hodiff.fields._expand import FieldCall, Method, choose
 from hodiff.fields._laplacian import laplacian
 from hodiff.fields._parts import second_order
 from hodiff.jets import _jet
@@ -30,6 +30,7 @@ def second_order_operator(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -50,6 +51,7 @@ def second_order_operator(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, also by *C*, *b* and *c*.
         method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         chunk_size: As for `laplacian`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -75,7 +77,18 @@ def second_order_operator(
         >>> hodiff.second_order_operator(u, torch.zeros(1, 2), C, b).abs()
         tensor([0.])
     """
-    call = Call("second_order_operator", f, x, batch_ndim, create_graph, method, args, kwargs, chunk_size).checked()
+    call = FieldCall(
+        "second_order_operator",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        chunk_size,
+        check_independence=check_independence,
+    ).checked()
     with call.grad_mode():
         directions = _directions.of_matrix(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))
@@ -85,7 +98,7 @@ def second_order_operator(
     return result
 
 
-def _drift(b: Any, call: Call) -> Any:
+def _drift(b: Any, call: FieldCall) -> Any:
     if not _jet.is_jet(b):
         _checks.check_real_tensor(b, "b")
     size = torch.Size(call.event).numel()
@@ -103,6 +116,7 @@ def biharmonic(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -114,6 +128,7 @@ def biharmonic(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -138,7 +153,9 @@ def biharmonic(
     Reference:
         Dangel, F. et al. (2025), arXiv:2505.13644, find nested forward Laplacians the fastest route.
     """
-    call = Call("biharmonic", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    call = FieldCall(
+        "biharmonic", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+    ).checked()
     if not callable(f):
         raise InputError("f: is a tensor already computed; biharmonic needs the function.")
     inner = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs}

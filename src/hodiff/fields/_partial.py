@@ -13,7 +13,7 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
 from hodiff.errors import InputError
-from hodiff.fields._expand import Call, Method, choose, components, released
+from hodiff.fields._expand import FieldCall, Method, choose, components, released
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import OTHER_ROUTE, NoRule
 
@@ -32,6 +32,7 @@ def partial(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -44,6 +45,7 @@ def partial(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
         method: `"jets"`, `"reverse"`, or `"auto"`: reverse up to a total order of 3, jets beyond.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -66,8 +68,17 @@ def partial(
     """
     if isinstance(index, (tuple, list)) and not index:
         raise InputError("index: is empty; expected coordinates such as (0, 0, 1). The value itself is f(x).")
-    options = {"batch_ndim": batch_ndim, "create_graph": create_graph, "method": method, "args": args, "kwargs": kwargs}
-    (found,) = partials(f, x, [index], **options).values()
+    (found,) = partials(
+        f,
+        x,
+        [index],
+        batch_ndim=batch_ndim,
+        create_graph=create_graph,
+        method=method,
+        check_independence=check_independence,
+        args=args,
+        kwargs=kwargs,
+    ).values()
     return found
 
 
@@ -79,6 +90,7 @@ def partials(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[tuple[int, ...], Tensor]:
@@ -91,6 +103,7 @@ def partials(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the results can be differentiated again, as for `laplacian`.
         method: As for `partial`, by the highest order asked for.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -112,7 +125,9 @@ def partials(
         >>> u[(0,)], u[(0, 0)], u[(0, 1)]
         (tensor([12.]), tensor([4.]), tensor([6.]))
     """
-    call = Call("partials", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    call = FieldCall(
+        "partials", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+    ).checked()
     if len(call.event) != 1:
         raise InputError(f"x: has points of shape {call.event}; partial derivatives need vectors, (D,).")
     if not isinstance(indices, (tuple, list)):
@@ -137,7 +152,7 @@ def _index(index: Any, size: int) -> Index:
     return tuple(sorted(index))
 
 
-def _by_reverse(call: Call, wanted: Sequence[Index]) -> dict[Index, Tensor]:
+def _by_reverse(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Tensor]:
     """Nested passes along the prefixes of the sorted indices; a component of f at a time."""
     prefixes = sorted({each[:k] for each in wanted for k in range(len(each) + 1)}, key=len)
     inner = {each[:-1] for each in prefixes if each}
@@ -165,7 +180,7 @@ def _by_reverse(call: Call, wanted: Sequence[Index]) -> dict[Index, Tensor]:
     return dict(zip(wanted, released(ev, results), strict=True))
 
 
-def _by_jets(call: Call, wanted: Sequence[Index]) -> dict[Index, Any]:
+def _by_jets(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     """Pure derivatives from one expansion in several directions, mixed ones from nested expansions."""
     found: dict[Index, Any] = {}
     pure = [each for each in wanted if len(set(each)) <= 1]
@@ -178,7 +193,7 @@ def _by_jets(call: Call, wanted: Sequence[Index]) -> dict[Index, Any]:
     return found
 
 
-def _pure(call: Call, wanted: Sequence[Index]) -> dict[Index, Any]:
+def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     axes = sorted({each[0] for each in wanted if each}) or [0]
     order = max(1, *(len(each) for each in wanted)) if len(wanted) > 1 else max(1, len(wanted[0]))
     seeds = _push.units(call.x, call.batch_ndim)[axes]
@@ -193,7 +208,7 @@ def _pure(call: Call, wanted: Sequence[Index]) -> dict[Index, Any]:
     return found
 
 
-def _mixed(call: Call, index: Index) -> dict[Index, Any]:
+def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
     """All derivatives that `index` contains: a series of series, one level for each coordinate."""
     powers = sorted(Counter(index).items())
     units = _push.units(call.x, call.batch_ndim)

@@ -25,7 +25,7 @@ from hodiff._core._random_state import RandomState
 from hodiff.errors import GraphError
 from hodiff.fields._curves import Curves, by_jets, by_reverse
 from hodiff.fields._directions import Directions
-from hodiff.fields._expand import Call, choose, push
+from hodiff.fields._expand import FieldCall, choose, push
 from hodiff.jets import _jet, _push
 from hodiff.jets._series import TooWide
 
@@ -41,7 +41,7 @@ LEAST_CHUNK = 8  # directions: the value is computed again for each chunk
 WORTHWHILE = 16  # directions: the rehearsal costs three vectors of R + 2
 
 
-def second_order(call: Call, directions: Directions, drift: Any = None, *, first: bool = False) -> Curves:
+def second_order(call: FieldCall, directions: Directions, drift: Any = None, *, first: bool = False) -> Curves:
     """The function and its derivatives along straight lines; with `drift` b, second ones gain b·∇f.
 
     First derivatives are there where they are by-products, or wanted.
@@ -50,7 +50,7 @@ def second_order(call: Call, directions: Directions, drift: Any = None, *, first
     return choose(call, lambda: _by_jets(call, directions, drift), reverse)
 
 
-def _by_jets(call: Call, directions: Directions, drift: Any) -> Curves:
+def _by_jets(call: FieldCall, directions: Directions, drift: Any) -> Curves:
     if _hidden(call.x):
         return by_jets(call, directions, drift)
     size = _checks.check_chunk_size(call.chunk_size)
@@ -73,7 +73,7 @@ def _hidden(x: Any) -> bool:
     return torch.compiler.is_compiling() or wrappers.is_functorch_wrapped_tensor(_jet.value_of(x))
 
 
-def _within_bounds(call: Call, directions: Directions, drift: Any) -> Curves:
+def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
     """All at once where that is small; else blocks of samples, or chunks of directions where those cannot be."""
     random = RandomState.of(call.x.device)
     divisible = call.batch_ndim > 0 and len(call.x) >= 2 * LEAST_BLOCK
@@ -124,7 +124,7 @@ class Rehearsal(NamedTuple):
         return all(_same(part, order[rows], _rounding(order)[rows]) for part, order in pairs)
 
 
-def _rehearse(call: Call, directions: Directions) -> Rehearsal:
+def _rehearse(call: FieldCall, directions: Directions) -> Rehearsal:
     vectors = directions.vectors
     count = torch.arange(1, 1 + len(vectors), dtype=torch.float32, device=vectors.device)  # squares fit no half
     mix = torch.cos(count**2).to(vectors.dtype)
@@ -133,7 +133,7 @@ def _rehearse(call: Call, directions: Directions) -> Rehearsal:
     return Rehearsal(mix, vector, orders, widest)
 
 
-def _along(call: Call, vector: Tensor) -> tuple[list[Tensor], int]:
+def _along(call: FieldCall, vector: Tensor) -> tuple[list[Tensor], int]:
     """The coefficients of f along one direction, and the bytes of the largest tensor met."""
     series, expansion = push(call, [vector], 2, limit=float("inf"))
     return [series[0], *(_push.entry(series, k, 1)[0] for k in (1, 2))], expansion.widest
@@ -158,7 +158,9 @@ def _truth(condition: Tensor) -> bool:
         return False
 
 
-def _by_samples(call: Call, directions: Directions, drift: Any, limit: float, rehearsal: Rehearsal) -> Curves | None:
+def _by_samples(
+    call: FieldCall, directions: Directions, drift: Any, limit: float, rehearsal: Rehearsal
+) -> Curves | None:
     """Block after block; None where `f` takes them for something else than parts of the batch."""
     size = int(limit * len(call.x) // (len(directions.vectors) * rehearsal.bytes))
     blocks = _slices(len(call.x), size)
@@ -191,7 +193,7 @@ def _rows(vectors: Tensor, rows: slice) -> Tensor:
     return vectors[:, rows] if vectors.shape[1] > 1 else vectors
 
 
-def _by_directions(call: Call, directions: Directions, drift: Any, size: int) -> Curves | None:
+def _by_directions(call: FieldCall, directions: Directions, drift: Any, size: int) -> Curves | None:
     """Chunk after chunk; None where `f` does not give the same value each time."""
     vectors, weights, groups = directions
     random = RandomState.of(call.x.device)

@@ -12,7 +12,7 @@ from hodiff._core import _checks, _reverse
 from hodiff.errors import InputError
 from hodiff.fields import _directions
 from hodiff.fields._directions import Probes
-from hodiff.fields._expand import Call, Method, choose, push, released
+from hodiff.fields._expand import FieldCall, Method, choose, push, released
 from hodiff.fields._laplacian import Estimate, estimate
 from hodiff.jets import _push
 from hodiff.jets._series import full
@@ -29,6 +29,7 @@ def divergence(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -43,6 +44,7 @@ def divergence(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         generator: Source of the random directions; None means the device's default.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -62,7 +64,9 @@ def divergence(
         >>> hodiff.divergence(lambda x: x**2, torch.tensor([[1.0, 2.0, 3.0]]))
         tensor([12.])
     """
-    call = Call("divergence", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    call = FieldCall(
+        "divergence", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+    ).checked()
     if samples is None:
         with call.grad_mode():
             return along(call, _directions.of_laplacian(x, batch_ndim).vectors, None).sum(0)
@@ -72,7 +76,7 @@ def divergence(
         return estimate(along(call, directions.vectors, directions.weights), remaining)
 
 
-def along(call: Call, vectors: Any, weights: Any) -> Any:
+def along(call: FieldCall, vectors: Any, weights: Any) -> Any:
     """The forms v · J v, `(R, *batch)`."""
     first = jacobian_products(call, vectors)
     dims = tuple(range(1 + call.batch_ndim, first.ndim))
@@ -80,7 +84,7 @@ def along(call: Call, vectors: Any, weights: Any) -> Any:
     return each if weights is None else each * weights.reshape(-1, *[1] * (each.ndim - 1))
 
 
-def jacobian_products(call: Call, vectors: Any) -> Any:
+def jacobian_products(call: FieldCall, vectors: Any) -> Any:
     """J v for each direction, `(R, *x.shape)`; `f(x)` must have the shape of x."""
 
     def jets() -> Any:
@@ -99,7 +103,7 @@ def jacobian_products(call: Call, vectors: Any) -> Any:
     return choose(call, jets, reverse)
 
 
-def _check_shape(value: Any, call: Call) -> None:
+def _check_shape(value: Any, call: FieldCall) -> None:
     if value.shape != call.x.shape:
         raise InputError(
             f"f: returned shape {tuple(value.shape)} for x of shape {tuple(call.x.shape)}; {call.name} needs a vector "
@@ -114,6 +118,7 @@ def curl(
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
+    check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -125,6 +130,7 @@ def curl(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -146,7 +152,9 @@ def curl(
         >>> hodiff.curl(rotation, torch.ones(1, 3)) @ torch.tensor([0.0, 0.0, 1.0])
         tensor([2.])
     """
-    call = Call("curl", f, x, batch_ndim, create_graph, method, args, kwargs).checked()
+    call = FieldCall(
+        "curl", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+    ).checked()
     if call.event not in ((2,), (3,)):
         raise InputError(f"x: has points of shape {call.event}; a curl needs (2,) or (3,).")
     with call.grad_mode():
