@@ -172,11 +172,17 @@ class Graph:
 
     def value(self) -> Any:
         """What the caller gets to see of the outputs: detached, unless the result is differentiable."""
-        return self.outputs if self.create_graph else self._apart(self.outputs)
+        return self._given(self.outputs)
 
     def extra(self) -> Any:
         """What `f` returned beside the loss, likewise."""
-        return self.aux if self.create_graph else self._apart(self.aux)
+        return self._given(self.aux)
+
+    def _given(self, value: Any) -> Any:
+        if not self.create_graph:
+            return self._apart(value)
+        _nodes.mark_results(_tensors(value))
+        return value
 
     def _apart(self, value: Any) -> Any:
         """`value` detached; copied where it is the caller's tensor or a view of it, as where f returns its argument."""
@@ -222,7 +228,7 @@ class Graph:
             ticket, number = attributes[MARK]
             if ticket is mine:
                 reached |= {number}
-            elif ticket.detached and not ticket.open:
+            elif not ticket.open and (ticket.detached or _nodes.leads_past_results(survey, variable)):
                 raise _refusals.leftover(self._kept_by(ticket))
         self._refuse_bypass(survey, foreign)
         return [name for number, name in enumerate(self.where.names) if number not in reached]

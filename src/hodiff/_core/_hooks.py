@@ -58,14 +58,14 @@ def _watch() -> Callable[[], None]:
     call, register = nn.Module.__call__, Tensor.register_hook
 
     def lend_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        opened = _nesting.state.open
-        if opened and self not in opened[-1].borrowed:
-            opened[-1].borrow(self)
+        running = _nesting.state.running
+        if running and self not in running[-1].borrowed:
+            running[-1].borrow(self)
         return call(self, *args, **kwargs)
 
     def register_hook(self: Tensor, hook: Hook) -> Any:
-        opened = _nesting.state.open
-        return register(self, opened[-1].hooks.watched(hook) if opened else hook)
+        running = _nesting.state.running
+        return register(self, running[-1].hooks.watched(hook) if running else hook)
 
     nn.Module.__call__, Tensor.register_hook = lend_and_call, register_hook
 

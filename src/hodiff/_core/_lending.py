@@ -93,8 +93,10 @@ class Lending:
             self._state = StateLoan(call.cast)
             self.borrowed = self._state.attributes
             self._undo += [self._state.close]
+            self.also(watch)
+            _nesting.state.running += [self]
+            self._undo += [_nesting.state.running.pop]
             if call.order:
-                self.also(watch)
                 _nesting.state.open += [self]
                 self._undo += [_nesting.state.open.pop]
             if parametrize._cache_enabled:
@@ -140,10 +142,18 @@ class Lending:
         self._undo += [self._parameters.close]
         if not self.call.create_graph:  # what is not differentiated need not be recorded
             self._parameters.put_others(self._still)
+        self._borrow_point()
+
+    def _borrow_point(self) -> None:
         for owned in self.call.where.owned:
             for module in owned.assembly.modules:
                 if module not in self.borrowed:
                     self.borrow(module, root=module is owned.module)
+
+    def _afresh(self) -> None:
+        """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
+        self._state.close()
+        self._borrow_point()
 
     def _still(self, parameter: Tensor) -> Tensor:
         """A parameter that is not differentiated in: its value, unrecorded."""
@@ -152,7 +162,7 @@ class Lending:
     def borrow(self, module: nn.Module, *, root: bool = False) -> None:
         """Lend one module that `f` calls, whether it belongs to the point or not."""
         self._state.take(module, root=root)
-        if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule):
+        if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule) and not self._ran:
             self._undo += [self.hooks.of_module(module)]
 
     # --- running f
@@ -176,8 +186,8 @@ class Lending:
 
     def at(self, arguments: Sequence[Any]) -> Any:
         """What `f` returns when `arguments` stand in the place of the point's tensors. Nothing is checked."""
-        if self._ran:  # what it kept the first time is not to be met again
-            self._state.tidy()
+        if self._ran:
+            self._afresh()
         self._ran = True
         self.put(arguments)
         call = self.call

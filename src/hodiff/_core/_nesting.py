@@ -12,7 +12,8 @@ class _State(threading.local):
     """What this thread is evaluating, innermost last."""
 
     def __init__(self) -> None:
-        self.open: list[Any] = []  # of `Lending`, which stands on this module
+        self.running: list[Any] = []  # of `Lending`, which stands on this module: whose f runs, differentiated or not
+        self.open: list[Any] = []  # those whose f is differentiated
 
 
 state = _State()

@@ -137,6 +137,25 @@ def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         stack += [below for below, _ in node.next_functions]
 
 
+RESULT = "a result of hodiff"
+
+
+def mark_results(tensors: Iterable[Tensor]) -> None:
+    """Note on the nodes of differentiable results that the caller was given them."""
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is not None:
+            node.metadata[RESULT] = True  # pyright: ignore[reportIndexIssue]
+
+
+def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
+    """Whether a graph reaches a leaf otherwise than through results that the caller was given."""
+    below = {child for nodes in graph.by_class.values() for node in nodes for child, _ in node.next_functions}
+    roots = [node for nodes in graph.by_class.values() for node in nodes if node not in below]
+    results = {node for nodes in graph.by_class.values() for node in nodes if RESULT in node.metadata}
+    return any(variable is leaf for variable in Survey(roots, results).variables())
+
+
 def function_of(kind: type, node: Node) -> type:
     """The Python `autograd.Function` whose backward a node of that class is."""
     return getattr(node, "_forward_cls", kind)

@@ -61,7 +61,10 @@ def pull(
         if not ev.kinds <= cleared:
             refuse_missing(outputs, found, inputs, third=ev.order >= 3)
             cleared.update(kind for kind in ev.kinds if _is_harmless(kind, third=ev.order >= 3))
-        return _connected(ev, found)
+        found = _connected(ev, found)
+        if ev.create_graph:
+            _nodes.mark_results(found)
+        return found
     return found
 
 
@@ -230,7 +233,9 @@ def stacked(
     if ev.create_graph:
         parts = [found for _, _, found in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
         whole = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-        return _connected(ev, whole)
+        whole = _connected(ev, whole)
+        _nodes.mark_results(whole)
+        return whole
     results: list[Tensor] = []
     for start, stop, found in chunks:
         if stop - start == count:

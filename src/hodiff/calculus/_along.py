@@ -39,6 +39,7 @@ def by_entries(
         drift: A vector b, shaped like the leaf, for b·∇f.
         chunk_size: How many lines one pass takes; None bounds its memory.
     """
+    vectors = vectors.clone() if vectors.is_inference() else vectors
     entries = output.flatten(ev.batch_ndim).unbind(-1) if output.ndim > ev.batch_ndim else (output,)
     seconds, firsts, drifts = [], [], []
     for k, entry in enumerate(entries):

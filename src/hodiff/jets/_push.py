@@ -66,6 +66,7 @@ def push(
     where = points[0] if len(points) == 1 else tuple(points)
     asked = call(f, where, passes=order, create_graph=False, spread=len(points) > 1, args=args, kwargs=kwargs)
     with Lending(asked) as lending, Turn() as number:
+        lending.remember()
         expansion = Expansion(number, order, rows, **options)
         jets, bases = _jets(points, seeds, expansion)
         values = [_jet.value_of(point) for point in points]

@@ -217,7 +217,7 @@ def outputs_and_gradient(
     if torch.compiler.is_compiling():
         return _compiled.outputs_and_gradient(critic, x, create_graph=create_graph, args=args, kwargs=kwargs)
     tensor = isinstance(critic.f, Tensor)
-    where = Where(x)
+    where = x if isinstance(x, Where) else Where(x)
     if tensor:
         _checks.check_batch(where.tensors, where.names, critic.batch_ndim)
         with torch.enable_grad():

@@ -220,8 +220,8 @@ def curvature_penalty(
         GraphError: As for `gradient_penalty`.
 
     Cost:
-        Two evaluations of `f` and two reverse passes. Where `f` draws random numbers (dropout), the two
-        evaluations differ by them too.
+        Two evaluations of `f` and two reverse passes. Where `f` draws random numbers (dropout), both
+        evaluations have the same.
 
     Examples:
         \(\ell = \tfrac12 \lVert x\rVert^2\) has the gradient x, so the difference is h z with \(\lVert z\rVert = 1\):
@@ -245,14 +245,16 @@ def curvature_penalty(
     if check_independence:
         _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     options = {"create_graph": record, "strict": False, "allow": allow, "args": args, "kwargs": kwargs}
-    outputs, here = outputs_and_gradient(critic, x, **options)
     where = Where(x)
+    random = RandomState.of(where.tensors[0].device)
+    outputs, here = outputs_and_gradient(critic, where, **options)
     with torch.no_grad():
         signs = [part.sign() for part in here]
         scale = h / _norm.norm(signs, batch_ndim).clamp(min=1)  # of no signs the norm is 0, of some at least 1
         steps = [sign * scale.to(sign).reshape(*scale.shape, *[1] * (sign.ndim - batch_ndim)) for sign in signs]
     with _loss.recording(record):
         there = where.result([leaf + step for leaf, step in zip(where.tensors, steps, strict=True)])
+        random.restore()  # of two draws (dropout) the difference would be that of the draws
         _, moved = outputs_and_gradient(critic, there, **options)
         change = [_norm.wide(b) - _norm.wide(a) for a, b in zip(here, moved, strict=True)]
         loss = _loss.reduce(_norm.squares(change, batch_ndim), reduction, weight)

@@ -184,8 +184,9 @@ def _run(
         raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
     # No pass of this call's own: it lends and casts; the calls of `grad` below differentiate.
     with Lending(call(f, where, passes=0, cast=dtype, args=args, kwargs=kwargs)) as lending, torch.random.fork_rng():
-        value, random = lending.at, torch.get_rng_state()
-        point = tuple(leaf.detach() for leaf in lending.leaves())
+        value, random = lambda leaves: lending.run(leaves, leaves), torch.get_rng_state()
+        point = tuple(leaf.detach().clone() for leaf in lending.leaves())
+        lending.remember()
 
         def scalar(leaves: Point) -> Tensor:
             torch.set_rng_state(random)
