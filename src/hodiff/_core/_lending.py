@@ -157,13 +157,32 @@ class Lending:
 
     def _still(self, parameter: Tensor) -> Tensor:
         """A parameter that is not differentiated in: its value, unrecorded."""
-        return cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
+        still = cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
+        _pass_for(still, parameter)
+        return still
 
     def borrow(self, module: nn.Module, *, root: bool = False) -> None:
         """Lend one module that `f` calls, whether it belongs to the point or not."""
         self._state.take(module, root=root)
+        if "max_norm" in module.__dict__ and module.max_norm is not None and not self._is_point(module):
+            self._copy_table(module)
         if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule) and not self._ran:
             self._undo += [self.hooks.of_module(module)]
+
+    def _is_point(self, module: nn.Module) -> bool:
+        return any(module in owned.assembly.modules for owned in self.call.where.owned)
+
+    def _copy_table(self, module: nn.Module) -> None:
+        """Let an `Embedding(max_norm=...)` renormalise a copy of its table."""
+        theirs: Any = module._parameters["weight"]
+        copy = theirs.clone() if self.call.create_graph else theirs.detach().clone()
+        _pass_for(copy, theirs)
+        module._parameters["weight"] = copy
+
+        def restore() -> None:
+            module._parameters["weight"] = theirs
+
+        self._undo += [restore]
 
     # --- running f
 
@@ -174,6 +193,7 @@ class Lending:
         found = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
         for index, leaf in enumerate(found):
             leaf.__dict__[MARK] = ticket, index  # pyright: ignore[reportIndexIssue]
+            _pass_for(leaf, call.where.tensors[index])
         self._watched = [leaf for index, leaf in enumerate(found) if index not in renormed] if renormed else found
         return found
 
@@ -259,6 +279,12 @@ class Lending:
             now.restore()
 
 
+def _pass_for(stand_in: Tensor, theirs: Tensor) -> None:
+    """Let `isinstance(p, nn.Parameter)` say of a stand-in what it says of the user's tensor: `f` may ask."""
+    if theirs.__class__ is nn.Parameter or "_is_param" in theirs.__dict__:
+        stand_in.__dict__["_is_param"] = True  # pyright: ignore[reportIndexIssue]
+
+
 def mark_of(leaf: Tensor) -> tuple[Ticket, int] | None:
     """Whose leaf a tensor is, and its number there; None for a tensor of the user's."""
     return leaf.__dict__.get(MARK)
@@ -281,10 +307,7 @@ def _aliases(
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise
-        raise InputError(
-            "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
-            "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."
-        ) from error
+        raise InputError(_nesting.INSIDE_A_TRANSFORM) from error
 
 
 def _leaf(tensor: Tensor, dtype: torch.dtype | None, copied: bool) -> Tensor:

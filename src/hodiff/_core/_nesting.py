@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hodiff.errors import InputError
+
 
 class _State(threading.local):
     """What this thread is evaluating, innermost last."""
@@ -27,6 +29,19 @@ def inside() -> bool:
 def nested() -> bool:
     """Whether the evaluation at hand is itself inside the `f` of another."""
     return len(state.open) > 1
+
+
+def refuse_transforms() -> None:
+    """Raise inside a transform of `torch.func` that differentiates: a detached result would count as a constant."""
+    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    if stack and any(level.key().name in ("Grad", "Jvp") for level in stack):
+        raise InputError(INSIDE_A_TRANSFORM)
+
+
+INSIDE_A_TRANSFORM = (
+    "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
+    "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."
+)
 
 
 def total_order(passes: int, create_graph: bool) -> int:

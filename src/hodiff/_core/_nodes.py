@@ -204,7 +204,7 @@ def _metadata(node: Node) -> Iterable[Any]:
     """What a node knows of the gradients that it receives; nothing where PyTorch cannot tell (nested tensors)."""
     try:
         return getattr(node, "_input_metadata", ())
-    except RuntimeError:
+    except (RuntimeError, NotImplementedError):
         return ()
 
 

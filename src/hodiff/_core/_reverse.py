@@ -32,6 +32,15 @@ _cleared: dict[bool, set[type]] = {False: set(), True: set()}
 Graphs of nothing else need no second search."""
 
 
+_without_functions: set[type] = set()
+"""Classes of nodes that are no Python `autograd.Function`'s."""
+
+
+def _has_functions(ev: Graph) -> bool:
+    _without_functions.update(kind for kind in ev.kinds if not issubclass(kind, BackwardCFunction))
+    return not ev.kinds <= _without_functions
+
+
 def pull(
     ev: Graph,
     outputs: Sequence[Tensor],
@@ -90,7 +99,8 @@ def products(
     inputs: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
-    vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
+    own_backward = not ev.kinds <= _without_functions and _has_functions(ev)  # which may write into what it is given
+    vectors = [vector.clone() if own_backward or vector.is_inference() else vector for vector in vectors]
     if count is None:
         return finite(ev, own(pull(ev, outputs, vectors, inputs=inputs), vectors))
     inputs = ev.leaves if inputs is None else inputs

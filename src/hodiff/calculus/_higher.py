@@ -221,6 +221,8 @@ def _by_jets(
 ) -> tuple[Tensor, ...]:
     """All orders from one expansion along ones; another, along weights, tells whether f is elementwise."""
     record = _nesting.recorded(create_graph)
+    if not record:
+        _nesting.refuse_transforms()
     state = RandomState.of(x.device)
     given = {"args": args, "kwargs": kwargs}
     output, expansion = _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given)

@@ -117,7 +117,8 @@ def _per_sample(factor: Any, x: Any, batch_ndim: int) -> Any:
 def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
     """The eigenvectors of the symmetric part, scaled by the roots of |λ|, with the signs of λ."""
     weight = weight.detach()
-    values, vectors = torch.linalg.eigh((weight + weight.mT) / 2)
+    wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight  # there is no eigh of halves
+    values, vectors = (part.to(weight.dtype) for part in torch.linalg.eigh((wide + wide.mT) / 2))
     if weight.ndim == 2:
         negligible = values.abs() <= values.abs().amax() * weight.shape[0] * torch.finfo(weight.dtype).eps
         if not torch.compiler.is_compiling() and not bool(negligible.all()):

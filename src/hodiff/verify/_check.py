@@ -183,7 +183,13 @@ def _run(
     if not callable(f) or isinstance(f, Tensor):
         raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
     # No pass of this call's own: it lends and casts; the calls of `grad` below differentiate.
-    with Lending(call(f, where, passes=0, cast=dtype, args=args, kwargs=kwargs)) as lending, torch.random.fork_rng():
+    # Autocast would round what is compared to a few digits.
+    device = where.tensors[0].device.type
+    with (
+        Lending(call(f, where, passes=0, cast=dtype, args=args, kwargs=kwargs)) as lending,
+        torch.random.fork_rng(),
+        torch.autocast(device, enabled=False),
+    ):
         value, random = lambda leaves: lending.run(leaves, leaves), torch.get_rng_state()
         point = tuple(leaf.detach().clone() for leaf in lending.leaves())
         lending.remember()

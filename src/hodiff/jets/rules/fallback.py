@@ -28,6 +28,7 @@ UNKNOWN_TO_JETS = {
     "__array__": "NumPy cuts the graph; use torch",
     "tolist": "the result would be a constant; use .detach().tolist()",
     "logcumsumexp": "its backward takes the logarithm of the cotangent, which a series cannot pass",
+    "feature_alpha_dropout": "its mask would be drawn once more; draw it yourself and multiply",
     "select_scatter": "its batched form has a wrong derivative in PyTorch; use slice_scatter or torch.where",
     "lstm": "use rnn cells",
     "gru": "use rnn cells",
