@@ -19,7 +19,7 @@ expected, and the way out.
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 __all__ = [
     "BatchMixingWarning",
@@ -96,17 +96,22 @@ class GraphError(HodiffError, RuntimeError):
         hodiff.errors.GraphError: the output of f carries no graph: ...
     """
 
-    def __init__(
-        self,
-        message: str = "",
+    _facts: Facts = Facts()
+
+    @classmethod
+    def about(
+        cls,
+        message: str,
         *,
         kind: Kind = "",
         advice: str = "",
         operations: Iterable[str] = (),
         functions: Iterable[str] = (),
-    ) -> None:
-        super().__init__(f"{message} {advice}" if advice else message)
-        self._facts = Facts(kind, message, advice, frozenset(operations), frozenset(functions))
+    ) -> Self:
+        """One that carries what it is about; not by `__init__`, which `torch.compile` could not trace."""
+        error = cls(f"{message} {advice}" if advice else message)
+        error._facts = Facts(kind, message, advice, frozenset(operations), frozenset(functions))
+        return error
 
 
 class DerivativeError(HodiffError, AssertionError):

@@ -30,7 +30,7 @@ def check_real_tensor(value: Any, name: str) -> None:
     """Raise unless `value` is a strided, real floating point tensor."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: {_not_a_tensor(value)}")
-    if value.is_floating_point():
+    if value.dtype.is_floating_point:
         if value.is_meta:
             raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")
         if value.layout is not torch.strided or value.is_nested:
@@ -86,11 +86,11 @@ def check_output(value: Any, name: str = "f(x)") -> Tensor:
     if not isinstance(value, Tensor):
         hint = " (has_aux=True if f returns (loss, extra))" if isinstance(value, tuple) else ""
         raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
+    if value.dtype.is_floating_point:
+        return value
     if value.is_complex():
         raise InputError(f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real).")
-    if not value.is_floating_point():
-        raise InputError(f"f: {name} has dtype {value.dtype}, which has no derivative; return a floating point tensor.")
-    return value
+    raise InputError(f"f: {name} has dtype {value.dtype}, which has no derivative; return a floating point tensor.")
 
 
 def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:

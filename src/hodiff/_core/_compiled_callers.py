@@ -10,6 +10,7 @@ imports Dynamo (seconds), and puts a wrapper around each function.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, TypeVar
@@ -21,7 +22,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 TRACED = frozenset({
     "biharmonic",
     "curl",
-    "curvature_penalty",
     "divergence",
     "dragan_penalty",
     "eikonal_penalty",
@@ -70,6 +70,39 @@ def check_point(leaves: Iterable[Tensor]) -> None:
         _leave_the_trace()
 
 
+FUNCTION_REASON = (
+    "hodiff: f applies a Python autograd.Function, whose backward, or its derivative, the tracer would lose. Leave out "
+    "fullgraph=True, or call it outside of the compiled function"
+)
+
+
+def functions_traced() -> int:
+    """While tracing: how many `autograd.Function`s the graph has so far, known as it is traced."""
+    frame, found = sys._getframe(), 0
+    while frame is not None:
+        output = getattr(frame.f_locals.get("self"), "output", None)
+        for tracer in getattr(output, "tracers", ()):
+            found += sum("autograd_function_apply" in str(node.target) for node in tracer.graph.nodes)
+        if output is not None:
+            return found
+        frame = frame.f_back
+    return found
+
+
+# What torch.compiler.assume_constant_result does, which would import Dynamo at once.
+functions_traced._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def check_functions(before: int) -> None:
+    """While tracing: leave the route through the tracer where `f` applied a Function since."""
+    if functions_traced() != before:
+        leave_for_a_function()
+
+
+def leave_for_a_function() -> None:
+    """Nothing: the tracer ends its graph here, as at `_leave_the_trace`."""
+
+
 def _leave_the_trace() -> None:
     """Nothing: the tracer ends its graph here, so that the public function is called as it is."""
 
@@ -116,3 +149,4 @@ def _skip(code: CodeType) -> None:
 
 
 uncompiled(_leave_the_trace, POINT_REASON)
+uncompiled(leave_for_a_function, FUNCTION_REASON)

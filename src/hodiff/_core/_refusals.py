@@ -27,7 +27,7 @@ def independent(owned: bool, unused: list[str], has_graph: bool) -> GraphError:
             )
         )
     source = "the output of f" if owned else "f"
-    return GraphError(
+    return GraphError.about(
         f"{source} carries no graph: between {names} and the result everything was cut.", advice=USUAL_CAUSES
     )
 
@@ -91,7 +91,7 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
         return
     _refuse_without_backward(function)
     if _nodes.is_once_differentiable(function):
-        raise GraphError(
+        raise GraphError.about(
             f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
             f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
             f"operations, or accept what is there with allow={function.__name__!r}.",
@@ -109,7 +109,7 @@ def refuse_without_backward(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> N
 
 def _refuse_without_backward(function: type) -> None:
     if not _nodes.has_backward(function):
-        raise GraphError(
+        raise GraphError.about(
             f"autograd.Function {function.__name__} has no backward, so it has no derivative. Write one, in "
             f"differentiable operations, or use torch operations in its place.",
             functions=[function.__name__],
@@ -119,7 +119,7 @@ def _refuse_without_backward(function: type) -> None:
 def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     names = {type(node).__name__ for node in nodes}
     layer = "layer_norm" if "NativeLayerNormBackwardBackward0" in names else "batch_norm or instance_norm"
-    raise GraphError(
+    raise GraphError.about(
         f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
         f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
         f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not).",
@@ -129,7 +129,7 @@ def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 
 def _refuse_weight_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
-        raise GraphError(
+        raise GraphError.about(
             "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
             "the function instead of its value, which writes the norm out from its definition.",
             operations=["weightnorm"],
@@ -139,7 +139,7 @@ def _refuse_weight_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
         csr = "Compressed" in type(nodes[0]).__name__
-        raise GraphError(
+        raise GraphError.about(
             f"a second derivative through torch.{'sparse_csr_tensor (or csc, bsr)' if csr else 'sparse_coo_tensor'} "
             f"of values that are differentiated is wrong: PyTorch takes the backward of that constructor for a "
             f"constant, without a word. Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, "
@@ -152,7 +152,7 @@ def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 def _refuse_scaled_embedding(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     scaled = [node for node in nodes if _nodes.scales_by_frequency(node)]
     if _nodes.reaches(scaled, leaves):
-        raise GraphError(
+        raise GraphError.about(
             "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its second "
             "backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients, and is no property "
             "of the function).",
@@ -162,7 +162,7 @@ def _refuse_scaled_embedding(nodes: list[Any], leaves: Sequence[Tensor]) -> None
 
 def _refuse_chunked_loss(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
-        raise GraphError(
+        raise GraphError.about(
             "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: PyTorch "
             "takes its gradient for a constant, without a word. Call it without options, or write "
             "F.cross_entropy(F.linear(x, weight), target).",
@@ -172,7 +172,7 @@ def _refuse_chunked_loss(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 
 def _refuse_batch_norm_with_update(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
-        raise GraphError(
+        raise GraphError.about(
             "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use F.batch_norm, which "
             "hodiff writes out from its definition.",
             operations=["batchnormwithupdate"],

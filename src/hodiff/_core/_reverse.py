@@ -280,7 +280,12 @@ def _connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:
     The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
     sum of none of a leaf's entries is 0, and depends on the leaf.
     """
-    if not ev.create_graph or all(part.requires_grad for part in found):
+    if not ev.create_graph:
+        return found
+    for part in found:
+        if not part.requires_grad:
+            break
+    else:
         return found
     callers = [leaf for leaf in ev.leaves if not ev.owned or leaf.grad_fn is not None]
     if not callers:

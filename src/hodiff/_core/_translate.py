@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 
 from hodiff._core import _versions
 from hodiff.errors import GraphError
@@ -62,7 +61,7 @@ def missing(names: list[str]) -> GraphError:
     pieces = list(dict.fromkeys(piece for name in names if (piece := _piece(name)) is not None))
     if pieces:
         ways_out = "; nor of ".join(_WAYS_OUT[piece] for piece in pieces)
-        return GraphError(f"PyTorch has no second derivative of {ways_out}.", operations=pieces)
+        return GraphError.about(f"PyTorch has no second derivative of {ways_out}.", operations=pieces)
     return GraphError(
         f"an operation in this graph has no second derivative in PyTorch. Operations in it: {', '.join(names)}. "
         f"Write that operation with others, or check it alone with hodiff.check_derivatives."
@@ -107,10 +106,22 @@ _OUTPUT_PADDING = (
     "out, and pad the result (F.pad)."
 )
 
-_freed = partial(GraphError, _FREED, kind="freed", advice=_FREED_WAY_OUT)
-_changed = partial(GraphError, _CHANGED, kind="changed")
-_compiled = partial(GraphError, _COMPILED, operations=["compiledfunction"])
-_reentrant = partial(GraphError, _REENTRANT, operations=["checkpointfunction"])
+
+def _freed() -> GraphError:
+    return GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT)
+
+
+def _changed() -> GraphError:
+    return GraphError.about(_CHANGED, kind="changed")
+
+
+def _compiled() -> GraphError:
+    return GraphError.about(_COMPILED, operations=["compiledfunction"])
+
+
+def _reentrant() -> GraphError:
+    return GraphError.about(_REENTRANT, operations=["checkpointfunction"])
+
 
 # The engine's own words are all that it gives: here alone they are read.
 _TEXTS: dict[str, Callable[[], GraphError]] = {
@@ -122,11 +133,11 @@ _TEXTS: dict[str, Callable[[], GraphError]] = {
     "CheckpointFunctionBackward": _reentrant,
     "torch.utils.checkpoint is incompatible": _reentrant,
     "Checkpointing is not compatible with .grad()": _reentrant,
-    "torch.utils.checkpoint: ": partial(GraphError, _RECOMPUTED),
-    "marked with @once_differentiable": partial(GraphError, _ONCE),
-    "not implemented for sparse tensors": partial(GraphError, _SPARSE_ROWS, operations=["embedding"]),
-    "output_padding is not supported for non-transposed": partial(
-        GraphError, _OUTPUT_PADDING, operations=["convolution"]
+    "torch.utils.checkpoint: ": lambda: GraphError.about(_RECOMPUTED),
+    "marked with @once_differentiable": lambda: GraphError.about(_ONCE),
+    "not implemented for sparse tensors": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
+    "output_padding is not supported for non-transposed": lambda: GraphError.about(
+        _OUTPUT_PADDING, operations=["convolution"]
     ),
 }
 
@@ -143,7 +154,7 @@ def engine_error(error: Exception) -> GraphError | None:
         name = found.group(1)
         if way_out(name):
             return missing([name])
-        return GraphError(f"PyTorch has no derivative of {name}.", operations=[_key(name)])
+        return GraphError.about(f"PyTorch has no derivative of {name}.", operations=[_key(name)])
     return next((ours() for piece, ours in _TEXTS.items() if piece in text), None)
 
 

@@ -72,7 +72,7 @@ def complete(failure: Failure) -> None:
     else:
         advice = "" if found else facts.advice
     if found or advice != facts.advice:
-        words = f"{facts.stem} {advice}".rstrip()
+        words = f"{facts.stem or failure.error} {advice}".rstrip()
         failure.error.args = (f"{words}\n{found}" if found else words,)
 
 

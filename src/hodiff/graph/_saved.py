@@ -241,7 +241,7 @@ def _forget(tensor: Tensor) -> None:
 
 
 def _raise_released(nothing: None) -> Tensor:
-    raise GraphError(RELEASED_TEXT, kind="released")
+    raise GraphError.about(RELEASED_TEXT, kind="released")
 
 
 def leaf(node: Node) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _tree
+from hodiff._core import _compiled_callers, _tree
 from hodiff._core._graph import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
@@ -49,7 +49,8 @@ _running = _Running()
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
     if torch.compiler.is_compiling():
-        _refuse_inlined()
+        if _inlined():
+            _compiled_callers.leave_for_a_function()
     elif not torch._C._is_fwd_grad_enabled():
         _refuse_hidden()
     name = operation(func)
@@ -76,26 +77,23 @@ def _refuse_hidden() -> None:
     raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
 
 
-def _refuse_inlined() -> None:
-    """Raise where Dynamo is in the forward of an `autograd.Function`, which it inlines as if it were any function.
+def _inlined() -> bool:
+    """Whether Dynamo is in the forward of an `autograd.Function`, which it inlines as if it were any function.
 
-    Dynamo evaluates this as it traces, with its own frames above. Were its method renamed, this would raise, too.
+    Dynamo evaluates this as it traces, with its own frames above. Were its method renamed, this would raise.
     """
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
     inlining, frame = AutogradFunctionVariable.call_apply.__code__, sys._getframe()
     while frame is not None:
         if frame.f_code is inlining:
-            raise NoRule(
-                "a Python autograd.Function",
-                "its backward defines its derivative, which a jet cannot see",
-                "Call hodiff outside torch.compile, where nested reverse mode is used for it.",
-            )
+            return True
         frame = frame.f_back
+    return False
 
 
 # What torch.compiler.assume_constant_result does, which would import Dynamo at once.
-_refuse_inlined._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_inlined._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:

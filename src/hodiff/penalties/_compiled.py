@@ -29,7 +29,9 @@ def outputs_and_gradient(
 
     def total(point: list[Tensor]) -> tuple[Tensor, Tensor]:
         batch = point[0].shape[: critic.batch_ndim]
+        before = _compiled_callers.functions_traced()
         outputs = critic.f(_tree.rebuild(tree, iter(point)), *args, **(kwargs or {}))
+        _compiled_callers.check_functions(before)
         scalars = critic.per_sample(outputs, batch)
         _checks.check_scalars(scalars, critic.batch_ndim, batch)
         if not scalars.requires_grad:  # of this transform, which knows nothing but the point

@@ -37,6 +37,8 @@ def _recording_again() -> Iterator[None]:
 
 def accepted(allow: Allowed) -> list[str | type]:
     """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
+    if not allow:
+        return ["_DDPSink"]
     return [*([allow] if isinstance(allow, (str, type)) else allow), "_DDPSink"]
 
 
