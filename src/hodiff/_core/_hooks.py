@@ -49,30 +49,34 @@ class Hooks:
         return restore
 
 
-def _watch() -> Callable[[], None]:
-    """Let the innermost evaluation know of each module called, and of each hook that is registered on a tensor.
+def _watch_modules() -> Callable[[], None]:
+    """Let the innermost evaluation know of each module that is called."""
+    # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
+    # what it had looked up, and slows what comes after.
+    return nn.modules.module.register_module_forward_pre_hook(_lend_module).remove
 
-    A global forward pre-hook would do for the modules, but with one PyTorch takes the slow way through every call, and
-    warns where a compiled module is met.
-    """
-    call, register = nn.Module.__call__, Tensor.register_hook
 
-    def lend_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        running = _nesting.state.running
-        if running and self not in running[-1].borrowed:
-            running[-1].borrow(self)
-        return call(self, *args, **kwargs)
+def _lend_module(module: nn.Module, args: Any) -> None:
+    running = _nesting.state.running
+    if running and module not in running[-1].borrowed:
+        running[-1].borrow(module)
+
+
+def _watch_hooks() -> Callable[[], None]:
+    """Let the innermost evaluation know of each hook that is registered on a tensor."""
+    register = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Hook) -> Any:
         running = _nesting.state.running
         return register(self, running[-1].hooks.watched(hook) if running else hook)
 
-    nn.Module.__call__, Tensor.register_hook = lend_and_call, register_hook
+    Tensor.register_hook = register_hook
 
     def restore() -> None:
-        nn.Module.__call__, Tensor.register_hook = call, register
+        Tensor.register_hook = register
 
     return restore
 
 
-watch = Counted(_watch)
+watch_modules = Counted(_watch_modules)
+watch_hooks = Counted(_watch_hooks)

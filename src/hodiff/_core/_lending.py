@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from hodiff._core import _binding, _nesting, _refusals, _switches, _translate
 from hodiff._core._call import Call
-from hodiff._core._hooks import Hooks, watch
+from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._inference import NormalTensors
 from hodiff._core._loans import ParameterLoan, StateLoan, cast
 from hodiff._core._random_state import RandomState
@@ -93,7 +93,9 @@ class Lending:
             self._state = StateLoan(call.cast)
             self.borrowed = self._state.attributes
             self._undo += [self._state.close]
-            self.also(watch)
+            self.also(watch_modules)
+            if call.order >= 2:
+                self.also(watch_hooks)
             _nesting.state.running += [self]
             self._undo += [_nesting.state.running.pop]
             if call.order:
