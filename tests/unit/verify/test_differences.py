@@ -27,5 +27,5 @@ def test_a_kink_has_no_small_error_unless_symmetric():
 
 @pytest.mark.parametrize(("power", "levels"), [(3, 2), (5, 4), (7, 5)])
 def test_each_extrapolation_takes_away_its_order(power, levels):
-    """Of t^3 one is exact, of t^5 two are, where a third agrees: with another factor something of the order would stay."""
+    """Of t^3 one is exact, of t^5 two are, where a third agrees; with another factor some of the order would stay."""
     assert abs(slope(lambda t: t**power + t, 0.5, levels=levels).value - 1) < 1e-12
