@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from hodiff._core._options import Probes
 from hodiff.errors import InputError
-
-Probes = Literal["rademacher", "gaussian"]
-"""`probes=`: signs 1 and -1, or normal numbers; independent entries of mean 0 and variance 1 either way."""
 
 
 def check_probes(probes: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hodiff._core._random_vectors import Probes
+from hodiff._core._options import Probes
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     BLOCK,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _random_vectors
-from hodiff._core._random_vectors import Probes
+from hodiff._core._options import Probes
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Space, sum_dtype
 from hodiff.errors import ConvergenceWarning, InputError
