@@ -24,8 +24,9 @@ from hodiff._core import _compiled_callers
 from hodiff._core._selection import Selection, select
 from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
 from hodiff.calculus._forward import jvp
+from hodiff.calculus._hessian import cross_hessian, hessian, value_grad_and_hessian
 from hodiff.calculus._higher import derivatives, nth_derivative
-from hodiff.calculus._second import cross_hessian, hessian, hessian_diagonal, hvp, value_grad_and_hessian
+from hodiff.calculus._second import hessian_diagonal, hvp
 from hodiff.curvature._diagonal import diagonal
 from hodiff.curvature._eigen import eigsh
 from hodiff.curvature._fisher import FisherOperator
@@ -52,7 +53,7 @@ from hodiff.fields._operator2 import biharmonic, second_order_operator
 from hodiff.fields._partial import jet, partial, partials
 from hodiff.fields._vector import curl, divergence
 from hodiff.graph._multi import multi_grad
-from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
+from hodiff.penalties._gan import dragan_penalty, wgan_gp_penalty
 from hodiff.penalties._gradient import gradient_penalty
 from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
 from hodiff.penalties._jacobian import jacobian_penalty
@@ -61,6 +62,7 @@ from hodiff.penalties._path_length import PathLengthPenalty
 from hodiff.penalties._points import interpolate
 from hodiff.penalties._recipes import eikonal_penalty, gradient_norm_penalty
 from hodiff.penalties._score import sliced_score_matching_loss
+from hodiff.penalties._zero_centred import r1_penalty, r2_penalty
 from hodiff.verify._check import check_derivatives
 
 __all__ = [

@@ -8,7 +8,6 @@ Nothing else in the library knows `retain_graph`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff._core import _engine, _nodes, _refusals, _translate, _versions
+from hodiff._core import _engine, _nodes, _refusals, _results, _translate, _versions
 from hodiff._core._graph import Graph
 from hodiff.errors import GraphError
 
@@ -61,16 +60,16 @@ def pull(
         if not output.requires_grad:
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
-                return _connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
+                return _results.connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
-    found = _filled(_pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build), inputs)
+    found = _results.filled(_pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build), inputs)
     if build:
         cleared = _cleared[ev.order >= 3]
         if not ev.kinds <= cleared:
             refuse_missing(outputs, found, inputs, third=ev.order >= 3)
             cleared.update(kind for kind in ev.kinds if _is_harmless(kind, third=ev.order >= 3))
-        found = _connected(ev, found)
+        found = _results.connected(ev, found)
         if ev.create_graph:
             _nodes.mark_results(found)
         return found
@@ -79,14 +78,14 @@ def pull(
 
 def peek(ev: Graph, output: Tensor, cotangent: Tensor) -> Tensor:
     """One detached pass to a single leaf, ahead of others that need the same graph."""
-    (found,) = _filled(_pull([output], [cotangent], ev.leaves, keep=True, build=False), ev.leaves)
+    (found,) = _results.filled(_pull([output], [cotangent], ev.leaves, keep=True, build=False), ev.leaves)
     return found
 
 
 def gradient(ev: Graph, *, differentiated: bool = False) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves."""
     found = pull(ev, [ev.scalars()], [None], differentiated=differentiated)
-    return found if differentiated else own(found)  # one that is differentiated again need not be copied
+    return found if differentiated else _results.own(found)  # one that is differentiated again need not be copied
 
 
 def products(
@@ -102,44 +101,11 @@ def products(
     own_backward = not ev.kinds <= _without_functions and _has_functions(ev)  # which may write into what it is given
     vectors = [vector.clone() if own_backward or vector.is_inference() else vector for vector in vectors]
     if count is None:
-        return finite(ev, own(pull(ev, outputs, vectors, inputs=inputs), vectors))
+        return _results.finite(ev, _results.own(pull(ev, outputs, vectors, inputs=inputs), vectors))
     inputs = ev.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     chunks = pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
     return stacked(ev, chunks, count, inputs)
-
-
-def own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Results that share no memory, so that each may be written into.
-
-    The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
-    the derivative of a linear function may be the vector itself, or a view of it.
-    """
-    if not vectors and len(found) == 1:
-        return [_unspread(found[0])]
-    taken = {_memory(vector) for vector in vectors}
-    result: list[Tensor] = []
-    for part in found:
-        memory = _memory(part)
-        result += [part.clone(memory_format=torch.contiguous_format) if memory in taken else _unspread(part)]
-        taken |= {memory}
-    return result
-
-
-def _memory(tensor: Tensor) -> Any:
-    """What two tensors over the same memory have in common."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a subclass that has none
-        return tensor.data_ptr() or tensor
-
-
-def _unspread(part: Tensor) -> Tensor:
-    return part.clone(memory_format=torch.contiguous_format) if 0 in part.stride() and _is_spread(part) else part
-
-
-def _is_spread(part: Tensor) -> bool:
-    return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
 
 
 def pushforward(
@@ -232,7 +198,7 @@ def pull_many(
                 raise
             batched = False
             continue
-        yield start, stop, own(found, chunk)
+        yield start, stop, _results.own(found, chunk)
         start = stop
 
 
@@ -243,18 +209,18 @@ def stacked(
     if ev.create_graph:
         parts = [found for _, _, found in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
         whole = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-        whole = _connected(ev, whole)
+        whole = _results.connected(ev, whole)
         _nodes.mark_results(whole)
         return whole
     results: list[Tensor] = []
     for start, stop, found in chunks:
         if stop - start == count:
-            return finite(ev, found)
+            return _results.finite(ev, found)
         if not results:
             results = [part.new_empty((count, *part.shape[1:])) for part in found]
         for result, part in zip(results, found, strict=True):
             result[start:stop] = part
-    return finite(ev, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
+    return _results.finite(ev, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
 
 
 def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
@@ -274,26 +240,6 @@ def fitting(largest: int, elements: int, itemsize: int, device: torch.device) ->
     return fit if fit >= (25 if device.type == "cpu" else 8) else 1
 
 
-def _connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:
-    """A differentiable result that came out constant is still a function of the point: its derivative is zero.
-
-    The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
-    sum of none of a leaf's entries is 0, and depends on the leaf.
-    """
-    if not ev.create_graph:
-        return found
-    for part in found:
-        if not part.requires_grad:
-            break
-    else:
-        return found
-    callers = [leaf for leaf in ev.leaves if not ev.owned or leaf.grad_fn is not None]
-    if not callers:
-        return found
-    nothing = torch.stack([leaf.reshape(-1)[:0].sum().to(callers[0]) for leaf in callers]).sum()
-    return [part if part.requires_grad else part + nothing.to(part) for part in found]
-
-
 def _is_harmless(kind: type, *, third: bool) -> bool:
     if third and any(piece in kind.__name__ for piece in ("LayerNorm", "BatchNorm", "InstanceNorm")):
         return False
@@ -303,34 +249,6 @@ def _is_harmless(kind: type, *, third: bool) -> bool:
 def _keep(ev: Graph, more: bool) -> bool:
     """Whether a pass leaves the graph of the outputs as it is."""
     return more or ev.create_graph or ev.call.keep or not ev.owned
-
-
-def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
-    """The results; with a warning where a derivative of higher order does not exist.
-
-    Not on other devices than the processor, where to look is to wait.
-    """
-    if ev.order < 2 or ev.create_graph or torch.compiler.is_compiling():
-        return found
-    for part in found:
-        if part.is_cpu and not _is_finite(part):
-            given = [*ev.leaves, *ev.tensors()]
-            if all(bool(tensor.detach().isfinite().all()) for tensor in given):
-                _refusals.warn_of_non_finite(ev.kinds)
-            break
-    return found
-
-
-def _is_finite(part: Tensor) -> bool:
-    return math.isfinite(part.sum()) or bool(part.isfinite().all())  # the sum may overflow where no entry does
-
-
-def _filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones)."""
-    return [
-        torch.zeros_like(leaf) if part is None else part if part.layout is leaf.layout else part.to_dense()
-        for part, leaf in zip(found, inputs, strict=True)
-    ]
 
 
 def _pull(
@@ -369,7 +287,7 @@ def _pull_batched(
     """One pass for several vectors at once."""
 
     def one(*vectors: Tensor) -> tuple[Tensor, ...] | Tensor:
-        found = _filled(_pull(outputs, vectors, inputs, keep=keep, build=build), inputs)
+        found = _results.filled(_pull(outputs, vectors, inputs, keep=keep, build=build), inputs)
         return found[0] if len(found) == 1 else tuple(found)  # vmap is quicker with a bare tensor
 
     return batched(one, cotangents)
@@ -385,7 +303,7 @@ def _pull_each(
         another = more or index < count - 1
         vectors = [cotangent[index] for cotangent in cotangents]
         found = _pull(outputs, vectors, inputs, keep=_keep(ev, another), build=ev.create_graph)
-        rows.append(_filled(found, inputs))
+        rows.append(_results.filled(found, inputs))
     if count == 1:
         return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
     return [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -395,7 +313,7 @@ def derivative(output: Tensor, by: Tensor) -> Tensor:
     """The derivative of the sum of `output`, itself differentiable, in a graph that belongs to no evaluation."""
     if not output.requires_grad:
         return torch.zeros_like(by)
-    return _filled(_pull([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
+    return _results.filled(_pull([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
 
 
 def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _nesting, _nodes, _refusals, _reverse, _tree
+from hodiff._core import _checks, _nesting, _nodes, _refusals, _results, _reverse, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._nodes import Node
@@ -148,7 +148,7 @@ def multi_grad(
         rows = _together(named, point, shared, options)
     else:
         rows = _with_shared(named, point, shared, options)
-    results = [point.result(_reverse.own(row)) for row in rows]
+    results = [point.result(_results.own(row)) for row in rows]
     return dict(zip(names, results, strict=True)) if isinstance(losses, Mapping) else results
 
 

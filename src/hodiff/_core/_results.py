@@ -1,0 +1,94 @@
+"""What a reverse pass gave, as results: dense, each in memory of its own, finite, connected to the point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _refusals
+from hodiff._core._graph import Graph
+
+
+def filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones)."""
+    return [
+        torch.zeros_like(leaf) if part is None else part if part.layout is leaf.layout else part.to_dense()
+        for part, leaf in zip(found, inputs, strict=True)
+    ]
+
+
+def connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:
+    """A differentiable result that came out constant is still a function of the point: its derivative is zero.
+
+    The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
+    sum of none of a leaf's entries is 0, and depends on the leaf.
+    """
+    if not ev.create_graph:
+        return found
+    for part in found:
+        if not part.requires_grad:
+            break
+    else:
+        return found
+    callers = [leaf for leaf in ev.leaves if not ev.owned or leaf.grad_fn is not None]
+    if not callers:
+        return found
+    nothing = torch.stack([leaf.reshape(-1)[:0].sum().to(callers[0]) for leaf in callers]).sum()
+    return [part if part.requires_grad else part + nothing.to(part) for part in found]
+
+
+def own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Results that share no memory, so that each may be written into.
+
+    The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
+    the derivative of a linear function may be the vector itself, or a view of it.
+    """
+    if not vectors and len(found) == 1:
+        return [_unspread(found[0])]
+    taken = {_memory(vector) for vector in vectors}
+    result: list[Tensor] = []
+    for part in found:
+        memory = _memory(part)
+        result += [part.clone(memory_format=torch.contiguous_format) if memory in taken else _unspread(part)]
+        taken |= {memory}
+    return result
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What two tensors over the same memory have in common."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        return tensor.data_ptr() or tensor
+
+
+def _unspread(part: Tensor) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format) if 0 in part.stride() and _is_spread(part) else part
+
+
+def _is_spread(part: Tensor) -> bool:
+    return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
+
+
+def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
+    """The results; with a warning where a derivative of higher order does not exist.
+
+    Not on other devices than the processor, where to look is to wait.
+    """
+    if ev.order < 2 or ev.create_graph or torch.compiler.is_compiling():
+        return found
+    for part in found:
+        if part.is_cpu and not _is_finite(part):
+            given = [*ev.leaves, *ev.tensors()]
+            if all(bool(tensor.detach().isfinite().all()) for tensor in given):
+                _refusals.warn_of_non_finite(ev.kinds)
+            break
+    return found
+
+
+def _is_finite(part: Tensor) -> bool:
+    return math.isfinite(part.sum()) or bool(part.isfinite().all())  # the sum may overflow where no entry does
