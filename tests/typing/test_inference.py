@@ -185,7 +185,7 @@ def test_options_are_literals():
         lambda: hodiff.trace(A, probes="uniform"),  # pyright: ignore[reportArgumentType]
         lambda: hodiff.diagonal(A, method="x"),  # pyright: ignore[reportArgumentType]
         lambda: hodiff.eigsh(A, 1, which="LA"),  # pyright: ignore[reportArgumentType]
-        lambda: hodiff.solve(A, X, method="gmres"),  # pyright: ignore[reportArgumentType]
+        lambda: hodiff.solve(A, X, method="lu"),  # pyright: ignore[reportArgumentType]
         lambda: hodiff.HessianOperator(norm, X, chunk_size="all"),  # pyright: ignore[reportArgumentType]
         lambda: hodiff.FisherOperator(
             forward,

@@ -7,10 +7,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _random_vectors, _reverse
-from hodiff.curvature._lanczos import Basis
+from hodiff._core import _checks, _random_vectors
+from hodiff.curvature._basis import Basis
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_rtol, check_square, default_rtol, flat_product, warn_not_converged
+from hodiff.curvature._probes import (
+    check_finite,
+    check_rtol,
+    check_square,
+    default_rtol,
+    flat_product,
+    kept_vectors,
+    warn_not_converged,
+)
 from hodiff.curvature._records import EigenRecord
 from hodiff.curvature._space import sum_dtype
 from hodiff.errors import InputError
@@ -73,7 +81,7 @@ def eigsh(
         Wu, K., Simon, H. (2000). Thick-restart Lanczos method for large symmetric eigenvalue problems.
         SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
     """
-    check_square(operator, "eigsh", symmetric=True)
+    check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
     _checks.check_integer(k, "k", least=1)
     _random_vectors.check_generator(generator)
     check_rtol(rtol)
@@ -82,7 +90,11 @@ def eigsh(
     size = operator.shape[0]
     if k > size:
         raise InputError(f"k: got {k}, and the operator has {size} columns.")
-    room = _room(operator, k) if basis is None else _checks.check_integer(basis, "basis", least=k + 2)
+    room = (
+        kept_vectors(size, least=max(2 * k + 10, 30))
+        if basis is None
+        else _checks.check_integer(basis, "basis", least=k + 2)
+    )
     budget = 50 * k + 1000 if products is None else _checks.check_integer(products, "products", least=2 * k + 2)
     if rtol is None:
         rtol = default_rtol(operator.dtype)
@@ -99,12 +111,6 @@ def eigsh(
         )
     spent, dtype = operator.products - before, sum_dtype(operator.dtype)
     return EigenRecord(value.to(dtype), vectors.T.to(operator.dtype), residual.to(dtype), converged, spent)
-
-
-def _room(operator: LinearOperator, k: int) -> int:
-    """How many vectors to keep before a restart."""
-    fitting = _reverse.CHUNK_BYTES // (32 * operator.shape[0])
-    return max(2 * k + 10, 30, min(fitting, 300))
 
 
 class Search:
@@ -134,7 +140,9 @@ class Search:
         size = self._operator.shape[0]
         while not self.complete and len(self._values) < size and self._operator.products < self._limit:
             room = min(self._room, size - len(self._values))
-            basis = Basis(self._multiply, self._draw, room, self._locked, self.scale, self._eps)
+            basis = Basis(
+                self._multiply, self._draw, room, self._eps, symmetric=True, locked=self._locked, scale=self.scale
+            )
             self._grow_and_restart(basis, room)
         if len(self._values) == size:
             self.complete = True
@@ -143,7 +151,7 @@ class Search:
         return _random_vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _multiply(self, v: Tensor) -> Tensor:
-        return (self._operator @ v.to(self._operator.dtype)).to(v.dtype)
+        return check_finite((self._operator @ v.to(self._operator.dtype)).to(v.dtype), "eigsh")
 
     def _images(self, rows: Tensor) -> Tensor:
         return flat_product(self._operator, rows.to(self._operator.dtype)).to(rows.dtype)
@@ -161,7 +169,8 @@ class Search:
             looked = min(room, max(basis.size, looked) + 5, basis.size + left)
             basis.grow(looked)
             self.scale = max(self.scale, basis.scale)
-            values, coordinates, residuals = basis.ritz()
+            values, coordinates = torch.linalg.eigh(basis.square)
+            residuals = (basis.remainder @ coordinates).abs()
             order = self._rank(values).argsort(descending=True)
             tolerance = self._rtol * self.scale
             whole = basis.exhausted or self._operator.products >= self._limit
@@ -180,7 +189,7 @@ class Search:
                 return
             if basis.size >= room:
                 keep = order[: min(room - 3, self._k + (room - self._k) // 2)]
-                basis.restart(values[keep], coordinates[:, keep])
+                basis.restart(coordinates[:, keep], torch.diag(values[keep]))
                 looked = basis.size
 
     def _worst(self) -> float:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _random_vectors
+from hodiff._core import _checks, _random_vectors, _reverse
 from hodiff._core._options import Probes
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Space, sum_dtype
-from hodiff.errors import ConvergenceWarning, InputError
+from hodiff.errors import ConvergenceWarning, GraphError, InputError
 
 BLOCK = 8
 """Vectors between two looks at a tolerance."""
@@ -58,8 +59,8 @@ def _rows(domain: Space, vectors: Any) -> Tensor:
     return parts[0].detach().T if kind == "columns" else domain.join([part.detach() for part in parts], number)
 
 
-def check_square(operator: object, name: str, *, symmetric: bool = False) -> LinearOperator:
-    """The operator, checked to be one, square, and symmetric where that matters."""
+def check_square(operator: object, name: str, *, symmetric: bool = False, instead: str = "") -> LinearOperator:
+    """The operator, checked to be one, square, and symmetric where that matters (and what to use `instead`)."""
     if isinstance(operator, torch.Tensor):
         raise InputError(f"{name}: got a tensor; write hodiff.MatrixOperator(A).")
     if not isinstance(operator, LinearOperator):
@@ -71,8 +72,8 @@ def check_square(operator: object, name: str, *, symmetric: bool = False) -> Lin
         raise InputError(f"{name}: the operator is {rows} x {columns}; expected a square one (J.T @ J?).")
     if symmetric and not operator.symmetric:
         raise InputError(
-            f"{name}: {type(operator).__name__} is not known to be symmetric; for a matrix that is so up to rounding "
-            f"write hodiff.MatrixOperator((A + A.T) / 2)."
+            f"{name}: {type(operator).__name__} is not known to be symmetric; use {instead}, or, if the matrix is "
+            f"meant to be so, hodiff.MatrixOperator((A + A.T) / 2)."
         )
     return operator
 
@@ -86,6 +87,21 @@ def check_rtol(rtol: object) -> None:
 def default_rtol(dtype: torch.dtype) -> float:
     """What products of this precision allow residuals to reach."""
     return {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
+
+
+def kept_vectors(size: int, *, least: int) -> int:
+    """How many vectors a basis keeps before a restart: as many as fit into 8 MiB, but not more than 300."""
+    return max(least, min(_reverse.CHUNK_BYTES // (32 * size), 300))
+
+
+def check_finite(product: Tensor, name: str) -> Tensor:
+    """A product, checked to hold numbers."""
+    if not math.isfinite(float(product.sum())):
+        raise GraphError(
+            f"{name}: a product is not finite, so the operator has NaN or infinite entries. Are the parameters "
+            f"finite, and the function smooth where they are (sqrt at 0, norm at 0)?"
+        )
+    return product
 
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:

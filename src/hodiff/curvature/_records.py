@@ -10,7 +10,7 @@ from torch import Tensor
 from hodiff.curvature._memory import readable
 
 V = TypeVar("V")
-Status = Literal["converged", "negative curvature", "budget", "stagnation"]
+Status = Literal["converged", "negative curvature", "budget", "stagnation", "iterations", "running"]
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,19 @@ class SolveRecord(Generic[V]):
 
     Attributes:
         value: The solution, in the spelling of the right-hand side.
-        residual: |b - A x| / |b|, computed from a product at the end.
-        converged: Whether that is within the tolerance.
+        residual: |b - A x| / |b|, computed from a product at the end; where a number of iterations was asked for,
+            and in what a callback is given, by the method's own recurrence.
+        converged: Whether that is within the tolerance; None where none was asked for.
         products: How many products it took.
         status: `"converged"`, `"negative curvature"` (CG met d with d'A d <= 0), `"budget"` (the products
-            ran out) or `"stagnation"` (rounding, or a singular system, allows no better).
+            ran out), `"stagnation"` (rounding, or a singular system, allows no better), `"iterations"` (as many
+            as were asked for) or, for a callback, `"running"`.
         direction: The d of negative curvature, where CG met one; else None.
     """
 
     value: V
     residual: float
-    converged: bool
+    converged: bool | None
     products: int
     status: Status
     direction: V | None = None

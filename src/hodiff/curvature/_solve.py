@@ -1,32 +1,43 @@
-"""`solve`: linear systems by conjugate gradients or MINRES, never unconverged without a word."""
+"""`solve`: linear systems by conjugate gradients, MINRES or GMRES, never unconverged without a word."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _checks
+from hodiff._core._options import check_option
+from hodiff.curvature._gmres import gmres
+from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, minres
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_rtol, check_square, default_rtol, warn_not_converged
+from hodiff.curvature._probes import (
+    check_finite,
+    check_rtol,
+    check_square,
+    default_rtol,
+    kept_vectors,
+    warn_not_converged,
+)
 from hodiff.curvature._records import SolveRecord, Status
 from hodiff.curvature._space import Vectors, sum_dtype
+from hodiff.curvature._watch import Callback, Watch
 from hodiff.errors import InputError
 
-Method = Literal["cg", "minres"]
-Product = Callable[[Tensor], Tensor]
+Method = Literal["cg", "minres", "gmres"]
 V = TypeVar("V")
 
 
-class Run(NamedTuple):
-    """Where a run of a method ended."""
+class Limits(NamedTuple):
+    """When to stop: at a tolerance or out of products, or after so many steps."""
 
-    x: Tensor
-    status: Status  # "converged" is by its own recurrence
-    direction: Tensor | None = None
+    rtol: float
+    products: int
+    steps: int | None
 
 
 def solve(
@@ -37,39 +48,53 @@ def solve(
     damping: float = 0.0,
     preconditioner: LinearOperator | None = None,
     start: Any = None,
+    restart: int | None = None,
+    iterations: int | None = None,
     rtol: float | None = None,
     products: int | None = None,
+    callback: Callback | None = None,
+    progress: bool = False,
 ) -> SolveRecord[V]:
-    r"""The solution of \((A + \lambda I)\, x = b\) for a symmetric operator.
+    r"""The solution of \((A + \lambda I)\, x = b\).
 
     Conjugate gradients are for positive definite operators. They stop where they meet a direction
     *d* with \(d^\top (A + \lambda I)\, d \le 0\), up to rounding, say so, and return the best solution
-    until then. MINRES is for indefinite ones.
+    until then. MINRES is for symmetric indefinite operators, GMRES for those that are not symmetric.
 
     Args:
-        operator: A symmetric operator.
+        operator: A symmetric operator; for GMRES, a square one.
         b: The right-hand side: like the point, or flat `(D,)`.
-        method: `"cg"` or `"minres"`.
+        method: `"cg"`, `"minres"` or `"gmres"`.
         damping: The \(\lambda\) that is added.
-        preconditioner: A positive definite operator close to the inverse of \(A + \lambda I\), for
-            example `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*.
+        preconditioner: An operator close to the inverse of \(A + \lambda I\), for example
+            `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*. Positive definite, except for GMRES,
+            where it stands on the right.
         start: Where to begin, like *b*; None is zero.
+        restart: For GMRES, how many vectors to keep before it begins anew; None: as many as fit into 8 MiB,
+            between 30 and 300.
+        iterations: Take exactly so many steps, of one product each, whatever they reach: a step of TRPO, an inner
+            solver of fixed length. Fewer only where nothing but rounding is left of the residual.
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
             \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
         products: How many products to spend at most; None: `10 D`, at most 1000.
+        callback: A function that is given the record as it stands after each step: its `value` is the iterate.
+        progress: Whether to show a bar over the products.
 
     Returns:
         A record: `value` in the structure and shape of *b*; `residual`, relative and true, from a
-        product at the end; `converged`; `products`; `status`; and the `direction` of negative curvature.
+        product at the end (with `iterations`, by the method's own recurrence where it has one); `converged`,
+        None where `iterations` were asked for; `products`; `status`; and the `direction` of negative curvature.
 
     Raises:
-        InputError: The operator is not symmetric, *b* does not fit, or the method is unknown.
+        InputError: The operator is not symmetric (not square, for GMRES), *b* does not fit, the method is unknown,
+            or `iterations` go with `rtol` or `products`.
 
     Warns:
-        ConvergenceWarning: The solution has not converged; the message says why, and what to do.
+        ConvergenceWarning: The solution has not converged; the message says why, and what to do. With
+            `iterations`: only where the steps could not be taken.
 
     Cost:
-        A product per iteration, and one for the residual. Memory: a few vectors.
+        A product per iteration, and one for the residual. Memory: a few vectors; for GMRES, `restart` of them.
 
     Examples:
         >>> import torch, hodiff
@@ -77,41 +102,48 @@ def solve(
         >>> found = hodiff.solve(A, torch.tensor([5.0, 4.0]))
         >>> found.value.round(decimals=4), found.status, found.products
         (tensor([1., 1.]), 'converged', 3)
+        >>> turn = hodiff.MatrixOperator(torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
+        >>> hodiff.solve(turn, torch.tensor([1.0, 2.0]), method="gmres").value.round(decimals=4)
+        tensor([ 2., -1.])
 
     Reference:
         Hestenes, M. R., Stiefel, E. (1952). J. Res. Nat. Bur. Standards 49. doi:10.6028/jres.049.044.
         Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
+        Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3). doi:10.1137/0907058.
     """
-    check_square(operator, "solve", symmetric=True)
-    if method not in get_args(Method):
-        raise InputError(f"method: got {method!r}, expected {' or '.join(map(repr, get_args(Method)))}.")
+    check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
+    check_option(method, Method, "method")
     check_rtol(rtol)
     _check_damping(damping)
+    limits = _limits(operator, rtol, products, iterations)
     right, given = _vector(operator, b, "b")
     unit = float(right.abs().max()) or 1.0  # squares of very small or large entries have no place in their dtype
     right = right / unit
     x = torch.zeros_like(right) if start is None else _vector(operator, start, "start")[0] / unit
-    size = operator.shape[0]
-    limit = min(10 * size + 10, 1000) if products is None else _checks.check_integer(products, "products", least=2)
-    if rtol is None:
-        rtol = default_rtol(operator.dtype)
-    before = operator.products
-    inverse, eps = _preconditioning(preconditioner, operator), torch.finfo(operator.dtype).eps
-    x, residual, status, direction = _iterate(
-        (conjugate_gradients if method == "cg" else minres), _damped(operator, damping), inverse, right, x, rtol, eps,
-        lambda: before + limit - operator.products,
-    )  # fmt: skip
-    converged = status == "converged"
-    if not converged:
-        warn_not_converged(_explanation(status, residual, rtol, operator.products - before))
-    return SolveRecord(
-        value=_spelled(operator, x * unit, given),
-        residual=residual,
-        converged=converged,
-        products=operator.products - before,
-        status=status,
-        direction=None if direction is None else _spelled(operator, direction, given),
-    )
+    inverse, eps = _preconditioning(preconditioner, operator, method), torch.finfo(operator.dtype).eps
+    size = float(right.norm())
+
+    def record(x: Tensor, residual: float, status: Status, direction: Tensor | None, spent: int) -> SolveRecord[V]:
+        converged = None if iterations is not None or status == "running" else status == "converged"
+        value = _spelled(operator, x * unit, given)
+        along = None if direction is None else _spelled(operator, direction, given)
+        return SolveRecord(value, residual, converged, spent, status, along)
+
+    with Watch("solve", operator, limits.steps or limits.products, callback, progress) as watch:
+
+        def show(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
+            watch(lambda spent: record(base + current(), least / size, "running", None, spent))
+
+        system = System(_method(method, operator, restart), _damped(operator, damping), inverse, eps, show)
+        if size == 0:
+            found = Found(torch.zeros_like(right), 0.0, "converged")
+        elif limits.steps is None:
+            found = system.solved(right, x, limits.rtol, lambda: limits.products - watch.spent)
+        else:
+            found = system.stepped(right, x, limits.steps, exact=method != "minres" or preconditioner is None)
+        if found.status not in ("converged", "iterations"):
+            warn_not_converged(_explanation(found, limits, watch.spent))
+        return record(found.x, found.residual, found.status, found.direction, watch.spent)
 
 
 def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
@@ -143,13 +175,13 @@ def _damped(operator: LinearOperator, damping: float) -> Product:
 
 def _rounded(operator: LinearOperator) -> Product:
     """Its product with vectors of the precision of sums; it rounds as the operator does."""
-    return lambda v: (operator @ v.to(operator.dtype)).to(v.dtype)
+    return lambda v: check_finite((operator @ v.to(operator.dtype)).to(v.dtype), "solve")
 
 
-def _preconditioning(preconditioner: Any, operator: LinearOperator) -> Product:
+def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product:
     if preconditioner is None:
         return lambda r: r
-    check_square(preconditioner, "preconditioner", symmetric=True)
+    check_square(preconditioner, "preconditioner", symmetric=method != "gmres", instead="method='gmres'")
     if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
         raise InputError(
             f"preconditioner: is {tuple(preconditioner.shape)}, {preconditioner.dtype}; the operator is "
@@ -158,46 +190,105 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator) -> Product:
     return _rounded(preconditioner)
 
 
-def _iterate(
-    method: Callable[..., Run],
-    product: Product,
-    inverse: Product,
-    b: Tensor,
-    x: Tensor,
-    rtol: float,
-    eps: float,
-    left: Callable[[], int],
-) -> tuple[Tensor, float, Status, Tensor | None]:
-    """Run a method, look at the true residual, and begin anew from there while that helps.
-
-    Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
-    """
-    size = float(b.norm())
-    if size == 0:
-        return torch.zeros_like(b), 0.0, "converged", None
-    r = b - product(x) if bool(x.any()) else b.clone()
-    residual = float(r.norm()) / size
-    while residual > rtol:
-        if left() < 2:
-            return x, residual, "budget", None
-        # The last product is kept for the true residual.
-        run = method(product, inverse, r, 0.5 * rtol * size, eps, lambda: left() - 1)
-        r = b - product(x + run.x)
-        before, residual = residual, float(r.norm()) / size
-        if residual < before:
-            x = x + run.x
-        if residual <= rtol:
-            break
-        if run.status == "negative curvature":
-            return x, residual, run.status, run.direction
-        if not residual < 0.5 * before:
-            if not residual < before:
-                residual = before
-            return x, residual, "budget" if left() < 2 else "stagnation", None
-    return x, residual, "converged", None
+def _method(method: Method, operator: LinearOperator, restart: int | None) -> Callable[..., Run]:
+    if restart is not None and method != "gmres":
+        raise InputError(f"restart: is an option of method='gmres', not of {method!r}.")
+    if method != "gmres":
+        return conjugate_gradients if method == "cg" else minres
+    size = operator.shape[0]
+    room = kept_vectors(size, least=30) if restart is None else _checks.check_integer(restart, "restart", least=1)
+    return functools.partial(gmres, room=min(room, size))
 
 
-def _explanation(status: Status, residual: float, rtol: float, products: int) -> str:
+def _limits(operator: LinearOperator, rtol: Any, products: Any, iterations: Any) -> Limits:
+    if iterations is None:
+        default = min(10 * operator.shape[0] + 10, 1000)
+        limit = default if products is None else _checks.check_integer(products, "products", least=2)
+        return Limits(default_rtol(operator.dtype) if rtol is None else rtol, limit, None)
+    if rtol is not None or products is not None:
+        other = "products" if rtol is None else "rtol"
+        raise InputError(f"iterations: are taken whatever they reach, so there is no {other} beside them; give one.")
+    return Limits(0.0, 0, _checks.check_integer(iterations, "iterations", least=1))
+
+
+class Found(NamedTuple):
+    """A solution, and its relative residual."""
+
+    x: Tensor
+    residual: float
+    status: Status
+    direction: Tensor | None = None
+
+
+class System:
+    """A method on a product and a preconditioner, and who looks at its iterates."""
+
+    def __init__(
+        self,
+        method: Callable[..., Run],
+        product: Product,
+        inverse: Product,
+        eps: float,
+        show: Callable[[Tensor, Callable[[], Tensor], float], None],
+    ) -> None:
+        self._method, self._product, self._inverse, self._eps, self._show = method, product, inverse, eps, show
+
+    def _run(self, x: Tensor, r: Tensor, tolerance: float, left: Callable[[], int]) -> Run:
+        show: Show = functools.partial(self._show, x)
+        return self._method(self._product, self._inverse, r, tolerance, self._eps, left, show)
+
+    def _rest(self, b: Tensor, x: Tensor) -> Tensor:
+        return b - self._product(x) if bool(x.any()) else b.clone()
+
+    def stepped(self, b: Tensor, x: Tensor, steps: int, *, exact: bool) -> Found:
+        """So many steps from x; the residual is the method's own, where that is `exact`."""
+        taken = 0
+
+        def product(v: Tensor) -> Tensor:
+            nonlocal taken
+            taken += 1
+            return whole(v)
+
+        r, whole = self._rest(b, x), self._product
+        size = float(b.norm())
+        if float(r.norm()) <= self._eps * size:
+            return Found(x, float(r.norm()) / size, "converged")
+        self._product = product
+        run = self._run(x, r, self._eps * size, lambda: steps - taken)
+        self._product = whole
+        x = x + run.x
+        left = run.size if run.size is not None and exact else float((b - whole(x)).norm())
+        return Found(x, left / size, "iterations" if run.status == "budget" else run.status, run.direction)
+
+    def solved(self, b: Tensor, x: Tensor, rtol: float, left: Callable[[], int]) -> Found:
+        """Run the method, look at the true residual, and begin anew from there while that helps.
+
+        Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
+        """
+        size = float(b.norm())
+        r = self._rest(b, x)
+        residual = float(r.norm()) / size
+        while residual > rtol:
+            if left() < 2:
+                return Found(x, residual, "budget")
+            # The last product is kept for the true residual.
+            run = self._run(x, r, 0.5 * rtol * size, lambda: left() - 1)
+            r = b - self._product(x + run.x)
+            before, residual = residual, float(r.norm()) / size
+            if residual < before:
+                x = x + run.x
+            if residual <= rtol:
+                break
+            if run.status == "negative curvature":
+                return Found(x, residual, run.status, run.direction)
+            if not residual < 0.5 * before:
+                if not residual < before:
+                    residual = before
+                return Found(x, residual, "budget" if left() < 2 else "stagnation")
+        return Found(x, residual, "converged")
+
+
+def _explanation(found: Found, limits: Limits, products: int) -> str:
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
@@ -205,86 +296,9 @@ def _explanation(status: Status, residual: float, rtol: float, products: int) ->
         ),
         "budget": "the products ran out. Allow more, add damping, or give a preconditioner",
         "stagnation": (
-            "the residual no longer falls: the system is singular (b lies partly outside its range) or rounding allows "
-            "no better. Add damping, or use double precision"
+            "the residual no longer falls: the system is singular (b lies partly outside its range), rounding allows "
+            "no better, or GMRES keeps too few vectors (restart=). Add damping, or use double precision"
         ),
-    }[status]
-    return f"solve: after {products} products the relative residual is {residual:.2g} (rtol={rtol:g}); {advice}."
-
-
-def conjugate_gradients(
-    product: Product, inverse: Product, b: Tensor, tolerance: float, eps: float, left: Callable[[], int]
-) -> Run:
-    """A x = b from zero, until |r| <= tolerance; `d'Ad <= 0` ends it. Products round by `eps`."""
-    x, r = torch.zeros_like(b), b.clone()
-    z = inverse(r)
-    d, rz = z.clone(), _dot(r, z)
-    if rz <= 0:
-        raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
-    largest = 0.0
-    best, least = x, float(r.norm())
-    while left() > 0:
-        image = product(d)
-        curvature, length = _dot(d, image), float(d.norm())
-        # Along a null vector the curvature is what rounding leaves of the largest, and steps towards it are huge.
-        largest = max(largest, float(image.norm()) / length)
-        if not curvature > eps * largest * length**2:
-            return Run(best, "negative curvature", d)
-        step = rz / curvature
-        x = torch.add(x, d, alpha=step)
-        r = torch.add(r, image, alpha=-step)
-        size = float(r.norm())
-        if size <= tolerance:
-            return Run(x, "converged")
-        if size < least:
-            best, least = x, size
-        z = inverse(r)
-        before, rz = rz, _dot(r, z)
-        if rz <= 0:
-            return Run(x, "stagnation")
-        d = torch.add(z, d, alpha=rz / before)
-    return Run(x, "budget")
-
-
-def minres(product: Product, inverse: Product, b: Tensor, tolerance: float, eps: float, left: Callable[[], int]) -> Run:
-    """A x = b from zero, least |r| in the Krylov space at each step; the Lanczos matrix is reduced by rotations."""
-    x = torch.zeros_like(b)
-    r1 = r2 = b.clone()
-    y = inverse(b)
-    beta = _dot(b, y)
-    if beta <= 0:
-        raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
-    beta = first = beta**0.5
-    phi, beta_old, epsilon, dbar, cs, sn = beta, 0.0, 0.0, 0.0, -1.0, 0.0
-    w, w_old = torch.zeros_like(b), torch.zeros_like(b)
-    # phi is the residual in the preconditioner's norm; the caller looks at the true one.
-    target, scale = tolerance * first / float(b.norm()), 0.0
-    while left() > 0:
-        v = y / beta
-        y = product(v)
-        if beta_old:
-            y = torch.add(y, r1, alpha=-beta / beta_old)
-        alpha = _dot(v, y)
-        y = torch.add(y, r2, alpha=-alpha / beta)
-        r1, r2 = r2, y
-        y = inverse(r2)
-        beta_old, beta = beta, max(_dot(r2, y), 0.0) ** 0.5
-        scale = max(scale, abs(alpha), beta)
-        epsilon_old, delta = epsilon, cs * dbar + sn * alpha
-        gbar, epsilon, dbar = sn * dbar - cs * alpha, sn * beta, -cs * beta
-        gamma = max((gbar**2 + beta**2) ** 0.5, eps * scale * 1e-3, 1e-300)
-        cs, sn = gbar / gamma, beta / gamma
-        step, phi = cs * phi, sn * phi
-        w_new = (v - epsilon_old * w_old - delta * w) / gamma
-        w_old, w = w, w_new
-        x = torch.add(x, w, alpha=step)
-        if abs(phi) <= target:
-            return Run(x, "converged")
-        # The Krylov space is exhausted; or x, along a null vector, has grown so that A x rounds like the residual.
-        if beta <= 10 * eps * scale or eps * scale * float(x.norm()) > 0.1 * abs(phi):
-            return Run(x, "stagnation")
-    return Run(x, "budget")
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a, b))
+    }[found.status]
+    asked = f"rtol={limits.rtol:g}" if limits.steps is None else f"iterations={limits.steps}"
+    return f"solve: after {products} products the relative residual is {found.residual:.2g} ({asked}); {advice}."

@@ -1,14 +1,11 @@
-"""A Lanczos basis with full reorthogonalisation, grown and restarted; the engine of `eigsh`."""
+"""An orthonormal basis of a Krylov space with full reorthogonalisation; the engine of `eigsh`, `eigs` and GMRES."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from hodiff.errors import GraphError
 
 Multiply = Callable[[Tensor], Tensor]
 Draw = Callable[[], Tensor]
@@ -17,26 +14,45 @@ Draw = Callable[[], Tensor]
 class Basis:
     r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A V^\top\) on it.
 
+    Of a symmetric operator (Lanczos) the projection is kept symmetric; of another one (Arnoldi) it is a
+    Hessenberg matrix, but for what a restart leaves.
+
     Every new vector is made orthogonal to all before, and to the locked ones, so that no eigenvalue
     appears twice unless it is so. When the space is exhausted (the remainder vanishes: a breakdown),
-    it goes on with a random vector orthogonal to all: thus the identity and matrices of low rank are
-    no special case, and multiplicities come out.
+    it goes on with a random vector orthogonal to all, if it may draw one: thus the identity and matrices
+    of low rank are no special case, and multiplicities come out.
 
     Attributes:
         vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the next.
+        projection: `T`, with one row more, on the CPU in double precision.
         size: How many columns of `T` are known.
         scale: The largest |T| seen: an estimate of |A|, below it.
-        exhausted: Whether the basis and the locked vectors span everything.
+        exhausted: Whether the basis and the locked vectors span everything; without `draw`, the Krylov space.
     """
 
-    def __init__(self, multiply: Multiply, draw: Draw, room: int, locked: Tensor, scale: float, eps: float) -> None:
-        self._multiply, self._draw, self._locked = multiply, draw, locked
-        start = draw()
-        self.vectors = torch.empty((room + 1, start.numel()), dtype=start.dtype, device=start.device)
-        self._projection = torch.zeros((room + 1, room + 1), dtype=torch.float64)
+    def __init__(
+        self,
+        multiply: Multiply,
+        start: Tensor | Draw,
+        room: int,
+        eps: float,
+        *,
+        symmetric: bool,
+        locked: Tensor | None = None,
+        scale: float = 0.0,
+    ) -> None:
+        self._multiply, self._symmetric = multiply, symmetric
+        self._draw = None if isinstance(start, Tensor) else start
+        like = start if isinstance(start, Tensor) else start()
+        self._locked = like.new_empty((0, like.numel())) if locked is None else locked
+        self.vectors = torch.empty((room + 1, like.numel()), dtype=like.dtype, device=like.device)
+        self.projection = torch.zeros((room + 1, room + 1), dtype=torch.float64)
         self._eps = eps  # of the products; the basis may be more precise
-        self.size, self.scale, self.exhausted, self.remainder = 0, scale, False, 0.0
-        self._fresh(0)
+        self.size, self.scale, self.exhausted = 0, scale, False
+        if isinstance(start, Tensor):
+            torch.div(start, start.norm(), out=self.vectors[0])
+        else:
+            self._fresh(0)
 
     def grow(self, stop: int) -> None:
         """Extend the basis to `stop` vectors, or until everything is spanned."""
@@ -46,20 +62,16 @@ class Basis:
     def _step(self) -> None:
         """One product; its remainder is the next vector."""
         j = self.size
-        w = self._multiply(self.vectors[j])
-        if not math.isfinite(float(w.sum())):
-            raise GraphError(
-                "eigsh: a product is not finite, so the operator has NaN or infinite entries. Are the parameters "
-                "finite, and the function smooth where they are (sqrt at 0, norm at 0)?"
-            )
-        column, w, norm = self._orthogonalised(w, j + 1)
-        self._projection[: j + 1, j] = self._projection[j, : j + 1] = column
+        column, w, norm = self._orthogonalised(self._multiply(self.vectors[j]), j + 1)
+        self.projection[: j + 1, j] = column
+        if self._symmetric:
+            self.projection[j, : j + 1] = column
         self.scale = max(self.scale, float(column.abs().max()), norm)
-        self.size, self.remainder = j + 1, norm
+        self.size = j + 1
         if norm > 10 * self._eps * self.scale:
+            self.projection[j + 1, j] = norm
             torch.div(w, norm, out=self.vectors[j + 1])
         else:
-            self.remainder = 0.0
             self._fresh(j + 1)
 
     def _orthogonalised(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
@@ -81,8 +93,9 @@ class Basis:
 
     def _fresh(self, count: int) -> None:
         """Put a random vector orthogonal to all others at `count`, if there is one left."""
-        if count + len(self._locked) >= self.vectors.shape[1]:
+        if self._draw is None or count + len(self._locked) >= self.vectors.shape[1]:
             self.exhausted = True
+            self.vectors[count].zero_()
             return
         for _ in range(5):
             w, norm = self._draw(), 0.0
@@ -100,22 +113,29 @@ class Basis:
                 return
         self.exhausted = True
 
-    def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ritz values, their coordinates in the basis as columns, and the norms of their residuals."""
-        values, coordinates = torch.linalg.eigh(self._projection[: self.size, : self.size])
-        return values, coordinates, coordinates[-1].abs() * self.remainder
+    @property
+    def remainder(self) -> Tensor:
+        """The part of `A V'` along the next vector, `(size,)`: what the projection leaves out."""
+        return self.projection[self.size, : self.size]
+
+    @property
+    def square(self) -> Tensor:
+        """The projection on the vectors in use, `(size, size)`."""
+        return self.projection[: self.size, : self.size]
 
     def combine(self, coordinates: Tensor) -> Tensor:
-        """Vectors, as rows, with these coordinates in the basis."""
-        return coordinates.T.to(self.vectors) @ self.vectors[: self.size]
+        """The vector with these coordinates in the basis; for columns of them, vectors as rows."""
+        coordinates = coordinates.to(self.vectors)
+        return (coordinates if coordinates.ndim == 1 else coordinates.T) @ self.vectors[: len(coordinates)]
 
-    def restart(self, values: Tensor, coordinates: Tensor) -> None:
-        """Keep only some Ritz vectors, and the vector that was next."""
-        count = len(values)
-        kept = self.combine(coordinates)
+    def restart(self, coordinates: Tensor, square: Tensor) -> None:
+        """Keep only an invariant subspace of the projection, which is `square` on it, and the vector that was next."""
+        count = coordinates.shape[1]
+        kept, left = self.combine(coordinates), self.remainder @ coordinates
         following = self.vectors[self.size].clone()
         self.vectors[:count] = kept
         self.vectors[count] = following
-        self._projection.zero_()
-        self._projection[:count, :count] = torch.diag(values)
+        self.projection.zero_()
+        self.projection[:count, :count] = square
+        self.projection[count, :count] = left
         self.size = count

@@ -1,0 +1,283 @@
+"""`solve` beyond symmetric systems and tolerances: GMRES, so many steps, and who looks on."""
+
+import io
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import hodiff
+from tests.support.operators import D, X, draw
+from tests.support.properties import agree
+
+
+def residual(A: hodiff.LinearOperator, x: Tensor, b: Tensor, damping: float = 0.0) -> float:
+    return float((b - A @ x - damping * x).norm() / b.norm())
+
+
+def conjugate_gradients(A: Tensor, b: Tensor, steps: int) -> list[Tensor]:
+    """The iterates, by the textbook."""
+    x, r, d = torch.zeros_like(b), b.clone(), b.clone()
+    found = []
+    for _ in range(steps):
+        step = (r @ r) / (d @ (A @ d))
+        x, before = x + step * d, r
+        r = r - step * (A @ d)
+        d = r + (r @ r) / (before @ before) * d
+        found.append(x)
+    return found
+
+
+# --- GMRES ------------------------------------------------------------------------------------------------------------
+
+N = 80
+
+
+def rotation(scale: float = 1.0) -> Tensor:
+    q, r = torch.linalg.qr(draw(N, N, seed=3))
+    return scale * q * r.diagonal().sign()
+
+
+def jordan(value: float) -> Tensor:
+    """One defective eigenvalue; as far from normal as a matrix gets."""
+    return value * torch.eye(N, dtype=D) + torch.diag(torch.ones(N - 1, dtype=D), 1)
+
+
+SYSTEMS = {
+    "shifted noise": 4 * torch.eye(N, dtype=D) + 0.2 * draw(N, N),
+    "noise": draw(N, N),
+    "orthogonal": rotation(),
+    "skew": draw(N, N, seed=1) - draw(N, N, seed=1).T,
+    "defective": jordan(1.5),
+    "clustered": torch.diag(torch.cat([torch.full((N - 2,), 1.0, dtype=D), torch.tensor([50.0, -30.0], dtype=D)]))
+    + 1e-3 * draw(N, N),
+    "indefinite, symmetric": torch.diag(torch.linspace(-5, 10, N, dtype=D)),
+    "tiny": 1e-9 * (4 * torch.eye(N, dtype=D) + 0.2 * draw(N, N)),
+    "huge": 1e12 * rotation(),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_gmres_solves_what_is_not_symmetric(name: str) -> None:
+    A, b = hodiff.MatrixOperator(SYSTEMS[name]), draw(N, seed=2)
+    found = hodiff.solve(A, b, method="gmres")
+    assert found.converged and found.status == "converged" and found.products <= N + 3
+    assert found.residual == pytest.approx(residual(A, found.value, b), rel=1e-2, abs=1e-14)
+    expected = torch.linalg.solve(SYSTEMS[name], b)
+    assert (found.value - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("restart", [1, 7, 20])
+def test_gmres_begins_anew(restart: int) -> None:
+    A, b = hodiff.MatrixOperator(SYSTEMS["shifted noise"]), draw(N, seed=2)
+    found = hodiff.solve(A, b, method="gmres", restart=restart, damping=0.5)
+    assert found.converged and residual(A, found.value, b, 0.5) <= 1.01e-8
+    whole = hodiff.solve(A, b, method="gmres", damping=0.5)
+    assert found.products >= whole.products
+
+
+def test_each_step_of_gmres_has_the_least_residual_of_its_krylov_space() -> None:
+    """The definition, by least squares over b, A b, A² b, ... made orthonormal."""
+    A, b = SYSTEMS["shifted noise"], draw(N, seed=2)
+    seen: list[tuple[Tensor, float]] = []
+    hodiff.solve(
+        hodiff.MatrixOperator(A), b, method="gmres", iterations=6, callback=lambda r: seen.append((r.value, r.residual))
+    )
+    space = [b]
+    for x, size in seen:
+        basis, _ = torch.linalg.qr(torch.stack(space, 1))
+        least = torch.linalg.lstsq(A @ basis, b[:, None]).solution[:, 0]
+        agree(x, basis @ least, 1e-9)
+        assert size == pytest.approx(float((b - A @ x).norm() / b.norm()), rel=1e-9)
+        space.append(A @ space[-1])
+    assert len(seen) == 6
+
+
+def test_gmres_preconditioned_needs_no_symmetry_and_keeps_the_true_residual() -> None:
+    values = torch.logspace(0, 5, N, dtype=D)
+    A = torch.diag(values) + 0.3 * torch.triu(draw(N, N), 1)
+    near = hodiff.MatrixOperator(torch.linalg.inv(torch.diag(values) + 0.29 * torch.triu(draw(N, N), 1)))
+    b = draw(N, seed=5)
+    found = hodiff.solve(hodiff.MatrixOperator(A), b, method="gmres", preconditioner=near)
+    assert found.converged and found.products < 20
+    assert residual(hodiff.MatrixOperator(A), found.value, b) <= 1.01e-8
+    with pytest.raises(hodiff.InputError, match="preconditioner: MatrixOperator is not known to be symmetric"):
+        hodiff.solve(hodiff.MatrixOperator(values), b, preconditioner=near)
+
+
+def test_gmres_says_where_it_cannot() -> None:
+    shift = torch.diag(torch.ones(N - 1, dtype=D), 1)
+    shift[-1, 0] = 1
+    b = torch.zeros(N, dtype=D)
+    b[0] = 1
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"no longer falls.*restart="):  # e1 is reached after N steps
+        found = hodiff.solve(hodiff.MatrixOperator(shift), b, method="gmres", restart=10)
+    assert found.status == "stagnation" and found.residual == pytest.approx(1)
+    assert hodiff.solve(hodiff.MatrixOperator(shift), b, method="gmres").converged
+
+    nilpotent = hodiff.MatrixOperator(jordan(0.0))
+    with pytest.warns(hodiff.ConvergenceWarning, match="singular"):
+        found = hodiff.solve(nilpotent, torch.ones(N, dtype=D), method="gmres")  # the last row is zero
+    assert not found.converged and found.residual == pytest.approx(
+        residual(nilpotent, found.value, torch.ones(N, dtype=D))
+    )
+    with pytest.warns(hodiff.ConvergenceWarning, match="products ran out"):
+        found = hodiff.solve(hodiff.MatrixOperator(draw(N, N)), draw(N), method="gmres", products=9)
+    assert found.status == "budget" and found.products <= 9
+
+
+def test_a_residual_outside_the_range_is_not_called_converged() -> None:
+    """Krylov's space ends at once: A b = 0."""
+    A = hodiff.MatrixOperator(torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=D))
+    with pytest.warns(hodiff.ConvergenceWarning, match="singular"):
+        found = hodiff.solve(A, torch.tensor([1.0, 0.0], dtype=D), method="gmres")
+    assert not found.converged and found.residual == 1 and found.value.abs().max() == 0
+
+
+def test_gmres_of_an_operator_with_structure() -> None:
+    """(I - ∂f) u = b, as in a fixed point's implicit gradient."""
+    W = 0.2 * draw(4, 4)
+    point = {"h": draw(3, 4)}
+    J = hodiff.JacobianOperator(lambda p: torch.tanh(p["h"] @ W), point)
+    square = hodiff.MatrixOperator(J.dense())
+    b = {"h": draw(3, 4, seed=9)}
+    flat = hodiff.solve(1 - square, b["h"].reshape(-1), method="gmres")
+    expected = torch.linalg.solve(torch.eye(12, dtype=D) - J.dense(), b["h"].reshape(-1))
+    agree(flat.value, expected, 1e-7)
+
+
+def test_gmres_in_single_and_half_precision() -> None:
+    A = SYSTEMS["shifted noise"]
+    for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        low = hodiff.MatrixOperator(A.to(dtype))
+        b = draw(N, seed=2).to(dtype)
+        found = hodiff.solve(low, b, method="gmres")
+        assert found.converged and found.value.dtype == dtype
+        assert residual(hodiff.MatrixOperator(A.to(dtype).double()), found.value.double(), b.double()) <= 2 * rtol
+
+
+# --- so many steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_so_many_steps_of_conjugate_gradients_are_those_of_the_textbook(steps: int) -> None:
+    """The step of TRPO: ten products, no warning, whatever is reached."""
+    A = torch.diag(torch.logspace(-3, 3, N, dtype=D))
+    b = draw(N)
+    operator = hodiff.MatrixOperator(A)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = hodiff.solve(operator, b, iterations=steps)
+    agree(found.value, conjugate_gradients(A, b, steps)[-1], 1e-9)
+    assert (found.products, operator.products) == (steps, steps)
+    assert (found.converged, found.status) == (None, "iterations")
+    assert found.residual == pytest.approx(residual(operator, found.value, b), rel=1e-9)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_so_many_steps_of_each_method(method: str) -> None:
+    A = hodiff.MatrixOperator(torch.linspace(0.1, 4, N, dtype=D))
+    M, b = hodiff.MatrixOperator(1 / torch.linspace(0.2, 3, N, dtype=D)), draw(N)
+    start = draw(N, seed=4)
+    for preconditioner in (None, M):
+        found = hodiff.solve(
+            A, b, method=method, damping=0.3, preconditioner=preconditioner, start=start, iterations=5, restart=None
+        )
+        assert found.residual == pytest.approx(residual(A, found.value, b, 0.3), rel=1e-9)
+        assert found.products in (6, 7) and found.converged is None and found.status == "iterations"
+        more = hodiff.solve(A, b, method=method, damping=0.3, preconditioner=preconditioner, start=start, iterations=9)
+        assert more.residual < found.residual
+
+
+def test_gmres_takes_so_many_steps_over_several_bases() -> None:
+    A, b = hodiff.MatrixOperator(SYSTEMS["shifted noise"]), draw(N)
+    found = hodiff.solve(A, b, method="gmres", restart=4, iterations=10)
+    assert found.products == 10 and found.residual == pytest.approx(residual(A, found.value, b), rel=1e-9)
+
+
+def test_steps_end_where_nothing_but_rounding_is_left() -> None:
+    """A projection: one step solves it, and a second one would divide by rounding errors."""
+    A = hodiff.MatrixOperator(torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=D))
+    b = torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=D)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in ("cg", "minres", "gmres"):
+            found = hodiff.solve(A, b, method=method, iterations=8)
+            agree(found.value, b, 1e-12)
+            assert found.products <= 2 and (found.status, found.converged) == ("converged", None)
+        assert hodiff.solve(A, b, start=b, iterations=3).products == 1
+
+
+def test_negative_curvature_is_no_step() -> None:
+    A = hodiff.MatrixOperator(torch.tensor([1.0, 2.0, -3.0], dtype=D))
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"iterations=5\); conjugate gradients met .* negative"):
+        found = hodiff.solve(A, torch.ones(3, dtype=D), iterations=5)
+    assert found.status == "negative curvature" and found.direction is not None and found.converged is None
+
+
+# --- who looks on -----------------------------------------------------------------------------------------------------
+
+
+def test_the_iterates_of_conjugate_gradients_by_callback() -> None:
+    point = {"w": draw(3), "b": draw(1)}
+    H = hodiff.HessianOperator(lambda p: ((X @ p["w"] + p["b"]).square()).sum() + p["w"].square().sum(), point)
+    seen: list[hodiff.curvature._records.SolveRecord] = []
+    b = {"w": draw(3, seed=1), "b": draw(1, seed=1)}
+    found = hodiff.solve(H, b, callback=seen.append)
+    expected = conjugate_gradients(H.dense(), H.flatten(b), len(seen))
+    for record, x in zip(seen, expected, strict=True):
+        assert list(record.value) == ["w", "b"]
+        agree(H.flatten(record.value), x, 1e-8)
+        assert record.residual == pytest.approx(
+            float((H.flatten(b) - H.dense() @ x).norm() / H.flatten(b).norm()), rel=1e-3, abs=1e-12
+        )
+    assert [record.products for record in seen] == list(range(1, len(seen) + 1))
+    assert {(record.status, record.converged) for record in seen} == {("running", None)}
+    agree(H.flatten(seen[-1].value), H.flatten(found.value), 1e-12)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_a_callback_changes_nothing_and_its_errors_pass(method: str) -> None:
+    A, b = hodiff.MatrixOperator(torch.linspace(1, 9, 30, dtype=D)), draw(30)
+    seen: list[float] = []
+    plain = hodiff.solve(A, b, method=method)
+    found = hodiff.solve(A, b, method=method, callback=lambda r: seen.append(residual(A, r.value, b) - r.residual))
+    assert torch.equal(plain.value, found.value) and max(map(abs, seen)) < 1e-9
+
+    def enough(record: object) -> None:
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        hodiff.solve(A, b, method=method, callback=enough)
+
+
+def test_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    hodiff.solve(hodiff.MatrixOperator(torch.linspace(1, 9, 30, dtype=D)), draw(30), progress=True)
+    assert "hodiff: solve" in stream.getvalue()
+
+
+BAD = {
+    "iterations: are taken whatever they reach, so there is no rtol": {"iterations": 3, "rtol": 1e-3},
+    "iterations: are taken whatever they reach, so there is no products": {"iterations": 3, "products": 8},
+    "iterations: got 0": {"iterations": 0},
+    "restart: is an option of method='gmres', not of 'cg'": {"restart": 5},
+    "restart: got 0": {"restart": 0, "method": "gmres"},
+    "callback: is a int": {"callback": 3},
+}
+
+
+@pytest.mark.parametrize("pattern", BAD)
+def test_bad_calls(pattern: str) -> None:
+    with pytest.raises(hodiff.InputError, match=pattern):
+        hodiff.solve(hodiff.MatrixOperator(torch.ones(4)), torch.ones(4), **BAD[pattern])
+
+
+def test_the_error_for_another_operator_names_the_method() -> None:
+    with pytest.raises(hodiff.InputError, match=r"not known to be symmetric; use method='gmres'"):
+        hodiff.solve(hodiff.MatrixOperator(draw(4, 4)), draw(4))
+    with pytest.raises(hodiff.InputError, match=r"is 2 x 3; expected a square"):
+        hodiff.solve(hodiff.MatrixOperator(draw(2, 3)), draw(3), method="gmres")
