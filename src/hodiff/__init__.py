@@ -3,7 +3,8 @@
 A map of the library:
 
 * first derivatives: `grad`, `value_and_grad`, `vjp`, `jvp`, `jacobian`
-* second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `hessian_diagonal`
+* second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `cross_hvp`,
+  `hessian_diagonal`
 * any order, elementwise: `nth_derivative`, `derivatives`
 * gradient penalties: `gradient_penalty`, on which `wgan_gp_penalty`, `r1_penalty`, `eikonal_penalty` and their kin
   stand; `jacobian_penalty`, `hessian_penalty`, `curvature_penalty`, `sliced_score_matching_loss`, `PathLengthPenalty`
@@ -22,6 +23,7 @@ function, hodiff builds the graph and frees it; given a tensor, the graph is you
 
 from hodiff._core import _compiled_callers
 from hodiff._core._selection import Selection, select
+from hodiff.calculus._cross import cross_hvp
 from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
 from hodiff.calculus._forward import jvp
 from hodiff.calculus._hessian import cross_hessian, hessian, value_grad_and_hessian
@@ -86,6 +88,7 @@ __all__ = [
     "biharmonic",
     "check_derivatives",
     "cross_hessian",
+    "cross_hvp",
     "curl",
     "curvature_penalty",
     "derivatives",

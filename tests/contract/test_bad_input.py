@@ -204,6 +204,7 @@ BAD_VECTORS = {
 }
 VECTOR_CALLS = {
     "hvp": lambda v: hodiff.hvp(cubes, X, v),
+    "cross_hvp": lambda v: hodiff.cross_hvp(lambda x, y: (x * y).sum(), 2 * X, X, v),
     "jvp": lambda v: hodiff.jvp(lambda x: x**3, X, v),
     "vjp": lambda v: hodiff.vjp(lambda x: x**3, X, v),
 }

@@ -47,6 +47,7 @@ FUNCTION_FORMS = {
     "hvp": lambda x, **k: hodiff.hvp(f, x, V, **k),
     "hvp, many": lambda x, **k: hodiff.hvp(f, x, torch.stack([V, 2 * V, V**2]), **k),
     "cross_hessian": lambda x, **k: hodiff.cross_hessian(two, x, V, **k),
+    "cross_hvp": lambda x, **k: hodiff.cross_hvp(two, x, V, V, **k),
     "hessian_diagonal": lambda x, **k: hodiff.hessian_diagonal(f, x, **k),
     "nth_derivative": lambda x, **k: hodiff.nth_derivative(elementwise, x, 3, **k),
     "derivatives": lambda x, **k: hodiff.derivatives(elementwise, x, 3, **k),

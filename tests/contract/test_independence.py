@@ -20,6 +20,7 @@ SCALARS = {  # f gives one number per sample
     "value_grad_and_hessian": lambda f, x, **k: hodiff.value_grad_and_hessian(f, x, **k),
     "hessian_diagonal": lambda f, x, **k: hodiff.hessian_diagonal(f, x, **k),
     "cross_hessian": lambda f, x, **k: hodiff.cross_hessian(lambda x, y: f(x) * y.exp().sum(1), x, x.clone(), **k),
+    "cross_hvp": lambda f, x, **k: hodiff.cross_hvp(lambda x, y: f(x) * y.exp().sum(1), x, x.clone(), V[: len(x)], **k),
     "jacobian": lambda f, x, **k: hodiff.jacobian(lambda x: torch.stack([f(x), x.sum(1)], 1), x, **k),
     "gradient_penalty": lambda f, x, **k: hodiff.gradient_penalty(f, x, **k),
     "wgan_gp_penalty": lambda f, x, **k: hodiff.wgan_gp_penalty(f, x, x.flip(0), **k),

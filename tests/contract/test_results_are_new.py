@@ -38,6 +38,8 @@ CALLS: dict[str, Callable[[], tuple[Any, list[Tensor]]]] = {
     "value_and_grad": lambda: (hodiff.value_and_grad(of_sum, (x, y)), [x, y]),
     "hvp": lambda: (hodiff.hvp(of_sum, (x, y), (v, v)), [v]),
     "hvp, several": lambda: (hodiff.hvp(of_sum, (x, y), (V, V)), [V]),
+    "cross_hvp": lambda: (hodiff.cross_hvp(lambda x, y: (x * y).sum(), x, y, v), [x, y, v]),
+    "cross_hvp, several": lambda: (hodiff.cross_hvp(lambda x, y: (x * y).sum(), x, y, V), [x, y, V]),
     "value_grad_and_hessian": lambda: (hodiff.value_grad_and_hessian(of_sum, (x, y)), [x, y]),
     "hessian_diagonal": lambda: (hodiff.hessian_diagonal(of_sum, (x, y)), [x, y]),
     "HessianOperator": lambda: (hodiff.HessianOperator(of_sum, (x, y)) @ (v, v), [v]),

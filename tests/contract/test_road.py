@@ -36,6 +36,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("no tensor", "jets.report"): "the same",
     ("hook", "jets.report"): "the same",
     ("detached", "cross_hessian"): "f depends on y, so what is cut from x is a zero, as promised",
+    ("detached", "cross_hvp"): "the same",
+    ("no tensor", "cross_hvp"): "what this table makes of the result for it is a tensor no more",
     ("no tensor", "cross_hessian"): "what this table makes of the result for it is a tensor no more",
     ("no tensor", "PathLengthPenalty"): "the same",
     ("hook", "check_derivatives"): "it finds the hook by its differences",

@@ -141,6 +141,9 @@ CURVED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "cross_hessian": lambda f: (
         hodiff.cross_hessian(lambda z, y: f(z) * y.sum(), POINT, torch.ones(1, dtype=D)), 3 * POINT[:, None] ** 2
     ),
+    "cross_hvp": lambda f: (
+        hodiff.cross_hvp(lambda z, y: f(z) * y.sum(), POINT, *(torch.ones(1, dtype=D),) * 2), 3 * POINT**2
+    ),
     "laplacian, reverse": lambda f: (
         hodiff.laplacian(f, POINT, batch_ndim=0, method="reverse").detach(), (6 * POINT).sum()
     ),

@@ -102,6 +102,8 @@ COSTS = {  # name: (call, f, evaluations, passes); the derivatives of elementwis
     "nth_derivative, 2": (lambda f: hodiff.nth_derivative(f, X, 2), elementwise, 1, 2 + 2),
     "nth_derivative, 4": (lambda f: hodiff.nth_derivative(f, X, 4), elementwise, 1 + 1, 0),
     "derivatives, 4": (lambda f: hodiff.derivatives(f, X, 4), elementwise, 1 + 1, 0),
+    "cross_hvp": (lambda f: hodiff.cross_hvp(f, X, X[:2], V[:2]), both, 1, 2),
+    "cross_hvp, 7 vectors, chunks of 3": (lambda f: hodiff.cross_hvp(f, X[:2], X, MANY, chunk_size=3), both, 1, 1 + 3),
     "cross_hessian, the smaller side is looped over": (
         lambda f: hodiff.cross_hessian(f, X, X[:2], chunk_size=1), both, 1, 1 + 2
     ),

@@ -66,6 +66,8 @@ def test_batched_cross_hessian_equals_loop(f: object, g: object, x: Tensor, y: T
     both = lambda a, b: f(a) * g(b) + torch.sin(f(a) + g(b))
     got = hodiff.cross_hessian(both, x, y, batch_ndim=1)
     agree(got, torch.stack([hodiff.cross_hessian(both, a, b) for a, b in zip(x, y, strict=True)]))
+    product = hodiff.cross_hvp(both, x, y, direction(y), batch_ndim=1)
+    agree(product, torch.einsum("nij,nj->ni", got, direction(y)))
 
 
 @pytest.mark.parametrize("event", [(), (3,), (2, 2)])

@@ -171,6 +171,10 @@ def test_cross_hessian_is_the_block_of_the_joint_hessian(f: Scalar, x: Tensor, y
     for chunk in (1, "auto"):
         block = hodiff.cross_hessian(split, x, y, chunk_size=chunk)
         agree(block, whole[:n, n:].reshape(x.shape + y.shape).clone())
+        many = direction(y, 0, 3)
+        products = torch.einsum("ij,kj->ki", whole[:n, n:], many.reshape(3, -1)).reshape(3, *x.shape)
+        agree(hodiff.cross_hvp(split, x, y, many, chunk_size=chunk), products)
+        agree(hodiff.cross_hvp(split, x, y, many[0]), products[0].clone())
     agree(hodiff.cross_hessian(lambda b, a: split(a, b), y, x), whole[n:, :n].reshape(y.shape + x.shape).clone())
 
 

@@ -101,6 +101,8 @@ def test_cross_hessian_structures_nest() -> None:
     f = lambda x, y: mixed(x["a"], y[0]) * y[1]
     s = torch.tensor(0.7, dtype=D)
     block = hodiff.cross_hessian(f, {"a": A}, (B, s))
+    product = hodiff.cross_hvp(f, {"a": A}, (B, s), (direction(B), s))
+    agree(product["a"], torch.tensordot(block["a"][0], direction(B), 2) + block["a"][1] * s)
     whole = hodiff.hessian(flat_mixed, Z)
     agree(block["a"][0], s * whole[:3, 3:].reshape(3, 2, 2))
     agree(block["a"][1], hodiff.grad(flat_mixed, Z)[:3].clone())

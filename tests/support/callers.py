@@ -125,6 +125,12 @@ CALLERS: tuple[Caller, ...] = (
             lambda z, y, *rest: (f(z, *rest) * y).sum(), x, torch.ones(2, dtype=D), args=a
         ),
     ),
+    Caller(
+        "cross_hvp", "scalar", 2,
+        lambda f, x, a: hodiff.cross_hvp(
+            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, *(torch.ones(2, dtype=D),) * 2, args=a
+        ),
+    ),
     Caller("hessian_diagonal", "scalar", 2, lambda f, x, a: hodiff.hessian_diagonal(f, x, args=a)),
     Caller("nth_derivative", "same", 2, lambda f, x, a: hodiff.nth_derivative(f, x, 2, args=a)),
     Caller("derivatives", "same", 3, lambda f, x, a: hodiff.derivatives(f, x, 3, args=a)),

@@ -63,6 +63,7 @@ def test_a_tensor_gives_a_tensor():
     assert_type(hodiff.value_and_grad(norm, X), tuple[Tensor, Tensor])
     assert_type(hodiff.value_grad_and_hessian(norm, X), tuple[Tensor, Tensor, Tensor])
     assert_type(hodiff.cross_hessian(lambda x, y: norm(x * y), X, X), Tensor)
+    assert_type(hodiff.cross_hvp(lambda x, y: norm(x * y), X, X, X), Tensor)
 
 
 def test_a_container_gives_the_same_container():
@@ -93,6 +94,8 @@ def test_a_module_gives_a_dict_by_name():
     assert_type(hodiff.hessian(output, model), dict[str, dict[str, Tensor]])
     assert_type(hodiff.hessian_diagonal(output, model), dict[str, Tensor])
     assert_type(hodiff.cross_hessian(lambda m, x: m(x).square().sum(), model, X), dict[str, Tensor])
+    assert_type(hodiff.cross_hvp(lambda m, x: m(x).square().sum(), model, X, X), dict[str, Tensor])
+    assert_type(hodiff.cross_hvp(lambda x, m: m(x).square().sum(), X, model, dict(model.named_parameters())), Tensor)
     value, gradient, second = hodiff.value_grad_and_hessian(output, model)
     assert_type(value, Tensor)
     assert_type(gradient, dict[str, Tensor])
