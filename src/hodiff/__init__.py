@@ -12,7 +12,8 @@ A map of the library:
   `curl`, `partial`, `partials`, `jet`; `hodiff.jets.report`
 * where: tensors, containers of them, modules, and `select`ed parameters
 * curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
-  `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `solve` take any
+  `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
+  `spectral_radius`, `solve` take any
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and its kin
@@ -30,7 +31,7 @@ from hodiff.calculus._hessian import cross_hessian, hessian, value_grad_and_hess
 from hodiff.calculus._higher import derivatives, nth_derivative
 from hodiff.calculus._second import hessian_diagonal, hvp
 from hodiff.curvature._diagonal import diagonal
-from hodiff.curvature._eigen import eigsh
+from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
 from hodiff.curvature._fisher import FisherOperator
 from hodiff.curvature._gauss_newton import GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
@@ -95,6 +96,7 @@ __all__ = [
     "diagonal",
     "divergence",
     "dragan_penalty",
+    "eigs",
     "eigsh",
     "eikonal_penalty",
     "grad",
@@ -121,6 +123,7 @@ __all__ = [
     "select",
     "sliced_score_matching_loss",
     "solve",
+    "spectral_radius",
     "trace",
     "value_and_grad",
     "value_grad_and_hessian",

@@ -209,6 +209,8 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "trace": lambda x: hodiff.trace(_matrix(), generator=generator()),
     "diagonal": lambda x: hodiff.diagonal(_matrix(), generator=generator()),
     "eigsh": lambda x: hodiff.eigsh(_matrix(), 1, generator=generator()),
+    "eigs": lambda x: hodiff.eigs(_matrix(), 1, generator=generator()),
+    "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(), generator=generator()),
     "solve": lambda x: hodiff.solve(_matrix(), x[0]),
     "graph.inspect": lambda x: len(hodiff.graph.inspect(_loss(x)).nodes),
     "graph.predict": lambda x: hodiff.graph.predict(_loss(x)).verdict,

@@ -20,7 +20,7 @@ class MatrixOperator(LinearOperator):
 
     Args:
         A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
-        symmetric: Whether it is its own transpose; by default this is looked at.
+        symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at.
 
     Raises:
         InputError: *A* is not a real floating point matrix or vector, or `symmetric=True` is not true.
@@ -45,9 +45,7 @@ class MatrixOperator(LinearOperator):
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
         self._matrix = A.detach()
         diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
-        self._symmetric = symmetric is not False and (
-            diagonal or (square and bool(torch.equal(self._matrix, self._matrix.T)))
-        )
+        self._symmetric = symmetric is not False and (diagonal or (square and _is_symmetric(self._matrix)))
         if symmetric and not self._symmetric:
             raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
         self._columns_space = Space.line(self._matrix.new_empty(()).expand(A.shape[-1]))
@@ -84,3 +82,13 @@ class MatrixOperator(LinearOperator):
 
     def _about(self) -> str:
         return "diagonal" if self._matrix.ndim == 1 else "matrix"
+
+
+def _is_symmetric(A: Tensor) -> bool:
+    """Whether a matrix is its own transpose, but for rounding: Q diag(d) Q', computed, is so nearly."""
+    if torch.equal(A, A.T):
+        return True
+    unit = A.abs().max().to(torch.promote_types(A.dtype, torch.float32))  # squares of entries may have no place
+    if not (bool(torch.isfinite(unit)) and unit > 0):
+        return False
+    return bool((A - A.T).abs().max() / unit <= 8 * torch.finfo(A.dtype).eps * (A / unit).norm())

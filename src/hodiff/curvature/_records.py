@@ -52,17 +52,35 @@ class EigenRecord:
     """Some eigenpairs.
 
     Attributes:
-        value: The eigenvalues, `(k,)`: the one asked for first comes first.
-        vectors: The eigenvectors as columns, `(D, k)`, orthonormal; `A.unflatten(vectors)` shapes them.
-        residual: |A x - λ x| of each pair, `(k,)`, computed from products.
-        converged: Whether every residual is within the tolerance.
+        value: The eigenvalues, `(k,)`: the one asked for first comes first. Complex from `eigs`.
+        vectors: The eigenvectors as columns, `(D, k)`, of length 1, and orthogonal where the operator is symmetric;
+            `A.unflatten(vectors)` shapes real ones.
+        residual: |A x - λ x| of each pair, `(k,)`, computed from products (in what a callback is given, estimated).
+        converged: Whether every residual is within the tolerance; None while it runs.
         products: How many products it took.
     """
 
     value: Tensor
     vectors: Tensor
     residual: Tensor
-    converged: bool
+    converged: bool | None
+    products: int
+
+
+@dataclass(frozen=True)
+class RadiusRecord:
+    """A spectral radius.
+
+    Attributes:
+        value: The largest magnitude of an eigenvalue, a tensor without dimensions.
+        residual: |A x - λ x| of that eigenpair, likewise.
+        converged: Whether the residual is within the tolerance; None while it runs.
+        products: How many products it took.
+    """
+
+    value: Tensor
+    residual: Tensor
+    converged: bool | None
     products: int
 
 
