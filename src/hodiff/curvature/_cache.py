@@ -21,6 +21,7 @@ from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
 from hodiff.curvature._fingerprint import Fingerprint
+from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, accumulate
 from hodiff.errors import GraphError, InputError, RandomnessWarning
 
@@ -86,8 +87,11 @@ class GraphCache(Generic[G, B]):
     would overlap (a product was 23-93 % off).
     """
 
-    def __init__(self, builder: B, point: Any, batches: Batches, memory_budget: float) -> None:
+    def __init__(
+        self, builder: B, point: Any, batches: Batches, memory_budget: float, shares: Shares | None = None
+    ) -> None:
         _memory.check_budget(memory_budget)
+        self.shares = shares
         self.builder, self._point, self._batches, self._budget = builder, point, batches, memory_budget
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
@@ -105,7 +109,9 @@ class GraphCache(Generic[G, B]):
         self._values: Fingerprint | None = None
         self._largest: int | None = None
         self.bytes = 0
-        self.weight = 0.0
+        self.weight, self._undivided = 0.0, False
+        self._own = 0.0, 0.0
+        self._everywhere: tuple[bool, int] | None = None
         self.value: Tensor | None = None
         self.gradient: Parts = []
 
@@ -116,18 +122,27 @@ class GraphCache(Generic[G, B]):
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         with self._evaluating:  # of several threads one evaluates
-            self._check_structure()
-            if self._versions is not None:
-                self._check_versions()
+            if self._versions is None:
+                with nullcontext() if self.shares is None else self.shares.together():
+                    self._evaluate()
                 return
-            self._versions, self._values = _versions(self.where.tensors), Fingerprint(self.where.tensors)
-            kind = self.device.type
-            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            try:
-                self._first_pass()
-            except BaseException:
-                self._forget()
-                raise
+            self._check_structure()
+            self._check_versions()
+
+    def _evaluate(self) -> None:
+        self._check_structure()
+        self._versions, self._values = _versions(self.where.tensors), Fingerprint(self.where.tensors)
+        kind = self.device.type
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        try:
+            self._first_pass()
+            self._own = float(self._total()), self.weight
+            if self.shares is not None:
+                self._add_others(self.shares)
+            check_total(self.weight)
+        except BaseException:
+            self._forget()
+            raise
 
     def _first_pass(self) -> None:
         keeping = self._budget > 0
@@ -148,7 +163,6 @@ class GraphCache(Generic[G, B]):
                 self._graphs[number] = graph
                 self.bytes += size
             del graph
-        check_total(self.weight)
         if self._random:
             self._warn_random()
 
@@ -160,12 +174,29 @@ class GraphCache(Generic[G, B]):
 
     def _add(self, graph: G) -> None:
         self.weight = 1.0 if graph.weight is None else self.weight + graph.weight
+        self._undivided = graph.weight is None
         if self.value is None:
             self.value, self._value_dtype = graph.value.clone(), graph.value.dtype
             self.gradient = [part.clone() for part in graph.gradient]
             return
         (self.value,) = accumulate([self.value], [graph.value])
         self.gradient = accumulate(self.gradient, graph.gradient)
+
+    def _add_others(self, shares: Shares) -> None:
+        """The sums over all processes in place of this one's own."""
+        tensors = self.where.tensors
+        complete = len(self._graphs) == self._batches.count
+        own = (*self._own, self._undivided, self._largest or 0, complete, _memory.free_bytes(self.device))
+        gradient = self.gradient or [torch.zeros_like(tensor) for tensor in tensors]
+        found, lines = shares.sum("evaluates", gradient, digest=shares.digest(tensors), facts=own)
+        values, weights, free, largest, whole, room = zip(*[line.facts for line in lines], strict=True)
+        self.weight = 1.0 if any(free) else sum(weights)
+        if self.value is None:
+            self._value_dtype = tensors[0].dtype
+        self.value = torch.tensor(sum(values), dtype=torch.float64, device=self.device)
+        self.gradient = [part.clone() for part in found]
+        self._largest = int(max(largest)) or 1
+        self._everywhere = all(whole), int(min(room))
 
     # --- later passes
 
@@ -227,11 +258,11 @@ class GraphCache(Generic[G, B]):
 
     def _compare(self, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""
-        first = float(self._total())
+        first, first_weight = self._own
         eps = torch.finfo(self.where.tensors[0].dtype).eps
-        if abs(weight - self.weight) > 1e-6 * self.weight or abs(value - first) > 1e3 * eps * scale:
+        if abs(weight - first_weight) > 1e-6 * first_weight or abs(value - first) > 1e3 * eps * scale:
             raise GraphError(
-                f"two passes over data disagree: the sum was {first:.8g} (weight {self.weight:g}) and is now "
+                f"two passes over data disagree: the sum was {first:.8g} (weight {first_weight:g}) and is now "
                 f"{value:.8g} (weight {weight:g}), so products would belong to different operators."
                 f"{self._culprits()} Use model.eval(), data without random augmentation, a list of fixed batches, or a "
                 f"memory_budget= that keeps all graphs."
@@ -267,6 +298,15 @@ class GraphCache(Generic[G, B]):
         return self._versions is not None and len(self._graphs) == self._batches.count
 
     @property
+    def complete_everywhere(self) -> bool:
+        """Whether that is so in all processes."""
+        return self.complete if self._everywhere is None else self._everywhere[0]
+
+    def free_bytes(self) -> int:
+        """The memory that is free; of several processes the least that one had when it evaluated."""
+        return _memory.free_bytes(self.device) if self._everywhere is None else self._everywhere[1]
+
+    @property
     def batches(self) -> int | None:
         """How many batches there are, if that is known."""
         return self._batches.count
@@ -279,7 +319,10 @@ class GraphCache(Generic[G, B]):
 
     def first_batch_bytes(self) -> int:
         """Bytes of one batch's graph, by evaluating it."""
-        batch = next(iter(self._batches))
+        batch = next(iter(self._batches), None)
+        if batch is None and self._batches.shared:  # an empty share
+            self._largest = self._largest or 1
+            return 0
         builder = self.builder.fresh()  # it may be another batch than the one that comes first later
         graph, size = _memory.measured(lambda: builder.build(self.where, batch, 0), self.device)
         self._largest = _nodes.largest_output(_nodes.survey(graph.roots))

@@ -30,11 +30,14 @@ class Batches:
     Attributes:
         fixed: Whether every pass gives the same batches in the same order.
         count: How many there are; None while that is unknown.
+        shared: Whether they are this process's share, and others have theirs.
     """
 
-    def __init__(self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False) -> None:
+    def __init__(
+        self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False, shared: bool = False
+    ) -> None:
         check_data(data)
-        self._data, self._device, self._progress = data, device, progress
+        self._data, self._device, self._progress, self.shared = data, device, progress, shared
         self._kept: list[Any] | None = None
         listed = isinstance(data, Sequence) and not isinstance(data, str)
         self._keep = keep and not listed
@@ -60,7 +63,7 @@ class Batches:
             if self._keep:
                 kept.append(moved)
             yield moved
-        if not count:
+        if not count and not self.shared:
             raise InputError("data: gave no batch. (An iterator that is used up? Give a list or a DataLoader.)")
         self.count = count
         if self._keep:
@@ -140,7 +143,7 @@ class Weighted:
             )
         if self._weight == "equal" or not self._batches.given:
             return returned, 1.0
-        if number or (self._batches.count or 1) > 1:
+        if number or (self._batches.count or 1) > 1 or self._batches.shared:
             raise InputError(mean_of_many(self._name))
         return returned, 1.0
 
@@ -175,8 +178,8 @@ def _checked(weight: Any, name: str) -> Any:
 def mean_of_many(name: str) -> str:
     """What to write instead of a bare mean over several batches."""
     return (
-        f"{name}: returned a bare value, and there are several batches: a mean of means is not the mean where batches "
-        f"are ragged, masked or weighted. Return the sum and what it is divided by:\n"
+        f"{name}: returned a bare value, and there are several batches (or processes): a mean of means is not the "
+        f"mean where batches are ragged, masked or weighted. Return the sum and what it is divided by:\n"
         f"    total = F.cross_entropy(model(inputs), targets, reduction='sum')\n"
         f"    return total, len(targets)\n"
         f"or say how much each batch counts: batch_weight=lambda batch: len(batch[1]), or batch_weight='equal'."

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, Self
 
+import torch
 from torch import Tensor
 
 from hodiff._core import _checks
@@ -14,6 +15,7 @@ from hodiff.curvature import _memory
 from hodiff.curvature._cache import G, GraphCache
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._records import Cost
+from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space, accumulate
 
 ChunkSize = int | Literal["auto"]
@@ -37,6 +39,10 @@ class DataOperator(LinearOperator, Generic[G]):
     @property
     def _domain(self) -> Space:
         return self._space
+
+    @property
+    def _shares(self) -> Shares | None:
+        return self._graphs.shares
 
     # --- by-products
 
@@ -81,11 +87,12 @@ class DataOperator(LinearOperator, Generic[G]):
         graphs = self._graphs
         through, build = self._passes
         batches = graphs.batches
+        count = 1 if batches is None else batches
         if graphs.kept or graphs.complete:
-            cache = graphs.cached_bytes() * (batches or 1) // max(1, graphs.kept)
+            cache = graphs.cached_bytes() * count // max(1, graphs.kept)
         else:
-            cache = graphs.first_batch_bytes() * (batches or 1)
-        again = (batches or 1) - graphs.kept if graphs.evaluated else 0
+            cache = graphs.first_batch_bytes() * count
+        again = count - graphs.kept if graphs.evaluated else 0
         itemsize = self._domain.itemsize()
         rows, columns = self.shape
         chunk = self._chunk_size or graphs.auto_chunk(self._domain.size)
@@ -99,8 +106,8 @@ class DataOperator(LinearOperator, Generic[G]):
             batches=batches,
             kept=graphs.kept,
             evaluations=again,
-            passes=(batches or 1) * through + again * build,
-            dense_passes=(batches or 1) * through * chunks + again * build,
+            passes=count * through + again * build,
+            dense_passes=count * through * chunks + again * build,
         )
 
     # --- products
@@ -110,11 +117,11 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def _chunk(self, count: int) -> int:
         inner = self._inner_chunk()
-        if self._graphs.complete:
+        if self._graphs.complete_everywhere:
             return inner
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
         one = 3 * (self._domain.size + self._range.size) * self._domain.itemsize()
-        return max(inner, _memory.free_bytes(self.device) // (4 * one))
+        return max(inner, self._graphs.free_bytes() // (4 * one))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = copy.copy(self)
@@ -161,11 +168,24 @@ class SummedOperator(DataOperator[G]):
                 found = self._apply(graph, parts, count, chunk)
             # An expanded result cannot be added to.
             total = accumulate(total, found) if total else [part.contiguous() for part in found]
+        if self._shares is not None:
+            return self._over_all(self._shares, total, parts, count)
         factor = 1 / self._graphs.weight
         return [
             (part.mul_(factor) if factor != 1 else part).to(given.dtype)
             for part, given in zip(total, parts, strict=True)
         ]
+
+    def _over_all(self, shares: Shares, total: Parts, parts: Parts, count: int | None) -> Parts:
+        """The mean over the batches of all processes, from the sum over those of this one."""
+        own = total or [torch.zeros_like(part) for part in parts]
+        digest, factor = shares.digest(parts, count), 1 / self._graphs.weight
+        found, _ = shares.sum("multiplies", own, who=self._names(), count=count, digest=digest)
+        return [(part * factor).to(given.dtype) for part, given in zip(found, parts, strict=True)]
+
+    def _names(self) -> Sequence[str]:
+        """The leaves that this is a block of."""
+        return self._space.names if len(self._chosen) < len(self._graphs.where.tensors) else ()
 
     def _transposed(self) -> LinearOperator:
         return self

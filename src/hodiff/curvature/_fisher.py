@@ -25,7 +25,9 @@ from hodiff.curvature._losses import (
     SoftmaxHessian,
     check_loss,
 )
+from hodiff.curvature._operator import together
 from hodiff.curvature._pullback import CurvedOutputs, PullbackBuilder, PullbackOperator, check_operands
+from hodiff.curvature._shares import ProcessGroup, shared
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import InputError
 
@@ -99,6 +101,7 @@ class FisherOperator(PullbackOperator):
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
+        process_group: The processes that share the data, as for `hodiff.HessianOperator`.
         allow: `@once_differentiable` Functions to accept.
 
     Attributes:
@@ -147,6 +150,7 @@ class FisherOperator(PullbackOperator):
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
+        process_group: ProcessGroup | None = None,
         allow: Allowed = (),
     ) -> None:
         check_operands(predict, loss, where, data)
@@ -154,16 +158,24 @@ class FisherOperator(PullbackOperator):
         check_loss(loss, batch_weight)
         _checks.check_integer(samples, "samples", least=1)
         check_generator(generator)
-        batches = Batches(data, Where(where).tensors[0].device, keep=kind == "mc", progress=progress)
+        point = Where(where)
+        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
+        keep, others = kind == "mc", shares is not None
+        batches = Batches(data, point.tensors[0].device, keep=keep, progress=progress, shared=others)
         weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
         builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator)
-        super().__init__(GraphCache(builder, where, batches, memory_budget), chunk_size)
+        super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
         self.kind = kind
 
     def _own_diagonal(self) -> Tensor | None:
         """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
+        with together(self):
+            return self._diagonal_of_scores()
+
+    def _diagonal_of_scores(self) -> Tensor | None:
         self._graphs.evaluate()
-        rank = sum(self._graphs.builder.ranks.values())
+        shares, own = self._shares, sum(self._graphs.builder.ranks.values())
+        rank = own if shares is None else int(sum(facts[0] for facts in shares.facts("sums", [own])))
         if not 0 < rank < self.shape[1]:
             return None
         self._count(rank)
@@ -171,6 +183,8 @@ class FisherOperator(PullbackOperator):
         for graph in self._graphs:
             if isinstance(graph.curvature, OuterProducts):
                 total += self._squares(graph, graph.curvature) / graph.curvature.draws
+        if shares is not None:
+            ((total,), _) = shares.sum("takes a diagonal", [total], who=self._names())
         return total / self._graphs.weight
 
     def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:

@@ -15,6 +15,7 @@ from hodiff.curvature._data import Batches, BatchWeight, Weighted
 from hodiff.curvature._data_operator import ChunkSize
 from hodiff.curvature._losses import Loss, OutputCurvature, Scored, check_loss
 from hodiff.curvature._pullback import PullbackBuilder, PullbackOperator, check_operands
+from hodiff.curvature._shares import ProcessGroup, shared
 from hodiff.curvature._space import Parts
 
 
@@ -48,6 +49,7 @@ class GaussNewtonOperator(PullbackOperator):
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
+        process_group: The processes that share the data, as for `hodiff.HessianOperator`.
         allow: `@once_differentiable` Functions to accept.
 
     Attributes:
@@ -91,13 +93,16 @@ class GaussNewtonOperator(PullbackOperator):
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
+        process_group: ProcessGroup | None = None,
         allow: Allowed = (),
     ) -> None:
         check_operands(predict, loss, where, data)
         check_loss(loss, batch_weight)
-        batches = Batches(data, Where(where).tensors[0].device, progress=progress)
+        point = Where(where)
+        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
+        batches = Batches(data, point.tensors[0].device, progress=progress, shared=shares is not None)
         builder = GaussNewtonBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
-        super().__init__(GraphCache(builder, where, batches, memory_budget), chunk_size)
+        super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
         self._closed_form = isinstance(loss, torch.nn.Module)
 
     def _route(self) -> str:

@@ -15,6 +15,7 @@ from hodiff._core._where import Where
 from hodiff.curvature._cache import BatchGraph, GraphCache
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
+from hodiff.curvature._shares import ProcessGroup, shared
 from hodiff.curvature._signatures import check_signature
 from hodiff.curvature._space import Parts
 from hodiff.errors import InputError
@@ -98,6 +99,8 @@ class HessianOperator(SummedOperator[GradientGraph]):
             memory that is free (a float).
         chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
         progress: Whether to show a bar over the batches.
+        process_group: The processes that share the data (`torch.distributed.group.WORLD`): each gives its own
+            batches, ragged or none, and gets the product of all. None: this process has all of them.
         strict: Raise where the value does not depend on some part of *where*.
         allow: `@once_differentiable` Functions to accept, as for `hodiff.grad`.
         args: Further positional arguments for `f`, after the batch.
@@ -154,6 +157,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
+        process_group: ProcessGroup | None = None,
         strict: bool = False,
         allow: Allowed = (),
         args: Sequence[Any] = (),
@@ -161,9 +165,11 @@ class HessianOperator(SummedOperator[GradientGraph]):
     ) -> None:
         _checks.check_arguments(args, kwargs)
         _check_function(f, data, args, kwargs)
-        batches = Batches(data, Where(where).tensors[0].device, progress=progress)
+        point = Where(where)
+        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
+        batches = Batches(data, point.tensors[0].device, progress=progress, shared=shares is not None)
         builder = HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs)
-        super().__init__(GraphCache(builder, where, batches, memory_budget), chunk_size)
+        super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
 
     @property
     def _passes(self) -> tuple[int, int]:

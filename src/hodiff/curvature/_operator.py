@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numbers
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, final, overload
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from hodiff.curvature import _export
 from hodiff.curvature._apply import apply, columns_of
 from hodiff.curvature._memory import free_bytes, readable
+from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space
 from hodiff.errors import InputError
 
@@ -105,6 +107,11 @@ class LinearOperator(ABC):
         """The diagonal, flat, where there is a cheaper way to it than a product for each column."""
         return None
 
+    @property
+    def _shares(self) -> Shares | None:
+        """The processes among which its data are shared; None where it has all of them."""
+        return None
+
     @abstractmethod
     def _about(self) -> str:
         """What `repr` says beside class, size and dtype."""
@@ -148,7 +155,8 @@ class LinearOperator(ABC):
         """`A @ v`: a product in the spelling of `v`; with an operator, their product."""
         if isinstance(v, LinearOperator):
             return ProductOperator(self, v)
-        return apply(v, self._product, self._domain, self._range, self._chunk)
+        with together(self):
+            return apply(v, self._product, self._domain, self._range, self._chunk)
 
     @overload
     def __rmatmul__(self, u: Tensor) -> Tensor: ...
@@ -277,6 +285,10 @@ class LinearOperator(ABC):
         Cost:
             One product for each column (or, where there are fewer, for each row), in chunks.
         """
+        with together(self):
+            return self._dense()
+
+    def _dense(self) -> Tensor:
         rows, columns = self.shape
         needed, free = rows * columns * self._domain.itemsize(), free_bytes(self.device)
         if needed > free:
@@ -297,6 +309,15 @@ class LinearOperator(ABC):
             InputError: NumPy has no such dtype (bfloat16).
         """
         return _export.to_scipy(self)
+
+
+_ALONE = nullcontext()
+
+
+def together(operator: LinearOperator) -> AbstractContextManager[None]:
+    """What one process raises in here, all of those that share the data raise."""
+    shares = operator._shares
+    return _ALONE if shares is None else shares.together()
 
 
 def as_number(value: object, sign: str) -> float:
@@ -347,6 +368,10 @@ class SumOperator(LinearOperator):
         return _structured(self._left._domain, self._right._domain)
 
     @property
+    def _shares(self) -> Shares | None:
+        return self._left._shares or self._right._shares
+
+    @property
     def _range(self) -> Space:
         return _structured(self._left._range, self._right._range)
 
@@ -388,6 +413,10 @@ class AffineOperator(LinearOperator):
     @property
     def _domain(self) -> Space:
         return self._inner._domain
+
+    @property
+    def _shares(self) -> Shares | None:
+        return self._inner._shares
 
     @property
     def _range(self) -> Space:
@@ -438,6 +467,10 @@ class ProductOperator(LinearOperator):
         return self._columns
 
     @property
+    def _shares(self) -> Shares | None:
+        return self._right._shares or self._left._shares
+
+    @property
     def _range(self) -> Space:
         return self._rows
 
@@ -477,6 +510,10 @@ class BlockOperator(LinearOperator):
     @property
     def _domain(self) -> Space:
         return self._space
+
+    @property
+    def _shares(self) -> Shares | None:
+        return self._inner._shares
 
     @property
     def _range(self) -> Space:

@@ -35,7 +35,7 @@ class RandomVectors:
         _random_vectors.check_generator(generator)
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
         self._probes: Probes = probes
-        self._generator = generator
+        self._generator = source(operator, generator)
         self._rows = None if vectors is None else _rows(operator._domain, vectors)
         self.given = self._rows is not None
         self.number = samples if self._rows is None else len(self._rows)
@@ -47,6 +47,12 @@ class RandomVectors:
         if self._rows is not None:
             return self._rows[start : self._taken]
         return _random_vectors.draw((count, self._size), self._like, self._probes, self._generator)
+
+
+def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
+    """Where to draw from: of several processes that share the data all draw the same."""
+    shares = operator._shares
+    return generator if generator is not None or shares is None else shares.generator(operator.device)
 
 
 def _rows(domain: Space, vectors: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core import _random_vectors
 from hodiff.curvature._basis import Basis
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_finite, flat_product
+from hodiff.curvature._probes import check_finite, flat_product, source
 from hodiff.curvature._space import sum_dtype
 
 Which = Literal["largest", "smallest", "magnitude"]
@@ -49,7 +49,7 @@ class Search:
         name: str,
     ) -> None:
         self._operator, self._k, self._which, self._rtol = operator, k, which, rtol
-        self._room, self._limit, self._generator, self._look = room, limit, generator, look
+        self._room, self._limit, self._generator, self._look = room, limit, source(operator, generator), look
         self._symmetric, self._name = symmetric, name
         self.scale, self.complete, self.unit, self._scaled = 0.0, False, 1.0, False
         # Products round as the operator does; a basis that rounds less keeps the residuals at that level.

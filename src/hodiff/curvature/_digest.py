@@ -1,0 +1,48 @@
+"""A checksum of vectors, exact and quick, that also sees entries exchanged: do all processes have the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Digest:
+    """A sum of the vectors' bits, each word times a random integer of its place, modulo 2^32.
+
+    Integers wrap around, so that it is the same in any order of summation: with any number of threads, on any device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._factors = torch.empty(0, dtype=torch.int32, device=device)
+
+    def __call__(self, parts: Sequence[Tensor], count: int | None = None) -> int:
+        """Of the parts of one vector, or of so many stacked ones."""
+        rows = 1 if count is None else count
+        total, at = torch.zeros(rows, dtype=torch.int32, device=self._device), 0
+        words = [_words(part.detach(), rows) for part in parts]
+        factors = self._up_to(max(rows, sum(word.shape[1] for word in words)))
+        for word in words:
+            # The low bits of round numbers are all zero: fold the high ones onto them.
+            mixed = (word >> 15).bitwise_xor_(word).mul_(factors[at : at + word.shape[1]])
+            total += mixed.sum(1, dtype=torch.int32)
+            at += word.shape[1]
+        return int((total * factors[:rows]).sum(dtype=torch.int32))
+
+    def _up_to(self, size: int) -> Tensor:
+        """Odd random factors; the first ones stay the same."""
+        if size > len(self._factors):
+            drawn = torch.randint(-(2**30), 2**30, (size,), generator=torch.Generator().manual_seed(0))
+            self._factors = (2 * drawn + 1).to(self._device, torch.int32)
+        return self._factors
+
+
+def _words(part: Tensor, rows: int) -> Tensor:
+    """The bits as rows of integers of 32 bits."""
+    flat = part.reshape(rows, part.numel() // rows).contiguous()
+    size = flat.element_size()
+    if size >= 4:
+        return flat.view(torch.int32)
+    return flat.view(torch.int16 if size == 2 else torch.int8).to(torch.int32)

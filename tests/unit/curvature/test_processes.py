@@ -1,0 +1,471 @@
+"""Operators whose data several processes share: the answers of one process, and errors on all of them."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hodiff
+from hodiff.curvature._digest import Digest
+from tests.support.operators import LABELS, D, X, draw, network, predict, squares, sum_of_cross_entropy
+from tests.support.processes import Ranks
+
+CUTS = (4, 5, 1)  # ragged batches of the ten samples
+SHARES = {1: [[0, 1, 2]], 2: [[0, 1, 2], []], 3: [[1], [0, 2], []]}
+"""Which batches each rank has, by the number of ranks; the last has none."""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    ranks = Ranks(3, __name__)
+    yield ranks
+    ranks.close()
+
+
+def batches(targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(X.split(CUTS), targets.split(CUTS), strict=True))
+
+
+def share(targets: Tensor, group: Any) -> list[tuple[Tensor, Tensor]]:
+    """This rank's batches; all of them without a group."""
+    world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    return [batches(targets)[number] for number in SHARES[world][rank]]
+
+
+def build(kind: str, group: Any, **options: Any) -> Any:
+    options = {"process_group": group, **options}
+    if kind == "Hessian":
+        return hodiff.HessianOperator(sum_of_cross_entropy, network(), data=share(LABELS, group), **options)
+    if kind == "Gauss-Newton":
+        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=D), ignore_index=2)
+        return hodiff.GaussNewtonOperator(predict, loss, network(), data=share(LABELS, group), **options)
+    if kind == "any loss":
+        return hodiff.GaussNewtonOperator(predict, squares, network(), data=share(X, group), **options)
+    if kind == "undivided":
+        loss = nn.CrossEntropyLoss(reduction="sum")
+        return hodiff.GaussNewtonOperator(predict, loss, network(), data=share(LABELS, group), **options)
+    loss, kind = nn.CrossEntropyLoss(), kind.rpartition(" ")[2]
+    return hodiff.FisherOperator(predict, loss, network(), data=share(LABELS, group), kind=kind, **options)  # type: ignore
+
+
+KINDS = ("Hessian", "Gauss-Newton", "any loss", "undivided", "Fisher exact", "Fisher empirical")
+
+
+def answers(kind: str, group: Any) -> dict[str, Any]:
+    seeded = lambda: torch.Generator().manual_seed(0)
+    H = build(kind, group)
+    V = draw(39, 4, seed=1)
+    block = H.block("0")
+    found = {
+        "value": H.value,
+        "gradient": H.flatten(H.gradient),
+        "one": H @ V[:, 0],
+        "four": H @ V,
+        "structured": H.flatten(H @ H.unflatten(V)),
+        "block": block @ draw(16, seed=2),
+        "block, three": block @ draw(16, 3, seed=3),
+        "dense": H.dense(),
+        "by chunks": build(kind, group, chunk_size=3) @ V,
+        "not kept": build(kind, group, memory_budget=0) @ V,
+        "trace": hodiff.trace(H, samples=6, generator=seeded()).value,
+        "diagonal": hodiff.diagonal(H, method="exact").value,
+        "eigsh": hodiff.eigsh(H, 3, generator=seeded()).value,
+        "solve": hodiff.solve(H + 200.0, V[:, 0]).value,
+        "minres": hodiff.solve(H + 50.0, V[:, 0], method="minres").value,
+    }
+    found["diagonal"] = H.flatten(found["diagonal"])
+    H.refresh()
+    found["refreshed"] = H @ V[:, 0]
+    return found
+
+
+def in_the_world(rank: int, kind: str) -> dict[str, Any]:
+    return answers(kind, dist.group.WORLD)
+
+
+def in_a_subgroup(rank: int, kind: str) -> dict[str, Any] | None:
+    group = dist.new_group([0, 2])
+    return answers(kind, group) if rank != 1 else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("of", [in_the_world, in_a_subgroup])
+def test_the_answers_of_one_process(three: Ranks, kind: str, of: Any) -> None:
+    expected = answers(kind, None)
+    outcomes = [outcome for rank, outcome in enumerate(three(of, kind)) if of is in_the_world or rank != 1]
+    for outcome in outcomes:
+        assert not outcome.error, outcome
+        for name, value in expected.items():
+            scale = float(value.abs().max())
+            assert float((outcome.value[name] - value).abs().max()) <= 1e-12 * scale, (name, scale)
+            assert torch.equal(outcome.value[name], outcomes[0].value[name]), name  # to the last bit, on every rank
+
+
+# --- one collective ---------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """The collectives of a block of code, with their sizes."""
+
+    def __enter__(self) -> list[tuple[int, torch.dtype]]:
+        self._reduce, found = dist.all_reduce, []
+
+        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            found.append((tensor.numel(), tensor.dtype))
+            return self._reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return found
+
+    def __exit__(self, *exc: object) -> None:
+        dist.all_reduce = self._reduce
+
+
+def collectives(rank: int) -> dict[str, int]:
+    H = build("Hessian", dist.group.WORLD)
+    v, numbers = draw(39), {}
+
+    def count(name: str, call: Any) -> None:
+        with Counted() as found:
+            call()
+        numbers[name] = len(found)
+
+    count("repr and cost", lambda: (repr(H), H.cost()))
+    count("first product", lambda: H @ v)
+    count("product", lambda: H @ v)
+    count("eight", lambda: H @ draw(39, 8))
+    count("block", lambda: H.block("0") @ draw(16))
+    count("by-products", lambda: (H.value, H.gradient, repr(H), H.cost(), H.flatten(H.unflatten(v))))
+    count("trace of six", lambda: hodiff.trace(H, samples=6, generator=torch.Generator().manual_seed(0)))
+    return numbers
+
+
+def test_one_collective_for_each_product(three: Ranks) -> None:
+    for outcome in three(collectives):
+        assert outcome.value == {
+            "repr and cost": 0,
+            "first product": 3,  # the points are compared, once; the first pass; the product
+            "product": 1,
+            "eight": 2,  # the first vector, with which the ranks find out what they agree about; the others
+            "block": 1,
+            "by-products": 0,
+            "trace of six": 2,
+        }, outcome
+
+
+def in_half_precision(rank: int) -> tuple[Tensor, Tensor, set[torch.dtype]]:
+    model = network().to(torch.bfloat16)
+    data = [(x.to(torch.bfloat16), y) for x, y in share(LABELS, dist.group.WORLD)]
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=dist.group.WORLD)
+    whole = hodiff.HessianOperator(
+        sum_of_cross_entropy, model, data=[(x.to(torch.bfloat16), y) for x, y in batches(LABELS)]
+    )
+    v = draw(39).to(torch.bfloat16)
+    with Counted() as found:
+        got = H @ v
+    return got, whole @ v, {dtype for _, dtype in found}
+
+
+def test_half_precision_is_added_in_single(three: Ranks) -> None:
+    for outcome in three(in_half_precision):
+        got, expected, dtypes = outcome.value
+        assert got.dtype == torch.bfloat16 and dtypes == {torch.float32}
+        assert float((got - expected).norm()) <= 2e-2 * float(expected.norm())
+
+
+# --- random vectors ---------------------------------------------------------------------------------------------------
+
+
+def unseeded(rank: int) -> list[Tensor]:
+    H = build("Hessian", dist.group.WORLD)
+    first, second = (hodiff.trace(H + 1.0, samples=6).value for _ in range(2))
+    return [first, second, hodiff.eigsh(H, 2).value, hodiff.diagonal(H, samples=6).stderr["0.weight"]]
+
+
+def test_random_vectors_are_the_same_on_every_rank(three: Ranks) -> None:
+    outcomes = three(unseeded)
+    for outcome in outcomes:
+        assert not outcome.error, outcome
+        for mine, theirs in zip(outcome.value, outcomes[0].value, strict=True):
+            assert torch.equal(mine, theirs)
+    assert outcomes[0].value[0] != outcomes[0].value[1]  # drawn anew each time
+
+
+def seeded_by_rank(rank: int) -> None:
+    hodiff.trace(build("Hessian", dist.group.WORLD), samples=6, generator=torch.Generator().manual_seed(rank))
+
+
+def seeded_on_one(rank: int) -> None:
+    generator = torch.Generator().manual_seed(0) if rank == 0 else None
+    hodiff.trace(build("Hessian", dist.group.WORLD), samples=6, generator=generator)
+
+
+# --- errors end on all ranks ------------------------------------------------------------------------------------------
+
+
+class Stumble(ValueError):
+    """What a user's function raises."""
+
+
+def stumbling(rank: int, culprit: int, later: bool) -> Any:
+    """A rank's function fails, at once or at the third product."""
+    calls = []
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        calls.append(batch)
+        if rank == culprit and len(calls) > (2 * len(data) if later else 0):
+            raise Stumble("no such file")
+        return sum_of_cross_entropy(model, batch)
+
+    data = [batches(LABELS)[rank]]
+    H = hodiff.HessianOperator(loss, network(), data=data, process_group=dist.group.WORLD, memory_budget=0)
+    for _ in range(4):
+        H @ draw(39)
+
+
+def healthy(rank: int) -> None:
+    """The group is as good as before."""
+    build("Hessian", dist.group.WORLD) @ draw(39)
+
+
+def short(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    H @ draw(39 if rank else 38)
+
+
+def stale(rank: int) -> None:
+    model = network()
+    data = share(LABELS, dist.group.WORLD)
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=dist.group.WORLD)
+    H @ draw(39)
+    if rank == 1:
+        with torch.no_grad():
+            model[0].bias += 1
+    H @ draw(39)
+
+
+def shuffled(rank: int) -> None:
+    drawn = torch.Generator().manual_seed(0)
+
+    class Loader:
+        def __iter__(self) -> Any:
+            yield from [(torch.randn(2, 3, dtype=D, generator=drawn), LABELS[:2])] if rank else batches(LABELS)
+
+    data = Loader()
+    H = hodiff.HessianOperator(
+        sum_of_cross_entropy, network(), data=data, process_group=dist.group.WORLD, memory_budget=0
+    )
+    H @ draw(39)
+
+
+def closed(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    H @ draw(39)
+    if rank == 2:
+        H.close()
+    assert rank == 2 or H.value > 0  # known already: nobody is asked
+    H @ draw(39)
+
+
+FAILURES = {
+    "first pass, 0": (stumbling, (0, False), [0], "Stumble: no such file"),
+    "first pass, 1": (stumbling, (1, False), [1], "Stumble: no such file"),
+    "later, 0": (stumbling, (0, True), [0], "Stumble: no such file"),
+    "later, 2": (stumbling, (2, True), [2], "Stumble: no such file"),
+    "a vector of another size": (short, (), [0], "InputError: v: has shape (38,)"),
+    "changed parameters": (stale, (), [1], "GraphError: parameters changed"),
+    "data that differ": (shuffled, (), [1, 2], "GraphError: two passes over data disagree"),
+    "closed": (closed, (), [2], "GraphError: the operator is closed"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failure_ends_on_all_ranks(three: Ranks, case: str) -> None:
+    function, args, culprits, message = FAILURES[case]
+    for rank, outcome in enumerate(three(function, *args)):
+        assert outcome.seconds < 5
+        if rank in culprits:
+            assert outcome.error.startswith(message), outcome
+        else:
+            named = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
+            assert outcome.error.startswith(f"GraphError: process_group: {named} failed"), outcome
+            assert message in outcome.error, outcome
+    assert not any(outcome.error for outcome in three(healthy))
+
+
+def other_vector(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    v = torch.zeros(39, dtype=D)
+    v[7 + (rank == 1)] = 1  # unit vectors: the same entries, elsewhere
+    H @ v
+
+
+def other_vectors(rank: int) -> None:
+    build("Hessian", dist.group.WORLD) @ draw(39, 4)[:, [0, 1, 2, 3] if rank < 2 else [1, 0, 2, 3]]
+
+
+def other_count(rank: int) -> None:
+    build("Hessian", dist.group.WORLD) @ draw(39, 3 + (rank == 2))
+
+
+def other_parameters(rank: int) -> None:
+    model = network()
+    if rank == 2:
+        with torch.no_grad():
+            model[3].weight[1, 2] += 1e-9
+    data = share(LABELS, dist.group.WORLD)
+    hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=dist.group.WORLD).value.item()
+
+
+def other_shapes(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4 + rank), nn.Tanh(), nn.Linear(4 + rank, 3)).double()
+    data = share(LABELS, dist.group.WORLD)
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=dist.group.WORLD)
+    for _ in range(2):  # and it is said again
+        try:
+            H @ draw(H.shape[1])
+        except hodiff.InputError as error:
+            found = error
+    raise found
+
+
+def other_chunks(rank: int) -> None:
+    build("Hessian", dist.group.WORLD, chunk_size=2 + (rank == 1)) @ draw(39, 4)
+
+
+def other_kind(rank: int) -> None:
+    build("Hessian" if rank else "Gauss-Newton", dist.group.WORLD) @ draw(39)
+
+
+def other_block(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    H.block("0.weight" if rank else "3.weight") @ draw(12)
+
+
+def other_step(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    H @ draw(39)
+    if rank == 0:
+        H.refresh()
+    H @ draw(39)
+
+
+DIFFERENCES = {
+    other_vector: "process_group: rank 1 multiplies another vector",
+    other_vectors: "process_group: rank 2 multiplies another vector",
+    other_count: r"v: the ranks multiply different numbers of vectors: [3, 3, 4]",
+    other_parameters: "process_group: the parameters of rank 2 differ",
+    other_shapes: "process_group: the points of the ranks differ in names, shapes or dtypes (sizes [31, 38, 45])",
+    other_chunks: "chunk_size: differs between the ranks: [2, 3, 2]",
+    other_kind: "process_group: the ranks use operators of different kinds",
+    other_block: "process_group: the ranks are at different steps, or at different blocks",
+    other_step: "process_group: the ranks are at different steps, or at different blocks (rank 0 evaluates, rank 1 mul",
+    seeded_by_rank: "process_group: ranks [1, 2] multiplies another vector",
+    seeded_on_one: "process_group: the ranks are at different steps, or at different blocks (rank 0 evaluates,",
+}
+
+
+@pytest.mark.parametrize("function", DIFFERENCES, ids=lambda function: function.__name__)
+def test_ranks_that_differ_are_found_on_all(three: Ranks, function: Any) -> None:
+    for outcome in three(function):
+        assert outcome.error.startswith(f"InputError: {DIFFERENCES[function]}"), outcome
+        assert outcome.seconds < 5
+    assert not any(outcome.error for outcome in three(healthy))
+
+
+# --- the group itself fails -------------------------------------------------------------------------------------------
+
+
+def dying(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    H @ draw(39)
+    if rank == 1:
+        os._exit(3)
+    H @ draw(39)
+
+
+def absent(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    if rank == 1:
+        time.sleep(5)
+        return
+    H @ draw(39)
+
+
+@pytest.mark.parametrize(("function", "least"), [(dying, 0), (absent, 3)], ids=["dead", "never calls"])
+def test_a_rank_that_is_missed(function: Any, least: int) -> None:
+    two = Ranks(2, __name__, timeout=3)
+    alive, gone = two(function)
+    two.close()
+    assert alive.error.startswith("GraphError: process_group: rank 0 could not exchange sums"), alive
+    assert least <= alive.seconds < least + 5
+    assert gone.error == ("exit code 3" if function is dying else "")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> list[str]:
+    group, found = dist.group.WORLD, []
+    model = nn.parallel.DistributedDataParallel(network())
+    data = share(LABELS, group)
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    for build_one in (
+        lambda: hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=group),
+        lambda: hodiff.HessianOperator(lambda m: m(X).sum(), network(), process_group=group),
+        lambda: hodiff.HessianOperator(sum_of_cross_entropy, network(), data=data, process_group=True),
+        lambda: hodiff.HessianOperator(mean, network(), data=batches(LABELS)[:1], process_group=group).value,
+        lambda: hodiff.HessianOperator(sum_of_cross_entropy, network(), data=[], process_group=group).value,
+    ):
+        try:
+            build_one()
+            found.append("")
+        except hodiff.HodiffError as error:
+            found.append(str(error))
+    weighed = hodiff.HessianOperator(
+        mean, network(), data=share(LABELS, group), process_group=group, batch_weight=lambda batch: len(batch[1])
+    )
+    return [*found, float(weighed.value)]
+
+
+def test_what_cannot_be_shared_is_refused(three: Ranks) -> None:
+    whole = hodiff.HessianOperator(sum_of_cross_entropy, network(), data=batches(LABELS))
+    for outcome in three(refusals):
+        assert not outcome.error, outcome
+        wrapped, dataless, no_group, bare, nothing, weighed = outcome.value
+        assert wrapped.startswith("x: is wrapped in DistributedDataParallel") and "pass model.module" in wrapped
+        assert dataless.startswith("process_group: shares data among processes, and there are none")
+        assert no_group.startswith("process_group: is a bool; expected a group that this process belongs to")
+        assert bare.startswith("f: returned a bare value, and there are several batches (or processes)")
+        assert nothing.startswith("the weights of all batches add up to 0.0")
+        assert abs(weighed - float(whole.value)) < 1e-13
+
+
+# --- the checksum -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_checksum_sees_values_places_and_leaves(dtype: torch.dtype) -> None:
+    digest = Digest(torch.device("cpu"))
+    parts = [draw(5, 3).to(dtype), torch.zeros(0, dtype=dtype), torch.ones((), dtype=dtype)]
+    mine = digest(parts)
+    assert digest([part.clone() for part in parts]) == mine == Digest(torch.device("cpu"))(parts)
+    assert digest([parts[0].T.contiguous().T, *parts[1:]]) == mine
+    for change in (lambda p: p.flip(0), lambda p: p.flip(1), lambda p: p * 2, lambda p: -p):
+        assert digest([change(parts[0]), *parts[1:]]) != mine
+    many = [torch.stack([part, 2 * part]) for part in parts]
+    assert digest(many, 2) != digest([part.flip(0) for part in many], 2)
+    units = torch.eye(600, dtype=dtype)
+    assert len({digest([row]) for row in units}) == 600
+    grown = digest.__class__(torch.device("cpu"))
+    grown([torch.zeros(10000, dtype=dtype)])
+    assert grown(parts) == mine  # whatever came before
