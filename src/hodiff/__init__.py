@@ -9,7 +9,7 @@ A map of the library:
 * gradient penalties: `gradient_penalty`, on which `wgan_gp_penalty`, `r1_penalty`, `eikonal_penalty` and their kin
   stand; `jacobian_penalty`, `hessian_penalty`, `curvature_penalty`, `sliced_score_matching_loss`, `PathLengthPenalty`
 * fields, by Taylor mode: `laplacian`, `value_grad_and_laplacian`, `second_order_operator`, `biharmonic`, `divergence`,
-  `curl`, `partial`, `partials`, `jet`; `hodiff.jets.report`
+  `value_and_divergence`, `curl`, `partial`, `partials`, `derivatives_of`, `jet`; `hodiff.jets.report`
 * where: tensors, containers of them, modules, and `select`ed parameters
 * curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
@@ -54,7 +54,8 @@ from hodiff.errors import (
 from hodiff.fields._laplacian import laplacian, value_grad_and_laplacian
 from hodiff.fields._operator2 import biharmonic, second_order_operator
 from hodiff.fields._partial import jet, partial, partials
-from hodiff.fields._vector import curl, divergence
+from hodiff.fields._vector import curl, divergence, value_and_divergence
+from hodiff.fields._view import derivatives_of
 from hodiff.graph._multi import multi_grad
 from hodiff.penalties._gan import dragan_penalty, wgan_gp_penalty
 from hodiff.penalties._gradient import gradient_penalty
@@ -93,6 +94,7 @@ __all__ = [
     "curl",
     "curvature_penalty",
     "derivatives",
+    "derivatives_of",
     "diagonal",
     "divergence",
     "dragan_penalty",
@@ -125,6 +127,7 @@ __all__ = [
     "solve",
     "spectral_radius",
     "trace",
+    "value_and_divergence",
     "value_and_grad",
     "value_grad_and_hessian",
     "value_grad_and_laplacian",

@@ -784,9 +784,12 @@ def test_vectors_of_any_kind_are_taken(kind: str) -> None:
 
 
 def test_partials_unpack_in_the_order_asked_for() -> None:
-    """A dict unpacks into its keys: a tuple would be expected, so the numbers must not be mistaken for them."""
+    """A dict unpacks into its keys, which are numbers too."""
     found = hodiff.partials(lambda z: (z**3).sum(-1), torch.ones(1, 2, dtype=D), [0, (1, 1)])
-    first, second = found if not isinstance(found, dict) else found.values()
+    first, second = found
+    assert found[1, 1] is second
+    with pytest.raises(hodiff.InputError, match="could be a place or a coordinate"):
+        found[0]
     torch.testing.assert_close(first, torch.full_like(first, 3.0))
     torch.testing.assert_close(second, torch.full_like(second, 6.0))
 

@@ -9,35 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hodiff
-from hodiff._core import _engine
 from tests.support.ledger import Ledger
+from tests.support.passes import Count
 
 D = torch.float64
 X = torch.linspace(-1, 1.5, 6, dtype=D)
 V = torch.cos(torch.arange(6, dtype=D))
-
-
-class Count:
-    """Evaluations of f, and runs of the reverse engine however it was reached."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.evaluations = self.passes = 0
-        hodiff.graph.inspect(torch.ones(1, requires_grad=True).sum())  # it tests itself, by a pass, at its first use
-        engine = torch.autograd._engine_run_backward
-
-        def counted(*args: object, **kwargs: object) -> object:
-            self.passes += 1
-            return engine(*args, **kwargs)
-
-        monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
-        monkeypatch.setattr(_engine, "_run", counted)
-
-    def of(self, f: object) -> object:
-        def counted(*args: object) -> object:
-            self.evaluations += 1
-            return f(*args)
-
-        return counted
 
 
 @pytest.fixture

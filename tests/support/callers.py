@@ -171,6 +171,15 @@ CALLERS: tuple[Caller, ...] = (
     Caller("second_order_operator", "rows", 2, lambda f, x, a: hodiff.second_order_operator(f, x, _weight(), args=a)),
     Caller("biharmonic", "rows", 4, lambda f, x, a: hodiff.biharmonic(f, x, args=a)),
     Caller("divergence", "same", 1, lambda f, x, a: hodiff.divergence(f, x, args=a)),
+    Caller("value_and_divergence", "same", 1, lambda f, x, a: hodiff.value_and_divergence(f, x, args=a)),
+    Caller(
+        "divergence, own vectors", "same", 1,
+        lambda f, x, a: hodiff.divergence(f, x, vectors=direction(x), args=a).value,
+    ),
+    Caller(
+        "laplacian, with an extra", "rows", 2,
+        lambda f, x, a: hodiff.laplacian(lambda z, *r: (f(z, *r), None), x, has_aux=True, args=a)[0],
+    ),
     Caller("curl", "same", 1, lambda f, x, a: hodiff.curl(f, x, args=a)),
     Caller("partial", "rows", 2, lambda f, x, a: hodiff.partial(f, x, (0, 0), args=a)),
     Caller("partials", "rows", 2, lambda f, x, a: hodiff.partials(f, x, [0, (1, 1)], args=a)),
@@ -191,6 +200,11 @@ def _loss(x: Tensor) -> Tensor:
     return (x.detach().clone().requires_grad_() ** 3).sum()
 
 
+def _view(x: Tensor) -> Tensor:
+    points = x.detach().clone().requires_grad_()
+    return hodiff.derivatives_of((points**3).sum(-1), points)[0, 0].detach()
+
+
 def _matrix() -> hodiff.MatrixOperator:
     return hodiff.MatrixOperator(_weight())
 
@@ -202,6 +216,7 @@ def _layers() -> nn.Module:
 PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "interpolate": lambda x: hodiff.interpolate(x, 2 * x, generator=generator()),
     "sample_norm": lambda x: hodiff.sample_norm(x),
+    "derivatives_of": lambda x: _view(x),
     "select": lambda x: len(hodiff.select(_layers(), "0.*")),
     "Selection": lambda x: len(hodiff.Selection(_layers(), ["0.weight"])),
     "MatrixOperator": lambda x: hodiff.MatrixOperator(_weight()) @ x[0],

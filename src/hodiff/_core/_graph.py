@@ -144,7 +144,7 @@ class Graph:
             self._mixes = norms.mixes_samples
         else:
             outputs = self._lending.run(self.leaves)
-        self.outputs, self.aux = _split(outputs) if self.call.has_aux else (outputs, None)
+        self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
         return self._survey(_tensors(self.outputs))
 
     def at(self, leaves: Sequence[Tensor]) -> Any:
@@ -270,7 +270,7 @@ class Graph:
     def _again(self) -> list[Tensor]:
         """The outputs of `f` when it is called once more."""
         outputs = self._lending.again(self.leaves)
-        return _tensors(_split(outputs)[0] if self.call.has_aux else outputs)
+        return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -307,7 +307,8 @@ def _collective() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _split(outputs: Any) -> tuple[Any, Any]:
+def split(outputs: Any) -> tuple[Any, Any]:
+    """What `f` returned under `has_aux=True`, checked to be a pair."""
     if isinstance(outputs, tuple) and len(outputs) == 2:
         return outputs
     raise InputError(f"f: returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")

@@ -1,17 +1,55 @@
-"""Vectors like the point: one, or many with an extra leading dimension, recognised by their shapes."""
+"""Vectors like the point: one, or many with an extra leading dimension, recognised by their shapes; or flat."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hodiff._core import _tree
+from hodiff._core._spellings import as_tensors, listing
 from hodiff.errors import InputError
 
 
-def match(
+class Vectors(NamedTuple):
+    """Vectors in some spelling, taken apart.
+
+    Attributes:
+        leaves: A tensor for each leaf of the point; of several vectors with one more dimension in front.
+        number: How many there are; None for a single one.
+        tree: The structure in which results like them are given back.
+        flat: Whether they were flat, or the columns of a matrix.
+    """
+
+    leaves: list[Tensor]
+    number: int | None
+    tree: _tree.Tree
+    flat: bool
+
+    def like(self, found: Sequence[Tensor]) -> Any:
+        """Results, one for each leaf, in the spelling of the vectors."""
+        if not self.flat:
+            return _tree.rebuild(self.tree, iter(found))
+        dtype = promoted(found)
+        if self.number is None:
+            return torch.cat([part.reshape(-1).to(dtype) for part in found])
+        return torch.cat([part.reshape(self.number, -1).to(dtype) for part in found], dim=1).T.contiguous()
+
+
+def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str) -> Vectors:
+    """Vectors in any spelling: like the point, a list of its leaves, flat, columns; arrays and lists of numbers too."""
+    if not isinstance(value, Tensor) and not (value.__class__ is dict and all(map(_is_tensor, value.values()))):
+        value = as_tensors(value, promoted(likes), likes[0].device, name)
+    if isinstance(value, Tensor) and _is_flat(value, tree, likes):
+        return _split(value, likes, name)
+    ordered = tree and listing(value, tree, len(likes))
+    leaves, count = structured(value, ordered or tree, likes, name, meaning)
+    return Vectors(leaves, count, ordered or tree, False)
+
+
+def structured(
     value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str
 ) -> tuple[list[Tensor], int | None]:
     """Check a vector (or several, with one extra leading dimension) against the tensors it must resemble."""
@@ -26,7 +64,9 @@ def match(
                 break
         else:
             return leaves, None
-    if tree is not None and not isinstance(value, Tensor) and not _tree.is_container(value):
+    if tree is not None and isinstance(value, Tensor):
+        raise InputError(f"{name}: {_wrong_flat(value, likes)}; or it may be {meaning}.")
+    if tree is not None and not _tree.is_container(value):
         raise InputError(f"{name}: is a {type(value).__name__}, expected {_tree.describe(tree)}; it must be {meaning}.")
     _, _, got_tree = _tree.flatten(value, name)
     found = _tree.difference(tree, got_tree, name)
@@ -40,19 +80,68 @@ def match(
     return leaves, counts[0]
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of flat vectors: that of the leaves, promoted where they differ."""
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _is_flat(value: Tensor, tree: _tree.Tree, likes: Sequence[Tensor]) -> bool:
+    """Whether a tensor is `(D,)`, or columns `(D, K)`, and nothing else.
+
+    Where the point is one tensor, its own shape comes first, and several like it. Columns for a point of one
+    dimension are refused: square ones could not be told from rows.
+    """
+    if tree is None:
+        shape = likes[0].shape
+        if value.shape == shape or value.shape[1:] == shape or len(shape) == 1:
+            return False
+    return 0 < value.ndim <= 2 and value.shape[0] == sum([like.numel() for like in likes])
+
+
+def _split(value: Tensor, likes: Sequence[Tensor], name: str) -> Vectors:
+    dtype = promoted(likes)
+    if value.dtype != dtype or value.device != likes[0].device:
+        raise _wrong_kind(value, name, dtype, likes[0].device)
+    rows = value if value.ndim == 1 else value.T
+    lead = rows.shape[:-1]
+    pieces = rows.split([like.numel() for like in likes], dim=-1)
+    parts = [part.reshape((*lead, *like.shape)).to(like.dtype) for part, like in zip(pieces, likes, strict=True)]
+    return Vectors(parts, None if value.ndim == 1 else value.shape[1], None, True)
+
+
 def _count(leaf: Any, like: Tensor, name: str) -> int | None:
     if not isinstance(leaf, Tensor):
         raise InputError(f"{name}: is a {type(leaf).__name__}, expected a tensor.")
     if leaf.dtype != like.dtype or leaf.device != like.device:
-        raise InputError(
-            f"{name}: is {leaf.dtype} on {leaf.device}, expected {like.dtype} on {like.device}; "
-            f"convert it: v.to(x.device, x.dtype)."
-        )
+        raise _wrong_kind(leaf, name, like.dtype, like.device)
     if leaf.shape == like.shape:
         return None
     if leaf.ndim == like.ndim + 1 and leaf.shape[1:] == like.shape:
         return leaf.shape[0]
     shape = tuple(like.shape)
+    turned = like.ndim == 1 and leaf.ndim == 2 and leaf.shape[0] == like.shape[0]
     raise InputError(
-        f"{name}: has shape {tuple(leaf.shape)}, expected {shape}, or (K, {', '.join(map(str, shape))}) for K vectors."
+        f"{name}: has shape {tuple(leaf.shape)}, expected {shape}, or (K, {', '.join(map(str, shape))}) for K vectors"
+        f"{', which are stacked in front here: give ' + name + '.T' if turned else ''}."
     )
+
+
+def _wrong_kind(value: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> InputError:
+    return InputError(
+        f"{name}: is {value.dtype} on {value.device}, expected {dtype} on {device}; "
+        f"convert it: v.to(x.device, x.dtype)."
+    )
+
+
+def _wrong_flat(value: Tensor, likes: Sequence[Tensor]) -> str:
+    size = sum([like.numel() for like in likes])
+    turned = value.ndim == 2 and value.shape[1] == size
+    advice = " (several flat vectors are columns: give its .T)" if turned else ""
+    return f"has shape {tuple(value.shape)}, expected ({size},), ({size}, K) for K vectors{advice}"

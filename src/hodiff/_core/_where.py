@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hodiff._core import _checks, _tree
 from hodiff._core._assembly import Assembly, plain
 from hodiff._core._selection import Selection, check_real
-from hodiff._core._vectors import match
+from hodiff._core._vectors import Vectors, match, structured
 from hodiff.errors import InputError
 
 
@@ -143,9 +143,13 @@ class Where:
         return self._result_tree
 
     def match(self, value: Any, name: str) -> tuple[list[Tensor], int | None]:
-        """The leaves of a vector like this point, and how many vectors they hold (None: just one)."""
+        """The leaves of a vector with the structure of this point, and how many vectors they hold (None: just one)."""
         if isinstance(value, Mapping) and not isinstance(value, dict):
             value = dict(value)
+        return structured(value, self._result_tree, self.tensors, name, f"like {self.name}")
+
+    def vectors(self, value: Any, name: str) -> Vectors:
+        """Vectors in any spelling, like this point."""
         return match(value, self._result_tree, self.tensors, name, f"like {self.name}")
 
     def duplicate(self) -> str | None:

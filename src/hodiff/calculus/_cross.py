@@ -86,7 +86,7 @@ def cross_hvp(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
-    vectors, count = second.match(v, "v")
+    vectors, count, *_ = second.vectors(v, "v")
     if check_independence:
         _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(

@@ -210,7 +210,8 @@ def vjp(
         f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
             computed from *x*.
         x: Where, as for `grad`.
-        u: A vector like `f(x)`, or K of them with one extra leading dimension on every leaf.
+        u: A vector like `f(x)`, or K of them with one extra leading dimension on every leaf; or in another
+            spelling, as for `hvp`.
         create_graph: Whether the result can be differentiated again, as for `grad`.
         strict: Raise where `f(x)` does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
@@ -240,7 +241,7 @@ def vjp(
     ) as ev:
         outputs = ev.tensors()
         _, _, tree = _tree.flatten(ev.outputs)
-        vectors, count = match(u, tree, outputs, "u", "like f(x)")
+        vectors, count, *_ = match(u, tree, outputs, "u", "like f(x)")
         return ev.where.result(_reverse.products(ev, outputs, vectors, count, chunk_size=chunk))
 
 

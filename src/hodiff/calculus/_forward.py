@@ -50,7 +50,7 @@ def jvp(
             computed from *x*.
         x: Where, as for `grad`.
         v: A vector like *x* (a dict by parameter name for a module), or K of them with one extra
-            leading dimension on every leaf.
+            leading dimension on every leaf; or in another spelling, as for `hvp`.
         create_graph: Whether the result can be differentiated again, as for `grad`.
         strict: Raise where `f(x)` does not depend on some part of *x*.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
@@ -79,7 +79,7 @@ def jvp(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
-    tangents, count = where.match(v, "v")
+    tangents, count, *_ = where.vectors(v, "v")
     with Graph(
         call(f, where, passes=2, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
     ) as ev:

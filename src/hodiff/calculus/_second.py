@@ -45,7 +45,8 @@ def hvp(
         x: Where: a tensor, a nested container of tensors, a module (its trainable parameters; `f`
             receives the module), or `hodiff.select(module, ...)`.
         v: A vector like *x* (a dict by parameter name for a module), or K vectors with one extra
-            leading dimension on every leaf.
+            leading dimension on every leaf; or a list of the leaves in the order of *x*; or flat `(D,)` or, unless
+            *x* is one tensor of one dimension, columns `(D, K)`. NumPy arrays and lists of numbers are converted.
         batch_ndim: So many leading dimensions of *x* index independent samples, as for `grad`; each
             sample has its own Hessian and its own part of *v*.
         create_graph: Whether the product can be differentiated again, as for `grad`. That is a third
@@ -59,7 +60,7 @@ def hvp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, with the structure and shapes of *v*.
+        The product, in the spelling of *v*, with its structure and shapes.
 
     Raises:
         InputError: *v* does not resemble *x*; or as for `grad`.
@@ -83,7 +84,7 @@ def hvp(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
-    vectors, count = where.match(v, "v")
+    given = where.vectors(v, "v")
     if check_independence:
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
@@ -100,7 +101,7 @@ def hvp(
         )
     ) as ev:
         gradient = _reverse.gradient(ev, differentiated=True)
-        return where.result(_reverse.products(ev, gradient, vectors, count, chunk_size=chunk))
+        return given.like(_reverse.products(ev, gradient, given.leaves, given.number, chunk_size=chunk))
 
 
 @overload

@@ -8,11 +8,12 @@ from __future__ import annotations
 import numbers
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar, final, overload
+from typing import Any, TypeVar, final, overload
 
 import torch
 from torch import Tensor
 
+from hodiff._core._spellings import SupportsArray
 from hodiff.curvature import _export
 from hodiff.curvature._apply import apply, columns_of
 from hodiff.curvature._memory import free_bytes, readable
@@ -23,12 +24,6 @@ from hodiff.errors import InputError
 Container = TypeVar("Container", bound="dict[Any, Any] | tuple[Any, ...] | list[Tensor]")
 Scalar = float | Tensor
 """A number, or a tensor of one element."""
-
-
-class SupportsArray(Protocol):
-    """What NumPy can read: an array, for the type checker."""
-
-    def __array__(self) -> Any: ...
 
 
 class LinearOperator(ABC):

@@ -8,10 +8,8 @@ either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of num
 from __future__ import annotations
 
 import difflib
-import numbers
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _tree
-from hodiff._core._vectors import match
+from hodiff._core._spellings import as_tensors, listing
+from hodiff._core._vectors import structured
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 
@@ -131,43 +130,13 @@ class Space:
             return self._parse_flat(value, name)
         if isinstance(value, Tensor) and self.tree is not _tree.LEAF:
             raise InputError(f"{name}: {self._wrong_shape(value)}")
-        tree = self._listing(value) or self.tree
-        parts, count = match(value, tree, self._likes, name, f"{self._meaning}, or flat: ({self.size},)")
+        tree = listing(value, self.tree, len(self.shapes)) or self.tree
+        parts, count = structured(value, tree, self._likes, name, f"{self._meaning}, or flat: ({self.size},)")
         return Vectors("structure", parts, count, tree)
 
     def as_tensors(self, value: Any, name: str = "v") -> Any:
         """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, Mapping) and not isinstance(value, dict):
-            value = dict(value)
-        if _is_array(value) or _is_numbers(value):
-            return self._tensor(value, name)
-        if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value)[0])):
-            return _tree.tree_map(lambda leaf: self._tensor(leaf, name) if _is_array(leaf) else leaf, value)
-        return value
-
-    def _tensor(self, value: Any, name: str) -> Tensor:
-        """Numbers from elsewhere, copied, in the precision of flat vectors."""
-        if _is_array(value):
-            if value.dtype.kind not in "fiu":
-                raise InputError(f"{name}: is an array of {value.dtype}; expected real numbers.")
-            double = self.dtype is torch.float64
-            value = torch.from_numpy(value.astype("float64" if double else "float32", order="C", copy=True))
-            return value.to(self.device, self.dtype)
-        try:
-            return torch.tensor(value, dtype=self.dtype, device=self.device)
-        except ValueError as error:
-            raise InputError(f"{name}: is a nested list whose rows differ in length ({error}).") from error
-
-    def _listing(self, value: Any) -> _tree.Tree:
-        """The structure of a list (or tuple) of the leaves in the order of the point, where it is no such point."""
-        if not isinstance(value, (list, tuple)) or len(value) != len(self.shapes):
-            return None
-        if not all(isinstance(part, Tensor) for part in value):
-            return None
-        _, _, listing = _tree.flatten(value)
-        return listing if _tree.difference(self.tree, listing, "") else None
+        return as_tensors(value, self.dtype, self.device, name)
 
     def _parse_flat(self, value: Tensor, name: str) -> Vectors:
         if value.ndim not in (1, 2) or value.shape[0] != self.size:
@@ -274,18 +243,6 @@ class Space:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # who has an array has imported it
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _is_numbers(value: Any) -> bool:
-    """Whether this is a list of numbers, or of such lists."""
-    if not isinstance(value, (list, tuple)) or not value:
-        return False
-    return all(_is_numbers(item) or (isinstance(item, numbers.Real) and type(item) is not bool) for item in value)
 
 
 def _matches(name: str, pattern: str) -> bool:

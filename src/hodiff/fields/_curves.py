@@ -37,6 +37,7 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, *, first: bo
         size = _checks.check_chunk_size(call.chunk_size)
         lines = _along.by_entries(ev, output, vectors, first=first, drift=drift, chunk_size=size)
         value, second = ev.value(), lines.second
+        call.note(ev)
     if weights is not None:
         second = second * weights.reshape(-1, *[1] * output.ndim)
     if groups != second.shape[0]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks
+from hodiff._core._random_vectors import check_generator, draw
+from hodiff._core._vectors import match
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
 
@@ -158,34 +160,46 @@ def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
 
 
 def sampled(
-    x: Any, batch_ndim: int, weight: Any, samples: int, probes: str, generator: torch.Generator | None
+    x: Any,
+    batch_ndim: int,
+    weight: Any,
+    samples: int | None,
+    probes: str,
+    vectors: Any,
+    generator: torch.Generator | None,
 ) -> tuple[Directions, float]:
     """Random directions whose mean square is the identity (or weight); and the part of the variance left."""
     if probes not in PROBES:
         raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise InputError(
-            f"generator: got {generator!r}, expected a torch.Generator, such as torch.Generator().manual_seed(0)."
-        )
+    check_generator(generator)
+    samples = _checks.check_integer(1 if samples is None else samples, "samples", least=1)
     if weight is not None:
         weight = _factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())
-    if probes == "coordinates":
-        return _coordinates(x, batch_ndim, weight, samples, generator)
     plain = _jet.value_of(x)
-    made = {"dtype": plain.dtype, "device": plain.device}
-    shape = (samples, *x.shape)
-    if probes == "gaussian":
-        vectors = torch.randn(shape, generator=generator, **made)
+    if vectors is not None:
+        drawn = _given(vectors, plain)
+    elif probes == "coordinates":
+        return _coordinates(x, batch_ndim, weight, samples, generator)
     else:
-        vectors = torch.empty(shape, **made).bernoulli_(generator=generator) * 2 - 1
+        drawn = draw((samples, *plain.shape), plain, probes, generator)  # pyright: ignore[reportArgumentType]
     if weight is not None:
         if _differentiable(weight) or (not torch.compiler.is_compiling() and bool((weight < 0).any())):
             raise InputError(
                 "weight: random directions carry its roots, so it must not be negative, nor differentiated by. "
                 'Use probes="coordinates".'
             )
-        vectors = vectors * weight.sqrt().reshape(x.shape[batch_ndim:])
-    return Directions(vectors, None, samples), 1.0
+        drawn = drawn * weight.sqrt().reshape(x.shape[batch_ndim:])
+    return Directions(drawn, None, len(drawn)), 1.0
+
+
+def _given(vectors: Any, x: Tensor) -> Tensor:
+    """The caller's own directions, stacked."""
+    [found], count, *_ = match(vectors, None, [x], "vectors", "like x")
+    if count == 0:
+        raise InputError("vectors: holds no vector, expected at least one.")
+    if not torch.compiler.is_compiling() and found.is_inference():
+        found = found.clone()
+    return found if count else found.unsqueeze(0)
 
 
 def _coordinates(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
 from hodiff._core._options import ChunkSize
 from hodiff.errors import HodiffWarning, InputError
+from hodiff.fields._extra import WithExtra
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import ByNoRoute, NoRule
 
@@ -22,7 +23,27 @@ Method = Literal["auto", "jets", "reverse"]
 """`method=`: which route computes."""
 
 
-@dataclass(frozen=True)
+class Common(TypedDict, total=False):
+    """What every field operator takes.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    batch_ndim: int
+    create_graph: bool | None
+    method: Method
+    check_independence: bool
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class Chunked(Common, total=False):
+    """And those of second order."""
+
+    chunk_size: ChunkSize
+
+
+@dataclasses.dataclass(frozen=True)
 class FieldCall:
     """What every field operator passes on: the function, its point, and how to evaluate."""
 
@@ -36,9 +57,10 @@ class FieldCall:
     kwargs: Mapping[str, Any] | None = None
     chunk_size: ChunkSize = "auto"
     check_independence: bool = False
+    has_aux: bool = False
 
     def checked(self) -> FieldCall:
-        """Itself, with its arguments checked."""
+        """Itself, with its arguments checked, and its function as one of a single value."""
         if self.x is _checks.MISSING:
             raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
         if not _jet.is_jet(self.x):
@@ -58,9 +80,13 @@ class FieldCall:
             raise InputError(
                 f"f: is a {type(self.f).__name__}; expected a function of x, or a tensor computed from it."
             )
+        if self.has_aux and isinstance(self.f, Tensor):
+            raise InputError("has_aux: is about what a function returns, and f is a tensor already computed.")
         if self.check_independence and not torch.compiler.is_compiling():
-            _independence.check(self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs)
-        return self
+            _independence.check(
+                self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
+            )
+        return dataclasses.replace(self, f=WithExtra(self.f, self.x)) if self.has_aux else self
 
     @property
     def record(self) -> bool:
@@ -85,15 +111,25 @@ class FieldCall:
         """The evaluation of f at x, for nested reverse mode."""
         return Graph(
             call(
-                self.f,
+                self.f.f if self.has_aux else self.f,
                 self.x,
                 passes=passes,
                 batch_ndim=self.batch_ndim,
                 create_graph=self.record,
+                has_aux=self.has_aux,
                 args=self.args,
                 kwargs=self.kwargs,
             )
         )
+
+    def note(self, ev: Graph) -> None:
+        """Keep what `f` returned beside its value, of an evaluation for nested reverse mode."""
+        if self.has_aux:
+            self.f.extra = ev.extra()
+
+    def with_extra(self, value: Any) -> Any:
+        """A value, and beside it what `f` returned beside its own, where it did."""
+        return (value, self.finish(self.f.given())) if self.has_aux else value
 
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""

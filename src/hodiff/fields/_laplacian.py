@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _checks
 from hodiff._core._options import ChunkSize
+from hodiff._core._spellings import SupportsArray
 from hodiff.fields import _directions
 from hodiff.fields._directions import Probes
-from hodiff.fields._expand import FieldCall, Method
+from hodiff.fields._expand import Chunked, FieldCall, Method
 from hodiff.fields._parts import second_order
 
 What = Callable[..., Any] | Tensor
+Given = SupportsArray | Sequence[Any]
+"""Vectors that are there: tensors, arrays, lists."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,21 @@ class Estimate:
 
     Attributes:
         value: The estimate, shaped like `f(x)`.
-        stderr: Its standard error, likewise; NaN for a single sample.
+        stderr: Its standard error, likewise; None for a single sample, which does not tell.
         samples: How many random directions were used.
     """
 
     value: Tensor
-    stderr: Tensor
+    stderr: Tensor | None
     samples: int
+
+
+class Sampled(Chunked, total=False):
+    """What `laplacian` takes beside; for overloads alone."""
+
+    weight: Tensor | None
+    probes: Probes
+    generator: torch.Generator | None
 
 
 @overload
@@ -39,17 +50,10 @@ def laplacian(
     f: What,
     x: Tensor,
     *,
-    weight: Tensor | None = None,
     samples: None = None,
-    probes: Probes = "rademacher",
-    batch_ndim: int = 1,
-    create_graph: bool | None = None,
-    method: Method = "auto",
-    check_independence: bool = False,
-    chunk_size: ChunkSize = "auto",
-    generator: torch.Generator | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    vectors: None = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
 ) -> Tensor: ...
 
 
@@ -58,18 +62,47 @@ def laplacian(
     f: What,
     x: Tensor,
     *,
-    weight: Tensor | None = None,
     samples: int,
-    probes: Probes = "rademacher",
-    batch_ndim: int = 1,
-    create_graph: bool | None = None,
-    method: Method = "auto",
-    check_independence: bool = False,
-    chunk_size: ChunkSize = "auto",
-    generator: torch.Generator | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    vectors: Any = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
 ) -> Estimate: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Given,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> Estimate: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Any = None,
+    has_aux: Literal[True],
+    **options: Unpack[Sampled],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Any = None,
+    has_aux: bool = False,
+    **options: Unpack[Sampled],
+) -> Any: ...
 
 
 def laplacian(
@@ -79,6 +112,8 @@ def laplacian(
     weight: Tensor | None = None,
     samples: int | None = None,
     probes: Probes = "rademacher",
+    vectors: Any = None,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
@@ -87,7 +122,7 @@ def laplacian(
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor | Estimate:
+) -> Any:
     r"""The Laplacian \(\Delta f = \sum_i \partial_i^2 f\), or \(\sum_i w_i \partial_i^2 f\).
 
     Args:
@@ -99,6 +134,10 @@ def laplacian(
         samples: Estimate it from so many random directions instead of D.
         probes: Those directions: `"rademacher"` (signs) or `"gaussian"`, drawn for each sample of the
             batch on its own; or `"coordinates"`, drawn without replacement, the same for the batch.
+        vectors: Directions of your own, like *x*, or K of them with one extra leading dimension, whose entries are
+            independent, of mean 0 and variance 1; then nothing is drawn, and the estimate is a fixed function of *x*.
+        has_aux: Whether `f` returns `(value, extra)`; the result is then a pair too, with the extra of the same
+            evaluation, detached unless the result is differentiable.
         batch_ndim: So many leading dimensions of *x* index independent samples; 0 for a single point.
         create_graph: Whether the result can be differentiated again, in parameters of `f`, *x* and
             *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
@@ -111,8 +150,9 @@ def laplacian(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`. With `samples`, an `Estimate` with `value` and `stderr` of that
-        shape (the standard error of the mean over directions; with one sample it is NaN).
+        A tensor with the shape of `f(x)`. With *samples* or *vectors*, an `Estimate` with `value` and `stderr` of that
+        shape (the standard error of the mean over directions; with one sample it is None). With *has_aux*
+        `(that, extra)`.
 
     Raises:
         InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch dimensions.
@@ -155,21 +195,41 @@ def laplacian(
         kwargs,
         chunk_size,
         check_independence=check_independence,
+        has_aux=has_aux,
     ).checked()
-    if samples is None:
+    if samples is None and vectors is None:
         with call.grad_mode():
-            return second_order(call, _directions.of_laplacian(x, batch_ndim, weight)).second[0]
-    _checks.check_integer(samples, "samples", least=1)
+            return call.with_extra(second_order(call, _directions.of_laplacian(x, batch_ndim, weight)).second[0])
     with call.grad_mode():
-        directions, remaining = _directions.sampled(x, batch_ndim, weight, samples, probes, generator)
-        return estimate(second_order(call, directions).second, remaining)
+        directions, remaining = _directions.sampled(x, batch_ndim, weight, samples, probes, vectors, generator)
+        return call.with_extra(estimate(second_order(call, directions).second, remaining))
 
 
 def estimate(each: Any, remaining: float) -> Estimate:
     """The mean over independent samples, and its standard error."""
     count = each.shape[0]
-    stderr = each.std(0) * (remaining / count) ** 0.5 if count > 1 else torch.full_like(each[0], torch.nan)
+    if not remaining:
+        return Estimate(each.mean(0), torch.zeros_like(each[0]), count)
+    stderr = each.std(0) * (remaining / count) ** 0.5 if count > 1 else None
     return Estimate(each.mean(0), stderr, count)
+
+
+class Weighted(Chunked, total=False):
+    """What `value_grad_and_laplacian` takes beside; for overloads alone."""
+
+    weight: Tensor | None
+
+
+@overload
+def value_grad_and_laplacian(
+    f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Weighted]
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def value_grad_and_laplacian(
+    f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Weighted]
+) -> tuple[Any, Tensor, Tensor]: ...
 
 
 def value_grad_and_laplacian(
@@ -177,6 +237,7 @@ def value_grad_and_laplacian(
     x: Tensor = _checks.MISSING,
     *,
     weight: Tensor | None = None,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
@@ -184,7 +245,7 @@ def value_grad_and_laplacian(
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Any:
     r"""Value, gradient and Laplacian, \(f, \nabla f, \Delta f\), from one pass.
 
     Args:
@@ -192,6 +253,7 @@ def value_grad_and_laplacian(
         x: The points, `(*batch, *event)`.
         weight: A factor for each coordinate, as for `laplacian`. A zero leaves a
             coordinate out of the Laplacian but not out of the gradient: that is how u_t and Δu come together.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the results can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
@@ -201,7 +263,8 @@ def value_grad_and_laplacian(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        `(value, gradient, laplacian)`: the first and last with the shape of `f(x)`. The gradient is
+        `(value, gradient, laplacian)`, with *has_aux* `((value, extra), gradient, laplacian)`: value and Laplacian
+        with the shape of `f(x)`. The gradient is
         shaped like *x* where `f` gives one number per sample, and is the Jacobian
         `(*batch, *output event, *event)` where it gives several.
 
@@ -228,12 +291,13 @@ def value_grad_and_laplacian(
         kwargs,
         chunk_size,
         check_independence=check_independence,
+        has_aux=has_aux,
     ).checked()
     with call.grad_mode():
         value, first, second = second_order(
             call, _directions.of_laplacian(x, batch_ndim, weight, units=True), first=True
         )
-        return value, gradient(call, value, first), second[0]
+        return call.with_extra(value), gradient(call, value, first), second[0]
 
 
 def gradient(call: FieldCall, value: Any, first: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,12 +12,38 @@ from hodiff._core import _checks
 from hodiff._core._options import ChunkSize
 from hodiff.errors import InputError
 from hodiff.fields import _directions
-from hodiff.fields._expand import FieldCall, Method, choose
+from hodiff.fields._expand import Chunked, Common, FieldCall, Method, choose
 from hodiff.fields._laplacian import laplacian
 from hodiff.fields._parts import second_order
 from hodiff.jets import _jet
 
 What = Callable[..., Any] | Tensor
+
+
+@overload
+def second_order_operator(
+    f: What,
+    x: Tensor,
+    C: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | float | None = None,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Chunked],
+) -> Tensor: ...
+
+
+@overload
+def second_order_operator(
+    f: What,
+    x: Tensor,
+    C: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | float | None = None,
+    *,
+    has_aux: bool,
+    **options: Unpack[Chunked],
+) -> Any: ...
 
 
 def second_order_operator(
@@ -27,6 +53,7 @@ def second_order_operator(
     b: Tensor | None = None,
     c: Tensor | float | None = None,
     *,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
@@ -34,7 +61,7 @@ def second_order_operator(
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""A linear operator of second order, \(\sum_{ij} C_{ij} \partial_i \partial_j f + b \cdot \nabla f + c f\).
 
     Fokker-Planck, Kolmogorov, Black-Scholes, convection-diffusion and Laplace-Beltrami operators are
@@ -48,6 +75,7 @@ def second_order_operator(
             `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
         b: The drift: `(D,)`, or shaped like *x*. None is zero.
         c: A number, or a tensor that broadcasts to `f(x)`. None is zero.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, also by *C*, *b* and *c*.
         method: As for `laplacian`.
@@ -57,7 +85,7 @@ def second_order_operator(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`.
+        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
 
     Raises:
         InputError: *C* or *b* has a shape that does not fit *x*.
@@ -88,6 +116,7 @@ def second_order_operator(
         kwargs,
         chunk_size,
         check_independence=check_independence,
+        has_aux=has_aux,
     ).checked()
     with call.grad_mode():
         directions = _directions.of_matrix(x, batch_ndim, C)
@@ -95,7 +124,7 @@ def second_order_operator(
         result = second[0] if c is None else second[0] + c * value
     if result.shape != value.shape:
         raise InputError(f"c: does not broadcast to the shape of f(x), {tuple(value.shape)}.")
-    return result
+    return call.with_extra(result)
 
 
 def _drift(b: Any, call: FieldCall) -> Any:
@@ -109,22 +138,32 @@ def _drift(b: Any, call: FieldCall) -> Any:
     return b
 
 
+@overload
+def biharmonic(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Common]) -> Tensor: ...
+
+
+@overload
+def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
+
+
 def biharmonic(
     f: What,
     x: Tensor = _checks.MISSING,
     *,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
     check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""The biharmonic operator, \(\Delta^2 f = \sum_{ij} \partial_i^2 \partial_j^2 f\), of plates and slow flows.
 
     Args:
         f: A function of *x*, as for `laplacian`.
         x: The points, `(*batch, *event)`.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
@@ -133,7 +172,7 @@ def biharmonic(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`.
+        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
 
     Raises:
         InputError: As for `laplacian`.
@@ -154,14 +193,24 @@ def biharmonic(
         Dangel, F. et al. (2025), arXiv:2505.13644, find nested forward Laplacians the fastest route.
     """
     call = FieldCall(
-        "biharmonic", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+        "biharmonic",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        check_independence=check_independence,
+        has_aux=has_aux,
     ).checked()
     if not callable(f):
         raise InputError("f: is a tensor already computed; biharmonic needs the function.")
-    inner = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs}
+    both = {"batch_ndim": batch_ndim, "has_aux": has_aux}
+    inner = {**both, "args": args, "kwargs": kwargs}
 
-    def nested(route: Method) -> Tensor:
-        outer = {"batch_ndim": batch_ndim, "create_graph": call.record, "method": route}
+    def nested(route: Method) -> Any:
+        outer = {**both, "create_graph": call.record, "method": route}
         return laplacian(lambda y: laplacian(f, y, create_graph=True, method=route, **inner), x, **outer)
 
     with call.grad_mode():

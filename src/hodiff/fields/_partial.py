@@ -5,23 +5,34 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _compiled_callers, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
+from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
-from hodiff.fields._expand import FieldCall, Method, choose, components, released
+from hodiff.fields._expand import Common, FieldCall, Method, choose, components, released
+from hodiff.fields._indices import Index, Partials, parsed
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import OTHER_ROUTE, NoRule
 
 What = Callable[..., Any] | Tensor
-Index = tuple[int, ...]
 
 REVERSE_UP_TO = 3
 """Nested reverse passes are faster up to this total order (2-3 times), jets from there on."""
+
+
+@overload
+def partial(
+    f: What, x: Tensor, index: int | Sequence[int], *, has_aux: Literal[False] = False, **options: Unpack[Common]
+) -> Tensor: ...
+
+
+@overload
+def partial(f: What, x: Tensor, index: int | Sequence[int], *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
 
 
 def partial(
@@ -29,28 +40,31 @@ def partial(
     x: Tensor,
     index: int | Sequence[int],
     *,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
     check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""One partial derivative: `partial(f, x, (0, 0, 1))` is \(\partial^3 f / \partial x_0^2 \partial x_1\), u_xxy.
 
     Args:
         f: A function of *x*, as for `laplacian`.
         x: The points, `(*batch, D)`.
         index: The coordinates to differentiate by, in any order, one for each derivative.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
-        method: `"jets"`, `"reverse"`, or `"auto"`: reverse up to a total order of 3, jets beyond.
+        method: `"jets"`, `"reverse"`, or `"auto"`: reverse for a few outputs up to a total order of 3, jets beyond,
+            and for as many outputs as make up for the mixed derivatives (two, where there are none).
         check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`.
+        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
 
     Raises:
         InputError: *index* is empty, or names a coordinate that *x* does not have.
@@ -68,18 +82,36 @@ def partial(
     """
     if isinstance(index, (tuple, list)) and not index:
         raise InputError("index: is empty; expected coordinates such as (0, 0, 1). The value itself is f(x).")
-    (found,) = partials(
+    found = partials(
         f,
         x,
         [index],
+        has_aux=has_aux,
         batch_ndim=batch_ndim,
         create_graph=create_graph,
         method=method,
         check_independence=check_independence,
         args=args,
         kwargs=kwargs,
-    ).values()
-    return found
+    )
+    return (*found[0], found[1]) if has_aux else next(iter(found))
+
+
+@overload
+def partials(
+    f: What,
+    x: Tensor,
+    indices: Sequence[int | Sequence[int]],
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Common],
+) -> Partials: ...
+
+
+@overload
+def partials(
+    f: What, x: Tensor, indices: Sequence[int | Sequence[int]], *, has_aux: bool, **options: Unpack[Common]
+) -> Any: ...
 
 
 def partials(
@@ -87,19 +119,21 @@ def partials(
     x: Tensor,
     indices: Sequence[int | Sequence[int]],
     *,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
     check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> dict[tuple[int, ...], Tensor]:
+) -> Any:
     r"""Several partial derivatives that share their work.
 
     Args:
         f: A function of *x*, as for `laplacian`.
         x: The points, `(*batch, D)`.
         indices: The derivatives, each as for `partial`; `()` is the value.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the results can be differentiated again, as for `laplacian`.
         method: As for `partial`, by the highest order asked for.
@@ -108,8 +142,8 @@ def partials(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A dict from sorted index to a tensor with the shape of `f(x)`, in the order of *indices*. To unpack it, take
-        its values: `u_x, u_y = hodiff.partials(f, x, [0, 1]).values()`.
+        The derivatives, each with the shape of `f(x)`, as a tuple in the order of *indices*, which also knows them by
+        multi-index: `u, u_x, u_xy = found`, and `found[0, 1]` is u_xy. With *has_aux* `(that, extra)`.
 
     Raises:
         InputError: An index names a coordinate that *x* does not have.
@@ -118,42 +152,67 @@ def partials(
     Cost:
         Reverse: one pass for each distinct prefix of the sorted indices. Jets: all pure derivatives
         together in one expansion, and one nested expansion for each mixed one that no other contains.
+        Where `"auto"` finds several outputs, `f` is evaluated once more.
 
     Examples:
         >>> import torch, hodiff
-        >>> u = hodiff.partials(lambda x: x[:, 0] ** 2 * x[:, 1], torch.tensor([[3.0, 2.0]]), [0, (0, 0), (0, 1)])
-        >>> u[(0,)], u[(0, 0)], u[(0, 1)]
+        >>> found = hodiff.partials(lambda x: x[:, 0] ** 2 * x[:, 1], torch.tensor([[3.0, 2.0]]), [0, (0, 0), (0, 1)])
+        >>> u_x, u_xx, u_xy = found
+        >>> u_x, u_xx, found[0, 1]
         (tensor([12.]), tensor([4.]), tensor([6.]))
     """
     call = FieldCall(
-        "partials", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+        "partials",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        check_independence=check_independence,
+        has_aux=has_aux,
     ).checked()
     if len(call.event) != 1:
         raise InputError(f"x: has points of shape {call.event}; partial derivatives need vectors, (D,).")
     if not isinstance(indices, (tuple, list)):
         raise InputError(f"indices: got {indices!r}, expected a list of derivatives such as [(0,), (0, 1)].")
-    wanted = [_index(each, call.event[0]) for each in indices]
+    wanted = [parsed(each, call.event[0]) for each in indices]
     if not wanted:
         raise InputError("indices: is empty; expected derivatives such as [(0,), (0, 1)].")
-    highest = max(len(each) for each in wanted)
-    prefer = "reverse" if highest <= REVERSE_UP_TO and not _jet.is_jet(x) else "jets"
     with call.grad_mode():
-        found = choose(call, lambda: _by_jets(call, wanted), lambda: _by_reverse(call, wanted), prefer=prefer)
-    return {each: found[each] for each in wanted}
+        found = _found(call, wanted)
+    return call.with_extra(Partials([found[each] for each in wanted], wanted))
 
 
-def _index(index: Any, size: int) -> Index:
-    index = (index,) if isinstance(index, int) and not isinstance(index, bool) else index
-    if not isinstance(index, (tuple, list)):
-        raise InputError(f"index: got {index!r}, expected a tuple of coordinates such as (0, 0, 1).")
-    for coordinate in index:
-        if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate < size:
-            raise InputError(f"index: got {coordinate!r}; x has the coordinates 0 to {size - 1}.")
-    return tuple(sorted(index))
+def _found(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
+    """By the route that is faster: reverse for low orders of few outputs, which it takes one by one."""
+    jets, reverse = (lambda: _by_jets(call, wanted)), (lambda: _by_reverse(call, wanted))
+    if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x):
+        return choose(call, jets, reverse)
+    if call.method != "auto" or isinstance(call.f, Tensor) or torch.compiler.is_compiling():
+        return choose(call, jets, reverse, prefer="reverse")
+    random = RandomState.of(call.x.device)
+    few = 1 + _expansions(wanted)
+    try:
+        return choose(call, jets, lambda: _by_reverse(call, wanted, most=few), prefer="reverse")
+    except _Several:
+        random.restore()
+        return choose(call, jets, reverse)
 
 
-def _by_reverse(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Tensor]:
-    """Nested passes along the prefixes of the sorted indices; a component of f at a time."""
+class _Several(Exception):
+    """There are so many outputs that Taylor mode is faster: it takes them together."""
+
+
+def _expansions(wanted: Sequence[Index]) -> int:
+    """How many nested expansions mixed derivatives take: one for each that no other contains."""
+    mixed = {each: Counter(each) for each in wanted if len(set(each)) > 1}
+    return sum(not any(powers < other for other in mixed.values()) for powers in mixed.values())
+
+
+def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = None) -> dict[Index, Tensor]:
+    """Nested passes along the prefixes of the sorted indices; a component of f at a time, up to so many."""
     prefixes = sorted({each[:k] for each in wanted for k in range(len(each) + 1)}, key=len)
     inner = {each[:-1] for each in prefixes if each}
     order = max(len(each) for each in wanted)
@@ -161,6 +220,8 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Tensor]
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
         columns = components(output, call)
+        if most is not None and len(columns) > most and order:
+            raise _Several
         tables = []
         for column in columns:
             table: dict[Index, Tensor] = {(): column}
@@ -177,6 +238,7 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Tensor]
                     )
             tables.append(table)
         results = [torch.stack([t[each] for t in tables], -1).reshape(output.shape) for each in wanted]
+        call.note(ev)
     return dict(zip(wanted, released(ev, results), strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,12 +12,67 @@ from hodiff._core import _checks, _reverse
 from hodiff.errors import InputError
 from hodiff.fields import _directions
 from hodiff.fields._directions import Probes
-from hodiff.fields._expand import FieldCall, Method, choose, push, released
-from hodiff.fields._laplacian import Estimate, estimate
+from hodiff.fields._expand import Common, FieldCall, Method, choose, push, released
+from hodiff.fields._laplacian import Estimate, Given, estimate
 from hodiff.jets import _push
 from hodiff.jets._series import full
 
 What = Callable[..., Any] | Tensor
+
+
+class Sampled(Common, total=False):
+    """What the divergences take beside; for overloads alone."""
+
+    probes: Probes
+    generator: torch.Generator | None
+
+
+@overload
+def divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: None = None,
+    vectors: None = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> Tensor: ...
+
+
+@overload
+def divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int,
+    vectors: Any = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> Estimate: ...
+
+
+@overload
+def divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Given,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> Estimate: ...
+
+
+@overload
+def divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Any = None,
+    has_aux: bool = False,
+    **options: Unpack[Sampled],
+) -> Any: ...
 
 
 def divergence(
@@ -26,6 +81,8 @@ def divergence(
     *,
     samples: int | None = None,
     probes: Probes = "rademacher",
+    vectors: Any = None,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
@@ -33,7 +90,7 @@ def divergence(
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor | Estimate:
+) -> Any:
     r"""The divergence of a vector field, \(\nabla \cdot f = \sum_i \partial f_i / \partial x_i\).
 
     Args:
@@ -41,6 +98,9 @@ def divergence(
         x: The points, `(*batch, *event)`.
         samples: Estimate it from so many random directions, \(v^\top J v\), instead of all D.
         probes: `"rademacher"`, `"gaussian"` or `"coordinates"`, as for `laplacian`.
+        vectors: Directions of your own, as for `laplacian`: for an ODE solver, whose right-hand side must stay the
+            same function from stage to stage.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
@@ -50,7 +110,8 @@ def divergence(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of the batch, `(N,)`. With `samples`, an `Estimate` of it.
+        A tensor with the shape of the batch, `(N,)`. With *samples* or *vectors*, an `Estimate` of it. With
+        *has_aux* `(that, extra)`.
 
     Raises:
         InputError: `f(x)` does not have the shape of *x*.
@@ -65,32 +126,175 @@ def divergence(
         tensor([12.])
     """
     call = FieldCall(
-        "divergence", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+        "divergence",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        check_independence=check_independence,
+        has_aux=has_aux,
     ).checked()
-    if samples is None:
-        with call.grad_mode():
-            return along(call, _directions.of_laplacian(x, batch_ndim).vectors, None).sum(0)
-    _checks.check_integer(samples, "samples", least=1)
-    directions, remaining = _directions.sampled(x, batch_ndim, None, samples, probes, generator)
+    _, found = _divergence(call, samples, probes, vectors, generator)
+    return call.with_extra(found)
+
+
+@overload
+def value_and_divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: None = None,
+    vectors: None = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def value_and_divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int,
+    vectors: Any = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> tuple[Tensor, Estimate]: ...
+
+
+@overload
+def value_and_divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Given,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> tuple[Tensor, Estimate]: ...
+
+
+@overload
+def value_and_divergence(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Any = None,
+    has_aux: bool = False,
+    **options: Unpack[Sampled],
+) -> tuple[Any, Any]: ...
+
+
+def value_and_divergence(
+    f: What,
+    x: Tensor = _checks.MISSING,
+    *,
+    samples: int | None = None,
+    probes: Probes = "rademacher",
+    vectors: Any = None,
+    has_aux: bool = False,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: Method = "auto",
+    check_independence: bool = False,
+    generator: torch.Generator | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    r"""A vector field and its divergence, \(f(x)\) and \(\nabla \cdot f\), from one evaluation.
+
+    What a continuous normalizing flow integrates: \(\dot x = f\) and
+    \(\tfrac{d}{dt} \log p = -\nabla \cdot f\). With `vectors=` of your own, drawn once for a solve, the estimate of the
+    second is a fixed function of *x*, as an adaptive solver needs.
+
+    Args:
+        f: A function of *x* that gives a vector for each point, shaped like *x*; or such a tensor.
+        x: The points, `(*batch, *event)`.
+        samples: As for `divergence`.
+        probes: As for `divergence`.
+        vectors: As for `divergence`.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the results can be differentiated again, as for `laplacian`.
+        method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        generator: Source of the random directions; None means the device's default.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        `(value, divergence)`: the first with the shape of *x*, the second as for `divergence`. With *has_aux*
+        `((value, extra), divergence)`.
+
+    Raises:
+        InputError: `f(x)` does not have the shape of *x*.
+        GraphError: As for `laplacian`.
+
+    Cost:
+        That of `divergence`; the value is a by-product.
+
+    Examples:
+        A linear field has the trace of its matrix, and a Rademacher vector finds that of a diagonal one exactly:
+
+        >>> import torch, hodiff
+        >>> value, found = hodiff.value_and_divergence(
+        ...     lambda x: x * torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]]), vectors=torch.tensor([[1.0, -1.0]])
+        ... )
+        >>> value, found.value, found.stderr
+        (tensor([[3., 8.]]), tensor([3.]), None)
+
+    Reference:
+        Grathwohl, W. et al. (2019). FFJORD: free-form continuous dynamics for scalable reversible generative
+        models. arXiv:1810.01367. Their noise, too, is fixed for the duration of each solve.
+    """
+    call = FieldCall(
+        "value_and_divergence",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        check_independence=check_independence,
+        has_aux=has_aux,
+    ).checked()
+    value, found = _divergence(call, samples, probes, vectors, generator)
+    return call.with_extra(value), found
+
+
+def _divergence(
+    call: FieldCall, samples: int | None, probes: Probes, vectors: Any, generator: torch.Generator | None
+) -> tuple[Any, Any]:
+    """The value, and the divergence or an estimate of it."""
     with call.grad_mode():
-        return estimate(along(call, directions.vectors, directions.weights), remaining)
+        if samples is None and vectors is None:
+            value, each = along(call, _directions.of_laplacian(call.x, call.batch_ndim).vectors, None)
+            return value, each.sum(0)
+        directions, remaining = _directions.sampled(call.x, call.batch_ndim, None, samples, probes, vectors, generator)
+        value, each = along(call, directions.vectors, directions.weights)
+        return value, estimate(each, remaining)
 
 
-def along(call: FieldCall, vectors: Any, weights: Any) -> Any:
-    """The forms v · J v, `(R, *batch)`."""
-    first = jacobian_products(call, vectors)
+def along(call: FieldCall, vectors: Any, weights: Any) -> tuple[Any, Any]:
+    """The value, and the forms v · J v, `(R, *batch)`."""
+    value, first = jacobian_products(call, vectors)
     dims = tuple(range(1 + call.batch_ndim, first.ndim))
     each = (first * vectors).sum(dims) if dims else first * vectors
-    return each if weights is None else each * weights.reshape(-1, *[1] * (each.ndim - 1))
+    return value, each if weights is None else each * weights.reshape(-1, *[1] * (each.ndim - 1))
 
 
-def jacobian_products(call: FieldCall, vectors: Any) -> Any:
-    """J v for each direction, `(R, *x.shape)`; `f(x)` must have the shape of x."""
+def jacobian_products(call: FieldCall, vectors: Any) -> tuple[Any, Any]:
+    """The value, which must have the shape of x, and J v for each direction, `(R, *x.shape)`."""
 
     def jets() -> Any:
         series, _ = push(call, [vectors], 1)
         _check_shape(series[0], call)
-        return _push.entry(series, 1, vectors.shape[0])
+        return series[0], _push.entry(series, 1, vectors.shape[0])
 
     def reverse() -> Any:
         with call.evaluation(passes=2) as ev:
@@ -98,7 +302,9 @@ def jacobian_products(call: FieldCall, vectors: Any) -> Any:
             _check_shape(output, call)
             wide = full(vectors, call.x.shape).contiguous()
             found = _reverse.pushforward(ev, [output], [wide], len(wide), chunk_size=None)
-        return released(ev, found)[0]
+            value = ev.value()
+            call.note(ev)
+        return tuple(released(ev, [value, *found]))
 
     return choose(call, jets, reverse)
 
@@ -111,22 +317,32 @@ def _check_shape(value: Any, call: FieldCall) -> None:
         )
 
 
+@overload
+def curl(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Common]) -> Tensor: ...
+
+
+@overload
+def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
+
+
 def curl(
     f: What,
     x: Tensor = _checks.MISSING,
     *,
+    has_aux: bool = False,
     batch_ndim: int = 1,
     create_graph: bool | None = None,
     method: Method = "auto",
     check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""The curl of a field, \(\nabla \times f\) in three dimensions, or \(\partial_1 f_2 - \partial_2 f_1\) in two.
 
     Args:
         f: A function of *x* that gives a vector for each point, shaped like *x*; or such a tensor.
         x: The points, `(*batch, 3)` or `(*batch, 2)`.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
         method: As for `laplacian`.
@@ -135,7 +351,7 @@ def curl(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor of shape `(*batch, 3)`, or `(*batch,)` in two dimensions.
+        A tensor of shape `(*batch, 3)`, or `(*batch,)` in two dimensions; with *has_aux* `(that, extra)`.
 
     Raises:
         InputError: *x* does not have two or three coordinates, or `f(x)` has another shape.
@@ -153,14 +369,25 @@ def curl(
         tensor([2.])
     """
     call = FieldCall(
-        "curl", f, x, batch_ndim, create_graph, method, args, kwargs, check_independence=check_independence
+        "curl",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        check_independence=check_independence,
+        has_aux=has_aux,
     ).checked()
     if call.event not in ((2,), (3,)):
         raise InputError(f"x: has points of shape {call.event}; a curl needs (2,) or (3,).")
     with call.grad_mode():
-        J = jacobian_products(call, _directions.of_laplacian(x, batch_ndim).vectors)  # J[i, ..., j] = ∂_i f_j
-        if call.event == (2,):
-            return J[0][..., 1] - J[1][..., 0]
-        return torch.stack(
-            [J[1][..., 2] - J[2][..., 1], J[2][..., 0] - J[0][..., 2], J[0][..., 1] - J[1][..., 0]], dim=-1
-        )
+        _, J = jacobian_products(call, _directions.of_laplacian(x, batch_ndim).vectors)  # J[i, ..., j] = ∂_i f_j
+        return call.with_extra(_curl_of(J))
+
+
+def _curl_of(J: Any) -> Any:
+    if len(J) == 2:
+        return J[0][..., 1] - J[1][..., 0]
+    return torch.stack([J[1][..., 2] - J[2][..., 1], J[2][..., 0] - J[0][..., 2], J[0][..., 1] - J[1][..., 0]], dim=-1)

@@ -1,4 +1,4 @@
-"""Where penalties are evaluated: points between two batches, and random directions."""
+"""Where penalties are evaluated: points between two batches; and vectors, drawn or given."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from hodiff._core import _checks, _tree
 from hodiff._core._graph import detached
 from hodiff._core._options import Probes
+from hodiff._core._random_vectors import check_generator, draw
 from hodiff._core._where import Where
 from hodiff.errors import HodiffWarning, InputError
 
@@ -127,24 +128,14 @@ def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def directions(like: Tensor, samples: int, probes: Probes, generator: torch.Generator | None) -> Tensor:
-    """So many random vectors v like a tensor, stacked, with E[v vᵀ] = I."""
-    shape = (samples, *like.shape)
-    with torch.no_grad():
-        if probes == "rademacher":
-            signs = torch.randint(0, 2, shape, generator=generator, device=like.device)
-            return (2 * signs - 1).to(like.dtype)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        return torch.randn(shape, generator=generator, device=like.device, dtype=dtype).to(like.dtype)
-
-
 def vectors_like(
     where: Where, vectors: Any, samples: int, probes: Probes, generator: torch.Generator | None
 ) -> list[Tensor]:
     """The caller's vectors like a point, stacked; or `samples` random ones."""
-    if vectors is None:
-        return [directions(leaf, samples, probes, generator) for leaf in where.tensors]
-    return stacked(*where.match(vectors, "vectors"))
+    if vectors is not None:
+        return stacked(*where.vectors(vectors, "vectors")[:2])
+    check_generator(generator)
+    return [draw((samples, *leaf.shape), leaf, probes, generator) for leaf in where.tensors]
 
 
 def stacked(leaves: list[Tensor], count: int | None) -> list[Tensor]:

@@ -37,7 +37,7 @@ OPERATORS = {
     "curl": lambda f, v, x, **kw: hodiff.curl(v, x, **kw),
     "biharmonic": lambda f, v, x, **kw: hodiff.biharmonic(f, x, **kw),
     "partial": lambda f, v, x, **kw: hodiff.partial(f, x, (0, 1), **kw),
-    "partials": lambda f, v, x, **kw: tuple(hodiff.partials(f, x, [0, (1, 1, 1, 2)], **kw).values()),
+    "partials": lambda f, v, x, **kw: tuple(hodiff.partials(f, x, [0, (1, 1, 1, 2)], **kw)),
     "jet": lambda f, v, x, **kw: hodiff.jet(f, x, [torch.ones_like(x), x], **kw)[1][1],
 }
 

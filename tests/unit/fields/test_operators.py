@@ -71,7 +71,7 @@ EVERY = {
     "biharmonic": lambda x, **kw: hodiff.biharmonic(smooth, x, **kw),
     "partial, mixed": lambda x, **kw: hodiff.partial(smooth, x, (0, 1), **kw),
     "partial, of fourth order": lambda x, **kw: hodiff.partial(smooth, x, (0, 0, 1, 2), **kw),
-    "partials": lambda x, **kw: tuple(hodiff.partials(smooth, x, [0, (1, 1), (0, 1, 2)], **kw).values()),
+    "partials": lambda x, **kw: tuple(hodiff.partials(smooth, x, [0, (1, 1), (0, 1, 2)], **kw)),
 }
 
 
@@ -431,7 +431,7 @@ def test_positive_factors_of_random_directions(method):
 def test_partials_of_several_outputs_that_are_not_recorded(x, method):
     f = lambda x: torch.stack([smooth(x), quartic(x), smooth(2 * x)], 1)
     found = hodiff.partials(f, x, [(0,), (0, 1), (2, 2)], method=method, create_graph=False)
-    for index, got in found.items():
+    for index, got in zip(found.indices, found, strict=True):
         each = [hodiff.partial(lambda x, k=k: f(x)[:, k], x, index, method="reverse") for k in range(3)]
         agree(got, torch.stack(each, 1).detach())
 
@@ -449,7 +449,7 @@ def test_estimates_are_unbiased_and_their_error_is_what_they_say():
     everything = hodiff.laplacian(f, x[:1], samples=5, probes="coordinates")
     agree(everything.value, hodiff.laplacian(f, x[:1]))
     assert everything.stderr.item() == 0
-    assert torch.isnan(hodiff.laplacian(f, x[:1], samples=1).stderr).all()
+    assert hodiff.laplacian(f, x[:1], samples=1).stderr is None
     divergence = hodiff.divergence(lambda x: x @ A, x, samples=8)
     assert abs(float(divergence.value.mean() - A.trace())) < 5 * float(divergence.stderr.mean()) / 4000**0.5
 
@@ -480,7 +480,7 @@ BAD = {
         lambda x: hodiff.laplacian(smooth, x, weight=-torch.ones(3, dtype=D), samples=2),
         "must not be negative",
     ),
-    "generator": (lambda x: hodiff.laplacian(smooth, x, samples=2, generator=3), "generator: got 3, expected a torch"),
+    "generator": (lambda x: hodiff.laplacian(smooth, x, samples=2, generator=3), "generator: is a int; expected torch"),
     "generator of a divergence": (lambda x: hodiff.divergence(torch.sin, x, samples=2, generator=3), "generator: got"),
     "probes of a divergence": (lambda x: hodiff.divergence(torch.sin, x, samples=2, probes="no"), "probes: got 'no'"),
     "C": (lambda x: hodiff.second_order_operator(smooth, x, torch.ones(2, dtype=D)), r"C: has shape \(2,\)"),

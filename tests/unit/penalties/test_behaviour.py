@@ -404,7 +404,7 @@ def test_the_callers_vectors_are_those_used(name, monkeypatch):
     state = torch.get_rng_state()
     found = WITH_VECTORS[name](f, vectors=v)
     assert torch.equal(state, torch.get_rng_state())  # nothing is drawn
-    monkeypatch.setattr(_points, "directions", lambda *_: v)
+    monkeypatch.setattr(_points, "draw", lambda *_: v)
     same(found, WITH_VECTORS["jacobian" if "exact" in name else name](f), f)
 
 

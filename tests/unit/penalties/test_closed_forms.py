@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hodiff
+from hodiff._core._random_vectors import draw
 from hodiff.penalties import _points
 from tests.support.differences import gradient_by_differences
 from tests.unit.penalties.oracles import (
@@ -175,7 +176,7 @@ def test_jacobian_exact_and_projected():
     f, x = mlp(4, 3), torch.randn(5, 4, dtype=DOUBLE)
     same(hodiff.jacobian_penalty(f, x, samples=None, weight=2.0), jacobian(f, x).square().sum((1, 2)).mean(), f)
     torch.manual_seed(3)
-    v = _points.directions(torch.zeros(5, 3, dtype=DOUBLE), 6, "gaussian", None)
+    v = draw((6, 5, 3), x, "gaussian", None)
     torch.manual_seed(3)
     found = hodiff.jacobian_penalty(f, x, samples=6, probes="gaussian", weight=2.0)
     same(found, torch.einsum("knc,nci->kni", v, jacobian(f, x)).square().sum(2).mean(), f)
@@ -202,11 +203,11 @@ def test_jacobian_of_images_and_containers():
 def all_signs(monkeypatch):
     """Instead of random vectors: each of the 2^d vectors of signs, once."""
 
-    def every(like, samples, probes, generator):
+    def every(shape, like, probes, generator):
         signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=like.dtype)] * like.shape[-1])
         return signs.reshape(-1, 1, like.shape[-1]).expand(-1, *like.shape)
 
-    monkeypatch.setattr(_points, "directions", every)
+    monkeypatch.setattr(_points, "draw", every)
 
 
 @pytest.mark.parametrize("reduction", ["max", "mean", "sum", "none"])
@@ -262,7 +263,7 @@ def test_score_matching(variance_reduced, projections):
     options = {"variance_reduced": variance_reduced, "samples": projections}
     score = mlp(4, 4)
     torch.manual_seed(5)
-    v = _points.directions(x, projections, "rademacher", None)
+    v = draw((projections, *x.shape), x, "rademacher", None)
     torch.manual_seed(5)
     same(hodiff.sliced_score_matching_loss(score, x, **options), expected(jacobian(score, x), score(x), v), score)
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hodiff
-from hodiff.penalties._points import directions
 
 
 @given(batch=st.lists(st.integers(1, 5), min_size=1, max_size=2), event=st.lists(st.integers(1, 3), max_size=3))
@@ -69,12 +68,3 @@ def test_dtype_is_kept(dtype):
 def test_what_does_not_match_raises(a, b, message):
     with pytest.raises(hodiff.InputError, match=message):
         hodiff.interpolate(a, b)
-
-
-@pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
-def test_directions_have_the_identity_as_covariance(probes):
-    v = directions(torch.zeros(2, 3, 2, dtype=torch.float64), 20000, probes, None)
-    assert v.shape == (20000, 2, 3, 2)
-    rows = v.reshape(20000, 12)
-    torch.testing.assert_close(rows.T @ rows / 20000, torch.eye(12, dtype=torch.float64), atol=0.05, rtol=0)
-    assert bool((v.abs() == 1).all()) == (probes == "rademacher")

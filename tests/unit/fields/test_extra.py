@@ -1,0 +1,106 @@
+"""`has_aux=`: what a field returns beside its value, by every operator and every route."""
+
+import pytest
+import torch
+
+import hodiff
+
+D = torch.float64
+X = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+C = torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=D))
+
+
+def scalar(x):
+    return torch.sin(x).sum(-1) ** 3
+
+
+def vector(x):
+    return torch.tanh(x).cumsum(-1)
+
+
+def extra(x):
+    return {"sign": x.sign().prod(-1), "note": "text", "norm": x.square().sum(-1)}
+
+
+OPERATORS = {
+    "laplacian": (scalar, hodiff.laplacian),
+    "laplacian, sampled": (scalar, lambda f, x, **o: _value(hodiff.laplacian(f, x, vectors=torch.ones_like(X), **o))),
+    "laplacian, chunks": (scalar, lambda f, x, **o: hodiff.laplacian(f, x, chunk_size=2, **o)),
+    "second_order_operator": (scalar, lambda f, x, **o: hodiff.second_order_operator(f, x, C, **o)),
+    "biharmonic": (scalar, hodiff.biharmonic),
+    "divergence": (vector, hodiff.divergence),
+    "curl": (vector, hodiff.curl),
+    "partial": (scalar, lambda f, x, **o: hodiff.partial(f, x, (0, 1), **o)),
+    "partials": (scalar, lambda f, x, **o: hodiff.partials(f, x, [0, (0, 1), (1, 1)], **o)),
+}
+
+
+def _value(found):
+    return (found[0].value, found[1]) if isinstance(found, tuple) else found.value
+
+
+@pytest.mark.parametrize("method", ["jets", "reverse"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_gives_it_beside_its_result(name, method):
+    f, operator = OPERATORS[name]
+    both = lambda x: (f(x), extra(x))
+    plain = operator(f, X, method=method)
+    result, found = operator(both, X, method=method, has_aux=True)
+    torch.testing.assert_close([*result], [*plain], rtol=0, atol=0)
+    assert found["note"] == "text"
+    for key in ("sign", "norm"):
+        assert type(found[key]) is torch.Tensor
+        torch.testing.assert_close(found[key], extra(X)[key])
+
+
+@pytest.mark.parametrize("method", ["jets", "reverse"])
+@pytest.mark.parametrize("operator", [hodiff.value_grad_and_laplacian, hodiff.value_and_divergence])
+def test_beside_a_value(operator, method):
+    f = scalar if operator is hodiff.value_grad_and_laplacian else vector
+    (value, found), *rest = operator(lambda x: (f(x), extra(x)), X, method=method, has_aux=True)
+    torch.testing.assert_close((value, *rest), operator(f, X, method=method))
+    torch.testing.assert_close(found["norm"], extra(X)["norm"])
+
+
+@pytest.mark.parametrize("method", ["jets", "reverse"])
+def test_it_is_differentiable_with_the_result_and_detached_without(method):
+    w = torch.tensor(2.0, dtype=D, requires_grad=True)
+    f = lambda x: (torch.sin(w * x).sum(-1), w * x.sum(-1))
+    result, found = hodiff.laplacian(f, X, method=method, has_aux=True)
+    (by_w,) = torch.autograd.grad((result + found).sum(), w)
+    expected = torch.autograd.grad((-(w**2) * torch.sin(w * X).sum(-1) + w * X.sum(-1)).sum(), w)[0]
+    torch.testing.assert_close(by_w, expected)
+    result, found = hodiff.laplacian(f, X, method=method, has_aux=True, create_graph=False)
+    assert not result.requires_grad and not found.requires_grad
+
+
+def test_it_is_that_of_the_whole_batch_where_blocks_are_taken():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(20, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1)).double()
+    x = torch.randn(900, 20, dtype=D)
+    seen = []
+
+    def f(x):
+        seen.append(len(x))
+        return net(x), x[:, 0] * 2
+
+    with torch.no_grad():
+        result, found = hodiff.laplacian(f, x, has_aux=True)
+    assert min(seen) < 900, "the batch was meant to be taken in blocks"
+    torch.testing.assert_close(found, 2 * x[:, 0])
+    torch.testing.assert_close(result, hodiff.laplacian(net, x, method="reverse", create_graph=False))
+
+
+def test_inside_another_field():
+    f = lambda x: (scalar(x), x[:, 0] ** 2)
+    g = lambda x: hodiff.laplacian(f, x, has_aux=True)
+    outer = hodiff.laplacian(lambda x: g(x)[0] + g(x)[1], X)
+    torch.testing.assert_close(outer, hodiff.biharmonic(scalar, X) + 2)
+
+
+def test_what_is_no_pair():
+    with pytest.raises(hodiff.InputError, match="has_aux=True expects"):
+        hodiff.laplacian(scalar, X, has_aux=True)
+    x = X.clone().requires_grad_()
+    with pytest.raises(hodiff.InputError, match="has_aux: is about what a function returns"):
+        hodiff.laplacian(scalar(x), x, has_aux=True)
