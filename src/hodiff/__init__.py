@@ -14,6 +14,7 @@ A map of the library:
 * curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
   `spectral_radius`, `solve` take any
+* training with curvature: `NewtonCG`, an optimiser
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and its kin
@@ -37,6 +38,7 @@ from hodiff.curvature._gauss_newton import GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
 from hodiff.curvature._matrix import MatrixOperator
+from hodiff.curvature._newton import NewtonCG
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._solve import solve
 from hodiff.curvature._trace import trace
@@ -84,6 +86,7 @@ __all__ = [
     "JacobianOperator",
     "LinearOperator",
     "MatrixOperator",
+    "NewtonCG",
     "PathLengthPenalty",
     "RandomnessWarning",
     "Selection",

@@ -213,6 +213,12 @@ def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
 
 
+def _newton(x: Tensor) -> Tensor:
+    parameter = x.detach().clone().requires_grad_()
+    hodiff.NewtonCG([parameter]).step(lambda: (parameter**4).sum())
+    return parameter.detach()
+
+
 PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "interpolate": lambda x: hodiff.interpolate(x, 2 * x, generator=generator()),
     "sample_norm": lambda x: hodiff.sample_norm(x),
@@ -227,6 +233,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "eigs": lambda x: hodiff.eigs(_matrix(), 1, generator=generator()),
     "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(), generator=generator()),
     "solve": lambda x: hodiff.solve(_matrix(), x[0]),
+    "NewtonCG": _newton,
     "graph.inspect": lambda x: len(hodiff.graph.inspect(_loss(x)).nodes),
     "graph.predict": lambda x: hodiff.graph.predict(_loss(x)).verdict,
     "graph.shared": lambda x: hodiff.graph.shared(_loss(x), _loss(x)).nodes,

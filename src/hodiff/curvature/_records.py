@@ -11,6 +11,7 @@ from hodiff.curvature._memory import readable
 
 V = TypeVar("V")
 Status = Literal["converged", "negative curvature", "budget", "stagnation", "iterations", "running"]
+End = Literal["interior", "boundary", "negative curvature", "budget"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,30 @@ class SolveRecord(Generic[V]):
     products: int
     status: Status
     direction: V | None = None
+
+
+@dataclass(frozen=True)
+class NewtonRecord:
+    """What one step of `NewtonCG` did.
+
+    Attributes:
+        value: The loss before.
+        decrease: By how much it fell; 0 where the step was refused.
+        ratio: What came true of the decrease that the model promised; -inf where the loss was not finite there.
+        accepted: Whether the step was taken; if not, the parameters are as they were.
+        radius: The radius of the next step.
+        products: How many products it took.
+        end: `"interior"` (a Newton step), `"boundary"` (the radius bound it), `"negative curvature"` or
+            `"budget"` (the products ran out).
+    """
+
+    value: float
+    decrease: float
+    ratio: float
+    accepted: bool
+    radius: float
+    products: int
+    end: End
 
 
 @dataclass(frozen=True)

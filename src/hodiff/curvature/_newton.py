@@ -1,0 +1,246 @@
+"""`NewtonCG`: Newton's method for training, by products with the Hessian inside a trust region."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _checks, _switches
+from hodiff._core._call import call
+from hodiff._core._graph import detached
+from hodiff._core._lending import Lending
+from hodiff._core._random_state import RandomState
+from hodiff.curvature._hessian import HessianOperator
+from hodiff.curvature._records import NewtonRecord
+from hodiff.curvature._trust_region import steihaug
+from hodiff.errors import GraphError, InputError
+
+SUFFICIENT, POOR, GOOD = 1e-4, 0.25, 0.75
+"""What part of the promised decrease a step must keep to be taken; to keep the radius; to double it."""
+
+
+class NewtonCG(torch.optim.Optimizer):
+    r"""Newton's method with conjugate gradients in a trust region, as a PyTorch optimiser.
+
+    A step minimises the quadratic model
+    \(m(s) = g^\top s + \tfrac12 s^\top (H + \lambda I)\, s\) roughly, over \(\lVert s \rVert \le \Delta\),
+    by products with the Hessian \(H\). Along negative curvature it goes to the boundary, so it leaves
+    saddle points. The loss is then evaluated at the new parameters: where less than a ten-thousandth of
+    what the model promised came true (or the loss is not finite there) the step is **undone**, bit for
+    bit. The radius \(\Delta\) shrinks to a quarter of the step where the model was poor, and doubles
+    where it was good and bound the step.
+
+    The closure returns the loss and does **not** call `backward()`; no `.grad` is written. It is called
+    twice a step, and must mean the same mini-batch both times; random numbers (dropout) are the same by
+    themselves, and what its second call does to buffers (BatchNorm statistics) is undone.
+
+    Args:
+        params: The parameters, or groups of them, as for any optimiser. A group may have its own `damping`.
+        radius: The first \(\Delta\).
+        damping: \(\lambda\), Levenberg's and Marquardt's: added to the model's curvature. 0 trusts the radius alone.
+        rtol: Conjugate gradients stop at \(\lVert g + (H + \lambda I) s \rVert \le\) `rtol` \(\lVert g \rVert\);
+            None: \(\min(\tfrac12, \sqrt{\lVert g \rVert / \lVert g_1 \rVert})\) with the first step's gradient
+            \(g_1\), for which convergence is superlinear, whatever the loss is measured in.
+        products: How many products a step may spend; None: 50.
+
+    Attributes:
+        last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`, `accepted`,
+            `radius` (the next one), `products`, `end`. None before the first.
+
+    Raises:
+        InputError: The closure is missing, its loss is not finite at the parameters as they are, or not one element.
+        GraphError: The loss does not depend on the parameters, or has no second derivative; its graph has been freed,
+            for the closure called `backward()`.
+
+    Cost:
+        A step: two calls of the closure (the second without a graph), one gradient, and a reverse pass
+        for each product. Memory: the graph of the loss and of its gradient, and some seven vectors.
+
+    Examples:
+        A quadratic loss is at its minimum after one step, if the radius allows:
+
+        >>> import torch, hodiff
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> optimizer = hodiff.NewtonCG([x], radius=10.0, rtol=1e-6)
+        >>> loss = optimizer.step(lambda: (x[0] - 1) ** 2 + 5 * (x[1] + 2) ** 2)
+        >>> x.detach().round(decimals=4), loss, optimizer.last.end
+        (tensor([ 1., -2.]), tensor(21.), 'interior')
+
+    Reference:
+        Steihaug, T. (1983). SIAM J. Numer. Anal. 20(3). doi:10.1137/0720042. Nocedal, J., Wright, S. (2006).
+        Numerical Optimization, algorithms 4.1 and 7.2. doi:10.1007/978-0-387-40065-5.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        radius: float = 1.0,
+        damping: float = 0.0,
+        rtol: float | None = None,
+        products: int | None = None,
+    ) -> None:
+        _check_positive(radius, "radius")
+        if rtol is not None:
+            _check_positive(rtol, "rtol")
+        self._limit = 50 if products is None else _checks.check_integer(products, "products", least=1)
+        self._rtol, self._first_radius = rtol, float(radius)
+        self.last: NewtonRecord | None = None
+        super().__init__(params, {"damping": damping})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with its `damping` checked."""
+        damping = param_group.get("damping", self.defaults["damping"])
+        if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 <= damping < math.inf:
+            raise InputError(f"damping: got {damping!r}, expected a number of at least 0.")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take one step, or refuse it (see `last`).
+
+        Args:
+            closure: Returns the loss, a tensor of one element with its graph.
+
+        Returns:
+            The loss before the step, detached.
+        """
+        if not callable(closure):
+            raise InputError(
+                "closure: is missing; NewtonCG evaluates the loss: optimizer.step(lambda: loss(model(x), y))."
+            )
+        point = self._trainable()
+        state = self.state[self.param_groups[0]["params"][0]]
+        state.setdefault("radius", self._first_radius)
+        random = RandomState.of(point.tensors[0].device)
+        with _second_derivatives():
+            loss = closure()
+            value = _finite(loss)
+            step, record = self._proposal(loss, value, point, state)
+        record = self._taken(closure, point, step, record, random)
+        state["radius"] = record.radius
+        self.last = record
+        return detached(loss)
+
+    def _proposal(
+        self, loss: Tensor, value: float, point: _Point, state: dict[str, float]
+    ) -> tuple[list[Tensor], NewtonRecord]:
+        """The step that the model proposes, and what it promises."""
+        with _operator(loss, point.tensors) as H:
+            gradient = H.flatten(H.gradient)
+            length = float(gradient.norm())
+            first = state.setdefault("gradient", length) or 1.0
+            rtol = min(0.5, math.sqrt(length / first)) if self._rtol is None else self._rtol
+            damping = torch.cat([gradient.new_full((t.numel(),), d) for t, d in zip(*point, strict=True)])
+            damped = bool(damping.any())
+            found = steihaug(
+                lambda v: torch.addcmul(H @ v, damping, v) if damped else H @ v,
+                gradient, state["radius"], rtol * length, self._limit,
+            )  # fmt: skip
+            step = H.unflatten(found.step)
+        return step, NewtonRecord(value, found.decrease, math.nan, False, state["radius"], H.products, found.end)
+
+    def _taken(
+        self,
+        closure: Callable[[], Any],
+        point: _Point,
+        step: Sequence[Tensor],
+        asked: NewtonRecord,
+        random: RandomState,
+    ) -> NewtonRecord:
+        """Take the step, look at the loss there, and undo it where that is not small enough."""
+        before = [tensor.detach().clone() for tensor in point.tensors]
+        accepted = False
+        try:
+            with torch.no_grad():
+                for tensor, change in zip(point.tensors, step, strict=True):
+                    tensor.add_(change)
+            value = _value(closure, point.tensors, random)
+            # Near the minimum both decreases are rounding errors; then the step is good.
+            noise = 10 * torch.finfo(before[0].dtype).eps * abs(asked.value)
+            ratio = (asked.value - value + noise) / (asked.decrease + noise) if asked.decrease + noise else 1.0
+            ratio = ratio if math.isfinite(value) else -math.inf
+            accepted = ratio > SUFFICIENT
+        finally:
+            if not accepted:
+                with torch.no_grad():
+                    for tensor, old in zip(point.tensors, before, strict=True):
+                        tensor.copy_(old)
+        radius = asked.radius
+        if ratio < POOR:
+            radius = 0.25 * math.sqrt(sum(float(change.double().square().sum()) for change in step))
+        elif ratio > GOOD and asked.end in ("boundary", "negative curvature"):
+            radius = 2 * radius
+        decrease = asked.value - value if accepted else 0.0
+        return replace(asked, decrease=decrease, ratio=ratio, accepted=accepted, radius=radius)
+
+    def _trainable(self) -> _Point:
+        """The parameters that require grad, and the damping of each."""
+        pairs = [(p, float(group["damping"])) for group in self.param_groups for p in group["params"]]
+        pairs = [(p, damping) for p, damping in pairs if p.requires_grad]
+        if not pairs:
+            raise InputError("params: none of the parameters requires grad.")
+        return _Point([p for p, _ in pairs], [damping for _, damping in pairs])
+
+
+class _Point(NamedTuple):
+    """Where a step begins."""
+
+    tensors: list[Tensor]
+    damping: list[float]
+
+
+@contextmanager
+def _second_derivatives() -> Iterator[None]:
+    """The state in which a closure's graph can be differentiated twice."""
+    _switches.plain_attention.enter()
+    _switches.eager.enter()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        _switches.eager.leave()
+        _switches.plain_attention.leave()
+
+
+def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
+    try:
+        H = HessianOperator(loss, tensors)
+        _ = H.value
+    except GraphError as error:
+        if "freed" in str(error):
+            raise GraphError(
+                "closure: the graph of its loss has been freed; NewtonCG's closure returns the loss and does not call "
+                "backward()."
+            ) from error
+        raise
+    return H
+
+
+def _finite(loss: Any) -> float:
+    _checks.check_scalars(_checks.check_output(loss, "closure()"), 0, torch.Size())
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise InputError(
+            f"closure: the loss is {value} at the parameters as they are, so there is nothing to model; nothing was "
+            f"changed."
+        )
+    return value
+
+
+def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState) -> float:
+    """The loss at the parameters as they are now, with the same random numbers and without side effects."""
+    quiet = torch.no_grad()(closure)
+    with Lending(call(lambda _: quiet(), tensors, passes=2, create_graph=False)) as lending:
+        lending.random = random
+        return float(lending.again(tensors))
+
+
+def _check_positive(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InputError(f"{name}: got {value!r}, expected a number above 0.")

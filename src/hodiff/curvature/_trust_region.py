@@ -1,0 +1,68 @@
+"""The step of a trust region: where a quadratic model is small, not further than a radius."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff.curvature._records import End
+
+
+class Step(NamedTuple):
+    """Where conjugate gradients left the trust region, or stopped inside.
+
+    Attributes:
+        step: The step s, flat.
+        decrease: What the model promises: -(g's + s'As/2), never negative.
+        end: Why they stopped.
+    """
+
+    step: Tensor
+    decrease: float
+    end: End
+
+
+def steihaug(
+    product: Callable[[Tensor], Tensor], gradient: Tensor, radius: float, tolerance: float, products: int
+) -> Step:
+    """Minimise g's + s'As/2 over |s| <= radius, roughly: conjugate gradients from zero, in flat vectors.
+
+    They stop inside once |g + As| <= tolerance, and where they meet negative curvature, or the radius, they go on along
+    that direction to the boundary (Steihaug 1983). The model falls, and |s| grows, with every product.
+    """
+    s, image = torch.zeros_like(gradient), torch.zeros_like(gradient)  # and A s
+    r = gradient.clone()
+    d, rr = -r, _dot(r, r)
+    end: End = "budget"
+    for _ in range(products):
+        if math.sqrt(rr) <= tolerance:
+            end = "interior"
+            break
+        turned = product(d)
+        curvature = _dot(d, turned)
+        to_boundary = _to_boundary(s, d, radius)
+        length = rr / curvature if curvature > 0 else math.inf
+        end = "negative curvature" if curvature <= 0 else "boundary" if length >= to_boundary else "budget"
+        length = min(length, to_boundary)
+        s, image = torch.add(s, d, alpha=length), torch.add(image, turned, alpha=length)
+        if end != "budget":
+            break
+        r = torch.add(r, turned, alpha=length)
+        before, rr = rr, _dot(r, r)
+        d = torch.add(-r, d, alpha=rr / before)
+    return Step(s, max(0.0, -(_dot(gradient, s) + 0.5 * _dot(s, image))), end)
+
+
+def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:
+    """The positive t with |s + t d| = radius, by the root that does not cancel."""
+    dd, sd, gap = _dot(d, d), _dot(s, d), max(0.0, radius**2 - _dot(s, s))
+    root = math.sqrt(sd**2 + dd * gap)
+    return gap / (sd + root) if sd > 0 else (root - sd) / dd
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a, b))
