@@ -81,14 +81,15 @@ def _ordered(stacked: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> 
     return stacked.reshape((*batch, *output.shape[batch_ndim:], *event))
 
 
-def matrix(table: list[list[Tensor]], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
-    """The blocks as one matrix, `(D, D)` or `(*batch, D, D)`, in the order of the leaves."""
+def matrix(table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
+    """The blocks as one matrix, `(M, D)` or `(*batch, M, D)`, rows and columns in the order of the tensors."""
     batch = leaves[0].shape[:batch_ndim]
-    sizes = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
+    heights = [output.shape[batch_ndim:].numel() for output in outputs]
+    widths = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
     rows = [
-        torch.cat([block.reshape((*batch, rows, columns)) for block, columns in zip(line, sizes, strict=True)], dim=-1)
-        if len(sizes) > 1
-        else line[0].reshape((*batch, rows, rows))
-        for line, rows in zip(table, sizes, strict=True)
+        torch.cat([block.reshape((*batch, height, width)) for block, width in zip(line, widths, strict=True)], dim=-1)
+        if len(widths) > 1
+        else line[0].reshape((*batch, height, widths[0]))
+        for line, height in zip(table, heights, strict=True)
     ]
     return torch.cat(rows, dim=-2) if len(rows) > 1 else rows[0]

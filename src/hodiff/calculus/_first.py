@@ -246,21 +246,28 @@ def vjp(
 
 
 @overload
-def jacobian(f: OneTensor, x: nn.Module | Selection, **options: Unpack[ChunkedBatched]) -> ByName: ...
+def jacobian(f: Any, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]) -> Tensor: ...
 
 
 @overload
-def jacobian(f: OneTensor, x: T, **options: Unpack[ChunkedBatched]) -> T: ...
+def jacobian(
+    f: OneTensor, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+) -> ByName: ...
 
 
 @overload
-def jacobian(f: Any, x: Any, **options: Unpack[ChunkedBatched]) -> Any: ...
+def jacobian(f: OneTensor, x: T, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]) -> T: ...
+
+
+@overload
+def jacobian(f: Any, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatched]) -> Any: ...
 
 
 def jacobian(
     f: Any,
     x: Any = _checks.MISSING,
     *,
+    matrix: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
@@ -276,6 +283,8 @@ def jacobian(
         f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
             computed from *x*.
         x: Where, as for `grad`.
+        matrix: Whether to give one `(M, D)` matrix instead of blocks: rows in the order of `f(x)`, columns in that of
+            *x*. For outputs `(N, C)` of a model, `.unflatten(0, (N, C))` makes it `(N, C, D)`.
         batch_ndim: So many leading dimensions, of *x* and of `f(x)` alike, index independent samples.
         create_graph: Whether the result can be differentiated again, as for `grad`.
         check_independence: Whether to test that samples are independent, as for `grad`.
@@ -287,7 +296,8 @@ def jacobian(
 
     Returns:
         For tensors `(*f(x).shape, *x.shape)`, and `(*batch, *output event, *input event)` under
-        `batch_ndim`. For containers, the structure of `f(x)` filled with structures of *x*.
+        `batch_ndim`. For containers, the structure of `f(x)` filled with structures of *x*. With `matrix=True` one
+        tensor `(M, D)`, or `(*batch, M, D)`.
 
     Raises:
         InputError: `f(x)` is not made of real floating point tensors, or lacks the batch dimensions.
@@ -325,6 +335,8 @@ def jacobian(
         _check_output_batch(outputs, ev)
         _dense.check_fits(outputs, ev.leaves, batch_ndim, JACOBIAN_WAY_OUT)
         table = _forward.tall_jacobian(ev, outputs, chunk_size=chunk) or _dense.blocks(ev, outputs, chunk_size=chunk)
+    if matrix:
+        return _dense.matrix(table, outputs, ev.leaves, batch_ndim)
     _, _, tree = _tree.flatten(ev.outputs)
     return _tree.rebuild(tree, iter([ev.where.result(row) for row in table]))
 

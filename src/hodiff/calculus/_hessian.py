@@ -254,7 +254,7 @@ def value_grad_and_hessian(
         table = _dense.blocks(ev, gradient, chunk_size=chunk)
         gradient = _results.own(gradient if ev.create_graph else [part.detach() for part in gradient])
     if matrix:
-        second = _dense.matrix(table, where.tensors, batch_ndim)
+        second = _dense.matrix(table, where.tensors, where.tensors, batch_ndim)
     else:
         second = where.result([where.result(row) for row in table])
     return ev.value(), where.result(gradient), second

@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _nesting, _tree
 from hodiff._core._options import Allowed, PatchReduction, Reduction
-from hodiff.penalties._gradient import Function, gradient_penalty
+from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 from hodiff.penalties._loss import check_number
 from hodiff.penalties._points import apart, interpolate
+
+
+class Around(Recipe, total=False):
+    """What `dragan_penalty` takes beside; for overloads alone."""
+
+    weight: float
+    target: float
+    std: float
+    detach: bool | None
+    generator: torch.Generator | None
+
+
+class Between(Recipe, total=False):
+    """What `wgan_gp_penalty` takes beside; for overloads alone."""
+
+    weight: float
+    target: float
+    one_sided: bool
+    detach: bool | None
+    generator: torch.Generator | None
+
+
+@overload
+def wgan_gp_penalty(
+    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Between]
+) -> Tensor: ...
+
+
+@overload
+def wgan_gp_penalty(
+    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[True], **options: Unpack[Between]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def wgan_gp_penalty(
+    critic: Function, real: Any, fake: Any, *, return_outputs: bool, **options: Unpack[Between]
+) -> Any: ...
 
 
 def wgan_gp_penalty(
@@ -29,12 +67,13 @@ def wgan_gp_penalty(
     detach: bool | None = None,
     create_graph: bool | None = None,
     grad_scale: float = 1.0,
+    return_outputs: bool = False,
     check_independence: bool = False,
     allow: Allowed = (),
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""WGAN-GP, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), between real and generated samples.
 
     \(\hat x_i\) is a random point on the line from `real[i]` to `fake[i]` (`interpolate`). The norm is over all
@@ -54,6 +93,7 @@ def wgan_gp_penalty(
             grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
+        return_outputs: Whether to return the critic's outputs at these points too, from the same evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         generator: What the points are drawn from; None: the device's default generator.
@@ -61,7 +101,7 @@ def wgan_gp_penalty(
         kwargs: Keyword arguments for the critic.
 
     Returns:
-        A scalar tensor, or shape `(N,)` with `reduction="none"`.
+        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* `(penalty, outputs)`.
 
     Raises:
         InputError: The batches are not alike; or as for `gradient_penalty`.
@@ -101,11 +141,28 @@ def wgan_gp_penalty(
         patch_reduction=patch_reduction,
         create_graph=create_graph,
         grad_scale=grad_scale,
+        return_outputs=return_outputs,
         check_independence=check_independence,
         allow=allow,
         args=args,
         kwargs=kwargs,
     )
+
+
+@overload
+def dragan_penalty(
+    critic: Function, real: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Around]
+) -> Tensor: ...
+
+
+@overload
+def dragan_penalty(
+    critic: Function, real: Any, *, return_outputs: Literal[True], **options: Unpack[Around]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def dragan_penalty(critic: Function, real: Any, *, return_outputs: bool, **options: Unpack[Around]) -> Any: ...
 
 
 def dragan_penalty(
@@ -121,12 +178,13 @@ def dragan_penalty(
     detach: bool | None = None,
     create_graph: bool | None = None,
     grad_scale: float = 1.0,
+    return_outputs: bool = False,
     check_independence: bool = False,
     allow: Allowed = (),
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""DRAGAN, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), at real samples with noise.
 
     As in the authors' code, \(\hat x = x + \alpha c \sigma u\): \(\sigma\) is the standard deviation of the batch,
@@ -147,6 +205,7 @@ def dragan_penalty(
             grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
+        return_outputs: Whether to return the critic's outputs at these points too, from the same evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         generator: What the noise is drawn from; None: the device's default generator.
@@ -154,7 +213,7 @@ def dragan_penalty(
         kwargs: Keyword arguments for the critic.
 
     Returns:
-        A scalar tensor, or shape `(N,)` with `reduction="none"`.
+        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* `(penalty, outputs)`.
 
     Raises:
         InputError: As for `gradient_penalty`.
@@ -196,6 +255,7 @@ def dragan_penalty(
         patch_reduction=patch_reduction,
         create_graph=create_graph,
         grad_scale=grad_scale,
+        return_outputs=return_outputs,
         check_independence=check_independence,
         allow=allow,
         args=args,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,40 @@ from hodiff.penalties._critic import Critic
 from hodiff.penalties._gradient import Function, outputs_and_gradient
 
 
+class OfHessian(TypedDict, total=False):
+    """What `hessian_penalty` takes; for overloads alone."""
+
+    weight: float
+    samples: int
+    vectors: Any
+    method: SecondMethod
+    epsilon: float
+    generator: torch.Generator | None
+    reduction: ExtremeReduction
+    batch_ndim: int
+    create_graph: bool | None
+    check_independence: bool
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+@overload
+def hessian_penalty(
+    f: Function, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OfHessian]
+) -> Tensor: ...
+
+
+@overload
+def hessian_penalty(
+    f: Function, x: Any, *, return_outputs: Literal[True], **options: Unpack[OfHessian]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def hessian_penalty(f: Function, x: Any, *, return_outputs: bool, **options: Unpack[OfHessian]) -> Any: ...
+
+
 def hessian_penalty(
     f: Function,
     x: Any,
@@ -29,6 +63,7 @@ def hessian_penalty(
     reduction: ExtremeReduction = "max",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    return_outputs: bool = False,
     method: SecondMethod = "exact",
     epsilon: float = 0.1,
     check_independence: bool = False,
@@ -36,7 +71,7 @@ def hessian_penalty(
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""The off-diagonal Hessian of each output, as a variance: \(\max_a \mathrm{Var}_v(v^\top H_a v)\).
 
     v are random signs, several vectors per sample; what varies is \(2 \sum_{i<j} H_{ij} v_i v_j\), with
@@ -57,6 +92,7 @@ def hessian_penalty(
             \((f(x + \epsilon v) - 2 f(x) + f(x - \epsilon v)) / \epsilon^2\).
         epsilon: The step of the differences. Do not lessen it in float32: at 1e-3 rounding makes the variance 46 %
             too large.
+        return_outputs: Whether to return what `f` returned too, from the same evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         generator: What v is drawn from; None: the device's default generator.
@@ -64,7 +100,8 @@ def hessian_penalty(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor, or the variances, with the shape of `f(x)`, for `reduction="none"`.
+        A scalar tensor, or the variances, with the shape of `f(x)`, for `reduction="none"`; with *return_outputs*
+        a pair.
 
     Raises:
         InputError: An option is not known; or as for `gradient_penalty`.
@@ -118,7 +155,8 @@ def hessian_penalty(
         else:
             seconds = [along.difference(v, output, epsilon) for v in zip(*directions, strict=True)]
         loss = _loss.reduce(_norm.wide(torch.stack(seconds)).var(0), reduction, weight)
-        return _loss.finished(loss, f, output, seconds, record)
+        loss = _loss.finished(loss, f, output, seconds, record)
+    return (loss, output) if return_outputs else loss
 
 
 def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
@@ -177,6 +215,36 @@ class Along(NamedTuple):
         return jvp(first, point, direction, create_graph=self.record, allow=allow)
 
 
+class OfCurvature(TypedDict, total=False):
+    """What `curvature_penalty` takes; for overloads alone."""
+
+    weight: float
+    h: float
+    reduction: Reduction
+    batch_ndim: int
+    create_graph: bool | None
+    check_independence: bool
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+@overload
+def curvature_penalty(
+    f: Function, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OfCurvature]
+) -> Tensor: ...
+
+
+@overload
+def curvature_penalty(
+    f: Function, x: Any, *, return_outputs: Literal[True], **options: Unpack[OfCurvature]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def curvature_penalty(f: Function, x: Any, *, return_outputs: bool, **options: Unpack[OfCurvature]) -> Any: ...
+
+
 def curvature_penalty(
     f: Function,
     x: Any,
@@ -186,11 +254,12 @@ def curvature_penalty(
     reduction: Reduction = "mean",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    return_outputs: bool = False,
     check_independence: bool = False,
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""CURE, \(\gamma\,\mathrm{mean}_i \lVert\nabla\ell(x_i + h z_i) - \nabla\ell(x_i)\rVert^2\): how a loss curves.
 
     The direction is that of the sign attack, \(z = \mathrm{sign}\nabla\ell / \lVert\mathrm{sign}\nabla\ell\rVert\),
@@ -206,13 +275,15 @@ def curvature_penalty(
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
+        return_outputs: Whether to return what `f` returned too, from the same evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor, or shape `(*batch,)` with `reduction="none"`.
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair, the outputs
+        being those at the samples.
 
     Raises:
         InputError: The loss is averaged over the batch, which would shrink the penalty by 1/N²; or as
@@ -258,4 +329,5 @@ def curvature_penalty(
         _, moved = outputs_and_gradient(critic, there, **options)
         change = [_norm.wide(b) - _norm.wide(a) for a, b in zip(here, moved, strict=True)]
         loss = _loss.reduce(_norm.squares(change, batch_ndim), reduction, weight)
-        return _loss.finished(loss, f, outputs, change, record)
+        loss = _loss.finished(loss, f, outputs, change, record)
+    return (loss, outputs) if return_outputs else loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,39 @@ from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
 from hodiff.penalties._gradient import What
+
+
+class Options(TypedDict, total=False):
+    """What `jacobian_penalty` takes; for overloads alone."""
+
+    weight: float
+    samples: int | None
+    probes: Probes
+    vectors: Any
+    generator: torch.Generator | None
+    reduction: Reduction
+    batch_ndim: int
+    create_graph: bool | None
+    check_independence: bool
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+@overload
+def jacobian_penalty(
+    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def jacobian_penalty(
+    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def jacobian_penalty(f: What, x: Any, *, return_outputs: bool, **options: Unpack[Options]) -> Any: ...
 
 
 def jacobian_penalty(
@@ -27,12 +60,13 @@ def jacobian_penalty(
     reduction: Reduction = "mean",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    return_outputs: bool = False,
     check_independence: bool = False,
     allow: Allowed = (),
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""The size of each sample's Jacobian, \(\frac{\lambda}{2}\,\mathrm{mean}_i \lVert J_i\rVert_F^2\): mind the half.
 
     By default an unbiased estimate, \(\lVert v^\top J\rVert^2\) with a random v for each sample, \(E[v v^\top] = I\).
@@ -49,6 +83,7 @@ def jacobian_penalty(
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
+        return_outputs: Whether to return what `f` returned too, from the same evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         generator: What v is drawn from; None: the device's default generator.
@@ -56,7 +91,7 @@ def jacobian_penalty(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor, or shape `(*batch,)` with `reduction="none"`.
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair.
 
     Raises:
         InputError: `f(x)` does not begin with the batch; or as for `gradient_penalty`.
@@ -108,4 +143,5 @@ def jacobian_penalty(
         else:
             values = _norm.squares(parts, batch_ndim + 1).mean(0)
         loss = _loss.reduce(values, reduction, weight / 2)
-        return _loss.finished(loss, f, output, parts, record)
+        loss = _loss.finished(loss, f, output, parts, record)
+    return (loss, ev.value()) if return_outputs else loss

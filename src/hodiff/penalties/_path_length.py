@@ -30,6 +30,10 @@ class PathLengthPenalty(nn.Module):
         weight: \(w\), 2 in StyleGAN2. For a lazy penalty every k steps, pass k times the value.
         decay: \(d\), 0.01 in StyleGAN2.
 
+    Attributes:
+        mean_length: The running mean, a buffer.
+        lengths: The path lengths of the last call, `(N,)`, detached, as StyleGAN2 logs them; None before the first.
+
     Shapes:
         Called with a generator and latents `(N, D)` or `(N, L, D)`; images `(N, C, *size)`; the penalty is a scalar.
 
@@ -54,6 +58,7 @@ class PathLengthPenalty(nn.Module):
     """
 
     mean_length: Tensor
+    lengths: Tensor | None
 
     def __init__(self, weight: float = 2.0, decay: float = 0.01) -> None:
         super().__init__()
@@ -64,6 +69,7 @@ class PathLengthPenalty(nn.Module):
         self.weight = weight
         self.decay = decay
         self.register_buffer("mean_length", torch.zeros(()))
+        self.lengths = None
 
     def forward(
         self,
@@ -117,6 +123,7 @@ class PathLengthPenalty(nn.Module):
         with _loss.recording(record):
             layers = w.shape[1] if w.ndim == 3 else 1
             lengths = _norm.norm(gradient, 1) / layers**0.5
+            self.lengths = lengths.detach()
             mean = self.mean_length.to(lengths)
             if self.training:
                 mean = mean.lerp(lengths.mean(), self.decay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,40 @@ from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
 from hodiff.penalties._gradient import What
+
+
+class Options(TypedDict, total=False):
+    """What `sliced_score_matching_loss` takes; for overloads alone."""
+
+    log_density: bool
+    variance_reduced: bool
+    samples: int
+    probes: Probes
+    vectors: Any
+    generator: torch.Generator | None
+    reduction: Reduction
+    batch_ndim: int
+    create_graph: bool | None
+    check_independence: bool
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+@overload
+def sliced_score_matching_loss(
+    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def sliced_score_matching_loss(
+    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sliced_score_matching_loss(f: What, x: Any, *, return_outputs: bool, **options: Unpack[Options]) -> Any: ...
 
 
 def sliced_score_matching_loss(
@@ -29,12 +63,13 @@ def sliced_score_matching_loss(
     reduction: Reduction = "mean",
     batch_ndim: int = 1,
     create_graph: bool | None = None,
+    return_outputs: bool = False,
     check_independence: bool = False,
     allow: Allowed = (),
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Tensor:
+) -> Any:
     r"""Sliced score matching, \(\mathrm{mean}_i\,v^\top\nabla s v + \frac12\lVert s\rVert^2\) for \(s = \nabla\log p\).
 
     v is random with \(E[v v^\top] = I\), one for each sample: the first term estimates the trace of \(\nabla s\).
@@ -54,6 +89,7 @@ def sliced_score_matching_loss(
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
+        return_outputs: Whether to return what `f` returned too, from the same evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         generator: What v is drawn from; None: the device's default generator.
@@ -61,7 +97,7 @@ def sliced_score_matching_loss(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor, or shape `(*batch,)` with `reduction="none"`.
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* `(loss, f(x))`.
 
     Raises:
         InputError: The outputs are not like *x*; or as for `gradient_penalty`.
@@ -106,7 +142,8 @@ def sliced_score_matching_loss(
         else:
             size = _norm.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
         loss = _loss.reduce(trace + size / 2, reduction, 1.0)
-        return _loss.finished(loss, f, first, score, record)
+        loss = _loss.finished(loss, f, first, score, record)
+    return (loss, ev.value()) if return_outputs else loss
 
 
 def _score(ev: Graph, where: Where) -> list[Tensor]:
