@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
 from hodiff.curvature._fingerprint import Fingerprint
+from hodiff.curvature._modes import follows_mode, says_training
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, accumulate
 from hodiff.errors import GraphError, InputError, RandomnessWarning
@@ -97,6 +99,8 @@ class GraphCache(Generic[G, B]):
         self.device = self.where.tensors[0].device
         self._closed = False
         self._evaluating = threading.RLock()
+        functions = [value for value in vars(builder).values() if inspect.isroutine(value)]
+        self._modes_count = any(map(says_training, functions))
         self._modules = self._structure()
         self._forget()
 
@@ -358,16 +362,21 @@ class GraphCache(Generic[G, B]):
     def _structure(self) -> dict[nn.Module, tuple[Any, ...]]:
         """The modules of the point, as they are put together."""
         roots = [owned.module for owned in self.where.owned]
-        return {module: _assembly(module) for module in modules_below(roots)}
+        return {module: self._assembly(module) for module in modules_below(roots)}
 
     def _check_structure(self) -> None:
-        same = all(_assembly(module) == assembly for module, assembly in self._modules.items())
+        same = all(self._assembly(module) == assembly for module, assembly in self._modules.items())
         if same or _claims.claimed(self._modules):
             return
         raise GraphError(
             "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
             "and eval() switched; H.refresh() evaluates it as it is now."
         )
+
+    def _assembly(self, module: nn.Module) -> tuple[Any, ...]:
+        """What tells whether a module is as before: its parameters and parts, by identity, and a mode that counts."""
+        mode = (self._modes_count or follows_mode(module)) and module.training
+        return (mode, *map(id, module._parameters.values()), *map(id, module._modules.values()))
 
     # --- randomness
 
@@ -400,11 +409,6 @@ def _changed(names: list[str]) -> GraphError:
         f"parameters changed since the operator was evaluated ({', '.join(names[:4])}"
         f"{', ...' if len(names) > 4 else ''}); H.refresh() evaluates it at the new ones."
     )
-
-
-def _assembly(module: nn.Module) -> tuple[Any, ...]:
-    """What tells whether a module is as before: its parameters and parts, by identity, and its mode."""
-    return (module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
 
 
 def _varies(module: nn.Module) -> bool:

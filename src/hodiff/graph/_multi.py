@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,28 @@ Row = list[Tensor]
 """One loss's gradient by each leaf."""
 
 
+class Options(TypedDict, total=False):
+    """What `multi_grad` takes; for overloads alone."""
+
+    shared: Callable[[Any], Any] | None
+    create_graph: bool | None
+    strict: bool
+    release: bool
+
+
 @overload
 def multi_grad(
     losses: Sequence[What],
     where: nn.Module | Selection,
     *,
-    shared: Callable[[Any], Any] | None = None,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    release: bool = False,
+    return_used: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> list[dict[str, Tensor]]: ...
 
 
 @overload
 def multi_grad(
-    losses: Sequence[What],
-    where: T,
-    *,
-    shared: Callable[[Any], Any] | None = None,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    release: bool = False,
+    losses: Sequence[What], where: T, *, return_used: Literal[False] = False, **options: Unpack[Options]
 ) -> list[T]: ...
 
 
@@ -52,23 +53,31 @@ def multi_grad(
     losses: Mapping[K, What],
     where: nn.Module | Selection,
     *,
-    shared: Callable[[Any], Any] | None = None,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    release: bool = False,
+    return_used: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> dict[K, dict[str, Tensor]]: ...
 
 
 @overload
 def multi_grad(
-    losses: Mapping[K, What],
-    where: T,
-    *,
-    shared: Callable[[Any], Any] | None = None,
-    create_graph: bool | None = None,
-    strict: bool = False,
-    release: bool = False,
+    losses: Mapping[K, What], where: T, *, return_used: Literal[False] = False, **options: Unpack[Options]
 ) -> dict[K, T]: ...
+
+
+@overload
+def multi_grad(
+    losses: Sequence[What], where: Any, *, return_used: Literal[True], **options: Unpack[Options]
+) -> tuple[list[Any], list[Any]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What], where: Any, *, return_used: Literal[True], **options: Unpack[Options]
+) -> tuple[dict[K, Any], dict[K, Any]]: ...
+
+
+@overload
+def multi_grad(losses: Any, where: Any, *, return_used: bool, **options: Unpack[Options]) -> Any: ...
 
 
 def multi_grad(
@@ -77,6 +86,7 @@ def multi_grad(
     *,
     shared: Callable[[Any], Any] | None = None,
     create_graph: bool | None = None,
+    return_used: bool = False,
     strict: bool = False,
     release: bool = False,
 ) -> Any:
@@ -94,6 +104,8 @@ def multi_grad(
             `(where, shared(where))`.
         create_graph: Whether the results can be differentiated again. None means True inside the `f` of
             another hodiff call (with grad mode on), else False.
+        return_used: Whether to say too which tensors of *where* each loss depends on, as far as its graph shows:
+            zeros alone do not tell a gradient that vanishes from one that does not exist.
         strict: Raise if one of the losses does not depend on one of the tensors of *where*.
         release: Free each graph as it is used, as `backward()` would: what a loss saved goes as soon as
             no further loss needs it, and a later use raises, in our words. For losses that are tensors;
@@ -101,7 +113,8 @@ def multi_grad(
 
     Returns:
         One result per loss, in a list or in a dict by the same names; each like `where`, with its shapes.
-        What a loss does not depend on is zeros. The results carry no graph, unless `create_graph`.
+        What a loss does not depend on is zeros. The results carry no graph, unless `create_graph`. With *return_used*
+        `(gradients, used)`, the second alike, with True or False in the place of each tensor.
 
     Raises:
         InputError: No losses, a loss that is no scalar, or tensors and functions mixed; `shared` for
@@ -130,7 +143,7 @@ def multi_grad(
     """
     names, items = _items(losses)
     functions = _are_functions(items)
-    options = _Options(_nesting.recorded(create_graph), strict)
+    options = _Options(_nesting.recorded(create_graph), strict, return_used, [])
     if shared is not None and not functions:
         raise InputError("shared: is for losses that are functions of (where, shared(where)); these are tensors.")
     if release and options.create_graph:
@@ -148,13 +161,31 @@ def multi_grad(
         rows = _together(named, point, shared, options)
     else:
         rows = _with_shared(named, point, shared, options)
-    results = [point.result(_results.own(row)) for row in rows]
-    return dict(zip(names, results, strict=True)) if isinstance(losses, Mapping) else results
+    like = lambda values: dict(zip(names, values, strict=True)) if isinstance(losses, Mapping) else values  # noqa: E731
+    gradients = like([point.result(_results.own(row)) for row in rows])
+    if not return_used:
+        return gradients
+    return gradients, like([point.result([name not in missing for name in point.names]) for missing in options.unused])
 
 
 class _Options(NamedTuple):
+    """Options, and the names of the tensors that each loss does not use, noted as they become known."""
+
     create_graph: bool
     strict: bool
+    noting: bool
+    unused: list[list[str]]
+
+    def note(self, ev: Graph, loss: Tensor, name: Any) -> None:
+        """Look at what a loss does not depend on, where that is wanted."""
+        if self.strict or self.noting:
+            self.found(ev.unreached([loss]), name)
+
+    def found(self, missing: list[str], name: Any) -> None:
+        """Note it, and raise where that is asked for."""
+        self.unused.append(missing)
+        if self.strict:
+            _check_strictly(missing, name)
 
 
 def _items(losses: Any) -> tuple[list[Any], list[Any]]:
@@ -192,9 +223,8 @@ def _scalar(loss: Any, name: Any) -> Tensor:
 def _of_tensors(losses: dict[Any, Any], point: Where, options: _Options, release: bool) -> list[Row]:
     with Graph(call(list(losses.values()), point, passes=1, create_graph=options.create_graph)) as ev:
         scalars = [_scalar(loss, name) for name, loss in losses.items()]
-        if options.strict:
-            for loss, name in zip(scalars, losses, strict=True):
-                _check_strictly(ev.unreached([loss]), name)
+        for loss, name in zip(scalars, losses, strict=True):
+            options.note(ev, loss, name)
         return _released(scalars, ev.leaves) if release else [_whole(ev, loss) for loss in scalars]
 
 
@@ -258,6 +288,8 @@ def _released(losses: Sequence[Tensor], leaves: list[Tensor]) -> list[Row]:
 def _of_function(function: Callable[[Any], Any], point: Where, options: _Options) -> Row:
     """One function's gradient; its graph is gone when the next begins."""
     with Graph(call(function, point, passes=1, create_graph=options.create_graph, strict=options.strict)) as ev:
+        if options.noting:
+            options.unused.append(ev.unreached(ev.tensors()))
         return _reverse.gradient(ev)
 
 
@@ -269,8 +301,8 @@ def _together(functions: dict[Any, Any], point: Where, shared: Callable[[Any], A
         return [_scalar(function(argument, trunk), name) for name, function in functions.items()]
 
     with Graph(call(losses, point, passes=1, create_graph=True)) as ev:
-        for loss, name in zip(ev.outputs, functions if options.strict else (), strict=False):
-            _check_strictly(ev.unreached([loss]), name)
+        for loss, name in zip(ev.outputs, functions, strict=True):
+            options.note(ev, loss, name)
         return [_whole(ev, loss) for loss in ev.outputs]
 
 
@@ -298,8 +330,7 @@ def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any]
         for name, head in zip(functions, heads, strict=True):
             below = _through(trunk, head.by_trunk, ev.leaves, keep=head is not heads[-1])
             row = [_sum(a, b) for a, b in zip(head.by_leaves, below, strict=True)]
-            if options.strict:
-                _check_strictly([n for n, part in zip(point.names, row, strict=True) if part is None], name)
+            options.found([n for n, part in zip(point.names, row, strict=True) if part is None], name)
             rows.append(_filled(row, ev.leaves))
         return rows
 

@@ -291,3 +291,40 @@ def test_bad_input(losses, options, message):
     given = {"mixed": [a.sum(), torch.sum], "tensors": [a.sum()], "vector": [a * 2]}.get(str(losses), losses)
     with pytest.raises(hodiff.InputError, match=message):
         hodiff.multi_grad(given, a, **options)
+
+
+HEADS = {
+    "tensors": lambda m, x, **o: hodiff.multi_grad([m[0](x).sum(), m[1](m[0](x)).sum(), m[2](x).sum()], m, **o),
+    "functions": lambda m, x, **o: hodiff.multi_grad(
+        [lambda m: m[0](x).sum(), lambda m: m[1](m[0](x)).sum(), lambda m: m[2](x).sum()], m, **o
+    ),
+    "shared": lambda m, x, **o: hodiff.multi_grad(
+        [lambda m, h: h.sum(), lambda m, h: m[1](h).sum(), lambda m, h: m[2](x).sum()], m, shared=lambda m: m[0](x), **o
+    ),
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_what_each_loss_uses_is_told(name, create_graph):
+    """A vanishing gradient is not a missing one: the weight of an input of zeros is used."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 1)])
+    x = torch.zeros(3, 2)
+    plain = HEADS[name](model, x, create_graph=create_graph)
+    gradients, used = HEADS[name](model, x, create_graph=create_graph, return_used=True)
+    for a, b in zip(gradients, plain, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in b)
+    assert [[key for key, one in each.items() if one] for each in used] == [
+        ["0.weight", "0.bias"],
+        ["0.weight", "0.bias", "1.weight", "1.bias"],
+        ["2.weight", "2.bias"],
+    ]
+    assert not gradients[0]["0.weight"].any()
+    with pytest.raises(hodiff.GraphError, match=r"strict=True: .*does not depend on"):
+        HEADS[name](model, x, create_graph=create_graph, return_used=True, strict=True)
+
+
+def test_what_is_used_is_named_like_the_losses():
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    _, used = hodiff.multi_grad({"first": a.sum(), "both": (a * b).sum()}, (a, b), return_used=True, release=True)
+    assert used == {"first": (True, False), "both": (True, True)}
