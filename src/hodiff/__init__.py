@@ -15,6 +15,7 @@ A map of the library:
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
   `spectral_radius`, `solve` take any
 * training with curvature: `NewtonCG`, an optimiser
+* through optimisation: `unroll`, by the update rules of `hodiff.rules`
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and its kin
@@ -59,6 +60,7 @@ from hodiff.fields._partial import jet, partial, partials
 from hodiff.fields._vector import curl, divergence, value_and_divergence
 from hodiff.fields._view import derivatives_of
 from hodiff.graph._multi import multi_grad
+from hodiff.implicit._unroll import unroll
 from hodiff.penalties._gan import dragan_penalty, wgan_gp_penalty
 from hodiff.penalties._gradient import gradient_penalty
 from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
@@ -130,6 +132,7 @@ __all__ = [
     "solve",
     "spectral_radius",
     "trace",
+    "unroll",
     "value_and_divergence",
     "value_and_grad",
     "value_grad_and_hessian",

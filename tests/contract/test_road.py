@@ -49,6 +49,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("once", "jet"): "the same, in other words",
     ("dropout", "nth_derivative"): "it evaluates again, to see whether entries are independent",
     ("dropout", "derivatives"): "the same",
+    ("dropout", "unroll"): "each step draws its own numbers",
     ("dropout", "check_derivatives"): "differences are made of many evaluations, with the numbers drawn again",
 }
 

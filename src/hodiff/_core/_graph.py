@@ -36,8 +36,9 @@ class Graph:
         kinds: The classes of the nodes in the outputs' graph.
     """
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
+        """With `leaves`, `f` is evaluated at those, of other values than the point's: a step on, a solution."""
+        self.call, self._at = call, leaves
         self.where, self.owned = call.where, call.owned
         self.create_graph, self.order = call.create_graph, call.order
         self.batch_ndim, self.batch = call.batch_ndim, call.batch
@@ -46,6 +47,7 @@ class Graph:
         self.aux: Any = None
         self.kinds: frozenset[type] = frozenset()
         self._mixes = False
+        self._first: list[Tensor] = []  # where there are several evaluations, the leaves of the first
 
     # --- the evaluation
 
@@ -55,19 +57,28 @@ class Graph:
         self._lending = Lending(self.call).__enter__()
         try:
             if self.owned:
-                survey = self._evaluate()
+                survey = self._evaluate(self._at)
             else:
                 self.outputs, self.leaves = self.call.what, self.where.tensors
                 survey = self._survey(_tensors(self.outputs))
-            try:
-                self._judge(survey)
-            except GraphError as error:
-                self._explain(error)
-                raise
+            self._judged(survey)
         except BaseException:
             self._lending.close()
             raise
         return self
+
+    def move(self, leaves: Sequence[Tensor], args: Sequence[Any]) -> None:
+        """Evaluate `f` once more, at other leaves and with other arguments; what it was before is forgotten here."""
+        self.call = self._lending.call = self.call._replace(args=args)
+        self._first = self._first or self.leaves
+        self._judged(self._evaluate(leaves))
+
+    def _judged(self, survey: _nodes.Survey) -> None:
+        try:
+            self._judge(survey)
+        except GraphError as error:
+            self._explain(error)
+            raise
 
     def __exit__(self, kind: object, error: object, *rest: object) -> None:
         lending = self._lending
@@ -121,10 +132,10 @@ class Graph:
                 self._explain(error)
                 raise error
 
-    def _evaluate(self) -> _nodes.Survey:
+    def _evaluate(self, given: Sequence[Tensor] | None) -> _nodes.Survey:
         """Run `f`; once more, as the first time, where operations stand in the way of a right second derivative."""
         lending = self._lending
-        self.leaves = lending.leaves()
+        self.leaves = lending.leaves(given)
         lending.remember()
         survey = self._run(exact=self.order >= 3)
         if self.order < 2:
@@ -220,15 +231,20 @@ class Graph:
             return [name for leaf, name in leaves if not survey.contains(leaf)]
         reached = {number for number, leaf in enumerate(self.leaves) if leaf.grad_fn in survey.visited and leaf.grad_fn}
         mine, foreign = self._lending.ticket, []
+        past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
+        if any(leaf.grad_fn in survey.visited for leaf in past):
+            raise _refusals.leftover(self._kept_by(mine))
         for variable in survey.variables():
             attributes = variable.__dict__  # `mark_of`, in place: it runs once for each leaf
             if MARK not in attributes:
                 foreign += [variable]
                 continue
             ticket, number = attributes[MARK]
-            if ticket is mine:
+            if ticket is mine and variable is self.leaves[number]:
                 reached |= {number}
-            elif not ticket.open and (ticket.detached or _nodes.leads_past_results(survey, variable)):
+            elif ticket is mine or (
+                not ticket.open and (ticket.detached or _nodes.leads_past_results(survey, variable))
+            ):
                 raise _refusals.leftover(self._kept_by(ticket))
         self._refuse_bypass(survey, foreign)
         return [name for number, name in enumerate(self.where.names) if number not in reached]

@@ -188,11 +188,14 @@ class Lending:
 
     # --- running f
 
-    def leaves(self) -> list[Tensor]:
-        """A leaf for each tensor of the point."""
+    def leaves(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """A leaf for each tensor of the point, with its value; or `given` ones, with theirs."""
         call, ticket = self.call, self.ticket
         renormed = self._renormed()
-        found = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
+        if given is None:
+            found = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
+        else:
+            found = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
         for index, leaf in enumerate(found):
             leaf.__dict__[MARK] = ticket, index  # pyright: ignore[reportIndexIssue]
             _pass_for(leaf, call.where.tensors[index])

@@ -1,0 +1,1 @@
+"""Derivatives through solutions: of a minimum, a root, a fixed point that any solver found."""

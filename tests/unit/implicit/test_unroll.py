@@ -1,0 +1,394 @@
+"""`unroll`: the hand-written loop, its derivatives, its options, and what must not change."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import hodiff
+from hodiff import GraphError, InputError, rules
+from tests.support.differences import first_difference, relative_error
+
+D = torch.float64
+X = torch.randn(12, 4, dtype=D, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(12, 1, dtype=D, generator=torch.Generator().manual_seed(1))
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+class Problem:
+    """A network, weights of samples, a rule with a learning rate: everything that a derivative may be taken by."""
+
+    def __init__(self, rule: str = "SGD", **options: object) -> None:
+        self.model = network()
+        self.weights = torch.linspace(0.5, 1.5, 12, dtype=D).requires_grad_()
+        self.lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+        self.rule = getattr(rules, rule)(lr=self.lr, **options)
+        self.wheres = [self.weights, self.lr, *self.model.parameters()]
+
+    def inner(self, model: nn.Module, rows: slice = slice(None)) -> Tensor:
+        return (self.weights[rows, None] * (model(X[rows]) - Y[rows]).square()).mean()
+
+    def outer(self, steps: object = 6, **options: object) -> Tensor:
+        final = hodiff.unroll(self.inner, self.model, self.rule, steps, **options)
+        return (functional_call(self.model, final, (X.flip(1),)) - Y).square().mean()
+
+    def gradients(self, *args: object, **options: object) -> list[Tensor]:
+        return list(torch.autograd.grad(self.outer(*args, **options), self.wheres))
+
+
+def by_hand(problem: Problem, steps: int, momentum: float) -> Tensor:
+    p, buffers = dict(problem.model.named_parameters()), None
+    for _ in range(steps):
+        loss = (problem.weights[:, None] * (functional_call(problem.model, p, (X,)) - Y).square()).mean()
+        grads = torch.autograd.grad(loss, list(p.values()), create_graph=True)
+        buffers = grads if buffers is None else [momentum * b + g for b, g in zip(buffers, grads, strict=True)]
+        p = {name: value - problem.lr * b for (name, value), b in zip(p.items(), buffers, strict=True)}
+    return (functional_call(problem.model, p, (X.flip(1),)) - Y).square().mean()
+
+
+def close(got: list[Tensor], expected: list[Tensor], within: float = 1e-12) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert relative_error(a.detach(), b.detach()) < within
+
+
+def test_it_is_the_loop_by_hand() -> None:
+    """Value, gradient, and a product with the Hessian by everything."""
+    problem = Problem(momentum=0.9)
+    losses = [problem.outer(6), by_hand(problem, 6, 0.9)]
+    assert relative_error(*(loss.detach() for loss in losses)) < 1e-14
+    firsts = [torch.autograd.grad(loss, problem.wheres, create_graph=True) for loss in losses]
+    close(*firsts)
+    sums = [sum(g.sin().sum() for g in first) for first in firsts]
+    close(*(list(torch.autograd.grad(s, problem.wheres)) for s in sums), within=1e-11)
+
+
+def test_inside_other_calls() -> None:
+    """`hodiff.grad`, `hvp` and `hessian` outside, by the start of the steps as well, and a call inside `f`."""
+    problem = Problem("Adam", eps=1e-2)
+    theta = torch.tensor([0.3, -0.2], dtype=D)
+
+    def inner(p: Tensor, theta: Tensor) -> Tensor:
+        slope = hodiff.grad(lambda q: (q**4).sum() + (theta * q).sin().sum(), p)
+        return slope.square().sum()
+
+    def outer(theta: Tensor) -> Tensor:
+        p = hodiff.unroll(inner, theta.cos(), rules.Adam(lr=0.05, eps=1e-2), 3, args=(theta,))
+        return (p**3).sum()
+
+    g = hodiff.grad(outer, theta)
+    v = torch.tensor([1.0, 0.5], dtype=D)
+    assert relative_error((g * v).sum(), first_difference(lambda t: outer(theta + t * v).detach(), 1e-3)) < 1e-8
+    expected = first_difference(lambda t: hodiff.grad(outer, theta + t * v), 1e-3)
+    assert relative_error(hodiff.hvp(outer, theta, v), expected) < 1e-7
+    close([hodiff.hessian(outer, theta) @ v], [hodiff.hvp(outer, theta, v)], 1e-10)
+
+    def meta(model: nn.Module) -> Tensor:
+        return sum(p.square().sum() for p in hodiff.unroll(problem.inner, model, problem.rule, 3).values())
+
+    got = hodiff.grad(meta, problem.model)
+    expected = torch.autograd.grad(meta(problem.model), list(problem.model.parameters()))
+    close(list(got.values()), list(expected))
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+def test_structures() -> None:
+    f = lambda p: (p["a"][0] * p["b"]).sum() + p["a"][1].square().sum()
+    where = {"a": (torch.ones(2, dtype=D), torch.full((3,), 2.0, dtype=D)), "b": torch.ones(2, dtype=D)}
+    new = hodiff.unroll(f, where, rules.SGD(lr=0.5), 1)
+    assert isinstance(new["a"], tuple)
+    assert torch.equal(new["a"][1].detach(), torch.zeros(3, dtype=D))
+    assert torch.equal(where["b"], torch.ones(2, dtype=D))
+    model = network()
+    chosen = hodiff.unroll(lambda s: s.module(X).square().sum(), hodiff.select(model, "2"), rules.SGD(lr=0.1), 2)
+    assert list(chosen) == ["2.weight", "2.bias"]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1)).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(model.parameters())
+    for segments in (None, "auto"):
+        final = hodiff.unroll(lambda m: m(X).square().mean(), model, rules.Adam(lr=0.1), 4, segments=segments)
+        sum(p.sum() for p in final.values()).backward()
+        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert all(p.grad is not None for p in parameters)  # the start matters
+        model.zero_grad()
+
+
+def test_results_share_no_memory_with_the_point() -> None:
+    x = torch.ones(2, dtype=D)
+    same = hodiff.unroll(lambda p: p.sum(), x, lambda params, grads, state, step: (params, state), 1)
+    with torch.no_grad():
+        same += 1
+    assert torch.equal(x, torch.ones(2, dtype=D))
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_of_ones_own() -> None:
+    def rule(params: dict, grads: dict, state: dict | None, step: int) -> tuple[dict, dict]:
+        assert set(params) == set(grads) == {"a", "b"}
+        state = {"t": torch.tensor(float(step))} if state is None else {"t": state["t"] + step}
+        return {name: p - 0.1 * grads[name] for name, p in params.items()}, state
+
+    where = {"a": torch.ones(2, dtype=D), "b": torch.ones(1, dtype=D)}
+    f = lambda p: p["a"].square().sum() + p["b"].sum()
+    new, (step, state) = hodiff.unroll(f, where, rule, 3, return_state=True)
+    assert step == 3 and state["t"] == 6
+    torch.testing.assert_close(new["a"].detach(), torch.full((2,), 0.8**3, dtype=D))
+
+
+def test_an_optimiser_describes_a_rule() -> None:
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+    final = hodiff.unroll(lambda m: (m(X) - Y).square().mean(), model, optimizer, 5)
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        (model(X) - Y).square().mean().backward()
+        optimizer.step()
+    close([p.detach() for p in final.values()], [p.detach() for p in model.parameters()], 1e-14)
+
+
+def test_steps_are_continued() -> None:
+    """In two calls as in one: the state goes on, and its graph with it."""
+    f = lambda p: (p - 1).square().sum() * 3 + (p**4).sum()
+    lr, x = torch.tensor(0.05, dtype=D, requires_grad=True), torch.tensor([0.2, 2.0], dtype=D)
+    for rule in (rules.Adam(lr=lr), rules.SGD(lr=lr, momentum=0.9), rules.NAdam(lr=lr), rules.RAdam(lr=lr)):
+        whole = hodiff.unroll(f, x, rule, 7)
+        half, state = hodiff.unroll(f, x, rule, 3, return_state=True)
+        half = hodiff.unroll(f, half, rule, 4, state=state)
+        assert torch.equal(whole, half)
+        close(list(torch.autograd.grad(half.sum(), lr)), list(torch.autograd.grad(whole.sum(), lr)), 1e-12)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches() -> None:
+    problem = Problem(momentum=0.5)
+    rows = [slice(0, 5), slice(5, 9), slice(9, 12), slice(2, 8), slice(0, 12)]
+    plain = problem.gradients(rows)
+    close(problem.gradients(iter(rows)), plain, 1e-15)
+    close(problem.gradients(iter(rows), segments=2), plain)
+
+
+def test_last_steps_are_another_quantity() -> None:
+    """The steps before count as a constant: that is a derivative from another start."""
+    problem = Problem()
+    early = hodiff.unroll(problem.inner, problem.model, problem.rule, 4)
+    for parameter, value in zip(problem.model.parameters(), early.values(), strict=True):
+        parameter.data = value.detach()
+    expected = torch.autograd.grad(problem.outer(2), problem.wheres[:2])
+    again = Problem()
+    loss = again.outer(6, last=2)
+    close(list(torch.autograd.grad(loss, again.wheres[:2], retain_graph=True)), list(expected))
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(loss, again.wheres[2])
+    close([again.outer(6, last=9)], [again.outer(6)], 1e-15)
+
+
+def test_first_order() -> None:
+    """The gradient counts as a constant: by the learning rate and the start what is left is explicit."""
+    f, lr = lambda p: (p**3).sum(), torch.tensor(0.1, dtype=D, requires_grad=True)
+    x = torch.tensor([2.0], dtype=D, requires_grad=True)
+    p = hodiff.unroll(f, x, rules.SGD(lr=lr), 1, first_order=True)
+    by_lr, by_x = torch.autograd.grad(p.sum(), [lr, x])
+    assert by_lr == -12 and by_x == 1
+    torch.testing.assert_close(p.detach(), hodiff.unroll(f, x, rules.SGD(lr=lr), 1).detach())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_no_graph_is_kept_without_grad_mode(context: type) -> None:
+    problem = Problem("Adam")
+    expected = hodiff.unroll(problem.inner, problem.model, problem.rule, 4)
+    for segments in (None, 2):
+        with context():
+            got = hodiff.unroll(problem.inner, problem.model, problem.rule, 4, segments=segments)
+        assert not any(p.requires_grad for p in got.values())
+        close(list(got.values()), [p.detach() for p in expected.values()], 1e-15)
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["SGD", "Adam", "RMSprop", "Adadelta"])
+@pytest.mark.parametrize("segments", [1, 3, 7, "auto"])
+def test_segments_give_the_same_gradients(rule: str, segments: object) -> None:
+    problem = Problem(rule, **({"momentum": 0.9} if rule == "SGD" else {}))
+    close(problem.gradients(7, segments=segments), problem.gradients(7))
+
+
+def test_segments_find_what_f_reaches() -> None:
+    """Leaves and what was computed of them, both used; batches; frozen where, not frozen."""
+
+    model = network()
+    raw = torch.tensor([0.3, -0.4], dtype=D, requires_grad=True)
+    made = raw.sigmoid() * raw
+    images = [torch.randn(3, 4, dtype=D).requires_grad_() for _ in range(5)]
+    kept = {"value": raw.exp().sum()}
+
+    def inner(chosen: hodiff.Selection, batch: Tensor, *, scale: Tensor) -> Tensor:
+        out = chosen.module(batch) * made[0] + raw.pow(3).sum() * kept["value"] + raw[1]
+        nested = hodiff.grad(lambda z: (z * made[1]).sin().sum(), batch.detach() + made[0])
+        return (out * scale).square().mean() + (out.mean() * nested.mean())
+
+    scale = torch.tensor(0.9, dtype=D, requires_grad=True)
+
+    def gradients(segments: object) -> list[Tensor]:
+        where = hodiff.select(model, "2.*")
+        final = hodiff.unroll(
+            inner, where, rules.SGD(lr=0.05, momentum=0.8), images, segments=segments, kwargs={"scale": scale}
+        )
+        loss = sum(p.square().sum() for p in final.values()) * made.sum()
+        return list(torch.autograd.grad(loss, [raw, scale, *images, *model.parameters()], retain_graph=True))
+
+    close(gradients("auto"), gradients(None))
+
+
+def test_segments_draw_the_same_random_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 1)).double()
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    found = []
+    for segments in (None, 2):
+        torch.manual_seed(5)
+        final = hodiff.unroll(lambda m: m(X).square().mean(), model, rules.SGD(lr=lr), 4, segments=segments)
+        drawn = torch.rand(1)
+        found.append([*torch.autograd.grad(sum(p.sum() for p in final.values()), [lr, *model.parameters()]), drawn])
+    close(*found)
+
+
+def test_segments_inside_a_call() -> None:
+    problem = Problem("Adam")
+
+    def outer(weights: Tensor, segments: object) -> Tensor:
+        f = lambda m: (weights[:, None] * (m(X) - Y).square()).mean()
+        final = hodiff.unroll(f, problem.model, rules.Adam(lr=0.05), 5, segments=segments)
+        return sum(p.square().sum() for p in final.values())
+
+    w = torch.ones(12, dtype=D)
+    close([hodiff.grad(outer, w, args=(2,))], [hodiff.grad(outer, w, args=(None,))])
+    with pytest.raises(GraphError, match=r"segments= only first derivatives"):
+        hodiff.hvp(outer, w, w, args=(2,))
+
+
+def test_segments_refuse_a_second_derivative() -> None:
+    problem = Problem()
+    with pytest.raises(GraphError, match=r"segments= only first derivatives.*segments=None"):
+        torch.autograd.grad(problem.outer(4, segments=2), problem.lr, create_graph=True)
+
+
+def test_segments_notice_that_f_has_changed() -> None:
+    problem, data = Problem(), X.clone()
+    f = lambda m: (m(data) - Y).square().mean()
+    final = hodiff.unroll(f, problem.model, problem.rule, 4, segments=2)
+    data.mul_(1.1)
+    with pytest.raises(GraphError, match=r"segments: the steps, taken again.*led elsewhere"):
+        sum(p.sum() for p in final.values()).backward()
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+def unseen(p: Tensor, hidden: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return p * hidden
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.CustomFunctionWarning")
+@pytest.mark.parametrize("past", [unseen, lambda p, hidden: p * Cube.apply(hidden)], ids=["mode off", "Function"])
+def test_segments_see_all_or_refuse(past: object) -> None:
+    hidden = torch.full((1,), 2.0, dtype=D, requires_grad=True)
+    by = lambda segments: hodiff.unroll(
+        lambda p: (past(p, hidden) * hidden).square().sum(), torch.ones(1, dtype=D), rules.SGD(lr=1e-3), 3,
+        segments=segments,
+    )  # fmt: skip
+    try:
+        got = torch.autograd.grad(by(2).sum(), hidden)
+    except GraphError as error:
+        assert "could not be seen" in str(error)
+    else:
+        close(list(got), list(torch.autograd.grad(by(None).sum(), hidden)))
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+ONE = torch.ones(1, dtype=D)
+SQUARE = lambda p: p.square().sum()
+REFUSED = {
+    "no function": (lambda: hodiff.unroll(ONE, ONE, rules.SGD(), 2), r"f: is a Tensor; expected a function"),
+    "no steps": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 0), r"steps: got 0"),
+    "no batches": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), []), r"steps: is empty"),
+    "a tensor of steps": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), ONE), r"steps: is a Tensor"),
+    "a float": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2.0), r"steps: is a float"),
+    "a rule's class": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD, 2), r"rule: is the class SGD, not an instance"),
+    "an optimiser without a rule": (
+        lambda: hodiff.unroll(SQUARE, ONE, torch.optim.LBFGS([ONE.clone().requires_grad_()]), 2),
+        r"rule: is a LBFGS, which has no rule here; there are Adadelta, .*SGD",
+    ),
+    "groups of others": (
+        lambda: hodiff.unroll(
+            SQUARE, ONE, torch.optim.SGD([{"params": [nn.Parameter(ONE)]}, {"params": [nn.Parameter(ONE)]}], lr=1), 2
+        ),
+        r"rule: the SGD has 2 parameter groups",
+    ),
+    "segments": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, segments=0), r"segments: got 0"),
+    "last": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, last=0), r"last: got 0"),
+    "a state of another": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, state=[{}]), r"state: expected what"),
+    "a rule that returns one thing": (
+        lambda: hodiff.unroll(SQUARE, ONE, lambda p, g, s, t: p - g, 2), r"rule: returned a Tensor"
+    ),
+    "a rule that changes shapes": (
+        lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(lr=torch.ones(2, dtype=D)), 2), r"rule: made .*\(2,\) of where"
+    ),
+    "a rule that changes dtypes": (
+        lambda: hodiff.unroll(SQUARE, torch.ones(2), rules.SGD(lr=torch.ones(2, dtype=D)), 2),
+        r"rule: made torch.float64.* of where, which is torch.float32",
+    ),
+    "a rule that changes the structure": (
+        lambda: hodiff.unroll(SQUARE, ONE, lambda p, g, s, t: ((p,), s), 2), r"rule: .*not like where"
+    ),
+    "a state that cannot be kept": (
+        lambda: hodiff.unroll(SQUARE, ONE, lambda p, g, s, t: (p - g, object()), 4, segments=2), "its state holds a"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_refused(row: str) -> None:
+    call, pattern = REFUSED[row]
+    with pytest.raises(InputError, match=pattern):
+        call()
+
+
+def test_an_argument_that_is_not_used() -> None:
+    model = network()
+    with pytest.raises(GraphError, match="other than through its argument"):
+        hodiff.unroll(lambda p: model(X).square().sum(), list(model.parameters()), rules.SGD(), 2)
+    used = itertools.count()
+    with pytest.raises(GraphError, match="carries no graph"):
+        hodiff.unroll(lambda p: (p if next(used) < 2 else p.detach()).square().sum(), ONE, rules.SGD(), 4)
+
+
+def test_a_function_that_changes_its_argument() -> None:
+    with pytest.raises(GraphError, match="in place"):
+        hodiff.unroll(lambda p: p.detach().add_(1).sum() + p.sum(), ONE.clone(), rules.SGD(), 2)
