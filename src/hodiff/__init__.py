@@ -13,7 +13,7 @@ A map of the library:
 * where: tensors, containers of them, modules, and `select`ed parameters
 * curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
-  `spectral_radius`, `solve` take any
+  `spectral_radius`, `spectral_density`, `logdet`, `solve` take any
 * training with curvature: `NewtonCG`, an optimiser
 * through optimisation: `unroll`, by the update rules of `hodiff.rules`
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
@@ -32,6 +32,7 @@ from hodiff.calculus._forward import jvp
 from hodiff.calculus._hessian import cross_hessian, hessian, value_grad_and_hessian
 from hodiff.calculus._higher import derivatives, nth_derivative
 from hodiff.calculus._second import hessian_diagonal, hvp
+from hodiff.curvature._density import logdet, spectral_density
 from hodiff.curvature._diagonal import diagonal
 from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
 from hodiff.curvature._fisher import FisherOperator
@@ -119,6 +120,7 @@ __all__ = [
     "jet",
     "jvp",
     "laplacian",
+    "logdet",
     "multi_grad",
     "nth_derivative",
     "partial",
@@ -130,6 +132,7 @@ __all__ = [
     "select",
     "sliced_score_matching_loss",
     "solve",
+    "spectral_density",
     "spectral_radius",
     "trace",
     "unroll",

@@ -237,6 +237,8 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(), generator=generator()),
     "solve": lambda x: hodiff.solve(_matrix(), x[0]),
     "NewtonCG": _newton,
+    "spectral_density": lambda x: hodiff.spectral_density(_matrix(), samples=4, steps=2, generator=generator()),
+    "logdet": lambda x: hodiff.logdet(_matrix(), shift=1.0, samples=4, steps=2, generator=generator()),
     "graph.inspect": lambda x: len(hodiff.graph.inspect(_loss(x)).nodes),
     "graph.predict": lambda x: hodiff.graph.predict(_loss(x)).verdict,
     "graph.shared": lambda x: hodiff.graph.shared(_loss(x), _loss(x)).nodes,

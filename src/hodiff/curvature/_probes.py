@@ -30,7 +30,7 @@ class RandomVectors:
     def __init__(
         self, operator: LinearOperator, samples: int, probes: Probes, vectors: Any, generator: torch.Generator | None
     ) -> None:
-        _checks.check_integer(samples, "samples", least=4)
+        _checks.check_integer(samples, "samples", least=1)
         _random_vectors.check_probes(probes)
         _random_vectors.check_generator(generator)
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
@@ -40,6 +40,11 @@ class RandomVectors:
         self.given = self._rows is not None
         self.number = samples if self._rows is None else len(self._rows)
         self._taken = 0
+
+    @property
+    def signs(self) -> bool:
+        """Whether all entries of the caller's own are 1 or -1."""
+        return self._rows is None or bool((self._rows.abs() == 1).all())
 
     def take(self, count: int) -> Tensor:
         """The next `count` of them."""
@@ -57,12 +62,10 @@ def source(operator: LinearOperator, generator: torch.Generator | None) -> torch
 
 def _rows(domain: Space, vectors: Any) -> Tensor:
     kind, parts, number, _ = domain.parse(vectors, "vectors")
-    if number is None or number < 2:
-        raise InputError(
-            f"vectors: holds {number or 1} vector; expected several, to tell the error from their spread: columns "
-            f"({domain.size}, K), or K stacked ones."
-        )
-    return parts[0].detach().T if kind == "columns" else domain.join([part.detach() for part in parts], number)
+    parts = [part.detach() for part in parts]
+    if number is None:
+        return domain.join(parts, None)[None]
+    return parts[0].T if kind == "columns" else domain.join(parts, number)
 
 
 def check_square(operator: object, name: str, *, symmetric: bool = False, instead: str = "") -> LinearOperator:
@@ -84,10 +87,24 @@ def check_square(operator: object, name: str, *, symmetric: bool = False, instea
     return operator
 
 
-def check_rtol(rtol: object) -> None:
-    """Raise unless the tolerance is a positive number, or None."""
+def check_rtol(rtol: object, number: int | None = None) -> None:
+    """Raise unless the tolerance is a positive number, or None; and where so many vectors cannot tell the error."""
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol > 0):
         raise InputError(f"rtol: got {rtol!r}, expected a positive number, or None.")
+    if rtol is not None and number == 1:
+        raise InputError("rtol: one random vector does not tell its error; give several, or no rtol.")
+
+
+def standard_error(estimates: Tensor) -> Tensor | None:
+    """That of the mean of independent estimates, along the first dimension; None of a single one."""
+    return estimates.std(0) / len(estimates) ** 0.5 if len(estimates) > 1 else None
+
+
+def reached(value: Tensor, error: Tensor | None, rtol: float | None) -> bool | None:
+    """Whether an error, in norm, is within a tolerance; None where none was asked for."""
+    if rtol is None:
+        return None
+    return error is not None and bool(error.norm() <= rtol * value.norm())
 
 
 def default_rtol(dtype: torch.dtype) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from hodiff.curvature._memory import readable
@@ -16,19 +19,21 @@ End = Literal["interior", "boundary", "negative curvature", "budget"]
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """An estimated trace.
+    """An estimated trace, or log-determinant.
 
     Attributes:
         value: The estimate, a tensor without dimensions.
-        stderr: Its standard error (zero where the trace is exact).
-        converged: Whether the tolerance was reached; True where none was asked for.
+        stderr: Its standard error (zero where the value is exact); None where a single vector says nothing about it.
+        converged: Whether the tolerance was reached; None where none was asked for.
         products: How many products it took.
+        blocks: Of a trace, the records of the diagonal blocks asked for, by pattern.
     """
 
     value: Tensor
-    stderr: Tensor
-    converged: bool
+    stderr: Tensor | None
+    converged: bool | None
     products: int
+    blocks: Mapping[str, TraceRecord] = field(default_factory=dict[str, "TraceRecord"])
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,15 @@ class DiagonalRecord:
 
     Attributes:
         value: The diagonal, like the point.
-        stderr: The standard error of each entry, likewise (zero where exact).
-        converged: Whether the tolerance was reached; True where none was asked for.
+        stderr: The standard error of each entry, likewise (zero where exact); None where a single vector says
+            nothing about it.
+        converged: Whether the tolerance was reached; None where none was asked for.
         products: How many products it took.
     """
 
     value: Any
     stderr: Any
-    converged: bool
+    converged: bool | None
     products: int
 
 
@@ -83,6 +89,51 @@ class RadiusRecord:
     residual: Tensor
     converged: bool | None
     products: int
+
+
+@dataclass(frozen=True)
+class DensityRecord:
+    """A spectral density: Gauss rules of random vectors, and what they give on a grid.
+
+    Attributes:
+        value: The density on the grid, `(points,)`; it integrates to 1.
+        stderr: Its standard error over random vectors, likewise (zero where exact); None for a single vector.
+        grid: Where it was taken.
+        nodes: The rules' nodes, `(samples, steps)`; the eigenvalues, `(1, D)`, where exact.
+        weights: Their weights: the part of all eigenvalues that each stands for.
+        width: The width of the Gaussian that each node is drawn as.
+        exact: Whether the nodes are the eigenvalues.
+        products: How many products it took.
+    """
+
+    value: Tensor
+    stderr: Tensor | None
+    grid: Tensor
+    nodes: Tensor
+    weights: Tensor
+    width: float
+    exact: bool
+    products: int
+
+    def mean(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The mean of an elementwise function over all eigenvalues, and its standard error."""
+        means = (torch.where(self.weights > 0, f(self.nodes), 0.0) * self.weights).sum(1)
+        return means.mean(), _error(means, self.exact)
+
+    def at(self, grid: Tensor, width: float) -> tuple[Tensor, Tensor | None]:
+        """The density on another grid `(G,)`, with another width, and its standard error."""
+        heights = torch.stack([
+            torch.exp(-0.5 * ((grid[:, None] - theta) / width) ** 2) @ tau
+            for theta, tau in zip(self.nodes.to(grid), self.weights.to(grid), strict=True)
+        ]) / math.sqrt(2 * math.pi)  # fmt: skip
+        error = _error(heights, self.exact)  # squares of densities may have no place in their dtype
+        return heights.mean(0) / width, None if error is None else error / width
+
+
+def _error(values: Tensor, exact: bool) -> Tensor | None:
+    if exact:
+        return torch.zeros_like(values[0])
+    return values.std(0) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 @dataclass(frozen=True)

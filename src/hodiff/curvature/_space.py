@@ -162,10 +162,14 @@ class Space:
     def split(self, flat: Tensor) -> Parts:
         """The parts of flat vectors, `(D,)` or rows `(K, D)`: views, unless dtypes are mixed."""
         lead = flat.shape[:-1]
-        pieces = flat.split(self._sizes, dim=-1)
         return [
-            piece.reshape((*lead, *like.shape)).to(like.dtype) for piece, like in zip(pieces, self._likes, strict=True)
+            piece.reshape((*lead, *like.shape)).to(like.dtype)
+            for piece, like in zip(self.pieces(flat), self._likes, strict=True)
         ]
+
+    def pieces(self, flat: Tensor) -> Parts:
+        """The entries of each leaf in flat vectors, `(D,)` or rows `(K, D)`, as they are: views."""
+        return list(flat.split(self._sizes, dim=-1))
 
     def rows(self, columns: Tensor) -> Parts:
         """The parts of columns `(D, K)`."""

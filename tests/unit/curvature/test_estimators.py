@@ -130,9 +130,20 @@ BAD_CALLS = {
     r"write hodiff\.MatrixOperator\(A\)": lambda A: hodiff.eigsh(draw(3, 3)),
     r"got a int": lambda A: hodiff.trace(3),
     r"is 2 x 3; expected a square": lambda A: hodiff.trace(hodiff.MatrixOperator(draw(2, 3))),
-    r"samples: got 3": lambda A: hodiff.trace(A, samples=3),
+    r"samples: got 0": lambda A: hodiff.trace(A, samples=0),
+    r"rtol: one random vector does not tell its error": lambda A: hodiff.trace(A, samples=1, rtol=0.1),
+    r"rtol: one random vector does not": lambda A: hodiff.diagonal(A, vectors=torch.ones(120, dtype=D), rtol=0.1),
+    r"blocks: got 'x'": lambda A: hodiff.trace(A, blocks="x"),
+    r"blocks: come from z \* A z, that is method='hutchinson', not 'xtrace'": lambda A: hodiff.trace(
+        A, blocks=["x"], method="xtrace"
+    ),
+    r"block: 'y' matches no leaf": lambda A: hodiff.trace(A, blocks=["y"]),
+    r"method='xdiag': takes at least two vectors": lambda A: hodiff.diagonal(A, method="xdiag", samples=1),
+    r"'xdiag': .* \(probes='rademacher'\)": lambda A: hodiff.diagonal(A, method="xdiag", samples=9, probes="gaussian"),
+    r"whose entries are 1 and -1": lambda A: hodiff.diagonal(A, method="xdiag", vectors=draw(120, 4)),
+    r"callback: is a int": lambda A: hodiff.trace(A, callback=1),
     r"probes: got 'uniform'": lambda A: hodiff.trace(A, probes="uniform"),
-    r"method: got 'xtrace'": lambda A: hodiff.trace(A, method="xtrace"),
+    r"method: got 'x-trace'": lambda A: hodiff.trace(A, method="x-trace"),
     r"method: got 'x'": lambda A: hodiff.diagonal(A, method="x"),
     r"rtol: got 0": lambda A: hodiff.trace(A, rtol=0),
     r"generator: is a int": lambda A: hodiff.diagonal(A, generator=0),
@@ -360,8 +371,11 @@ def test_vectors_of_ones_own_in_other_spellings() -> None:
     expected = hodiff.trace(H, vectors=V).value
     for spelled in (H.unflatten(V), list(H.unflatten(V).values()), V.numpy(), V.tolist()):
         agree(hodiff.trace(H, vectors=spelled).value, expected, 1e-12)
-    with pytest.raises(hodiff.InputError, match="vectors: holds 1 vector; expected several"):
-        hodiff.trace(H, vectors=V[:, 0])
+    for one in (V[:, 0], H.unflatten(V[:, 0]), V[:, :1]):
+        found, entries = hodiff.trace(H, vectors=one), hodiff.diagonal(H, vectors=one)
+        agree(found.value, V[:, 0] @ H.dense() @ V[:, 0], 1e-12)
+        agree(H.flatten(entries.value), V[:, 0] * (H.dense() @ V[:, 0]), 1e-12)
+        assert (found.stderr, found.converged, entries.stderr, entries.converged) == (None,) * 4
     with pytest.raises(hodiff.InputError, match=r"vectors: has shape \(4, 6\)"):
         hodiff.diagonal(H, vectors=V[:4])
 

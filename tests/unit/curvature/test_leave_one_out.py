@@ -1,0 +1,187 @@
+"""XTrace, XNysTrace and XDiag: equal to their definition, and better where the spectrum decays."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import hodiff
+from tests.support.operators import D, draw
+from tests.support.properties import agree
+
+N = 60
+Q, _ = torch.linalg.qr(draw(N, N, seed=4))
+DECAYING = Q @ torch.diag(0.8 ** torch.arange(N, dtype=D)) @ Q.T
+INDEFINITE = Q @ torch.diag(torch.linspace(-5, 10, N, dtype=D)) @ Q.T
+SKEWED = DECAYING + 0.1 * torch.triu(draw(N, N, seed=2), 1)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def signs(number: int, seed: int = 0) -> Tensor:
+    return draw(N, number, seed=seed).sign()
+
+
+@pytest.mark.parametrize("A", [DECAYING, INDEFINITE, SKEWED], ids=["decaying", "indefinite", "not symmetric"])
+def test_xtrace_and_xdiag_are_what_the_definition_says(A: Tensor) -> None:
+    """For each vector: the part in the range of A times the others exactly, and the rest by that vector alone."""
+    omega = signs(7)
+    traces, diagonals = [], []
+    for i in range(7):
+        others = torch.cat([omega[:, :i], omega[:, i + 1 :]], 1)
+        q, _ = torch.linalg.qr(A @ others)
+        rest = omega[:, i] - q @ (q.T @ omega[:, i])
+        traces.append((q.T @ A @ q).trace() + rest @ A @ rest)
+        left = A - q @ (q.T @ A)
+        diagonals.append((q @ (q.T @ A)).diagonal() + omega[:, i] * (left @ omega[:, i]))
+    found = hodiff.trace(hodiff.MatrixOperator(A), method="xtrace", vectors=omega)
+    agree(found.value, torch.stack(traces).mean(), 1e-10)
+    assert found.products == 14 and found.stderr > 0 and found.converged is None
+    entries = hodiff.diagonal(hodiff.MatrixOperator(A), method="xdiag", vectors=omega)
+    agree(entries.value, torch.stack(diagonals).mean(0), 1e-10)
+    agree(entries.stderr, torch.stack(diagonals).std(0) / 7**0.5, 1e-10)
+
+
+def test_xnystrace_is_what_the_definition_says() -> None:
+    A = DECAYING + 0.01 * torch.eye(N, dtype=D)
+    omega = signs(7)
+    traces = []
+    for i in range(7):
+        others = torch.cat([omega[:, :i], omega[:, i + 1 :]], 1)
+        Y = A @ others
+        near = Y @ torch.linalg.solve(others.T @ Y, Y.T)
+        traces.append(near.trace() + omega[:, i] @ (A - near) @ omega[:, i])
+    found = hodiff.trace(hodiff.MatrixOperator(A), method="xnystrace", vectors=omega)
+    agree(found.value, torch.stack(traces).mean(), 1e-9)
+    assert found.products == 7
+
+
+@pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
+def test_their_standard_errors_are_calibrated(method: str, probes: str) -> None:
+    """80 runs, unbiased; the error is known within a factor: geometric mean of a bound below and one above."""
+    A, truth = hodiff.MatrixOperator(DECAYING), float(DECAYING.trace())
+    samples = 10 if method == "xtrace" else 20
+    runs = [hodiff.trace(A, method=method, samples=samples, probes=probes, generator=seeded(s)) for s in range(80)]
+    errors = torch.tensor([float(run.value) - truth for run in runs])
+    bars = torch.tensor([float(run.stderr) for run in runs])
+    assert abs(float(errors.mean())) <= 4 * float(errors.std()) / 80**0.5
+    ratio = float(bars.square().mean().sqrt() / errors.square().mean().sqrt())
+    assert 0.8 <= ratio <= 2.2
+    plain = [hodiff.trace(A, samples=20, probes=probes, generator=seeded(s)) for s in range(80)]
+    worse = torch.tensor([float(run.value) - truth for run in plain])
+    assert errors.square().mean().sqrt() < worse.square().mean().sqrt() / (1.5 if method == "xtrace" else 5)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
+def test_matrices_of_low_rank_are_known(method: str, rank: int) -> None:
+    values = torch.zeros(N, dtype=D)
+    values[:rank] = torch.arange(1, rank + 1, dtype=D)
+    A = hodiff.MatrixOperator(Q @ torch.diag(values) @ Q.T)
+    found = hodiff.trace(A, method=method, vectors=signs(8))
+    agree(found.value, values.sum(), 1e-8)
+    assert found.stderr < 1e-7
+    agree(hodiff.diagonal(A, method="xdiag", vectors=signs(8)).value, A.dense().diagonal(), 1e-8)
+
+
+def test_enough_vectors_are_exact_and_one_says_nothing_about_its_error() -> None:
+    A = hodiff.MatrixOperator(INDEFINITE)
+    for samples in (30, 60):
+        found = hodiff.trace(A, method="xtrace", samples=samples)
+        agree(found.value, INDEFINITE.trace(), 1e-10)
+        assert found.stderr == 0 and found.products == N
+    agree(hodiff.trace(A, method="xtrace", vectors=signs(N + 5)).value, INDEFINITE.trace(), 1e-10)
+    agree(hodiff.diagonal(A, method="xdiag", samples=30).value, INDEFINITE.diagonal(), 1e-10)
+    one = signs(1)
+    for method in ("hutchinson", "hutch++", "xtrace"):
+        found = hodiff.trace(A, method=method, vectors=one)
+        agree(found.value, (one.T @ INDEFINITE @ one)[0, 0], 1e-10)
+        assert found.stderr is None and found.converged is None
+
+
+def test_xnystrace_refuses_what_is_not_semidefinite() -> None:
+    with pytest.raises(hodiff.InputError, match=r"semidefinite.* use method='xtrace'"):
+        hodiff.trace(hodiff.MatrixOperator(INDEFINITE), method="xnystrace", vectors=signs(9))
+
+
+@pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
+def test_single_precision(method: str) -> None:
+    low = hodiff.MatrixOperator(DECAYING.float())
+    found = hodiff.trace(low, method=method, vectors=signs(25).float())
+    assert found.value.dtype == torch.float32 and found.stderr is not None
+    assert float(found.value) == pytest.approx(float(DECAYING.trace()), rel=2e-2)
+
+
+def test_a_tolerance_is_looked_at() -> None:
+    A = hodiff.MatrixOperator(DECAYING)
+    assert hodiff.trace(A, method="xtrace", samples=25, rtol=0.1, generator=seeded(0)).converged
+    with pytest.warns(hodiff.ConvergenceWarning, match="more than rtol=1e-07"):
+        hodiff.trace(A, method="xtrace", samples=6, rtol=1e-7)
+    assert hodiff.diagonal(A, method="xdiag", samples=25, rtol=0.5, generator=seeded(0)).converged
+
+
+# --- blocks, from the same products -----------------------------------------------------------------------------------
+
+
+def three() -> tuple[hodiff.HessianOperator, Tensor]:
+    point = {"a": draw(4), "b": draw(3, 2), "c": draw(5)}
+    f = lambda p: (p["a"].sum() * p["b"].sum() + 3) ** 2 + (p["c"] ** 4).sum() + (p["b"] ** 3).sum()
+    H = hodiff.HessianOperator(f, point)
+    return H, H.dense()
+
+
+def test_traces_of_blocks_come_from_the_same_products() -> None:
+    H, dense = three()
+    V = draw(15, 9)
+    before = H.products
+    found = hodiff.trace(H, blocks=["a", "b", "[bc]"], vectors=V)
+    assert H.products - before == found.products == 9
+    terms = V * (dense @ V)
+    for name, rows in {"a": slice(0, 4), "b": slice(4, 10), "[bc]": slice(4, 15)}.items():
+        part = terms[rows].sum(0)
+        agree(found.blocks[name].value, part.mean(), 1e-10)
+        agree(found.blocks[name].stderr, part.std() / 3, 1e-10)
+    agree(found.value, terms.sum(0).mean(), 1e-10)
+    exact = hodiff.trace(H, blocks=["a", "c"], samples=20)
+    agree(exact.blocks["c"].value, dense[10:, 10:].trace(), 1e-10)
+    assert exact.blocks["a"].stderr == 0 and exact.blocks["a"].converged is None
+
+
+def test_traces_of_blocks_are_calibrated() -> None:
+    H, dense = three()
+    runs = [hodiff.trace(H, blocks=["b"], vectors=draw(15, 8, seed=s).sign()).blocks["b"] for s in range(120)]
+    truth = float(dense[4:10, 4:10].trace())
+    inside = sum(abs(float(run.value) - truth) <= 2.4 * float(run.stderr) for run in runs) / 120  # t with 7 degrees
+    assert 0.88 <= inside <= 0.995
+
+
+def test_blocks_of_a_kept_graph_share_one_evaluation() -> None:
+    """The top eigenvalue of each block, from one pass over the data."""
+    calls = []
+
+    def loss(p: dict[str, Tensor], batch: Tensor) -> tuple[Tensor, int]:
+        calls.append(1)
+        return ((batch @ p["a"]).tanh() * p["b"].square().sum()).square().sum(), len(batch)
+
+    H = hodiff.HessianOperator(loss, {"a": draw(3), "b": draw(2)}, data=[draw(6, 3), draw(4, 3, seed=1)])
+    top = {name: hodiff.eigsh(H.block(name), 1).value[0] for name in ("a", "b")}
+    assert len(calls) == 2
+    dense = H.dense()
+    agree(top["a"], torch.linalg.eigvalsh(dense[:3, :3])[-1], 1e-8)
+    agree(top["b"], torch.linalg.eigvalsh(dense[3:, 3:])[-1], 1e-8)
+
+
+def test_the_running_mean_by_callback() -> None:
+    A, V = hodiff.MatrixOperator(INDEFINITE), signs(20)
+    seen: list[hodiff.curvature._records.TraceRecord] = []
+    hodiff.trace(A, vectors=V, callback=seen.append)
+    forms = (V * (INDEFINITE @ V)).sum(0)
+    assert [record.products for record in seen] == [8, 16, 20]
+    for record in seen:
+        agree(record.value, forms[: record.products].mean(), 1e-12)
+    entries: list[hodiff.curvature._records.DiagonalRecord] = []
+    hodiff.diagonal(A, vectors=V, callback=entries.append)
+    for record in entries:
+        agree(record.value, (V * (INDEFINITE @ V))[:, : record.products].mean(1), 1e-12)

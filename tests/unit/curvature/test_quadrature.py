@@ -1,0 +1,206 @@
+"""`spectral_density` and `logdet` against all eigenvalues, and their errors against what they are."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import hodiff
+from tests.support.operators import D, draw
+from tests.support.properties import agree
+
+N = 150
+Q, _ = torch.linalg.qr(draw(N, N, seed=4))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def with_spectrum(values: Tensor) -> hodiff.MatrixOperator:
+    return hodiff.MatrixOperator(Q @ torch.diag(values) @ Q.T)
+
+
+SPECTRA = {
+    "spread": torch.linspace(-5, 10, N, dtype=D),
+    "clustered": torch.cat([torch.full((100,), 1.0, dtype=D), torch.full((50,), 5.0, dtype=D)]),
+    "degenerate": torch.full((N,), 3.0, dtype=D),
+    "singular": torch.cat([torch.zeros(100, dtype=D), torch.linspace(1, 2, 50, dtype=D)]),
+    "zero": torch.zeros(N, dtype=D),
+    "spiked": torch.cat([torch.linspace(0, 1, N - 3, dtype=D), torch.tensor([50.0, 80.0, -90.0], dtype=D)]),
+    "huge": 1e170 * torch.linspace(1, 2, N, dtype=D),
+    "tiny": 1e-170 * torch.linspace(1, 2, N, dtype=D),
+}
+
+
+def gaussians(values: Tensor, grid: Tensor, width: float) -> Tensor:
+    """The exact density."""
+    z = (grid[:, None] - values) / width
+    return torch.exp(-0.5 * z * z).sum(1) / (len(values) * width * math.sqrt(2 * math.pi))
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_density_lies_in_its_band(name: str) -> None:
+    """20 vectors: of the points with any density, nearly all lie within four standard errors (they are correlated)."""
+    values = SPECTRA[name]
+    found = hodiff.spectral_density(with_spectrum(values), vectors=draw(N, 20, seed=1).sign(), steps=40, points=200)
+    assert found.stderr is not None and not found.exact
+    true = gaussians(values, found.grid, found.width)
+    top = float(true.max())
+    outside = (found.value - true).abs() > 4 * found.stderr + 1e-3 * top
+    assert outside.double().mean() < 0.02
+    step = float(found.grid[1] - found.grid[0])
+    assert float(found.value.sum()) * step == pytest.approx(1, rel=2e-3)
+    agree(found.weights.sum(1), torch.ones(20, dtype=D), 1e-10)
+    assert found.products <= 20 * 40
+
+
+def test_nodes_and_weights_are_gauss_rules() -> None:
+    """Of m steps: exact for polynomials of degree 2m - 1 in the measure of each vector, Gaussian ones too."""
+    A, V = with_spectrum(SPECTRA["spread"]), draw(N, 3, seed=2)
+    found = hodiff.spectral_density(A, vectors=V, steps=4)
+    assert found.products == 12 and found.nodes.shape == found.weights.shape == (3, 4)
+    dense = A.dense() / 10
+    for power in range(8):
+        moments = (V * (torch.linalg.matrix_power(dense, power) @ V)).sum(0) / N
+        agree((found.weights * (found.nodes / 10) ** power).sum(1), moments, 1e-10)
+        mean, error = found.mean(lambda t, power=power: (t / 10) ** power)
+        agree(mean, moments.mean(), 1e-10)
+        assert error is not None
+        agree(error, moments.std() / 3**0.5, 1e-8)
+
+
+@pytest.mark.parametrize("number", [1, 7, 8, 9, 20])
+def test_vectors_are_taken_some_at_a_time(number: int) -> None:
+    A, V = with_spectrum(SPECTRA["spread"]), draw(N, number, seed=3)
+    seen: list[int] = []
+    found = hodiff.spectral_density(A, vectors=V, steps=5, callback=lambda record: seen.append(len(record.nodes)))
+    alone = [hodiff.spectral_density(A, vectors=V[:, i], steps=5) for i in range(number)]
+    agree(found.nodes, torch.cat([one.nodes for one in alone]), 1e-9)
+    agree(found.weights, torch.cat([one.weights for one in alone]), 1e-9)
+    assert seen == [min(8 * i, number) for i in range(1, -(-number // 8) + 1)]
+    assert alone[0].stderr is None and (found.stderr is None) == (number == 1)
+
+
+def test_enough_products_give_all_eigenvalues() -> None:
+    values = SPECTRA["spread"]
+    found = hodiff.spectral_density(with_spectrum(values), samples=10, steps=50, width=0.5)
+    agree(found.nodes[0], values, 1e-10)
+    agree(found.value, gaussians(values, found.grid, 0.5), 1e-10)
+    assert found.exact and found.products == N and found.stderr is not None and found.stderr.abs().max() == 0
+    agree(found.at(values, 0.3)[0], gaussians(values, values, 0.3), 1e-10)
+    huge = hodiff.spectral_density(with_spectrum(SPECTRA["huge"]))
+    agree(huge.nodes[0] / 1e170, SPECTRA["huge"] / 1e170, 1e-10)
+
+
+def test_what_is_drawn_follows_the_generator() -> None:
+    A = with_spectrum(SPECTRA["spread"])
+    one, same, other = (hodiff.spectral_density(A, samples=3, steps=6, generator=seeded(s)).nodes for s in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    normal = hodiff.spectral_density(A, samples=9, steps=3, probes="gaussian", generator=seeded(1))
+    assert normal.weights.sum(1).std() > 0.01  # |z|² / D
+
+
+def test_single_precision_and_structure() -> None:
+    H = hodiff.HessianOperator(
+        lambda p: (p["a"] ** 4).sum() + (p["b"] ** 2).sum() * 3, {"a": torch.ones(60), "b": torch.zeros(40)}
+    )
+    found = hodiff.spectral_density(H, samples=8, steps=4, generator=seeded(0))
+    heavy = found.weights > 1e-6
+    assert set(found.nodes[heavy].round(decimals=3).tolist()) == {6.0, 12.0}
+    fraction, error = found.mean(lambda t: (t > 9).double())
+    assert float(fraction) == pytest.approx(0.6, abs=1e-5) and float(error) < 1e-5
+
+
+# --- logdet -----------------------------------------------------------------------------------------------------------
+
+POSITIVE = {
+    "flat": torch.linspace(0.1, 10, N, dtype=D),
+    "clustered": SPECTRA["clustered"],
+    "degenerate": SPECTRA["degenerate"],
+    "spiked": torch.cat([torch.linspace(0.5, 1, N - 3, dtype=D), torch.tensor([50.0, 80.0, 100.0], dtype=D)]),
+    "huge": SPECTRA["huge"],
+    "tiny": SPECTRA["tiny"],
+}
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_log_determinants_are_calibrated(name: str) -> None:
+    """40 runs of 6 vectors: within three standard errors (t with 5 degrees: 97 %), without a bias."""
+    values = POSITIVE[name]
+    A, truth = with_spectrum(values), float(values.log().sum())
+    runs = [hodiff.logdet(A, vectors=draw(N, 6, seed=s).sign(), steps=30) for s in range(40)]
+    errors = torch.tensor([float(run.value) - truth for run in runs])
+    bars = torch.tensor([float(run.stderr) for run in runs])
+    slack = 1e-9 * abs(truth)
+    assert ((errors.abs() <= 3 * bars + slack).double().mean()) >= 0.85
+    assert abs(float(errors.mean())) <= 4 * float(errors.std()) / 40**0.5 + slack
+    assert all(run.converged is None for run in runs)
+
+
+@pytest.mark.parametrize("steps", [6, 20, 60])
+def test_too_few_steps_are_told_from_too_few_vectors(steps: int) -> None:
+    """A spectrum over eight decades: Gauss's rules converge slowly, and all vectors agree on the wrong value."""
+    values = torch.logspace(-8, 0, N, dtype=D)
+    truth = float(values.log().sum())
+    with pytest.warns(hodiff.ConvergenceWarning, match=f"rules of {steps} steps is about .* allow more steps"):
+        found = hodiff.logdet(with_spectrum(values), vectors=draw(N, 6).sign(), steps=steps)
+    assert abs(float(found.value) - truth) <= 2 * float(found.stderr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shifted = hodiff.logdet(with_spectrum(values), shift=0.1, vectors=draw(N, 6).sign(), steps=60)
+    assert abs(float(shifted.value) - float((values + 0.1).log().sum())) <= 4 * float(shifted.stderr)
+
+
+def test_exact_stopping_and_single_vectors() -> None:
+    A, values = with_spectrum(POSITIVE["flat"]), POSITIVE["flat"]
+    found = hodiff.logdet(A, shift=0.5)
+    agree(found.value, (values + 0.5).log().sum(), 1e-10)
+    assert found.stderr == 0 and found.products == N
+    found = hodiff.logdet(A, vectors=draw(N, 40).sign(), steps=20, rtol=0.05)
+    assert found.converged and found.products < 40 * 20
+    one = hodiff.logdet(A, vectors=draw(N).sign(), steps=20)
+    assert one.stderr is None and one.converged is None
+    with pytest.warns(hodiff.ConvergenceWarning, match="more than rtol=1e-06"):
+        assert not hodiff.logdet(A, vectors=draw(N, 4).sign(), steps=20, rtol=1e-6).converged
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+def test_no_log_determinant_of_what_is_not_positive(steps: int) -> None:
+    for values in (SPECTRA["spread"], SPECTRA["singular"]):
+        with pytest.raises(hodiff.InputError, match=r"eigenvalue of about .* with shift=0 is not positive"):
+            hodiff.logdet(with_spectrum(values), vectors=draw(N, 4), steps=steps if values[0] < 0 else 60)
+    with pytest.raises(hodiff.InputError, match="larger shift="):
+        hodiff.logdet(with_spectrum(SPECTRA["singular"]))
+    found = hodiff.logdet(with_spectrum(SPECTRA["spread"]), shift=6, vectors=draw(N, 4).sign())
+    assert abs(float(found.value) - float((SPECTRA["spread"] + 6).log().sum())) <= 5 * float(found.stderr)
+
+
+BAD = {
+    "spectral_density: MatrixOperator is not known to be symmetric": lambda A: hodiff.spectral_density(
+        hodiff.MatrixOperator(draw(3, 3))
+    ),
+    "steps: got 0": lambda A: hodiff.spectral_density(A, steps=0),
+    "width: got 0": lambda A: hodiff.spectral_density(A, width=0),
+    "points: got 1": lambda A: hodiff.spectral_density(A, points=1),
+    "shift: got 'x'": lambda A: hodiff.logdet(A, shift="x"),
+    "rtol: one random vector": lambda A: hodiff.logdet(A, samples=1, rtol=0.1),
+    r"logdet: .* use the log-determinant of A\.T @ A, halved": lambda A: hodiff.logdet(
+        hodiff.MatrixOperator(draw(3, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", BAD)
+def test_bad_calls(pattern: str) -> None:
+    with pytest.raises(hodiff.InputError, match=pattern):
+        BAD[pattern](with_spectrum(SPECTRA["spread"]))
+
+
+def test_entries_that_are_no_numbers_are_named() -> None:
+    A = torch.ones(300)
+    A[5] = math.nan
+    with pytest.raises(hodiff.GraphError, match="spectral_density: a product is not finite"):
+        hodiff.spectral_density(hodiff.MatrixOperator(A), samples=2, steps=3)
