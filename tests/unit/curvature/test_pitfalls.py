@@ -144,6 +144,11 @@ def change_an_activation(model: nn.Sequential) -> None:
     model[1] = nn.Sigmoid()
 
 
+class Moody(nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training else x
+
+
 def change_the_mode(model: nn.Sequential) -> None:
     model.eval()
 
@@ -151,7 +156,7 @@ def change_the_mode(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("change", [change_by_assignment, change_a_layer, change_an_activation, change_the_mode])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_model_that_is_put_together_anew_is_noticed(change, evaluated: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    model = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1), Moody()).double()
     f = lambda m: m(X).square().mean()
     H = hodiff.HessianOperator(f, model)
     if evaluated:
