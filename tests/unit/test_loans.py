@@ -205,3 +205,29 @@ def test_the_table_of_an_embedding_with_max_norm_is_not_renormalised():
         plain.weight.copy_(before)
     (expected,) = torch.autograd.grad((plain(index) ** 2).sum(), plain.weight)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("point", ["the module", "a tensor"])
+def test_a_second_run_of_f_begins_as_the_first_one_did(point):
+    """A weight norm is written out in another run; what the first one left in a buffer or an attribute is gone."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(2, 1))
+            self.register_buffer("calls", torch.zeros(()))
+            self.kept = None
+
+        def forward(self, x):
+            self.calls += 1
+            self.kept = self.inner.bias.exp().sum() if self.kept is None else self.kept * 10
+            return self.inner(x).square().sum() * self.calls + self.kept
+
+    model, x = Counting(), torch.ones(3, 2)
+    if point == "the module":
+        value, _, _ = hodiff.value_grad_and_hessian(lambda model: model(x), model)
+    else:
+        value, _, _ = hodiff.value_grad_and_hessian(model, x)
+    assert model.calls == 0
+    assert model.kept is None
+    torch.testing.assert_close(value, Counting.forward(model, x).detach())

@@ -67,6 +67,19 @@ def test_everything_is_undone_when_entering_fails(monkeypatch):
     assert not _nesting.inside()
 
 
+def test_what_cannot_be_undone_does_not_keep_the_rest_from_it():
+    def broken():
+        raise RuntimeError("no way back")
+
+    with torch.no_grad():
+        lending = Lending(asked(passes=2)).__enter__()
+        lending._undo.append(broken)
+        with pytest.raises(RuntimeError, match="no way back"):
+            lending.close()
+        assert not torch.is_grad_enabled()
+    assert not _nesting.inside()
+
+
 @pytest.mark.parametrize(
     ("passes", "create_graph", "order"), [(1, False, 1), (1, True, 2), (2, False, 2), (2, True, 3)]
 )

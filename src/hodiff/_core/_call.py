@@ -72,7 +72,7 @@ def call(
     cast: torch.dtype | None = None,
 ) -> Call:
     """A `Call`, from arguments as users and the functions above give them."""
-    where = where if isinstance(where, Where) else Where(where)
+    where = where if where.__class__ is Where else Where(where)
     create_graph = _nesting.recorded(create_graph)
     owned = callable(what) and not isinstance(what, Tensor)
     if args is not _NONE or kwargs is not None:

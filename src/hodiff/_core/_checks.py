@@ -67,6 +67,8 @@ def _not_a_tensor(value: Any) -> str:
 
 def check_integer(value: Any, name: str, *, least: int) -> int:
     """Raise unless `value` is an int of at least `least`."""
+    if value.__class__ is int and value >= least:  # as nearly always
+        return value
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name}: got {value!r}, expected an integer of at least {least}.")
     return value

@@ -83,7 +83,7 @@ class Graph:
     def __exit__(self, kind: object, error: object, *rest: object) -> None:
         lending = self._lending
         try:
-            if isinstance(error, GraphError):
+            if error is not None and isinstance(error, GraphError):
                 self._explain(error)
         finally:
             lending.close()
@@ -104,7 +104,7 @@ class Graph:
         be lent then, and the switches set, as they were in the forward pass.
         """
         with Lending(self.call) as lending:
-            if self.owned:
+            if self.owned and self.where.owned:
                 lending.put(self.leaves)
             yield
 
@@ -212,7 +212,7 @@ class Graph:
         self.kinds = frozenset(survey.by_class)
         outputs = self.tensors()
         missing = self._unreached(survey)
-        if len(missing) == len(self.leaves):
+        if missing and len(missing) == len(self.leaves):
             raise _refusals.independent(self.owned, missing, any(output.requires_grad for output in outputs))
         if missing and self.call.strict:
             raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")

@@ -87,15 +87,15 @@ class Lending:
                 torch.set_grad_enabled(True)
                 self._undo += [_grad_off]
             if call.order >= 2:
-                self.also(_switches.plain_attention)
+                self._undo += [_switches.plain_attention.enter()]
             if "torch._dynamo" in sys.modules:
-                self.also(_switches.eager)
+                self._undo += [_switches.eager.enter()]
             self._state = StateLoan(call.cast)
             self.borrowed = self._state.attributes
             self._undo += [self._state.close]
-            self.also(watch_modules)
+            self._undo += [watch_modules.enter()]
             if call.order >= 2:
-                self.also(watch_hooks)
+                self._undo += [watch_hooks.enter()]
             _nesting.state.running += [self]
             self._undo += [_nesting.state.running.pop]
             if call.order:
@@ -116,17 +116,19 @@ class Lending:
     def close(self) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
         self.ticket.open = False
+        undo = self._undo
         try:
-            while self._undo:
-                self._undo.pop()()
+            while undo:
+                last = undo[-1]
+                del undo[-1]
+                last()
         finally:
-            if self._undo:
+            if undo:
                 self.close()
 
     def also(self, switch: _switches.Counted) -> None:
         """One more switch, left with the rest."""
-        switch.enter()
-        self._undo += [switch.leave]
+        self._undo += [switch.enter()]
 
     def _set_aside_cache(self) -> None:
         """Let `parametrize.cached()` fill a cache of this evaluation's own."""
@@ -191,7 +193,7 @@ class Lending:
     def leaves(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A leaf for each tensor of the point, with its value; or `given` ones, with theirs."""
         call, ticket = self.call, self.ticket
-        renormed = self._renormed()
+        renormed = self._renormed() if call.where.owned else ()
         if given is None:
             found = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
         else:
@@ -204,8 +206,6 @@ class Lending:
 
     def _renormed(self) -> set[int]:
         """The numbers of leaves that `f` changes in place by itself: tables of `Embedding(max_norm=...)`."""
-        if not self.call.where.owned:
-            return set()
         tables = [m.weight for m in self._parameters.modules if "max_norm" in m.__dict__ and m.max_norm is not None]
         return {i for i, tensor in enumerate(self.call.where.tensors) if any(tensor is t for t in tables)}
 
@@ -214,8 +214,9 @@ class Lending:
         if self._ran:
             self._afresh()
         self._ran = True
-        self.put(arguments)
         call = self.call
+        if call.where.owned:
+            self.put(arguments)
         argument = call.where.argument(arguments)
         if self._normal:
             with NormalTensors():
@@ -224,8 +225,7 @@ class Lending:
 
     def put(self, leaves: Sequence[Any]) -> None:
         """Let the borrowed modules have `leaves` for parameters."""
-        if self.call.where.owned:
-            self._parameters.put(leaves)
+        self._parameters.put(leaves)
 
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
         """What `f` returns at `arguments`, once it is known that it changed none of the tensors `watched` in place."""
@@ -263,8 +263,12 @@ class Lending:
 
     def remember(self) -> None:
         """Note the random state that `f` begins with."""
-        devices = [tensor.device for tensor in self.call.where.tensors]
-        self.random = RandomState.of(next((d for d in devices if d.type == "cuda"), devices[0]))
+        device = self.call.where.tensors[0].device
+        for tensor in self.call.where.tensors:
+            if tensor.is_cuda:
+                device = tensor.device
+                break
+        self.random = RandomState.of(device)
 
     def restart(self) -> None:
         """Let `f` draw again what it drew."""

@@ -134,7 +134,8 @@ def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         visited[node] = True
         if node.__class__ is ACCUMULATE:
             yield node.variable
-        stack += [below for below, _ in node.next_functions]
+        for below, _ in node.next_functions:
+            stack += [below]
 
 
 RESULT = "a result of hodiff"

@@ -55,7 +55,7 @@ def bypass(name: str) -> GraphError:
 
 def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Collection[str | type]) -> None:
     """Raise, or warn, for every operation through which a derivative of that order is not right."""
-    unremarkable = _UNREMARKABLE[min(order, 3)]
+    unremarkable = _UNREMARKABLE[order >= 3]
     if graph.by_class.keys() <= unremarkable:
         return
     for kind, nodes in graph.by_class.items():
@@ -70,8 +70,8 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
             unremarkable.add(kind)
 
 
-_UNREMARKABLE: dict[int, set[type]] = {2: set(), 3: set()}
-"""Classes of nodes of which nothing need be said, by the order of the derivative (3: and above)."""
+_UNREMARKABLE: dict[bool, set[type]] = {False: set(), True: set()}
+"""Classes of nodes of which nothing need be said, in a second derivative, and in higher ones (True)."""
 
 
 def refuse_third_order(graph: _nodes.Survey) -> None:

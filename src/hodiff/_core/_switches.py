@@ -22,12 +22,13 @@ class Counted:
         self._users = 0
         self._restore: Callable[[], None] | None = None
 
-    def enter(self) -> None:
-        """Switch it, unless someone has."""
+    def enter(self) -> Callable[[], None]:
+        """Switch it, unless someone has; what is returned leaves it."""
         with self._lock:
             if not self._users:
                 self._restore = self._switch()
             self._users += 1
+        return self.leave
 
     def leave(self) -> None:
         """Restore it, unless someone still needs it."""

@@ -49,8 +49,8 @@ class Critic(NamedTuple):
                 f"choose it: lambda x: critic(x)[0]."
             )
         scalars = outputs
-        if batch and outputs.shape[: len(batch)] == batch and outputs.numel() != batch.numel():
-            rows = _norm.wide(outputs).flatten(len(batch))
+        if batch and outputs.shape[: self.batch_ndim] == batch and outputs.numel() != batch.numel():
+            rows = _norm.wide(outputs).flatten(self.batch_ndim)
             scalars = rows.sum(-1) if self.patch_reduction == "sum" else rows.mean(-1)
         if self.grad_scale == 1:
             return scalars

@@ -157,18 +157,23 @@ def gradient_penalty(
         Trans. Neural Networks 3(6). doi:10.1109/72.165600.
     """
     rule = Rule(target, one_sided, power, ord, weight, reduction)
-    critic = Critic(_loss.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
+    traced = torch.compiler.is_compiling()
+    critic = Critic(f if traced else _loss.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
     record = _nesting.loss_recorded(create_graph)
-    outputs, gradient = outputs_and_gradient(
-        critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
-    )
-    if check_independence and not torch.compiler.is_compiling():
-        _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    if traced:
+        outputs, gradient = _compiled.outputs_and_gradient(critic, x, create_graph=record, args=args, kwargs=kwargs)
+    else:
+        outputs, gradient = outputs_and_gradient(
+            critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
+        )
+        if check_independence:
+            _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.recording(record):
         penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
-        penalty = _loss.finished(penalty, f, outputs, gradient, record)
+        if not traced:
+            penalty = _loss.finished(penalty, f, outputs, gradient, record)
     return (penalty, outputs) if return_outputs else penalty
 
 
@@ -214,8 +219,6 @@ def outputs_and_gradient(
     critic: Critic, x: Any, *, create_graph: bool, strict: bool, allow: Allowed, args: Any, kwargs: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """What the critic returns, and the gradient's leaves."""
-    if torch.compiler.is_compiling():
-        return _compiled.outputs_and_gradient(critic, x, create_graph=create_graph, args=args, kwargs=kwargs)
     tensor = isinstance(critic.f, Tensor)
     where = x if isinstance(x, Where) else Where(x)
     if tensor:
@@ -245,6 +248,8 @@ def _to_the(excess: Tensor, power: float) -> Tensor:
     """`excess ** power` of what is not negative, with every derivative zero at zero that can be."""
     if power == 1:
         return excess
+    if power == 2:
+        return excess * excess
     if power == int(power):
         return excess ** int(power)
     alive = excess != 0  # a broken power has a derivative that is infinite at zero, at some order

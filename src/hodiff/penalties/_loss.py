@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ from hodiff.errors import GraphError, HodiffWarning, InputError
 
 def recording(on: bool) -> AbstractContextManager[Any]:
     """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""
-    # The tracer knows grad mode, but no inference mode.
-    if on and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling():  # the tracer knows grad mode, but no inference mode
+        return torch.set_grad_enabled(on)
+    if on and torch.is_inference_mode_enabled():
         return _recording_again()
-    return torch.set_grad_enabled(on)
+    return _AS_IT_IS if torch.is_grad_enabled() is on else torch.set_grad_enabled(on)
+
+
+_AS_IT_IS = nullcontext()
 
 
 @contextmanager
@@ -52,7 +56,7 @@ def check_critic(f: Any) -> None:
 
 def uncompiled(f: Any) -> Any:
     """The module inside a `torch.compile` wrapper: compiled code has no second derivative, and its wrapper warns."""
-    return plain(f) if isinstance(f, nn.Module) and not torch.compiler.is_compiling() else f
+    return plain(f) if isinstance(f, nn.Module) else f
 
 
 def check_function(f: Any) -> None:
@@ -65,11 +69,6 @@ def evaluation(
     f: Any, x: Any, *, passes: int, batch_ndim: int, record: bool, allow: Allowed, args: Any, kwargs: Any
 ) -> Graph:
     """`f` at `x`, for a loss of its derivatives."""
-    if torch.compiler.is_compiling():
-        raise InputError(
-            "torch.compile: of the penalties only gradient_penalty and its recipes run inside a compiled region; "
-            "call this one outside of it."
-        )
     check_critic(f)
     return Graph(
         call(
@@ -98,13 +97,14 @@ def pulled(ev: Graph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> l
 
 def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool) -> Tensor:
     """The loss, once it is known that its graph is worth having."""
-    if not record or torch.compiler.is_compiling():
+    if not record:
         return loss
     refuse_static_graph([outputs])
     warn_if_constant(leaves)
     # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the last
     # layer is in no gradient by the input.
-    return loss + 0 * outputs.sum() if isinstance(f, DistributedDataParallel) else loss
+    # (`isinstance` would ask an abstract base class, in Python.)
+    return loss + 0 * outputs.sum() if DistributedDataParallel in f.__class__.__mro__ else loss
 
 
 def check_number(value: Any, name: str, *, least: float) -> None:
@@ -152,9 +152,12 @@ def warn_if_constant(gradient: Sequence[Tensor]) -> None:
         )
 
 
+_HAS_PROCESSES = torch.distributed.is_available()
+
+
 def refuse_static_graph(outputs: Sequence[Tensor]) -> None:
     """Raise for a `DistributedDataParallel(static_graph=True)` that a function hides, at its first step."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not (_HAS_PROCESSES and torch.distributed.is_initialized()):
         return
     for function, nodes in _nodes.survey(outputs).functions():
         if function.__name__ == "_DDPSink" and any(node.ddp_weakref().static_graph for node in nodes):
