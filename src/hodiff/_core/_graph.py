@@ -231,9 +231,10 @@ class Graph:
             return [name for leaf, name in leaves if not survey.contains(leaf)]
         reached = {number for number, leaf in enumerate(self.leaves) if leaf.grad_fn in survey.visited and leaf.grad_fn}
         mine, foreign = self._lending.ticket, []
-        past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
-        if any(leaf.grad_fn in survey.visited for leaf in past):
-            raise _refusals.leftover(self._kept_by(mine))
+        if self._first:  # it has been moved
+            past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
+            if any(leaf.grad_fn in survey.visited for leaf in past):
+                raise _refusals.leftover(self._kept_by(mine))
         for variable in survey.variables():
             attributes = variable.__dict__  # `mark_of`, in place: it runs once for each leaf
             if MARK not in attributes:
