@@ -16,6 +16,7 @@ A map of the library:
   `spectral_radius`, `spectral_density`, `logdet`, `solve` take any
 * training with curvature: `NewtonCG`, an optimiser
 * through optimisation: `unroll`, by the update rules of `hodiff.rules`
+* sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colours and plans in `hodiff.sparse`
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and its kin
@@ -72,6 +73,7 @@ from hodiff.penalties._points import interpolate
 from hodiff.penalties._recipes import eikonal_penalty, gradient_norm_penalty
 from hodiff.penalties._score import sliced_score_matching_loss
 from hodiff.penalties._zero_centred import r1_penalty, r2_penalty
+from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
 from hodiff.verify._check import check_derivatives
 
 __all__ = [
@@ -132,6 +134,8 @@ __all__ = [
     "select",
     "sliced_score_matching_loss",
     "solve",
+    "sparse_hessian",
+    "sparse_jacobian",
     "spectral_density",
     "spectral_radius",
     "trace",

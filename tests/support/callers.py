@@ -135,6 +135,11 @@ CALLERS: tuple[Caller, ...] = (
         "unroll", "scalar", 1, lambda f, x, a: hodiff.unroll(f, x, hodiff.rules.SGD(lr=0.1), 2, args=a)
     ),
     Caller("hessian_diagonal", "scalar", 2, lambda f, x, a: hodiff.hessian_diagonal(f, x, args=a)),
+    Caller("sparse_hessian", "scalar", 2, lambda f, x, a: hodiff.sparse_hessian(f, x, args=a).to_dense()),
+    Caller("sparse_jacobian", "same", 1, lambda f, x, a: hodiff.sparse_jacobian(f, x, args=a).to_dense()),
+    Caller("sparse.sparsity_pattern", "scalar", 2, lambda f, x, a: hodiff.sparse.sparsity_pattern(f, x, args=a).rows),
+    Caller("sparse.plan_hessian", "scalar", 2, lambda f, x, a: hodiff.sparse.plan_hessian(f, x, args=a).values(x)),
+    Caller("sparse.plan_jacobian", "same", 1, lambda f, x, a: hodiff.sparse.plan_jacobian(f, x, args=a).values(x)),
     Caller("nth_derivative", "same", 2, lambda f, x, a: hodiff.nth_derivative(f, x, 2, args=a)),
     Caller("derivatives", "same", 3, lambda f, x, a: hodiff.derivatives(f, x, 3, args=a)),
     Caller("HessianOperator", "scalar", 2, _hessian_operator),
@@ -239,6 +244,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "NewtonCG": _newton,
     "spectral_density": lambda x: hodiff.spectral_density(_matrix(), samples=4, steps=2, generator=generator()),
     "logdet": lambda x: hodiff.logdet(_matrix(), shift=1.0, samples=4, steps=2, generator=generator()),
+    "sparse.color": lambda x: hodiff.sparse.color(torch.eye(3).to_sparse()),
     "graph.inspect": lambda x: len(hodiff.graph.inspect(_loss(x)).nodes),
     "graph.predict": lambda x: hodiff.graph.predict(_loss(x)).verdict,
     "graph.shared": lambda x: hodiff.graph.shared(_loss(x), _loss(x)).nodes,
@@ -253,6 +259,8 @@ NOT_CALLED = (
         "graph.lifetime": "the same",
         "graph.monitor": "the same",
         "jets.Report": "a record",
+        "sparse.Pattern": "a record",
+        "sparse.Plan": "what plan_hessian and plan_jacobian make",
     }
     | {f"rules.{name}": "a rule: tests/unit/rules" for name in hodiff.rules.__all__}
     | {
@@ -266,7 +274,13 @@ NOT_CALLED = (
 
 def public() -> set[str]:
     """Every public name of the library, exceptions and warnings left out."""
-    places = {"": hodiff, "graph.": hodiff.graph, "jets.": hodiff.jets, "rules.": hodiff.rules}
+    places = {
+        "": hodiff,
+        "graph.": hodiff.graph,
+        "jets.": hodiff.jets,
+        "rules.": hodiff.rules,
+        "sparse.": hodiff.sparse,
+    }
     return {
         prefix + name
         for prefix, module in places.items()

@@ -29,6 +29,10 @@ SecondMethod = Literal["exact", "differences"]
 """How a second directional derivative is computed."""
 
 
+SparseOutput = Literal["torch", "csr", "scipy", "auto"]
+"""In which form a sparse matrix is wanted."""
+
+
 class Common(TypedDict, total=False):
     """What every function of the calculus takes.
 

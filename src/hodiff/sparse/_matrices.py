@@ -1,0 +1,225 @@
+"""`sparse_hessian`, `sparse_jacobian`: a plan, made and evaluated at one point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from hodiff._core import _checks
+from hodiff._core._call import call
+from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option
+from hodiff._core._where import Where
+
+
+@overload
+def sparse_hessian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: Literal["torch", "csr"] = "torch",
+    check: bool = False,
+    create_graph: bool | None = None,
+    allow: Allowed = (),
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor: ...
+
+
+@overload
+def sparse_hessian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: SparseOutput,
+    check: bool = False,
+    create_graph: bool | None = None,
+    allow: Allowed = (),
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any: ...
+
+
+def sparse_hessian(
+    f: Any,
+    x: Any = _checks.MISSING,
+    *,
+    pattern: Any = None,
+    output: SparseOutput = "torch",
+    check: bool = False,
+    create_graph: bool | None = None,
+    allow: Allowed = (),
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The Hessian of a function of many variables, few of which meet, as a sparse matrix.
+
+    Which entries can be other than zero is detected; columns that do not disturb each other share a product,
+    \(B = H S\); and each entry is read off where it stands alone. For many points make a plan once:
+    `hodiff.sparse.plan_hessian`.
+
+    Args:
+        f: A function of *x* that returns one element (of any shape), or such a tensor already computed from *x*,
+            whose graph is then left as it was.
+        x: Where, as for `grad`; D numbers in all.
+        pattern: The entries that can be other than zero, where you know them: a `Pattern`, a SciPy sparse matrix, a
+            sparse tensor (all that is stored counts), or a pair of index vectors. It is believed.
+        output: `"torch"`, a sparse tensor in coordinates; `"csr"`, one of compressed rows; `"scipy"`, a
+            `scipy.sparse.csr_array`; `"auto"`, a dense tensor where that is cheaper (fewer than 500 variables, or
+            half as many products as there are), else as `"torch"`.
+        check: Whether to compare the matrix with a Hessian-vector product for a random vector.
+        create_graph: Whether the entries can be differentiated again, as for `hvp`.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many products one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        The matrix, of shape `(D, D)`, rows and columns in the order of *x*. It holds an entry for each place of
+        the pattern, also where its value happens to be zero.
+
+    Raises:
+        InputError: As for `hvp`; a *pattern* of another shape, or not symmetric, or with indices out of range; or
+            what is detected is not sparse.
+        GraphError: As for `hvp`.
+        DerivativeError: With `check`, the matrix misses an entry.
+
+    Cost:
+        `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`; then one evaluation of `f`, one reverse pass, and a
+        batched pass for as many vectors as there are colours (3 for a chain, 9 for a grid whose points meet all their
+        neighbours, whatever its size). `check` adds a vector. Memory: the entries, and D numbers for each colour.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> H = hodiff.sparse_hessian(lambda x: (x[1:] * x[:-1] ** 2).sum(), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        >>> H.to_dense()
+        tensor([[4., 2., 0., 0.],
+                [2., 6., 4., 0.],
+                [0., 4., 8., 6.],
+                [0., 0., 6., 0.]])
+
+    Reference:
+        Gebremedhin, A. H., Manne, F., Pothen, A. (2005). What color is your Jacobian? Graph coloring for computing
+        derivatives. SIAM Review 47(4). doi:10.1137/S0036144504444711.
+    """
+    return _matrix(f, x, 2, pattern, output, check, create_graph, allow, chunk_size, args, kwargs)
+
+
+@overload
+def sparse_jacobian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: Literal["torch", "csr"] = "torch",
+    check: bool = False,
+    create_graph: bool | None = None,
+    allow: Allowed = (),
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tensor: ...
+
+
+@overload
+def sparse_jacobian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: SparseOutput,
+    check: bool = False,
+    create_graph: bool | None = None,
+    allow: Allowed = (),
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any: ...
+
+
+def sparse_jacobian(
+    f: Any,
+    x: Any = _checks.MISSING,
+    *,
+    pattern: Any = None,
+    output: SparseOutput = "torch",
+    check: bool = False,
+    create_graph: bool | None = None,
+    allow: Allowed = (),
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The Jacobian \(J_{ij} = \partial f_i / \partial x_j\) of many functions, each of few variables, sparse.
+
+    As `sparse_hessian`, with products from the right, \(J S\), or from the left, \(S^\top J\): whichever takes
+    fewer. For many points make a plan once: `hodiff.sparse.plan_jacobian`.
+
+    Args:
+        f: A function of *x* that returns a tensor or a container of tensors, or such tensors already computed.
+        x: Where, as for `grad`; D numbers in all.
+        pattern: The entries that can be other than zero, where you know them, as for `sparse_hessian`.
+        output: In which form, as for `sparse_hessian`.
+        check: Whether to compare the matrix with a product by a random vector.
+        create_graph: Whether the entries can be differentiated again, as for `grad`.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many products one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        The matrix, of shape `(M, D)` for M outputs, in the order of `f(x)` and of *x*.
+
+    Raises:
+        InputError: As for `jacobian`, and for the pattern as for `sparse_hessian`.
+        GraphError: As for `jacobian`.
+        DerivativeError: With `check`, the matrix misses an entry.
+
+    Cost:
+        `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`; then one evaluation of `f`, and a batched pass for
+        as many vectors as there are colours, after one more pass where columns are coloured.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.sparse_jacobian(lambda x: x[1:] - x[:-1] ** 2, torch.tensor([1.0, 2.0, 3.0])).to_dense()
+        tensor([[-2.,  1.,  0.],
+                [ 0., -4.,  1.]])
+    """
+    return _matrix(f, x, 1, pattern, output, check, create_graph, allow, chunk_size, args, kwargs)
+
+
+def _matrix(
+    f: Any,
+    x: Any,
+    order: int,
+    pattern: Any,
+    output: SparseOutput,
+    check: bool,
+    create_graph: bool | None,
+    allow: Allowed,
+    chunk_size: ChunkSize,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> Any:
+    from hodiff.calculus import _hessian
+    from hodiff.sparse import _plan
+
+    check_option(output, SparseOutput, "output")
+    _checks.check_chunk_size(chunk_size)
+    if output == "scipy":
+        _plan.scipy_sparse()
+    where = Where(x)
+    size = sum(tensor.numel() for tensor in where.tensors)
+    common: dict[str, Any] = {"allow": allow, "args": args, "kwargs": kwargs}
+    later: dict[str, Any] = {"create_graph": create_graph, "chunk_size": chunk_size}
+    if output == "auto" and pattern is None and size < _plan.BREAK_EVEN and order == 2:
+        return _hessian.hessian(f, x, matrix=True, **common, **later)
+    asked = call(f, where, passes=order, create_graph=False, **common)
+    plan = _plan.prepared(asked, where, f, order, pattern, {"output": output, **common})
+    return plan(x, check=check, **later)

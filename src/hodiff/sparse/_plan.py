@@ -1,0 +1,411 @@
+"""`plan_hessian`, `plan_jacobian`: pattern, colours and recovery, prepared once for many points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _checks, _reverse, _tree
+from hodiff._core._call import Call, call
+from hodiff._core._graph import Graph
+from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option
+from hodiff._core._random_state import RandomState
+from hodiff._core._where import Where
+from hodiff.errors import DerivativeError, InputError
+from hodiff.sparse import _coloring, _recover
+from hodiff.sparse._detect import detect
+from hodiff.sparse._pattern import Pattern, given, scipy_sparse
+
+BREAK_EVEN = 500
+"""With fewer columns the dense matrix is computed sooner than a pattern and its colours."""
+
+
+class Plan:
+    """A sparse matrix of derivatives, ready to be evaluated at many points.
+
+    Made by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)` its entries, those of
+    `plan.rows` and `plan.columns`, which stay the same.
+
+    Attributes:
+        pattern: Which entries it has.
+        kind: How its products are shared: `"star"`, `"rows"` or `"columns"`.
+        colors: The colour of each column (or row).
+        products: How many products one evaluation takes: the number of colours.
+        place: Where each entry stands in the products.
+    """
+
+    def __init__(
+        self, f: Any, point: Point, order: int, pattern: Pattern, colors: Tensor, kind: str, options: dict[str, Any]
+    ) -> None:
+        self.pattern, self.colors, self.kind = pattern, colors, kind
+        self.products = int(colors.max()) + 1 if len(colors) else 0
+        recover = {"star": _recover.symmetric, "rows": _recover.by_rows, "columns": _recover.by_columns}[kind]
+        self.place = recover(pattern, colors)
+        self._f, self._point, self._order, self._options = f, point, order, options
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.pattern.shape
+
+    @property
+    def rows(self) -> Tensor:
+        """The row of each entry."""
+        return self.pattern.rows
+
+    @property
+    def columns(self) -> Tensor:
+        """The column of each entry."""
+        return self.pattern.columns
+
+    def lower(self) -> Plan:
+        """The same plan, of the lower triangle alone: what interior-point solvers take of a Hessian."""
+        held = self.rows >= self.columns
+        part = Plan.__new__(Plan)
+        part.__dict__.update(self.__dict__)
+        part.pattern = Pattern(self.rows[held], self.columns[held], self.shape, self.pattern.without_rule)
+        part.place = self.place[held]
+        return part
+
+    def __call__(
+        self,
+        x: Any,
+        *,
+        output: SparseOutput | None = None,
+        check: bool = False,
+        create_graph: bool | None = None,
+        chunk_size: ChunkSize = "auto",
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The matrix at a point.
+
+        Args:
+            x: A point like the one that the plan was made at; or all its numbers in one vector, a tensor or a NumPy
+                array.
+            output: Its form, as for `sparse_hessian`; None: as when the plan was made.
+            check: Whether to compare one product, as for `sparse_hessian`.
+            create_graph: Whether the entries can be differentiated again, as for `grad`.
+            chunk_size: How many products one pass takes.
+            args: Further positional arguments for `f`; None: as when the plan was made.
+            kwargs: Keyword arguments for `f`, likewise.
+
+        Returns:
+            The matrix, of shape `plan.shape`.
+        """
+        form: SparseOutput = self._options["output"] if output is None else output
+        check_option(form, SparseOutput, "output")
+        library = scipy_sparse() if form == "scipy" else None  # before anything is computed
+        values = self.values(x, check=check, create_graph=create_graph, chunk_size=chunk_size, args=args, kwargs=kwargs)
+        return _matrix(self.pattern, values, form, library, dense=2 * self.products >= self.shape[1])
+
+    def values(
+        self,
+        x: Any,
+        *,
+        check: bool = False,
+        create_graph: bool | None = None,
+        chunk_size: ChunkSize = "auto",
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """The entries of the matrix at a point, in the order of `rows` and `columns`.
+
+        Arguments are those of the plan itself.
+        """
+        asked = self._options
+        chunk = _checks.check_chunk_size(chunk_size)
+        where = self._point.where(x)
+        passes = 1 if self.kind == "rows" else 2
+        made = call(
+            self._f,
+            where,
+            passes=passes,
+            create_graph=create_graph,
+            allow=asked["allow"],
+            args=asked["args"] if args is None else args,
+            kwargs=asked["kwargs"] if kwargs is None else kwargs,
+        )
+        return self._evaluated(made, chunk, check)
+
+    def _evaluated(self, made: Call, chunk: int | None, check: bool) -> Tensor:
+        with Graph(made) as ev:
+            outputs = ev.tensors() if self._order == 1 else _reverse.gradient(ev, differentiated=True)
+            self._check_outputs(outputs)
+            rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in ev.leaves]
+            likes, sizes = (outputs, rows) if self.kind != "columns" else (ev.leaves, columns)
+            vectors = self._seeds(likes, check)
+            seeds = [
+                part.to(like).reshape(len(vectors), *like.shape)
+                for part, like in zip(vectors.split(sizes, dim=1), likes, strict=True)
+            ]
+            if self.kind == "columns":
+                found = _reverse.pushforward(ev, outputs, seeds, len(vectors), chunk_size=chunk)
+            else:
+                found = _reverse.products(ev, outputs, seeds, len(vectors), chunk_size=chunk)
+            flat = [part.reshape(len(vectors), -1) for part in found]
+            whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
+            values = whole.reshape(-1)[self.place.to(whole.device)]
+        if check:
+            self._compare(values.detach(), vectors[-1], whole[-1].detach())
+        return values
+
+    def _seeds(self, likes: Sequence[Tensor], check: bool) -> Tensor:
+        """The sums of unit vectors of each colour; and a random vector, to compare."""
+        vectors = _recover.seeds(self.colors, self.products)
+        if not check:
+            return vectors
+        ours = torch.Generator().manual_seed(0)
+        random = torch.rand(1, vectors.shape[1], generator=ours, dtype=torch.float64) + 0.5
+        return torch.cat([vectors.to(torch.float64), random * (1 - 2 * (random * 1e4).long().remainder(2))])
+
+    def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
+        count = sum(output.numel() for output in outputs)
+        if count != self.shape[0]:
+            raise InputError(
+                f"f: returned {count} numbers at this point, and {self.shape[0]} when the plan was made. Make a plan "
+                f"for each shape."
+            )
+
+    def _compare(self, values: Tensor, vector: Tensor, product: Tensor) -> None:
+        """Raise where the matrix times a random vector is not the product with that vector."""
+        rows, columns = self.rows.to(values.device), self.columns.to(values.device)
+        if self.kind == "rows":
+            rows, columns = columns, rows
+        terms = values.double() * vector.to(values.device, torch.float64)[columns]
+        expected = product.new_zeros(len(product), dtype=torch.float64).index_add(0, rows, terms)
+        size = product.new_zeros(len(product), dtype=torch.float64).index_add(0, rows, terms.abs())
+        off = (expected - product.double()).abs()
+        scale = torch.maximum(size, product.double().abs()).max() if len(product) else 0
+        wrong = ~(off <= torch.finfo(values.dtype).eps ** (2 / 3) * scale)
+        if bool(wrong.any()) and bool(product.isfinite().all()):
+            at = wrong.nonzero()[:, 0].tolist()
+            side = "columns" if self.kind == "rows" else "rows"
+            shown = ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
+            raise DerivativeError(
+                f"the pattern does not hold at this point: {side} {shown} of the matrix have an entry that it misses "
+                f"(its product with a random vector is off by {float(off.max() / scale):.2g}). Where f branches on "
+                f"values, or closes over what has changed, plan anew at this point, or give a pattern= that holds "
+                f"for all."
+            )
+
+    def __repr__(self) -> str:
+        name = "Hessian" if self._order == 2 else "Jacobian"
+        by = {"star": "star colours", "rows": "colours of rows", "columns": "colours of columns"}[self.kind]
+        wide = f"; without a rule: {', '.join(self.pattern.without_rule)}" if self.pattern.without_rule else ""
+        small = "; computed once, the dense matrix is cheaper" if self.shape[1] < BREAK_EVEN else ""
+        return (
+            f"Plan of a {name} {self.shape[0]} x {self.shape[1]}: {self.pattern.nnz} entries by {self.products} "
+            f"products ({by}){wide}{small}"
+        )
+
+
+class Point:
+    """The structure of a point, without its numbers.
+
+    Attributes:
+        shapes: The shape of each leaf.
+        size: The number of entries.
+    """
+
+    def __init__(self, where: Where) -> None:
+        self.shapes = [tensor.shape for tensor in where.tensors]
+        self.size = sum(shape.numel() for shape in self.shapes)
+        self._names, self._tree = list(where.names), where.tree()
+        self._owned = bool(where.owned)
+        self._dtypes = [(tensor.device, tensor.dtype) for tensor in where.tensors]
+
+    def where(self, x: Any) -> Where:
+        """A point of this structure: as such, or as one vector of all its numbers."""
+        if type(x).__module__ == "numpy" or (isinstance(x, Tensor) and self._is_flat(x)):
+            x = self._unflattened(torch.as_tensor(x))
+        where = Where(x)
+        if [tensor.shape for tensor in where.tensors] != self.shapes:
+            got = [tuple(tensor.shape) for tensor in where.tensors]
+            raise InputError(
+                f"x: has tensors of shape {got}, expected {[tuple(shape) for shape in self.shapes]}, as when the plan "
+                f"was made."
+            )
+        return where
+
+    def _is_flat(self, x: Tensor) -> bool:
+        return x.shape == (self.size,) and [x.shape] != self.shapes
+
+    def _unflattened(self, x: Tensor) -> Any:
+        if self._owned:
+            raise InputError("x: is a vector, and the plan was made at a module; give the module.")
+        if x.numel() != self.size:
+            raise InputError(f"x: has {x.numel()} numbers, expected {self.size}, as when the plan was made.")
+        parts = x.reshape(-1).split([shape.numel() for shape in self.shapes])
+        leaves = [
+            part.reshape(shape).to(device, dtype)
+            for part, shape, (device, dtype) in zip(parts, self.shapes, self._dtypes, strict=True)
+        ]
+        return _tree.rebuild(self._tree, iter(leaves))
+
+
+def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any, *, dense: bool) -> Any:
+    """The entries put together in the form that is wanted."""
+    if library is not None:
+        if values.dtype is torch.bfloat16:
+            raise InputError('output="scipy": NumPy has no bfloat16; compute in float32.')
+        parts = (values.detach().cpu().numpy(), pattern.columns.numpy(), pattern.starts().numpy())
+        return library.csr_array(parts, shape=pattern.shape)
+    device = values.device
+    if output == "auto" and dense:
+        places = (pattern.rows.to(device), pattern.columns.to(device))
+        return values.new_zeros(pattern.shape).index_put(places, values)
+    if output == "csr":
+        return torch.sparse_csr_tensor(
+            pattern.starts().to(device), pattern.columns.to(device), values, pattern.shape, check_invariants=False
+        )
+    indices = torch.stack([pattern.rows, pattern.columns]).to(device)
+    return torch.sparse_coo_tensor(indices, values, pattern.shape, is_coalesced=True, check_invariants=False)
+
+
+def plan_hessian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: SparseOutput = "torch",
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """A sparse Hessian prepared for many points: pattern, colours and recovery are worked out once.
+
+    Args:
+        f: A function of *x* that returns one element, as for `hvp`.
+        x: A point, as for `grad`.
+        pattern: The pattern, where it is known, as for `sparse_hessian`.
+        output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
+        kwargs: Keyword arguments for `f`, likewise.
+
+    Returns:
+        A `Plan`: `plan(x)` is the matrix, of shape `(D, D)`; `plan.values(x)` its entries, in the order of `plan.rows`
+        and `plan.columns`; `plan.lower()` the same for the lower triangle. It holds wherever `f` takes the branches
+        in Python that it took at *x*, and `plan(x, check=True)` looks whether it does.
+
+    Raises:
+        InputError: As for `sparse_hessian`; or *f* is a tensor already computed.
+        GraphError: As for `hvp`.
+
+    Cost:
+        `sparsity_pattern` and `color`, once. Each `plan(x)` is one evaluation of `f`, one reverse pass, and one
+        batched pass for `plan.products` vectors.
+
+    Examples:
+        A Newton step, and another:
+
+        >>> import torch, hodiff
+        >>> f = lambda x: (x**4).sum() / 12
+        >>> plan = hodiff.sparse.plan_hessian(f, torch.ones(3))
+        >>> plan.rows, plan.columns, plan.products
+        (tensor([0, 1, 2]), tensor([0, 1, 2]), 1)
+        >>> plan.values(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([1., 4., 9.])
+    """
+    return _plan(f, x, 2, pattern, {"output": output, "allow": allow, "args": args, "kwargs": kwargs})
+
+
+def plan_jacobian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: SparseOutput = "torch",
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """A sparse Jacobian prepared for many points, as `plan_hessian` for a Hessian.
+
+    Args:
+        f: A function of *x* that returns a tensor or a container of tensors, as for `jacobian`.
+        x: A point, as for `grad`.
+        pattern: The pattern, where it is known, as for `sparse_jacobian`.
+        output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
+        kwargs: Keyword arguments for `f`, likewise.
+
+    Returns:
+        A `Plan`, of shape `(M, D)` for M outputs. Rows or columns are coloured, whichever needs fewer products.
+
+    Raises:
+        InputError: As for `sparse_jacobian`; or *f* is a tensor already computed.
+        GraphError: As for `jacobian`.
+
+    Cost:
+        `sparsity_pattern` and `color`, once. Each `plan(x)` is one evaluation of `f` and one batched pass for
+        `plan.products` vectors, after one more pass where columns are coloured.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> plan = hodiff.sparse.plan_jacobian(lambda x: x[1:] * x[:-1], torch.ones(4))
+        >>> plan(torch.tensor([1.0, 2.0, 3.0, 4.0])).to_dense()
+        tensor([[2., 1., 0., 0.],
+                [0., 3., 2., 0.],
+                [0., 0., 4., 3.]])
+    """
+    return _plan(f, x, 1, pattern, {"output": output, "allow": allow, "args": args, "kwargs": kwargs})
+
+
+def _plan(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any]) -> Plan:
+    check_option(options["output"], SparseOutput, "output")
+    where = Where(x)
+    asked = call(
+        f,
+        where,
+        passes=order,
+        create_graph=False,
+        allow=options["allow"],
+        args=options["args"],
+        kwargs=options["kwargs"],
+    )
+    if not asked.owned:
+        raise InputError("f: is a tensor already computed; a plan is for many points, and needs the function.")
+    return prepared(asked, where, f, order, pattern, options)
+
+
+def prepared(asked: Call, where: Where, f: Any, order: int, pattern: Any, options: dict[str, Any]) -> Plan:
+    """The plan of a call, with the caller's pattern or a detected one."""
+    point = Point(where)
+    random = RandomState.of(where.tensors[0].device)
+    if pattern is None:
+        found = detect(asked, order)
+        random.restore()  # what f draws there, it draws again when it is evaluated
+    else:
+        rows = point.size if order == 2 else _outputs(asked)
+        random.restore()
+        found = given(pattern, (rows, point.size), symmetric=order == 2)
+    colors, kind = (_coloring.color(found), "star") if order == 2 else _of_jacobian(found)
+    return Plan(f, point, order, found, colors, kind, options)
+
+
+def _outputs(asked: Call) -> int:
+    """How many numbers `f` returns."""
+    with Graph(asked) as ev:
+        return sum(output.numel() for output in ev.tensors())
+
+
+def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
+    """Rows or columns, whichever needs fewer colours."""
+    lengths = [_longest(pattern.rows), _longest(pattern.columns)]  # no fewer colours of columns, of rows
+    kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
+    first = _coloring.color(pattern, kinds[0])
+    needed = int(first.max()) + 1 if len(first) else 0
+    if needed <= max(lengths):  # the other kind needs no fewer
+        return first, kinds[0]
+    second = _coloring.color(pattern, kinds[1])
+    return (first, kinds[0]) if needed <= int(second.max()) + 1 else (second, kinds[1])
+
+
+def _longest(indices: Tensor) -> int:
+    return int(torch.bincount(indices).max()) if len(indices) else 0

@@ -1,0 +1,406 @@
+"""Follows index sets through a reverse pass, operation by operation.
+
+A reverse pass is linear in its cotangent *u*. While it runs, this mode sees each operation that PyTorch performs, and
+knows for each number in memory which entries of *u* it may depend on: its *set*. Sets belong to memory, not to
+tensors, so that views and writes in place need no rules.
+
+What the numbers are is not looked at, with one exception: a zero in a constant of the user's ends a dependence. So it
+must be known which numbers follow from the point. Those are *variable*: tensors that were computed from it, or that
+require grad, or were given as arguments.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hodiff._core._switches import Counted
+from hodiff.sparse._sets import Sets, TooMany
+
+Found = Sequence[Sets | None] | None
+"""The sets of each output (None: nothing live in it); None where a rule does not apply after all."""
+
+Rule = Callable[["Operation"], Found]
+
+
+class Memory:
+    """The sets of the numbers in one storage, in units of `size` bytes."""
+
+    __slots__ = ("sets", "size", "storage")
+
+    def __init__(self, storage: Any, sets: Sets, size: int) -> None:
+        self.storage, self.sets, self.size = weakref.ref(storage), sets, size
+
+
+class Operation:
+    """One call of a PyTorch operator.
+
+    Attributes:
+        function: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        outputs: The tensors that it returned, in order.
+        live: The sets of those tensors among the arguments that have any, by identity.
+    """
+
+    def __init__(self, tracer: Tracer, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        self.tracer, self.function, self.args, self.kwargs = tracer, function, args, kwargs
+        self.outputs = list(tensors_in(result))
+        self.inputs = list(tensors_in((args, kwargs)))
+        self.live = {id(t): tracer.read(t) for t in self.inputs if tracer.is_live(t)}
+
+    @property
+    def name(self) -> str:
+        """Without the overload, and without the underscore of a write in place."""
+        return str(self.function._schema.name).removeprefix("aten::").rstrip("_")
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in the schema."""
+        for index, declared in enumerate(self.function._schema.arguments):
+            if declared.name == name:
+                if index < len(self.args):
+                    return self.args[index]
+                return self.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
+        return default
+
+    def sets(self, tensor: Tensor) -> Sets | None:
+        """The sets of an argument; None where it does not depend on *u*."""
+        return self.live.get(id(tensor))
+
+    def is_variable(self, tensor: Tensor) -> bool:
+        """Whether the values of an argument follow from the point."""
+        return self.tracer.is_variable(tensor)
+
+    def everything(self) -> Sets:
+        """One element that depends on all that any argument depends on."""
+        parts = [sets for sets in self.live.values() if not sets.is_empty()]
+        if not parts:
+            return Sets.empty(1, self.tracer.width)
+        whole = Sets.joined(parts)
+        return whole.grouped(torch.zeros(len(whole), dtype=torch.int64), 1)
+
+
+class Tracer(TorchDispatchMode):
+    """The mode. Enter it before `f` runs, so that it learns what is variable, and `begin` before the pass to follow.
+
+    Attributes:
+        anywhere: Whether what is found is to hold at other points too.
+        width: How many entries *u* has.
+        unknown: The operators without a rule, by name; all their outputs depend on all their arguments.
+        lost: Why nothing can be said about what a number depends on, if so.
+    """
+
+    def __init__(
+        self, find_rule: Callable[[Any], Rule | None], variable: Iterable[Tensor], *, anywhere: bool = True
+    ) -> None:
+        super().__init__()
+        self.anywhere = anywhere
+        self.find_rule = find_rule
+        self.width = 0
+        self.unknown: dict[str, None] = {}
+        self.lost: str | None = None
+        self._memory: dict[int, Memory] = {}
+        self._variable: dict[int, Any] = {}
+        self._values_left = False
+        for tensor in variable:
+            self._mark(tensor)
+
+    def begin(self, cotangents: Sequence[Tensor]) -> None:
+        """Let the entries of these tensors be those of *u*, in order."""
+        self.width, first = sum(tensor.numel() for tensor in cotangents), 0
+        for tensor in cotangents:
+            self.write(tensor, Sets.singletons(first, tensor.numel(), self.width))
+            first += tensor.numel()
+
+    # --- one operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(func) == "aten._local_scalar_dense.default":
+            self.leaves(args[0], "a Python number (.item(), bool(), float())")
+        if not self._memory:
+            result = func(*args, **kwargs)
+            self._learn(func, args, kwargs, result)
+            return result
+        before = {id(t): self.memory(t) for t in tensors_in((args, kwargs))}
+        if not any(before.values()):
+            result = func(*args, **kwargs)
+            self._learn(func, args, kwargs, result)
+            return result
+        return self._follow(func, args, kwargs)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        rule = self.find_rule(func)
+        if rule is None:
+            decomposed = self._decomposed(func, args, kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        result = func(*args, **kwargs)
+        self._learn(func, args, kwargs, result)
+        operation = Operation(self, func, args, kwargs, result)
+        written = [t for t in operation.outputs if not self._is_view(t, operation)]
+        written += [t for t in written_to(operation) if all(t is not other for other in written)]
+        if not written or not operation.live:
+            return result
+        found = rule(operation) if rule is not None else None
+        if found is None:
+            self.unknown[operation.name] = None
+            found = [None] * len(operation.outputs)
+            everything = operation.everything()
+            for tensor in written:
+                self.write(tensor, everything.take(torch.zeros(_length(tensor), dtype=torch.int64)))
+            return result
+        for tensor, sets in zip(operation.outputs, found, strict=True):
+            if any(tensor is other for other in written):
+                self.write(tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width))
+        return result
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The same out of other operations, followed one by one; NotImplemented where that is not known."""
+        if func._schema.is_mutable:
+            return NotImplemented
+        table = decompositions()
+        try:
+            with self:
+                return table[func](*args, **kwargs) if func in table else func.decompose(*args, **kwargs)
+        except TooMany:
+            raise
+        except Exception:  # a definition that does not know these arguments: there is always the plain answer
+            return NotImplemented
+
+    def _is_view(self, tensor: Tensor, operation: Operation) -> bool:
+        """Whether an output is the memory of an argument, which the operation did not write to."""
+        if operation.function._schema.is_mutable or not _has_memory(tensor):
+            return False
+        own = tensor.untyped_storage()._cdata
+        return any(_has_memory(t) and t.untyped_storage()._cdata == own for t in operation.inputs)
+
+    # --- what is variable
+
+    def _learn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if any(self.is_variable(t) for t in tensors_in((args, kwargs))):
+            for tensor in tensors_in(result):
+                self._mark(tensor)
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in tensors_in(value):
+                        self._mark(tensor)
+
+    def _mark(self, tensor: Tensor) -> None:
+        for storage in _storages(tensor):
+            self._variable[storage._cdata] = weakref.ref(storage)
+
+    def is_variable(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor follow from the point, or may be others at another time."""
+        if not self.anywhere:  # the forward pass has not been seen; but this point's indices are what they are
+            return tensor.is_floating_point() or tensor.is_complex()
+        if tensor.requires_grad or self._values_left:
+            return True
+        storages = _storages(tensor)
+        return not storages or any(
+            (found := self._variable.get(storage._cdata)) is not None and found() is not None for storage in storages
+        )
+
+    def leaves(self, tensor: Tensor, how: str) -> None:
+        """Values leave PyTorch: what comes back later may follow from them."""
+        if self.is_variable(tensor):
+            self._values_left = True
+        if self.is_live(tensor):
+            self.lost = self.lost or f"the backward of f turns a gradient into {how}"
+
+    # --- sets of memory
+
+    def memory(self, tensor: Tensor) -> Memory | None:
+        """What is known of a tensor's storage, if that is live."""
+        if not _has_memory(tensor):
+            return None
+        found = self._memory.get(tensor.untyped_storage()._cdata)
+        if found is None or found.storage() is None:
+            return None
+        return found
+
+    def is_live(self, tensor: Tensor) -> bool:
+        """Whether some number in the tensor's memory depends on *u*."""
+        return self.memory(tensor) is not None
+
+    def read(self, tensor: Tensor) -> Sets:
+        """The sets of a tensor's elements, row by row."""
+        memory = self.memory(tensor)
+        if memory is None:
+            return Sets.empty(_length(tensor), self.width)
+        size = tensor.element_size()
+        if size == memory.size and _is_whole(tensor, len(memory.sets)):
+            return memory.sets
+        places = _places(tensor)
+        if size <= memory.size:
+            return memory.sets.take(torch.div(places * size, memory.size, rounding_mode="floor"))
+        parts = size // memory.size
+        found = memory.sets.take(places * parts)
+        for part in range(1, parts):
+            found = found | memory.sets.take(places * parts + part)
+        return found
+
+    def write(self, tensor: Tensor, sets: Sets) -> None:
+        """Let a tensor's elements have these sets."""
+        if not _has_memory(tensor):
+            if not tensor.is_meta and not sets.is_empty():  # what is on the meta device holds no numbers
+                self.lost = self.lost or f"it passes a {tensor.layout} tensor"
+            return
+        storage, size = tensor.untyped_storage(), _unit(tensor)
+        memory = self.memory(tensor)
+        if memory is None:
+            if sets.is_empty():
+                return
+            memory = self._memory[storage._cdata] = Memory(
+                storage, Sets.empty(storage.nbytes() // size, self.width), size
+            )
+            self._sweep()
+        if memory.size == size == tensor.element_size() and _is_whole(tensor, storage.nbytes() // size):
+            memory.sets = sets
+            return
+        places, parts = _places(tensor) * tensor.element_size(), max(1, tensor.element_size() // memory.size)
+        if memory.size > tensor.element_size():  # a unit of memory is more than what is written: it keeps what it has
+            places = torch.div(places, memory.size, rounding_mode="floor")
+            union = sets.grouped(places, len(memory.sets))
+            memory.sets = memory.sets | union
+            return
+        places = torch.div(places, memory.size, rounding_mode="floor")
+        for part in range(parts):
+            memory.sets = memory.sets.put(places + part, sets)
+
+    def _sweep(self) -> None:
+        """Forget what memory was freed, now and then."""
+        if len(self._memory) % 32 == 0:
+            self._memory = {key: memory for key, memory in self._memory.items() if memory.storage() is not None}
+            self._variable = {key: ref for key, ref in self._variable.items() if ref() is not None}
+
+
+class Exits:
+    """While this context is open, values that leave PyTorch by a way that is no operation are noticed.
+
+    By replacing methods of `Tensor`: a `TorchFunctionMode` is not asked inside of a backward pass, where it matters.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def __enter__(self) -> None:
+        _open.tracers.append(self.tracer)
+        _watched.enter()
+
+    def __exit__(self, *exc: object) -> None:
+        _watched.leave()
+        _open.tracers.pop()
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.tracers: list[Tracer] = []
+
+
+_open = _Open()
+
+WAYS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
+
+
+def _watch() -> Callable[[], None]:
+    before = {name: vars(Tensor).get(name) for name in WAYS}
+    for name in WAYS:
+        setattr(Tensor, name, _reporting(name, getattr(Tensor, name)))
+
+    def restore() -> None:
+        for name, method in before.items():
+            if method is None:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
+
+    return restore
+
+
+def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def reported(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for tracer in _open.tracers:
+            tracer.leaves(self, f"something else (.{name}())")
+        return method(self, *args, **kwargs)
+
+    return reported
+
+
+_watched = Counted(_watch)
+
+
+_decompositions: dict[Any, Any] = {}
+
+
+def decompositions() -> dict[Any, Any]:
+    """PyTorch's own definitions of operators in terms of others."""
+    if not _decompositions:
+        from torch._decomp import core_aten_decompositions
+
+        _decompositions.update(core_aten_decompositions())
+    return _decompositions
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def written_to(operation: Operation) -> Iterator[Tensor]:
+    """The arguments that an operator writes to."""
+    for argument in operation.function._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(operation.argument(argument.name))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _storages(tensor: Tensor) -> list[Any]:
+    if _has_memory(tensor):
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values().untyped_storage()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return [tensor.values().untyped_storage()]
+    return []
+
+
+def _length(tensor: Tensor) -> int:
+    return tensor.numel() if _has_memory(tensor) else 1
+
+
+def _unit(tensor: Tensor) -> int:
+    return tensor.element_size() // 2 if tensor.is_complex() else tensor.element_size()
+
+
+def _is_whole(tensor: Tensor, units: int) -> bool:
+    return tensor.numel() == units and tensor.is_contiguous() and not tensor.storage_offset()
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Where in memory each element of a tensor lies, counted in elements."""
+    offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+    if tensor.is_contiguous():
+        return torch.arange(offset, offset + tensor.numel())
+    places = torch.full(shape, offset)
+    for dim, (length, step) in enumerate(zip(shape, stride, strict=True)):
+        places += (torch.arange(length) * step).reshape(-1, *[1] * (tensor.ndim - dim - 1))
+    return places.reshape(-1)

@@ -1,0 +1,27 @@
+"""What each output of an operator depends on: rules by family, looked up by the operator's name.
+
+A rule may give too much, never too little. An operator without one is decomposed into others; failing that, all its
+outputs depend on all its arguments, which is always right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hodiff.sparse._tracer import Rule
+from hodiff.sparse.rules import contract, lines, move, pointwise, window
+
+RULES: dict[str, Rule] = {**pointwise.RULES, **move.RULES, **lines.RULES, **contract.RULES, **window.RULES}
+
+
+def find(function: Any) -> Rule | None:
+    """The rule of an operator; None where there is none."""
+    name = str(function._schema.name)
+    if not name.startswith("aten::"):
+        return None
+    rule = RULES.get(name.removeprefix("aten::").rstrip("_")) or RULES.get(name.removeprefix("aten::"))
+    if rule is not None:
+        return rule
+    return pointwise.pointwise if torch.Tag.pointwise in function.tags else None

@@ -1,0 +1,252 @@
+"""Operators that move entries, and their adjoints, which add entries where they came from.
+
+The operator itself says which entry goes where: it is run on the numbers of the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hodiff.sparse._sets import Sets
+from hodiff.sparse._tracer import Found, Operation, Rule, tensors_in
+from hodiff.sparse.rules.lines import along
+from hodiff.sparse.rules.pointwise import listed
+
+
+def moved(op: Operation) -> Found:
+    """Each entry of the output is one of some argument, or a constant."""
+    if _has_variable_index(op):
+        return None
+    parts: list[Sets] = []
+    first = 1
+
+    def numbered(value: Any) -> Any:
+        nonlocal first
+        if isinstance(value, Tensor):
+            sets = op.sets(value)
+            if sets is not None:
+                numbers = torch.arange(first, first + value.numel(), dtype=torch.float64).reshape(value.shape)
+                parts.append(sets)
+                first += value.numel()
+                return numbers
+            data = value.is_floating_point() or value.is_complex()
+            return torch.zeros(value.shape, dtype=torch.float64) if data else value.cpu()
+        if isinstance(value, (tuple, list)):
+            return type(value)([numbered(item) for item in value])
+        return value
+
+    args, kwargs = numbered(list(op.args)), {key: numbered(value) for key, value in op.kwargs.items()}
+    for name in ("dtype", "layout", "device", "pin_memory", "memory_format"):
+        kwargs.pop(name, None)
+    if op.name == "constant_pad_nd":  # what it pads with is no number of an entry
+        args, kwargs = args[:2], {}
+    function = op.function
+    if function._schema.is_mutable:
+        function = getattr(getattr(torch.ops.aten, op.name), function._overloadname)
+    numbers = list(tensors_in(function(*args, **kwargs)))
+    whole = Sets.joined(parts)
+    return [whole.take(n.reshape(-1).long() - 1) for n in numbers]
+
+
+def _has_variable_index(op: Operation) -> bool:
+    """Whether an index follows from the point: at another one it would lead elsewhere."""
+    return any(not (t.is_floating_point() or t.is_complex()) and op.is_variable(t) for t in op.inputs)
+
+
+def along_dim(op: Operation) -> Found:
+    """A gather along one dimension: where its index follows from the point, whichever entry of the line."""
+    if not _has_variable_index(op):
+        return moved(op)
+    source, output, index = op.argument("self"), op.outputs[0], op.argument("index")
+    sets, dim = op.sets(source), op.argument("dim")
+    if sets is None or index is None:
+        return None
+    lines, of_source = along(source.shape, [dim])
+    if op.name == "gather" and all(
+        a <= b or d == dim % max(1, source.ndim) for d, (a, b) in enumerate(zip(index.shape, source.shape, strict=True))
+    ):
+        kept = [slice(0, n) for n in output.shape]
+        kept[dim % source.ndim if source.ndim else 0 :][:1] = [slice(0, 1)] if source.ndim else []
+        first = of_source.reshape(source.shape)[_at(kept, dim, source.ndim)]
+        return [sets.grouped(of_source, lines).take(first.expand(output.shape).reshape(-1))]
+    if op.name == "index_select" and source.ndim:
+        first = of_source.reshape(source.shape).select(dim, 0).unsqueeze(dim)
+        return [sets.grouped(of_source, lines).take(first.expand(output.shape).reshape(-1))]
+    return None
+
+
+def _at(kept: list[slice], dim: int, ndim: int) -> tuple[slice, ...]:
+    return tuple(slice(0, 1) if d == dim % max(1, ndim) else part for d, part in enumerate(kept))
+
+
+# --- writes into places
+
+
+def scattered(op: Operation) -> Found:
+    """The sets of `self`, and where something is written or added, those as well."""
+    base, source = op.argument("self"), op.argument("src", op.argument("source", op.argument("values")))
+    if not isinstance(base, Tensor):
+        return None
+    kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
+    if not isinstance(source, Tensor) or op.sets(source) is None:
+        return [kept]
+    found = _targets(op, base, source)
+    if found is None:
+        return None
+    written, targets, count, back = found
+    union = written.grouped(targets, count)
+    return [kept | (union if back is None else union.take(back))]
+
+
+def _targets(op: Operation, base: Tensor, source: Tensor) -> tuple[Sets, Tensor, int, Tensor | None] | None:
+    """The sets written, the group of each, how many groups, and for each entry of `self` its group (None: itself)."""
+    sets = op.sets(source)
+    places = torch.arange(base.numel()).reshape(base.shape)
+    dim, index = op.argument("dim"), op.argument("index")
+    if sets is None:
+        return None
+    if op.name in ("index_put", "_index_put_impl", "_unsafe_index_put"):
+        indices = op.argument("indices")
+        if any(op.is_variable(i) for i in tensors_in(indices)):
+            return None
+        hit = places[tuple(slice(None) if i is None else i.cpu() for i in indices)]
+        return sets.take(_numbers(source, hit.shape)), hit.reshape(-1), base.numel(), None
+    if op.name in ("scatter", "scatter_add", "scatter_reduce"):
+        part = tuple(slice(0, n) for n in index.shape)
+        numbers = torch.arange(source.numel()).reshape(source.shape)
+        sets = sets.take((numbers[part] if source.ndim else numbers).reshape(-1))
+        if op.is_variable(index):
+            lines, of_base = along(base.shape, [dim])
+            shaped = of_base.reshape(base.shape)
+            hit = shaped[_at(list(part), dim, base.ndim)] if base.ndim else shaped
+            return sets, hit.expand(index.shape).reshape(-1), lines, of_base
+        return sets, places.gather(dim, index.cpu()).reshape(-1), base.numel(), None
+    if op.name in ("index_add", "index_copy", "index_reduce"):
+        if op.is_variable(index):
+            if not base.ndim:
+                return None
+            lines, of_base = along(base.shape, [dim])
+            hit = of_base.reshape(base.shape).select(dim, 0).unsqueeze(dim).expand(source.shape)
+            return sets, hit.reshape(-1), lines, of_base
+        hit = places.index_select(dim, index.cpu()) if base.ndim else places.reshape(1)
+        return sets, hit.reshape(-1), base.numel(), None
+    return None
+
+
+def _numbers(tensor: Tensor, shape: Any) -> Tensor:
+    return torch.arange(tensor.numel()).reshape(tensor.shape).expand(shape).reshape(-1)
+
+
+def masked_scatter(op: Operation) -> Found:
+    """The entries of the source go where a mask is set, in order."""
+    base, mask, source = op.argument("self"), op.argument("mask"), op.argument("source")
+    if op.is_variable(mask):
+        return None
+    kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
+    sets = op.sets(source)
+    if sets is None:
+        return [kept]
+    hit = mask.cpu().expand(base.shape).reshape(-1).nonzero()[:, 0]
+    return [kept | sets.spread(torch.arange(len(hit)), hit, base.numel())]
+
+
+def masked_scatter_backward(op: Operation) -> Found:
+    """What a mask selects, and zeros up to the size of the source."""
+    gradient, mask = op.argument("grad_output"), op.argument("mask")
+    sets, (output,) = op.sets(gradient), op.outputs
+    if sets is None or op.is_variable(mask):
+        return None
+    hit = mask.cpu().expand(gradient.shape).reshape(-1).nonzero()[: output.numel(), 0]
+    return [sets.take(torch.cat([hit, hit.new_full((output.numel() - len(hit),), -1)]))]
+
+
+# --- adjoints: run the movement itself on numbers, and send each entry back
+
+
+def adjoint(shape: Callable[[Operation], Any], movement: Callable[[Operation, Tensor], Tensor]) -> Rule:
+    """The rule of the adjoint of a movement of a tensor of that shape."""
+
+    def rule(op: Operation) -> Found:
+        gradient = next(iter(op.inputs))
+        sets, size = op.sets(gradient), shape(op)
+        if sets is None or len(op.live) != 1 or _has_variable_index(op):
+            return None
+        count = torch.Size(size).numel()
+        numbers = movement(op, torch.arange(1, count + 1, dtype=torch.float64).reshape(tuple(size)))
+        targets = numbers.reshape(-1).long() - 1
+        if len(targets) != gradient.numel():
+            return None
+        held = targets >= 0
+        return [sets.spread(held.nonzero()[:, 0], targets[held], count)]
+
+    return rule
+
+
+def _own_shape(op: Operation) -> Any:
+    return op.argument("self").shape
+
+
+def _pad(mode: str) -> Callable[[Operation, Tensor], Tensor]:
+    def movement(op: Operation, numbers: Tensor) -> Tensor:
+        function = getattr(torch.ops.aten, op.name.removesuffix("_backward"))
+        return function(numbers, op.argument("padding"))
+
+    return movement
+
+
+def embedding_backward(op: Operation) -> Found:
+    """Each row goes to the word that it stands for."""
+    gradient, indices, words = op.argument("grad_output"), op.argument("indices"), op.argument("num_weights")
+    sets = op.sets(gradient)
+    if sets is None or op.is_variable(indices):
+        return None
+    width = gradient.shape[-1]
+    targets = (indices.cpu().reshape(-1, 1) * width + torch.arange(width)).reshape(-1)
+    return [sets.grouped(targets, int(words) * width)]
+
+
+def col2im(op: Operation) -> Found:
+    """The adjoint of `unfold`."""
+    columns, output = op.argument("self"), op.outputs[0]
+    sets = op.sets(columns)
+    if sets is None:
+        return None
+    numbers = torch.arange(1, output.numel() + 1, dtype=torch.float64).reshape(output.shape)
+    options = [op.argument(name) for name in ("kernel_size", "dilation", "padding", "stride")]
+    targets = F.unfold(numbers, *options).reshape(-1).long() - 1
+    held = targets >= 0
+    return [sets.spread(held.nonzero()[:, 0], targets[held], output.numel())]
+
+
+RULES: dict[str, Rule] = {
+    **listed(
+        "cat stack index _unsafe_index take flip roll rot90 repeat constant_pad_nd reflection_pad1d "
+        "reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d slice_backward "
+        "select_backward diagonal_backward slice_scatter select_scatter diagonal_scatter as_strided_scatter tril triu "
+        "masked_select unfold_copy permute_copy transpose_copy t_copy view_copy expand_copy squeeze_copy "
+        "unsqueeze_copy slice_copy select_copy diagonal_copy as_strided_copy split_copy split_with_sizes_copy "
+        "unbind_copy narrow_copy _reshape_copy _unsafe_view pixel_shuffle pixel_unshuffle channel_shuffle im2col "
+        "diag_embed block_diag upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+        moved,
+    ),
+    **listed("gather index_select", along_dim),
+    **listed("scatter scatter_add index_put _index_put_impl _unsafe_index_put index_add index_copy", scattered),
+    "masked_scatter": masked_scatter,
+    "masked_scatter_backward": masked_scatter_backward,
+    "embedding_dense_backward": embedding_backward,
+    "col2im": col2im,
+    **listed(
+        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward "
+        "replication_pad2d_backward replication_pad3d_backward",
+        adjoint(_own_shape, _pad("")),
+    ),
+    "unfold_backward": adjoint(
+        lambda op: op.argument("input_sizes"),
+        lambda op, numbers: numbers.unfold(op.argument("dim"), op.argument("size"), op.argument("step")),
+    ),
+}

@@ -1,0 +1,192 @@
+"""Colours: valid by a slow and obvious predicate, as few as theory says where it says so."""
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hodiff
+from hodiff.sparse import Pattern, color
+from hodiff.sparse import _coloring as coloring
+
+ORDERS = ("best", "largest", "natural")
+
+
+def pattern_of(pairs: Iterable[tuple[int, int]], shape: tuple[int, int]) -> Pattern:
+    pairs = list(pairs)
+    return Pattern(torch.tensor([i for i, _ in pairs]).long(), torch.tensor([j for _, j in pairs]).long(), shape)
+
+
+def is_star_coloring(held: list[list[bool]], colors: list[int]) -> bool:
+    """Neighbours differ, and each path of four vertices has three colours."""
+    n = len(held)
+    near = [[j for j in range(n) if held[i][j] and i != j] for i in range(n)]
+    if any(colors[i] == colors[j] for i in range(n) for j in near[i]):
+        return False
+    for a in range(n):
+        for b in near[a]:
+            for c in near[b]:
+                for d in near[c]:
+                    if len({a, b, c, d}) == 4 and len({colors[v] for v in (a, b, c, d)}) < 3:
+                        return False
+    return True
+
+
+def is_column_coloring(held: list[list[bool]], colors: list[int]) -> bool:
+    """In each row, each colour once."""
+    rows = [[colors[j] for j, there in enumerate(row) if there] for row in held]
+    return all(len(set(row)) == len(row) for row in rows)
+
+
+@st.composite
+def symmetric(draw: st.DrawFn) -> list[list[bool]]:
+    n = draw(st.integers(1, 11))
+    drawn = draw(st.lists(st.booleans(), min_size=n * n, max_size=n * n))
+    return [[drawn[i * n + j] or drawn[j * n + i] for j in range(n)] for i in range(n)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(symmetric(), st.sampled_from(ORDERS))
+def test_star_colourings_are_valid(held: list[list[bool]], order: str) -> None:
+    n = len(held)
+    pattern = pattern_of([(i, j) for i in range(n) for j in range(n) if held[i][j]], (n, n))
+    assert is_star_coloring(held, color(pattern, "star", order=order).tolist())
+    for way in coloring._STAR:
+        assert is_star_coloring(held, way.run(pattern).tolist())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=7), st.sampled_from(ORDERS))
+def test_column_and_row_colourings_are_valid(held: list[list[bool]], order: str) -> None:
+    pattern = pattern_of([(i, j) for i, row in enumerate(held) for j, t in enumerate(row) if t], (len(held), 6))
+    assert is_column_coloring(held, color(pattern, "columns", order=order).tolist())
+    turned = [list(column) for column in zip(*held, strict=True)]
+    assert is_column_coloring(turned, color(pattern, "rows", order=order).tolist())
+
+
+# --- as many as theory says -------------------------------------------------------------------------------------------
+
+
+def banded(n: int, width: int) -> Pattern:
+    return pattern_of([(i, j) for i in range(n) for j in range(n) if abs(i - j) <= width], (n, n))
+
+
+def grid(m: int, reach: list[tuple[int, int]]) -> Pattern:
+    pairs = [
+        (i * m + j, (i + a) * m + j + b)
+        for i in range(m) for j in range(m) for a, b in reach if 0 <= i + a < m and 0 <= j + b < m
+    ]  # fmt: skip
+    return pattern_of(pairs, (m * m, m * m))
+
+
+FIVE = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
+NINE = [(a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+
+
+def count(pattern: Pattern, kind: str = "star") -> int:
+    return len(set(color(pattern, kind).tolist()))
+
+
+@pytest.mark.parametrize("width", range(6))
+def test_banded_matrices(width: int) -> None:
+    """2w + 1 for columns (Curtis, Powell, Reid), and for stars of a band no fewer (Coleman, Moré, 1984)."""
+    assert count(banded(40, width), "columns") == 2 * width + 1
+    assert count(banded(40, width)) == 2 * width + 1
+
+
+def test_an_arrow() -> None:
+    arrow = pattern_of([(0, j) for j in range(9)] + [(i, 0) for i in range(9)] + [(i, i) for i in range(9)], (9, 9))
+    assert count(arrow) == 2
+    assert count(arrow, "columns") == 9
+
+
+def test_grids() -> None:
+    assert count(grid(12, FIVE)) == 5
+    assert count(grid(12, FIVE), "columns") <= 7
+    assert count(grid(12, NINE)) == count(grid(12, NINE), "columns") == 9
+
+
+def test_blocks_and_diagonals() -> None:
+    blocks = pattern_of([(3 * b + i, 3 * b + j) for b in range(5) for i in range(3) for j in range(3)], (15, 15))
+    assert count(blocks) == count(blocks, "rows") == 3
+    assert count(banded(10, 0)) == 1
+    assert count(pattern_of([], (4, 4))) == 1
+    assert color(pattern_of([], (0, 3)), "rows").shape == (0,)
+
+
+def test_trees_take_few() -> None:
+    """Any tree has a star colouring in three (Fertin, Raspaud, Reed, 2004); greedily in not many more."""
+    draw = random.Random(0)
+    edges = [(i, draw.randrange(i)) for i in range(1, 300)]
+    tree = pattern_of([*edges, *[(j, i) for i, j in edges]], (300, 300))
+    assert count(tree) <= 5
+
+
+# --- far more neighbours than most ------------------------------------------------------------------------------------
+
+
+def several_arrows(n: int, heads: list[int]) -> Pattern:
+    pairs = {(h, j) for h in heads for j in range(n) if j not in heads or j == h} | {(i, i) for i in range(n)}
+    return pattern_of(sorted(pairs | {(j, i) for i, j in pairs}), (n, n))
+
+
+def test_crowded_vertices_have_their_own_colours() -> None:
+    """Three heads that are no neighbours of each other: in one colour, they would make all others differ."""
+    pattern = several_arrows(300, [0, 100, 299])
+    colors = color(pattern).tolist()
+    assert len(set(colors)) == 4
+    assert all(colors.count(colors[head]) == 1 for head in (0, 100, 299))
+    assert set(colors) == set(range(4))
+    assert is_star_coloring(pattern.to_torch().to_dense()[:40, :40].tolist(), colors[:40])
+
+
+# --- large matrices ---------------------------------------------------------------------------------------------------
+
+
+def test_a_large_matrix_is_coloured_in_the_way_that_is_best_on_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coloring, "PART", 30)
+    held = grid(9, FIVE).to_torch().to_dense().tolist()
+    assert is_star_coloring(held, color(grid(9, FIVE)).tolist())
+    assert count(grid(9, FIVE)) <= 6
+    assert len(set(color(banded(81, 2), "columns").tolist())) == 5
+    tall = pattern_of([(i, i // 3) for i in range(120)] + [(i, min(39, i // 3 + 1)) for i in range(120)], (120, 40))
+    assert is_column_coloring(tall.to_torch().to_dense().tolist(), color(tall, "columns").tolist())
+    assert len(set(color(tall, "rows").tolist())) >= 3
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_what_it_takes() -> None:
+    import scipy.sparse
+
+    dense = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 1]])
+    expected = color(Pattern(*dense.nonzero().T, (3, 3)))
+    assert torch.equal(color(dense.to_sparse()), expected)
+    assert torch.equal(color(scipy.sparse.csr_matrix(dense.numpy())), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "match"),
+    [
+        (torch.tensor([[0, 1], [0, 0]]).to_sparse(), "star", r"holds \(0, 1\) and not \(1, 0\).*pattern \+ pattern\.T"),
+        (torch.ones(2, 3).to_sparse(), "star", "is 2 x 3, expected a symmetric matrix"),
+        (torch.eye(2), "star", "dense tensor"),
+        ([[0], [0]], "star", "list, expected one that knows its shape"),
+        (torch.eye(2).to_sparse(), "acyclic", r'kind: got .acyclic., expected "star", "columns" or "rows"'),
+    ],
+)
+def test_bad_input(given: object, kind: str, match: str) -> None:
+    with pytest.raises(hodiff.InputError, match=match):
+        color(given, kind)
+
+
+def test_seeds_are_sums_of_unit_vectors() -> None:
+    from hodiff.sparse._recover import seeds
+
+    found: Tensor = seeds(torch.tensor([0, 1, 0, 2]), 3)
+    assert found.int().tolist() == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
