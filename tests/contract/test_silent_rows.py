@@ -364,6 +364,16 @@ def test_13_logcumsumexp() -> None:
     right_or_refused(lambda: hodiff.jacobian(lambda z: hodiff.grad(f, z), x) @ v, expected, words)
 
 
+def test_13_logcumsumexp_of_a_tensor_at_third_order() -> None:
+    """The function form writes it out; a graph that has it already would give NaN."""
+    x = torch.tensor([0.3, -0.8, 1.4], dtype=D, requires_grad=True)
+    v = torch.ones(3, dtype=D)
+    loss = lambda z: torch.logcumsumexp(z, 0).square().sum()
+    torch.testing.assert_close(hodiff.hvp(loss(x), x, v), hodiff.hvp(loss, x.detach(), v))
+    with pytest.raises(hodiff.GraphError, match=r"(?s)logcumsumexp.*function"):
+        hodiff.hvp(loss(x), x, v, create_graph=True)
+
+
 def _second(result: Any) -> Tensor:
     return result[1] if isinstance(result, tuple) else result
 

@@ -4,8 +4,10 @@ Order k is checked by differences of order k - 1, itself checked before, so one 
 behind another.  The functions here take plain functions of one real number, or of one flat vector.
 """
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,3 +64,35 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     scale = float(expected.abs().max())
     error = float((got - expected).abs().max())
     return error / scale if scale > 1e-9 else error
+
+
+class Estimate(NamedTuple):
+    """A derivative by differences, and how far off it may be: infinitely, where a kink lies at the point."""
+
+    value: Tensor
+    error: float
+
+
+def estimated(curve: Curve, step: float = 1e-2, levels: int = 5) -> Estimate:
+    """The derivative of ``curve`` at 0, with an error from the last extrapolations, and a look for kinks.
+
+    At a kink the central difference is the mean of two slopes and converges to a number that is no derivative. So
+    the slopes from the right and from the left must approach each other as the step halves.
+    """
+    middle, sides = curve(0.0), [(curve(h), curve(-h)) for h in (step / 2**level for level in range(levels))]
+    row = [(right - left) / (2 * step / 2**level) for level, (right, left) in enumerate(sides)]
+    bends = [
+        float(((right - 2 * middle + left) / (step / 2**level)).abs().max()) if middle.numel() else 0.0
+        for level, (right, left) in enumerate(sides)
+    ]
+    rounding = 8 * torch.finfo(torch.float64).eps * largest(middle) / (step / 2 ** (levels - 1))
+    if bends[-1] > 0.75 * bends[-2] and bends[-1] > 1e-6 * largest(row[-1]) + 100 * rounding:
+        return Estimate(row[-1], math.inf)
+    for k in range(1, levels):
+        last, row = row, [(4**k * fine - coarse) / (4**k - 1) for coarse, fine in pairwise(row)]
+    return Estimate(row[0], largest(row[0] - last[1]) + rounding)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute entry; 0 of none, infinity where one is not finite."""
+    return float(tensor.abs().max().nan_to_num(math.inf)) if tensor.numel() else 0.0

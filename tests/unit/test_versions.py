@@ -54,7 +54,12 @@ def patch(x: torch.Tensor) -> torch.Tensor:
     return torch.as_strided_scatter(x.sin(), x[:2].exp(), (2, 2), (1, 2)).flatten()
 
 
-@pytest.mark.parametrize("f", [distances, patch])
+def selected(x: torch.Tensor) -> torch.Tensor:
+    """The argument is broadcast to the mask."""
+    return x.sin()[0].masked_select(torch.tensor([[True] * x.shape[1], [False] + [True] * (x.shape[1] - 1)]))
+
+
+@pytest.mark.parametrize("f", [distances, patch, selected])
 def test_vectors_pass_one_at_a_time_where_their_batch_would_be_wrong(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
     expected = torch.stack([hodiff.grad(lambda x, i=i: f(x)[i], X) for i in range(len(f(X)))])
     assert relative_error(hodiff.jacobian(f, X), expected) < 1e-12

@@ -143,10 +143,10 @@ class Graph:
         names = survey.names()
         if "CudnnRnnBackward0" in names:
             lending.also(_switches.no_cudnn)
-        elif not (self.order == 2 and _translate.WEIGHT_NORM in names):
+        elif self.order > 2 or names.isdisjoint(_translate.WRITTEN_OUT):
             return survey
         lending.restart()
-        return self._run(exact=self.order >= 3 or _translate.WEIGHT_NORM in names)
+        return self._run(exact=self.order >= 3 or not names.isdisjoint(_translate.WRITTEN_OUT))
 
     def _run(self, *, exact: bool) -> _nodes.Survey:
         if exact:

@@ -172,6 +172,11 @@ def scales_by_frequency(node: Node) -> bool:
     return getattr(node, "_saved_scale_grad_by_freq", False)
 
 
+def saved_near_zero(node: Node, reach: float) -> bool:
+    """Whether the argument that a node has kept has an entry so close to 0."""
+    return bool((node._saved_self.detach().abs() < reach).any())
+
+
 def has_backward(function: type) -> bool:
     """Whether an `autograd.Function` says how it is differentiated."""
     plain = torch.autograd.Function

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hodiff._core import _near_zero
+
 
 def layer_norm(
     input: Tensor,
@@ -118,6 +120,10 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
     torch.logcumsumexp: logcumsumexp,
     Tensor.logcumsumexp: logcumsumexp,
+    torch.sinc: _near_zero.sinc,
+    Tensor.sinc: _near_zero.sinc,
+    torch.special.i1: _near_zero.i1,
+    torch.special.i1e: _near_zero.i1e,
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.batch_norm: batch_norm,
@@ -132,7 +138,7 @@ def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 class ExactNorms(TorchFunctionMode):
-    """Inside it, layer, batch, instance and weight norm are computed from their definition.
+    """Inside it, layer, batch, instance and weight norm (and a few others) are computed from their definition.
 
     `mixes_samples` tells whether a batch norm in training mode was met: written out, it leaves no
     node in the graph by which to recognise it.

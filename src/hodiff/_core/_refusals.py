@@ -181,6 +181,28 @@ def _refuse_batch_norm_with_update(nodes: list[Any], leaves: Sequence[Tensor]) -
         )
 
 
+def _refuse_logcumsumexp(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches(nodes, leaves):
+        raise GraphError.about(
+            "a third derivative through PyTorch's logcumsumexp is not finite: its backward takes the logarithm of the "
+            "gradient that comes in. Give hodiff the function instead of its value, which writes it out.",
+            operations=["logcumsumexp"],
+        )
+
+
+def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches([node for node in nodes if _nodes.saved_near_zero(node, 2e-3)], leaves):
+        name = {"Sinc": "sinc", "SpecialI1": "special.i1", "SpecialI1E": "special.i1e"}[
+            type(nodes[0]).__name__.removesuffix("Backward0")
+        ]
+        raise GraphError.about(
+            f"higher derivatives through PyTorch's {name} are wrong near 0 (its formula divides by x), and an entry of "
+            f"its argument is closer than 0.002. Give hodiff the function instead of its value, which writes {name} "
+            f"by its series there.",
+            operations=[name.partition(".")[2] or name],
+        )
+
+
 Remark = Callable[[list[Any], Sequence[Tensor]], None]
 
 REMARKS: list[tuple[str, int, Remark]] = [
@@ -191,6 +213,10 @@ REMARKS: list[tuple[str, int, Remark]] = [
     ("SparseCompressedTensorBackward", 2, _refuse_sparse),
     ("EmbeddingBackward0", 2, _refuse_scaled_embedding),
     ("linear_cross_entropy", 2, _refuse_chunked_loss),
+    ("SincBackward0", 2, _refuse_near_zero),
+    ("SpecialI1Backward0", 2, _refuse_near_zero),
+    ("SpecialI1EBackward0", 2, _refuse_near_zero),
+    ("LogcumsumexpBackward", 3, _refuse_logcumsumexp),
     ("BatchNormWithUpdateBackward", 3, _refuse_batch_norm_with_update),
 ]
 """A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""

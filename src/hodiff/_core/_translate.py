@@ -37,6 +37,12 @@ _WAYS_OUT = {
 UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
+WRITTEN_OUT = {
+    WEIGHT_NORM,
+    "SincBackward0",
+    "SpecialI1Backward0",
+    "SpecialI1EBackward0",
+}  # at second order; at third all that `_norms` has
 
 NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
 

@@ -15,7 +15,8 @@ RELEASE = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
 
 # All: their backward has a batching rule that is wrong without a word, so vectors pass them one at a time.
-BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "AsStridedScatterBackward0")
+# (masked_select: where its argument is broadcast to the mask.)
+BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "AsStridedScatterBackward0", "MaskedSelectBackward0")
 
 
 @cache

@@ -134,13 +134,22 @@ class FieldCall:
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""
         if self.record:
-            return result
+            return self._connected(result)
         if _jet.is_jet(self.x):
             return detached(result)
         if torch.compiler.is_compiling():  # where memory has no address: what may be the caller's is copied
             return _tree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)
         whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
         return detached(whole, {memory_of(self.x)})
+
+    def _connected(self, result: Any) -> Any:
+        """A differentiable result that came out constant (of a linear function) is still a function of x: plus 0."""
+        x = self.x
+        if not isinstance(x, Tensor) or _jet.is_jet(x) or not x.requires_grad:
+            return result
+        linked = lambda leaf: leaf + x.reshape(-1)[:0].sum().to(leaf)  # noqa: E731
+        constant = lambda leaf: isinstance(leaf, Tensor) and not _jet.is_jet(leaf) and not leaf.requires_grad  # noqa: E731
+        return _tree.tree_map(lambda leaf: linked(leaf) if constant(leaf) else leaf, result)
 
 
 def choose(call: FieldCall, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:

@@ -565,3 +565,14 @@ def test_high_derivatives_use_one_expansion(n):
     agree(got, (n * 1.5 ** (n - 1) * phase + 1.5**n * x * next_phase).sum())
     with pytest.raises(hodiff.InputError, match="not elementwise"):
         hodiff.nth_derivative(lambda x: x * x.flip(0), x, n)
+
+
+@pytest.mark.parametrize("method", ["jets", "reverse"])
+def test_fields_of_linear_functions_are_differentiable_zeros(method: str) -> None:
+    x = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    f = lambda z: z @ weight
+    assert torch.equal(hodiff.biharmonic(f, x, method=method), torch.zeros(3, dtype=torch.float64))
+    for found in (hodiff.laplacian(f, x, method=method), hodiff.partial(f, x, (0, 0), method=method)):
+        (g,) = torch.autograd.grad(found.sum(), x)
+        assert torch.equal(g, torch.zeros_like(x))

@@ -142,10 +142,14 @@ OTHERS = {
     "mse": lambda x: F.mse_loss(x, x.sin()),
 }
 
-# PyTorch's own are wrong at third order: checked against the definition, in `hodiff._core._norms`, and differences.
+# PyTorch's own are wrong at third order, weight_norm's at second.
+# Checked against the definition, in `hodiff._core._norms`, and differences.
 NORMS = {
     "layer_norm": lambda x: F.layer_norm(x, (3,), torch.tensor([1.0, 2.0, 0.5], dtype=D), torch.ones(3, dtype=D)),
     "instance_norm": lambda x: F.instance_norm(x[None].sin()),
+    "weight_norm": lambda x: torch._weight_norm(x, x.exp()[:, :1], 0),
+    "weight_norm, columns": lambda x: torch._weight_norm(x, x.exp()[:1], 1),
+    "weight_norm of a constant": lambda x: torch._weight_norm(torch.ones(5, 3, dtype=D), x.exp()[:, :1], 0),
 }
 
 

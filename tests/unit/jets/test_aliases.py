@@ -59,6 +59,17 @@ def test_einsum_that_is_a_view() -> None:
         hodiff.laplacian(f, X, method="jets")
 
 
+@pytest.mark.parametrize("indices", [(True,), (False,)])
+def test_adaptive_pooling_with_indices_by_position(indices: tuple[bool]) -> None:
+    x = torch.rand(2, 4, 4, dtype=torch.float64)
+    f = lambda z: torch.nn.functional.adaptive_max_pool2d(z, 2, *indices)
+    if indices[0]:
+        with pytest.raises(hodiff.GraphError, match="return_indices"):
+            hodiff.jet(f, x, [x])
+    else:
+        torch.testing.assert_close(hodiff.jet(f, x, [x])[1][0], f(x))
+
+
 def test_select_scatter_goes_by_reverse_where_its_batched_derivative_is_wrong() -> None:
     x = X.clone().requires_grad_()
     f = lambda h: h.select_scatter(h[:, 0].sin(), 1, 1)[:, 1]

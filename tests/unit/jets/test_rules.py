@@ -64,6 +64,9 @@ def test_norms_against_their_definition(name, x, path):
             x, (3,), torch.tensor([1.0, 2.0, 0.5], dtype=D), torch.ones(3, dtype=D)
         ),
         "instance_norm": lambda x: _norms.instance_norm(x[None].sin()),
+        "weight_norm": lambda x: _norms.weight_norm(x, x.exp()[:, :1], 0),
+        "weight_norm, columns": lambda x: _norms.weight_norm(x, x.exp()[:1], 1),
+        "weight_norm of a constant": lambda x: x.exp()[:, :1] / 3**0.5 * torch.ones(5, 3, dtype=D),
     }[name]
     for got, expected in zip(pushed(NORMS[name], x, path, ORDER), nested(definition, x, path, ORDER), strict=True):
         assert error(got, expected) < 1e-9

@@ -81,13 +81,16 @@ def max_pool(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The entries that PyTorch chose."""
     name = operation(func)
     x = args[0]
-    if kwargs.pop("return_indices", False) or len(args) > 6:
+    adaptive = name.startswith("adaptive")
+    place = 2 if adaptive else 6
+    native = adaptive and func is not getattr(F, name)  # which gives the indices too, whatever it is told
+    if native or kwargs.pop("return_indices", False) or any(args[place:]):
         raise NoRule(f"{name}(return_indices=True)")
     spatial = int(name[-2])
     pool = getattr(F, f"{name}_with_indices")
     value = _jet.series_of(x, expansion)[0]
     if _jet.is_jet(value):
         raise NoRule(name, "inside nested expansions")
-    _, index = pool(value, *args[1:], **kwargs)
+    _, index = pool(value, *args[1:place], **kwargs)
     flat = x.flatten(-spatial)
     return torch.gather(flat, -1, index.flatten(-spatial)).reshape(index.shape)

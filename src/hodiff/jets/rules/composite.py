@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _norms
+from hodiff._core import _near_zero, _norms
 from hodiff.jets import _jet
 from hodiff.jets._registry import MixesSamples, NoRule, operation, rule
 from hodiff.jets._series import Expansion
@@ -87,6 +87,24 @@ def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> An
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     return _norms.instance_norm(**given)
+
+
+@rule("composite", "_weight_norm")
+def weight_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """From the definition: PyTorch's own is wrong at second order."""
+    return _norms.weight_norm(*args, **kwargs)
+
+
+@rule("composite", "sinc")
+def sinc(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """From its series near 0, where PyTorch's derivatives divide by it."""
+    return _near_zero.sinc(*args, **kwargs)
+
+
+@rule("composite", "special_i1")
+def i1(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same."""
+    return _near_zero.i1(*args, **kwargs)
 
 
 @rule("composite", "group_norm")

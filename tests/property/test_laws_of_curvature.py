@@ -1,0 +1,124 @@
+"""Operators and what is estimated from them, against matrices made by `torch.func`."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import hodiff
+from tests.support.inputs import direction
+from tests.support.laws import Setting, hessian, jacobian, law, like, settings
+from tests.support.oracle import flatten
+from tests.support.properties import agree
+
+D = torch.float64
+matrices = st.tuples(st.integers(1, 5), st.integers(0, 2**16)).map(
+    lambda drawn: torch.randn(drawn[0], drawn[0], dtype=D, generator=torch.Generator().manual_seed(drawn[1]))
+)
+
+
+@law("HessianOperator", says="H as a matrix, Hv, and the gradient beside it")
+@given(setting=settings(), budget=st.sampled_from([0.0, 0.5]))
+def test_hessian_operator(setting: Setting, budget: float) -> None:
+    operator, H = hodiff.HessianOperator(setting.f, setting.where, memory_budget=budget), hessian(setting)
+    v = direction(setting.x)
+    agree(operator.dense(), H, floor=1e-10)
+    agree(flatten(operator @ like(setting, v)), H @ v, floor=1e-10)
+    agree(operator @ v, H @ v, floor=1e-10)
+
+
+@law("JacobianOperator", says="Jv and Jᵀu over several batches")
+@given(setting=settings(outputs=True))
+def test_jacobian_operator(setting: Setting) -> None:
+    batches = [(torch.tensor(1.5, dtype=D),), (torch.tensor(-0.5, dtype=D),)]
+    predict = lambda w, batch: setting.f(w).reshape(1, -1) * batch[0]
+    operator = hodiff.JacobianOperator(predict, setting.where, data=batches)
+    J = jacobian(setting)
+    whole = torch.cat([J * 1.5, J * -0.5])
+    v, u = direction(setting.x), direction(whole[:, 0].clone(), seed=4)
+    agree((operator @ v).reshape(-1), whole @ v, floor=1e-10)
+    agree(flatten(operator.T @ u), u @ whole, floor=1e-10)
+
+
+def _readings(setting: Setting, classes: int = 3) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Two batches of weights and labels, and the Jacobian of the logits `(5, classes, D)`."""
+    J = jacobian(setting)
+    weights = torch.randn(5, classes, J.shape[0], dtype=D, generator=torch.Generator().manual_seed(3))
+    labels = torch.tensor([0, 2, 1, 1, 0])
+    return [(weights[:3], labels[:3]), (weights[3:], labels[3:])], weights @ J
+
+
+def _logits(setting: Setting) -> object:
+    return lambda w, batch: batch[0] @ setting.f(w).reshape(-1)
+
+
+@law("GaussNewtonOperator", says="Jᵀ H_loss J, the mean over two batches")
+@given(setting=settings(outputs=True))
+def test_gauss_newton(setting: Setting) -> None:
+    batches, J = _readings(setting)
+    loss = lambda outputs, batch: ((outputs**4).sum() / 12, outputs.shape[0])
+    operator = hodiff.GaussNewtonOperator(_logits(setting), loss, setting.where, data=batches)
+    logits = torch.cat([w for w, _ in batches]) @ setting.flat(setting.x).reshape(-1)
+    expected = torch.einsum("ncd,nc,nce->de", J, logits**2, J) / 5
+    agree(operator.dense(), expected, floor=1e-9)
+
+
+@law("FisherOperator", says="Jᵀ (diag p - p pᵀ) J for a cross-entropy, the mean over two batches")
+@given(setting=settings(outputs=True))
+def test_fisher(setting: Setting) -> None:
+    batches, J = _readings(setting)
+    operator = hodiff.FisherOperator(_logits(setting), nn.CrossEntropyLoss(), setting.where, data=batches, kind="exact")
+    p = torch.softmax(torch.cat([w for w, _ in batches]) @ setting.flat(setting.x).reshape(-1), 1)
+    inner = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    agree(operator.dense(), torch.einsum("ncd,nck,nke->de", J, inner, J) / 5, floor=1e-9)
+
+
+@law("MatrixOperator", says="A v, Aᵀv, A", oracle="matrix products")
+@law("LinearOperator", says="2A - BAᵀ + 0.3, its products and its transpose", oracle="matrix products")
+@given(A=matrices)
+def test_algebra(A: Tensor) -> None:
+    operator, v = hodiff.MatrixOperator(A), direction(A[0])
+    B = A.flip(0) * 0.5
+    agree((operator @ v, operator.T @ v, operator.dense()), (A @ v, A.T @ v, A))
+    combined = 2 * operator - hodiff.MatrixOperator(B) @ operator.T + 0.3
+    expected = 2 * A - B @ A.T + 0.3 * torch.eye(len(A), dtype=D)
+    agree(combined.dense(), expected, floor=1e-10)
+    agree(combined @ v, expected @ v, floor=1e-10)
+    agree(combined.T @ v, expected.T @ v, floor=1e-10)
+
+
+@law("trace", says="the trace of H, from all unit vectors")
+@law("diagonal", says="the diagonal of H, from all unit vectors")
+@law("eigsh", says="the eigenvalues of H at both ends, and H w = λ w")
+@law("solve", says="(H + c)⁻¹ b")
+@given(setting=settings())
+def test_estimates(setting: Setting) -> None:
+    operator, H = hodiff.HessianOperator(setting.f, setting.where), hessian(setting)
+    n = len(H)
+    units = torch.eye(n, dtype=D)
+    if n > 1:  # several vectors, to tell the error from their spread
+        vectors = units * math.sqrt(n)  # whose outer products have the mean 1
+        agree(torch.as_tensor(hodiff.trace(operator, vectors=vectors).value, dtype=D), H.trace(), floor=1e-9)
+        agree(flatten(hodiff.diagonal(operator, vectors=vectors).value), H.diagonal().clone(), floor=1e-9)
+    values = torch.linalg.eigvalsh(H)
+    for which, expected in (("largest", values[-1]), ("smallest", values[0])):
+        found = hodiff.eigsh(operator, 1, which=which, generator=torch.Generator().manual_seed(1))
+        agree(found.value.reshape(()), expected.clone(), 1e-5, 1e-6 * float(1 + values.abs().max()))
+    shift = 1.5 * float(values.abs().max()) + 0.5
+    b = direction(setting.x)
+    solution = hodiff.solve(operator + shift, b)
+    agree(flatten(solution.value), torch.linalg.solve(H + shift * units, b), 1e-4, 1e-6)
+
+
+@law("eigs", says="the largest eigenvalue by magnitude, of any matrix", oracle="`torch.linalg.eigvals`")
+@law("spectral_radius", says="its magnitude", oracle="`torch.linalg.eigvals`")
+@given(A=matrices)
+def test_eigenvalues_of_any_matrix(A: Tensor) -> None:
+    expected = torch.linalg.eigvals(A).abs().max()
+    draw = lambda: torch.Generator().manual_seed(1)
+    found = hodiff.eigs(hodiff.MatrixOperator(A), 1, generator=draw())
+    agree(found.value.abs().max(), expected, 1e-5, 1e-8)
+    radius = hodiff.spectral_radius(hodiff.MatrixOperator(A), generator=draw())
+    agree(torch.as_tensor(radius.value, dtype=D), expected, 1e-4, 1e-8)

@@ -1,0 +1,181 @@
+"""`docs/explain/operations.md`, written from the shipped results alone."""
+
+from collections import defaultdict
+from typing import Any
+
+from tests.meta.source import ROOT
+from tests.torch_ops import results
+from tests.torch_ops.results import kind
+from tests.torch_ops.routes import ROUTES
+
+PAGE = ROOT / "docs" / "explain" / "operations.md"
+SIGNS = {
+    "right": "✓",
+    "refused": "R",
+    "told": "t",
+    "unsure": "·",
+    "defined": "d",
+    "none": "",
+    "raises": "e",
+    "wrong": "**W**",
+}
+
+HEAD = """\
+# Every operation, every order
+
+PyTorch's own database of operations, and a few with a history that it lacks: each operation with some of its samples,
+in double precision on a CPU, differentiated once, twice and three times, by hodiff's routes and by plain PyTorch's.
+Order k is compared with central differences (extrapolated) of order k - 1 along random directions, once that was found
+right; all tensors of a sample vary together, weights included. This page is written from the results.
+
+"""
+
+COMMANDS = """\
+## How to run it
+
+```bash
+python -m tests.torch_ops build/2.13.0.jsonl            # all; continues where it was stopped
+python -m tests.torch_ops build/2.13.0.jsonl --only linalg.det
+python -m tests.torch_ops build/2.13.0.jsonl --publish  # the results in short, and this page
+```
+
+The test suite runs a fixed share, and compares it with what is published here.
+
+"""
+
+
+def write() -> None:
+    PAGE.write_text(text(), encoding="utf-8")
+
+
+def text() -> str:
+    runs = {release: results.read(release) for release in results.releases()}
+    return HEAD + _counts(runs) + COMMANDS + _refused(runs) + _stock(runs) + _table(runs)
+
+
+def _counts(runs: dict[str, Any]) -> str:
+    lines = [
+        "## Counts\n",
+        "| torch | operations | samples | by | right | refused | not finite, told | other error | **wrong** | unsure |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for release, run in runs.items():
+        found = run["operations"]
+        samples = sum(int(each["samples"]) for each in found.values())
+        judged = sum(each["samples"] != "0" for each in found.values())
+        for by in ("hodiff", "PyTorch"):
+            n = run[by]
+            told = [n.get(k, 0) for k in ("right", "refused", "told", "raises")]
+            cells = [release, judged, samples, by, *told, f"**{n.get('wrong', 0)}**", n.get("unsure", 0)]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + (
+        "\n\nThe numbers after *by* count comparisons: one sample by one route. *Unsure*: the sample lies at a kink, "
+        "or the differences are too rough to tell. *Other errors* of hodiff's routes are PyTorch's as well, in the "
+        "backward pass of a result that the caller makes himself (transposed convolutions with `output_padding`, "
+        "`to_sparse`). "
+        f"{_defined(runs)}\n\n"
+    )
+
+
+def _defined(runs: dict[str, Any]) -> str:
+    """What is a gradient by definition alone."""
+    why: dict[str, set[str]] = defaultdict(set)
+    for run in runs.values():
+        for name, routes in run["operations"].items():
+            for verdict in routes.values():
+                if kind(verdict) == "defined":
+                    why[verdict.removeprefix("defined: ").partition(" (in ")[0]] |= {name}
+    told = "; ".join(f"{_names(sorted(names))}: {reason}" for reason, names in sorted(why.items()))
+    return f"Not counted, since PyTorch defines a gradient that is no derivative, and hodiff passes it on: {told}."
+
+
+def _refused(runs: dict[str, Any]) -> str:
+    """The reasons, each with the operations and routes that it stands for."""
+    reasons: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for release, run in runs.items():
+        for name, routes in run["operations"].items():
+            for route, verdict in routes.items():
+                if kind(verdict) == "refused":
+                    reason = verdict.removeprefix("refused: ").partition(" (in ")[0]
+                    reasons[reason][name] |= {f"{route}|{release}"}
+    lines = [
+        "## What hodiff refuses, why, and the way out\n",
+        "| operations | routes | what the error says |",
+        "|---|---|---|",
+    ]
+    for reason, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
+        routes = {entry.partition("|")[0] for entries in names.values() for entry in entries}
+        seen = {entry.partition("|")[2] for entries in names.values() for entry in entries}
+        ordered = ", ".join(route.name for route in ROUTES if route.name in routes)
+        only = "" if seen == set(runs) else f" (torch {', '.join(sorted(seen))})"
+        lines.append(f"| {_names(sorted(names))} | {ordered}{only} | {_cell(reason)} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def _stock(runs: dict[str, Any]) -> str:
+    """Where plain PyTorch gives a wrong number, and by how much."""
+    stock = [route for route in ROUTES if not route.ours]
+    lines = [
+        "## Where plain PyTorch is wrong, without a word\n",
+        "The largest relative error; `not finite` is a NaN or an infinity where the derivative is finite. "
+        "What hodiff does by its routes of the same order stands beside it. "
+        "[What stock PyTorch gets wrong](stock-pytorch.md) has short programs for the most important.\n",
+        "| operation | torch | " + " | ".join(route.name for route in stock) + " | hodiff, 2nd | hodiff, 3rd |",
+        "|---|---|" + "---|" * (len(stock) + 2),
+    ]
+    names = sorted({name for run in runs.values() for name in run["operations"]})
+    for name in names:
+        rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for release, run in runs.items():
+            routes = run["operations"].get(name, {})
+            cells = [_error(routes.get(route.name, "right")) for route in stock]
+            if any(cells):
+                ours = [
+                    ", ".join(
+                        sorted(
+                            {kind(routes.get(r.name, "right")) for r in ROUTES if r.ours and r.order == order}
+                            - {"none"}
+                        )
+                    )
+                    for order in (2, 3)
+                ]
+                rows[*cells, *ours].append(release)
+        lines += [f"| {name} | {', '.join(found)} | " + " | ".join(cells) + " |" for cells, found in rows.items()]
+    return "\n".join(lines) + "\n\n"
+
+
+def _table(runs: dict[str, Any]) -> str:
+    lines = [
+        "## All of them\n",
+        "✓ right; R refused; t not finite, and said so; e raises an error of PyTorch's; **W** wrong; · unsure; d a "
+        "gradient by PyTorch's definition; empty: not tried (a whole Hessian is made up to 24 entries). Where releases "
+        "differ, "
+        f"{' / '.join(runs)}. A sign stands for the worst of the samples.\n",
+        "| operation | samples | " + " | ".join(route.name for route in ROUTES) + " |",
+        "|---|---|" + "---|" * len(ROUTES),
+    ]
+    names = sorted({name for run in runs.values() for name in run["operations"]})
+    for name in names:
+        each = [run["operations"][name] for run in runs.values() if name in run["operations"]]
+        if all(found["samples"] == "0" for found in each):
+            continue
+        cells = [_both([found["samples"] for found in each])]
+        cells += [_both([SIGNS[kind(found.get(route.name, "right"))] for found in each]) for route in ROUTES]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _both(signs: list[str]) -> str:
+    return signs[0] if len(set(signs)) == 1 else " / ".join(sign or "-" for sign in signs)
+
+
+def _error(verdict: str) -> str:
+    return verdict.removeprefix("wrong").strip(" ,").partition(" (in ")[0] if kind(verdict) == "wrong" else ""
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _cell(reason: str) -> str:
+    return reason.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,98 @@
+"""A fixed share of the sweep over PyTorch's operations (`python -m tests.torch_ops` runs the whole), and its page."""
+
+import pytest
+import torch
+
+from tests.support.differences import estimated
+from tests.torch_ops import page, results, sweep
+from tests.torch_ops.judge import compare
+from tests.torch_ops.more import MORE
+from tests.torch_ops.routes import ROUTES
+
+pytest.importorskip("expecttest", reason="PyTorch's operator database needs expecttest")
+
+# One of each kind of rule, and what has a history. Two samples of each; all of the sweep's have some seconds to spend.
+SHARE = (
+    "add", "atan2", "cat", "cdist", "cumprod", "div no_rounding_mode", "einsum", "exp", "fft.rfft", "gather",
+    "index_put", "linalg.cholesky", "linalg.det", "linalg.solve", "linalg.vector_norm", "log_softmax", "logcumsumexp",
+    "masked.softmax", "matmul", "max reduction_with_dim", "nn.functional.batch_norm", "nn.functional.conv2d",
+    "nn.functional.cross_entropy", "nn.functional.embedding_bag", "nn.functional.gelu", "nn.functional.group_norm",
+    "nn.functional.layer_norm", "nn.functional.pdist", "nn.functional.scaled_dot_product_attention",
+    "nn.functional.softplus", "norm", "pow", "prod", "scatter_add", "split", "sort", "special.ndtr",
+    "tril", "var", "where", *MORE,
+)  # fmt: skip
+SAMPLES = 2
+ALLOWED = ("right", "refused", "told", "unsure", "defined")
+
+OURS = {route.name for route in ROUTES if route.ours}
+RELEASE = torch.__version__.partition("+")[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SHARE)
+def test_right_or_refused(name: str) -> None:
+    samples = sweep.of_operation(name, SAMPLES)
+    assert any(samples), "no sample: the share is of operations that are judged"
+    for verdicts in samples:
+        for route in OURS & verdicts.keys():
+            assert results.kind(verdicts[route]) in ALLOWED, f"{route}: {verdicts[route]}"
+    assert any(results.kind(v) == "right" for verdicts in samples for v in verdicts.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(RELEASE not in results.releases(), reason="no results are published for this release")
+@pytest.mark.parametrize("name", ["linalg.solve", "nn.functional.layer_norm", *MORE])
+def test_plain_pytorch_is_wrong_where_the_page_says_so(name: str) -> None:
+    """And nowhere else; so that a page that went stale is seen, and a check that sees nothing, too."""
+    published = results.read(RELEASE)["operations"][name]
+    found = results.digest({name: sweep.of_operation(name, 6)})[name]
+    kinds = lambda verdicts: {r: results.kind(v) for r, v in verdicts.items() if r != "samples"}
+    assert kinds(found) == kinds(published)
+    assert "wrong" in kinds(found).values() or "refused" in kinds(found).values()
+
+
+def test_published_results_hold_no_wrong_number_of_ours() -> None:
+    assert results.releases(), "nothing is published"
+    for release in results.releases():
+        for name, routes in results.read(release)["operations"].items():
+            for route in OURS & routes.keys():
+                kind = results.kind(routes[route])
+                last_pass_is_the_callers = route.startswith("backward of")  # and so is PyTorch's error in it
+                assert kind in ALLOWED or kind == "none" or (kind == "raises" and last_pass_is_the_callers), name
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert page.PAGE.read_text("utf-8") == page.text(), "stale: python -m tests.torch_ops RESULTS --publish"
+
+
+# --- the judge ------------------------------------------------------------------------------------------------------
+
+
+def test_a_kink_is_no_oracle() -> None:
+    """Its central difference converges, to a number that is no derivative."""
+    for kinked in (torch.abs, torch.relu, lambda t: torch.maximum(t, -3 * t)):
+        truth = estimated(lambda t, f=kinked: f(torch.tensor([t], dtype=torch.float64)) + 5)
+        assert compare(torch.zeros(1, dtype=torch.float64), truth, told=False) == "unsure"
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e8])
+def test_the_judge_sees_one_part_in_ten_thousand(scale: float) -> None:
+    x = torch.tensor([0.3, -0.8], dtype=torch.float64)
+    truth = estimated(lambda t: scale * torch.sin(x + t))
+    right = scale * torch.cos(x)
+    assert truth.error < 1e-8 * scale
+    assert compare(right, truth, told=False) == "right"
+    if scale >= 1:  # below, what differs is a millionth of nothing
+        assert compare(right * (1 + 1e-4), truth, told=False).startswith("wrong")
+    assert compare(right * torch.nan, truth, told=False) == "wrong, not finite"
+    assert compare(right * torch.nan, truth, told=True) == "told"
+    assert compare(right[:1], truth, told=False).startswith("wrong shape")
+
+
+def test_samples_are_merged_to_the_worst() -> None:
+    merged = results.merged
+    assert merged([]) == "none"
+    assert merged(["right", "unsure"]) == "right"
+    assert merged(["unsure"]) == "unsure"
+    assert merged(["right", "wrong 1e-03", "wrong 2e+00"]) == "wrong 2e+00 (in 2 of 3)"
+    assert merged(["refused: why", "right"]) == "refused: why (in 1 of 2)"

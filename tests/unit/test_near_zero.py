@@ -1,0 +1,88 @@
+"""Functions with a removable singularity at 0: right there at every order, by mpmath; a graph of them is refused."""
+
+from collections.abc import Callable
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+import hodiff
+
+POINTS = [0.0, 1e-12, 1e-9, -1e-7, 1e-4, -3e-3, 0.05, -0.0999, 0.1001, 0.7, -0.999, 1.001, 2.5]
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[object], object]]] = {
+    "sinc": (torch.sinc, lambda t: mpmath.sincpi(t)),
+    "sinc, method": (lambda x: x.sinc(), lambda t: mpmath.sincpi(t)),
+    "i1": (torch.special.i1, lambda t: mpmath.besseli(1, t)),
+}
+
+
+def exact(name: str, n: int) -> Tensor:
+    """By the Taylor coefficients of a 60-digit evaluation."""
+    with mpmath.workdps(60):
+        return torch.tensor([float(mpmath.diff(FUNCTIONS[name][1], mpmath.mpf(x), n)) for x in POINTS]).double()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_order_by_reverse_passes_and_by_jets(name: str, n: int) -> None:
+    x, f, expected = torch.tensor(POINTS, dtype=torch.float64), FUNCTIONS[name][0], exact(name, n)
+    if n == 2:
+        torch.testing.assert_close(hodiff.hessian_diagonal(lambda z: f(z).sum(), x), expected, rtol=1e-7, atol=1e-8)
+    if n == 3:
+        ones = torch.ones_like(x)
+        found = hodiff.grad(lambda z: hodiff.hvp(lambda y: f(y).sum(), z, ones).sum(), x)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(hodiff.nth_derivative(f, x, n), expected, rtol=1e-7, atol=1e-8)
+    series = [torch.ones_like(x)] + [torch.zeros_like(x)] * (n - 1)
+    torch.testing.assert_close(hodiff.jet(f, x, series)[1][n - 1], expected, rtol=1e-7, atol=1e-8)
+
+
+def test_i1e_on_either_side_of_its_kink() -> None:
+    x = torch.tensor([-1e-4, 1e-5, 0.4, 3.0], dtype=torch.float64)
+    with mpmath.workdps(60):
+        scaled = lambda t: mpmath.besseli(1, t) * mpmath.exp(-abs(t))
+        expected = torch.tensor(
+            [float(mpmath.diff(scaled, mpmath.mpf(v), 3, h=mpmath.mpf("1e-12"))) for v in x.tolist()]
+        )
+    found = hodiff.nth_derivative(torch.special.i1e, x, 3)
+    torch.testing.assert_close(
+        hodiff.grad(
+            lambda z: hodiff.hvp(lambda y: torch.special.i1e(y).sum(), z, torch.ones_like(z)).sum(), x
+        ),
+        expected.double(), rtol=1e-7, atol=1e-8,
+    )  # fmt: skip
+    torch.testing.assert_close(found[2:], expected.double()[2:], rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "order"), [("sinc", 2), ("i1", 2), ("i1", 3)])
+def test_a_graph_that_has_them_already_is_refused_near_zero_only(name: str, order: int) -> None:
+    f = FUNCTIONS[name][0]
+    near = torch.tensor([1e-4, 1.0], dtype=torch.float64, requires_grad=True)
+    far = torch.tensor([0.3, 1.0], dtype=torch.float64, requires_grad=True)
+    again = order == 3
+    with pytest.raises(hodiff.GraphError, match=f"(?s){name} are wrong near 0.*function"):
+        hodiff.hvp(f(near).square().sum(), near, torch.ones_like(near), create_graph=again)
+    g = lambda z: f(z).square().sum()
+    found = hodiff.hvp(g(far), far, torch.ones_like(far), create_graph=again)
+    torch.testing.assert_close(found.detach(), hodiff.hvp(g, far.detach(), torch.ones_like(far)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_those_of_the_kernel(dtype: torch.dtype) -> None:
+    from hodiff._core import _near_zero
+
+    x = torch.linspace(-3, 3, 31).to(dtype)
+    for ours, theirs in (
+        (_near_zero.sinc, torch.sinc),
+        (_near_zero.i1, torch.special.i1),
+        (_near_zero.i1e, torch.special.i1e),
+    ):
+        if dtype == torch.float32 or theirs is torch.sinc:
+            assert ours(x).dtype == dtype
+            torch.testing.assert_close(
+                ours(x),
+                theirs(x),
+                rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+                atol=1e-2 if dtype == torch.bfloat16 else 1e-6,
+            )
