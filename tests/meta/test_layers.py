@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "fields": (*FOUNDATION, "calculus", "jets"),
     "rules": ("errors", "_core"),
     "implicit": (*FOUNDATION, "calculus", "curvature", "rules"),
-    "plotting": ("errors",),
+    "plotting": ("errors", "curvature._records", "curvature._pictures"),
     "verify": None,  # None: the public functions, that is `hodiff` itself, and anything below
     "cli": None,
     "__main__": None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
+import hodiff.plotting
 
 D = torch.float64
 Form = Literal["scalar", "rows", "same"]
@@ -261,6 +262,7 @@ NOT_CALLED = (
         "jets.Report": "a record",
         "sparse.Pattern": "a record",
         "sparse.Plan": "what plan_hessian and plan_jacobian make",
+        "plotting.convergence": "draws records",
     }
     | {f"rules.{name}": "a rule: tests/unit/rules" for name in hodiff.rules.__all__}
     | {
@@ -280,6 +282,7 @@ def public() -> set[str]:
         "jets.": hodiff.jets,
         "rules.": hodiff.rules,
         "sparse.": hodiff.sparse,
+        "plotting.": hodiff.plotting,
     }
     return {
         prefix + name

@@ -10,15 +10,17 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from hodiff.curvature import _pictures
 from hodiff.curvature._memory import readable
+from hodiff.curvature._shown import Shown, after, flat, measured, number, numbers, outcome, shape
 
 V = TypeVar("V")
 Status = Literal["converged", "negative curvature", "budget", "stagnation", "iterations", "running"]
 End = Literal["interior", "boundary", "negative curvature", "budget"]
 
 
-@dataclass(frozen=True)
-class TraceRecord:
+@dataclass(frozen=True, repr=False)
+class TraceRecord(Shown):
     """An estimated trace, or log-determinant.
 
     Attributes:
@@ -35,9 +37,27 @@ class TraceRecord:
     products: int
     blocks: Mapping[str, TraceRecord] = field(default_factory=dict[str, "TraceRecord"])
 
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": measured(self.value, self.stderr),
+            "products": after(self.products),
+            "outcome": outcome(self.converged),
+        }
 
-@dataclass(frozen=True)
-class DiagonalRecord:
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        if self.stderr is None:
+            return f"One vector, {after(self.products)}: nothing can be said about the error."
+        if not bool(self.stderr):
+            return f"Exact, by {after(self.products)}."
+        wanted = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
+        relative = number(self.stderr / self.value.abs())
+        return f"The standard error is {relative} of the value after {after(self.products)}{wanted[self.converged]}."
+
+
+@dataclass(frozen=True, repr=False)
+class DiagonalRecord(Shown):
     """A diagonal, estimated or exact.
 
     Attributes:
@@ -53,9 +73,32 @@ class DiagonalRecord:
     converged: bool | None
     products: int
 
+    def _facts(self) -> dict[str, str]:
+        errors = None if self.stderr is None else flat(self.stderr)
+        return {
+            "value": shape(self.value),
+            "error": "no error known" if errors is None else f"± {number(errors.max())} at most",
+            "products": after(self.products),
+            "outcome": outcome(self.converged),
+        }
 
-@dataclass(frozen=True)
-class EigenRecord:
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        if self.stderr is None:
+            return f"One vector, {after(self.products)}: nothing can be said about the error."
+        errors = flat(self.stderr)
+        if not bool(errors.any()):
+            return f"Exact, by {after(self.products)}."
+        wanted = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
+        relative = number(errors.norm() / flat(self.value).norm())
+        return (
+            f"The standard errors are {relative} of the diagonal after {after(self.products)}{wanted[self.converged]}."
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class EigenRecord(Shown):
     """Some eigenpairs.
 
     Attributes:
@@ -73,9 +116,27 @@ class EigenRecord:
     converged: bool | None
     products: int
 
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": numbers(self.value),
+            "residual": f"residual {number(self.residual.max())}",
+            "products": after(self.products),
+            "outcome": _running(self.converged),
+        }
 
-@dataclass(frozen=True)
-class RadiusRecord:
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        found = f"{len(self.value)} eigenvalue{'s' if len(self.value) != 1 else ''}, {after(self.products)}"
+        return f"{found}: the largest residual is {number(self.residual.max())}, {_running(self.converged)}."
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the eigenvalues with their residuals (complex ones in the plane); returns matplotlib's axes."""
+        return _pictures.eigenvalues(axes, self.value, self.residual)
+
+
+@dataclass(frozen=True, repr=False)
+class RadiusRecord(Shown):
     """A spectral radius.
 
     Attributes:
@@ -90,9 +151,22 @@ class RadiusRecord:
     converged: bool | None
     products: int
 
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": number(self.value),
+            "residual": f"residual {number(self.residual)}",
+            "products": after(self.products),
+            "outcome": _running(self.converged),
+        }
 
-@dataclass(frozen=True)
-class DensityRecord:
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        return f"The residual is {number(self.residual)} after {after(self.products)}, {_running(self.converged)}."
+
+
+@dataclass(frozen=True, repr=False)
+class DensityRecord(Shown):
     """A spectral density: Gauss rules of random vectors, and what they give on a grid.
 
     Attributes:
@@ -129,6 +203,29 @@ class DensityRecord:
         error = _error(heights, self.exact)  # squares of densities may have no place in their dtype
         return heights.mean(0) / width, None if error is None else error / width
 
+    def _facts(self) -> dict[str, str]:
+        rows, columns = self.nodes.shape
+        kind = f"{columns} eigenvalues" if self.exact else f"{rows}x{columns} nodes"
+        return {
+            "nodes": f"{kind} in [{number(self.nodes.min())}, {number(self.nodes.max())}]",
+            "width": f"width {number(self.width)}",
+            "products": after(self.products),
+        }
+
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        if self.exact:
+            return f"Exact: all {self.nodes.numel()} eigenvalues, by {after(self.products)}."
+        if self.stderr is None:
+            return f"One vector, {after(self.products)}: nothing can be said about the error."
+        worst = number(self.stderr.max() / self.value.max())
+        return f"The standard error is at most {worst} of the peak, after {after(self.products)}."
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the density, and a band of two standard errors; returns matplotlib's axes."""
+        return _pictures.density(axes, self.grid, self.value, None if self.exact else self.stderr)
+
 
 def _error(values: Tensor, exact: bool) -> Tensor | None:
     if exact:
@@ -136,8 +233,8 @@ def _error(values: Tensor, exact: bool) -> Tensor | None:
     return values.std(0) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-@dataclass(frozen=True)
-class SolveRecord(Generic[V]):
+@dataclass(frozen=True, repr=False)
+class SolveRecord(Shown, Generic[V]):
     """The solution of a linear system.
 
     Attributes:
@@ -159,9 +256,30 @@ class SolveRecord(Generic[V]):
     status: Status
     direction: V | None = None
 
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": shape(self.value),
+            "residual": f"residual {number(self.residual)}",
+            "products": after(self.products),
+            "outcome": self.status,
+        }
 
-@dataclass(frozen=True)
-class NewtonRecord:
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        why = {
+            "converged": "within the tolerance",
+            "negative curvature": "where negative curvature was met: the operator is not positive definite",
+            "budget": "where the products ran out",
+            "stagnation": "and no longer falls: the system is singular, or rounding allows no better",
+            "iterations": "after as many steps as were asked for",
+            "running": "and it goes on",
+        }[self.status]
+        return f"After {after(self.products)} the relative residual is {number(self.residual)}, {why}."
+
+
+@dataclass(frozen=True, repr=False)
+class NewtonRecord(Shown):
     """What one step of `NewtonCG` did.
 
     Attributes:
@@ -182,6 +300,29 @@ class NewtonRecord:
     radius: float
     products: int
     end: End
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": f"loss {number(self.value)}",
+            "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
+            "ratio": f"ratio {number(self.ratio)}",
+            "radius": f"radius {number(self.radius)}",
+            "products": after(self.products),
+            "end": self.end,
+        }
+
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        if not self.accepted:
+            return f"The loss did not fall enough: the step was undone; the radius is {number(self.radius)} now."
+        how = {
+            "interior": "a Newton step",
+            "boundary": "a step to the radius",
+            "negative curvature": "a step along negative curvature",
+            "budget": "a step that ran out of products",
+        }[self.end]
+        return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of what was promised, by {how}."
 
 
 @dataclass(frozen=True)
@@ -212,6 +353,11 @@ class Cost:
     passes: int
     dense_passes: int
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the bytes of the matrix, the cache and a product beside what is free; returns matplotlib's axes."""
+        sizes = {"free": self.free_bytes, "dense()": self.dense_bytes, "cache": self.cache_bytes}
+        return _pictures.sizes(axes, {**sizes, "one product": self.product_bytes})
+
     def __str__(self) -> str:
         return (
             f"dense(): {readable(self.dense_bytes)}, {self.dense_passes} passes\n"
@@ -219,3 +365,7 @@ class Cost:
             f"cache: {readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
             f"free: {readable(self.free_bytes)}"
         )
+
+
+def _running(converged: bool | None) -> str:
+    return {True: "converged", False: "not converged", None: "running"}[converged]

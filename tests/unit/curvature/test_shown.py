@@ -1,0 +1,219 @@
+"""How records look: one line, a sentence, a table, a picture."""
+
+import re
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+import hodiff
+import hodiff.plotting
+from hodiff.curvature import _pictures
+
+mpl.use("Agg")
+A = hodiff.MatrixOperator(torch.arange(1.0, 301.0, dtype=torch.float64))
+T = hodiff.MatrixOperator(torch.tensor([[1.0, 2.0], [-2.0, 1.0]]))
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def newton(bad=False):
+    x = torch.ones(2, requires_grad=True)
+    calls = []
+    optimizer = hodiff.NewtonCG([x], radius=10.0)
+    optimizer.step(lambda: calls.append(1) or (x.square().sum() if len(calls) == 1 or not bad else x.sum() + 9))
+    return optimizer.last
+
+
+def indefinite():
+    with pytest.warns(hodiff.ConvergenceWarning, match="negative or zero curvature"):
+        return hodiff.solve(hodiff.MatrixOperator(torch.tensor([1.0, -1.0])), torch.ones(2))
+
+
+CASES = {
+    "trace": (
+        lambda: hodiff.trace(A, samples=4, generator=generator()),
+        r"TraceRecord\(4\.515e\+04 ± 0, 4 products, no tolerance asked\)",
+        "Exact, by 4 products.",
+    ),
+    "trace, gaussian": (
+        lambda: hodiff.trace(A, samples=100, probes="gaussian", rtol=0.5, generator=generator()),
+        r"TraceRecord\(4\.\d+e\+04 ± \d+(\.\d)?, 16 products, converged\)",
+        r"The standard error is 0\.0\d+ of the value after 16 products; the tolerance is met.",
+    ),
+    "trace, one": (
+        lambda: hodiff.trace(A, vectors=torch.ones(300, dtype=torch.float64)),
+        r"TraceRecord\(4\.515e\+04, 1 product, no tolerance asked\)",
+        "One vector, 1 product: nothing can be said about the error.",
+    ),
+    "diagonal": (
+        lambda: hodiff.diagonal(A, samples=4, generator=generator()),
+        r"DiagonalRecord\(300, ± 0 at most, 4 products, no tolerance asked\)",
+        "Exact, by 4 products.",
+    ),
+    "eigsh": (
+        lambda: hodiff.eigsh(A, 4, generator=generator()),
+        r"EigenRecord\(300, 299, 298, \.\.\. \(4\), residual \d[-.e\d]+, \d+ products, converged\)",
+        r"4 eigenvalues, \d+ products: the largest residual is \d[-.e\d]+, converged.",
+    ),
+    "eigs": (
+        lambda: hodiff.eigs(T, 1),
+        r"EigenRecord\(1[+-]2j, residual \d[-.e\d]+, \d+ products, converged\)",
+        "1 eigenvalue, ",
+    ),
+    "spectral_radius": (
+        lambda: hodiff.spectral_radius(T),
+        r"RadiusRecord\(2\.236, residual \d[-.e\d]+, \d+ products, converged\)",
+        "The residual is ",
+    ),
+    "density": (
+        lambda: hodiff.spectral_density(A, samples=4, steps=20, probes="gaussian", generator=generator()),
+        r"DensityRecord\(4x20 nodes in \[1\.\d+, 299\.\d+\], width 5\.\d+, 80 products\)",
+        r"The standard error is at most 0\.\d+ of the peak, after 80 products.",
+    ),
+    "density, exact": (
+        lambda: hodiff.spectral_density(A, samples=10, steps=50),
+        r"DensityRecord\(300 eigenvalues in \[1, 300\], width 5\.98, \d+ products\)",
+        "Exact: all 300 eigenvalues",
+    ),
+    "solve": (
+        lambda: hodiff.solve(A, torch.ones(300, dtype=torch.float64)),
+        r"SolveRecord\(300, residual \d[-.e\d]+, \d+ products, converged\)",
+        r"After \d+ products the relative residual is \d[-.e\d]+, within the tolerance.",
+    ),
+    "solve, some steps": (
+        lambda: hodiff.solve(A, torch.ones(300, dtype=torch.float64), iterations=3),
+        r"SolveRecord\(300, residual 0\.\d+, 3 products, iterations\)",
+        "after as many steps as were asked for",
+    ),
+    "solve, indefinite": (
+        indefinite,
+        r"SolveRecord\(2, residual \d\.?\d*, \d products, negative curvature\)",
+        "the operator is not positive definite",
+    ),
+    "newton": (
+        newton,
+        r"NewtonRecord\(loss 2, - 2, ratio 1, radius 10, 1 product, interior\)",
+        "The loss fell by 2, 1 of what was promised, by a Newton step.",
+    ),
+    "newton, undone": (
+        lambda: newton(bad=True),
+        r"NewtonRecord\(loss 2, undone, ratio -\d+(\.\d+)?, radius 0\.3536, 1 product, interior\)",
+        "the step was undone; the radius is 0.3536 now",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_line_a_sentence_and_a_table(case):
+    make, line, sentence = CASES[case]
+    record = make()
+    assert re.fullmatch(line, repr(record)), repr(record)
+    assert re.search(sentence, record.message), record.message
+    table = record._repr_html_()
+    assert table.count("<tr>") == len(record._facts()) and "products" in table and "<script" not in table
+
+
+def test_every_record_is_shown():
+    from hodiff.curvature import _records
+    from hodiff.curvature._shown import Shown
+
+    records = {value for name, value in vars(_records).items() if name.endswith("Record")}
+    assert records == {type(make()) for make, *_ in CASES.values()}
+    assert all(issubclass(record, Shown) for record in records)
+
+
+# --- pictures
+
+
+@pytest.fixture
+def axes():
+    figure, axes = plt.subplots()
+    yield axes
+    plt.close(figure)
+
+
+def test_a_density_is_drawn_with_its_band(axes):
+    record = hodiff.spectral_density(A, samples=4, steps=20, generator=generator())
+    assert record.plot(axes) is axes
+    (line,) = axes.get_lines()
+    drawn = torch.tensor(line.get_ydata())
+    torch.testing.assert_close(drawn, record.value.clamp(min=1e-6 * float(record.value.max())))
+    assert len(axes.collections) == 1 and axes.get_yscale() == "log"
+    exact = hodiff.spectral_density(A, samples=10, steps=50)
+    before = len(axes.collections)
+    exact.plot(axes)
+    assert len(axes.collections) == before  # an exact one has no band
+
+
+def test_eigenvalues_are_drawn(axes):
+    record = hodiff.eigsh(A, 3, generator=generator())
+    record.plot(axes)
+    assert axes.get_lines()[0].get_ydata() == pytest.approx([300, 299, 298])
+    complex_axes = hodiff.eigs(T, 2).plot()
+    assert sorted(complex_axes.get_lines()[0].get_ydata()) == pytest.approx([-2, 2])
+    plt.close(complex_axes.figure)
+
+
+def test_cost_is_drawn(axes):
+    cost = hodiff.HessianOperator(lambda x: x.square().sum(), torch.zeros(1000)).cost()
+    cost.plot(axes)
+    widths = {text.get_text(): bar.get_width() for text, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)}
+    assert widths["dense()"] == pytest.approx(cost.dense_bytes / 2**20)
+
+
+def test_convergence_of_a_solution(axes):
+    seen = []
+    hodiff.solve(A, torch.ones(300, dtype=torch.float64), callback=seen.append)
+    hodiff.plotting.convergence(seen, axes=axes, label="CG")
+    assert axes.get_lines()[0].get_ydata() == pytest.approx([record.residual for record in seen])
+    assert axes.get_lines()[0].get_xdata() == pytest.approx([record.products for record in seen])
+    assert axes.get_legend().get_texts()[0].get_text() == "CG"
+
+
+def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
+    seen = []
+    hodiff.eigsh(A, 2, generator=generator(), callback=seen.append)
+    hodiff.plotting.convergence(seen, axes=axes)
+    traces = []
+    hodiff.trace(A, samples=64, probes="gaussian", generator=generator(), callback=traces.append)
+    other = hodiff.plotting.convergence(traces)
+    assert other.get_lines()[0].get_ydata() == pytest.approx([float(record.value) for record in traces])
+    assert len(other.collections) == 1
+    plt.close(other.figure)
+    steps = [newton(), newton()]
+    third = hodiff.plotting.convergence(steps)
+    assert third.get_lines()[0].get_xdata() == pytest.approx([1, 2])
+    plt.close(third.figure)
+
+
+def test_the_style_in_force_decides_the_colours():
+    with plt.style.context("dark_background"):
+        axes = hodiff.eigsh(A, 3, generator=generator()).plot()
+        assert axes.get_facecolor()[:3] == (0, 0, 0)
+        assert axes.xaxis.label.get_color() == "white"
+        plt.close(axes.figure)
+
+
+@pytest.mark.parametrize("wrong", [[], None, 3, [object()], [hodiff.diagonal(A, samples=4)]])
+def test_nothing_to_draw(wrong):
+    with pytest.raises(hodiff.InputError, match=r"expected a list of the records|does not say how far"):
+        hodiff.plotting.convergence(wrong)
+
+
+def test_without_matplotlib(monkeypatch):
+    import builtins
+
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(_pictures.MissingMatplotlib, match=r"pip install 'hodiff\[plot\]'"):
+        hodiff.eigsh(A, 1).plot()
