@@ -2,7 +2,7 @@
 
 A map of the library:
 
-* first derivatives: `grad`, `value_and_grad`, `vjp`, `jvp`, `jacobian`
+* first derivatives: `grad`, `value_and_grad`, `vjp`, `jvp`, `jacobian`, `per_sample_grad`
 * second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `cross_hvp`,
   `hessian_diagonal`
 * any order, elementwise: `nth_derivative`, `derivatives`
@@ -32,6 +32,7 @@ from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
 from hodiff.calculus._forward import jvp
 from hodiff.calculus._hessian import cross_hessian, hessian, value_grad_and_hessian
 from hodiff.calculus._higher import derivatives, nth_derivative
+from hodiff.calculus._per_sample import per_sample_grad
 from hodiff.calculus._second import hessian_diagonal, hvp
 from hodiff.curvature._density import logdet, spectral_density
 from hodiff.curvature._diagonal import diagonal
@@ -127,6 +128,7 @@ __all__ = [
     "nth_derivative",
     "partial",
     "partials",
+    "per_sample_grad",
     "r1_penalty",
     "r2_penalty",
     "sample_norm",

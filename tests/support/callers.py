@@ -117,6 +117,10 @@ CALLERS: tuple[Caller, ...] = (
     Caller("vjp", "same", 1, lambda f, x, a: hodiff.vjp(f, x, direction(x), args=a)),
     Caller("jvp", "same", 1, lambda f, x, a: hodiff.jvp(f, x, direction(x), args=a)),
     Caller("jacobian", "same", 1, lambda f, x, a: hodiff.jacobian(f, x, args=a)),
+    Caller(
+        "per_sample_grad", "rows", 1,
+        lambda f, x, a: hodiff.per_sample_grad(lambda z, batch, *r: f(z, *r), x, torch.zeros(2, dtype=D), args=a),
+    ),
     Caller("hessian", "scalar", 2, lambda f, x, a: hodiff.hessian(f, x, args=a)),
     Caller("value_grad_and_hessian", "scalar", 2, lambda f, x, a: hodiff.value_grad_and_hessian(f, x, args=a)),
     Caller("hvp", "scalar", 2, lambda f, x, a: hodiff.hvp(f, x, direction(x), args=a)),

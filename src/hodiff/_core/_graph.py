@@ -162,6 +162,10 @@ class Graph:
         """What `f` returns when `leaves` stand in the place of the point's tensors."""
         return self._lending.at(leaves)
 
+    def put_back(self) -> None:
+        """The leaves in the place of the point's parameters again, after `at`: checkpointed blocks run with them."""
+        self._lending.put(self.leaves)
+
     def drew_random(self) -> bool:
         """Whether `f` drew random numbers (from PyTorch's default generators)."""
         return self._lending.drew_random()

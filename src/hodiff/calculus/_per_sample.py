@@ -1,0 +1,207 @@
+"""`per_sample_grad`: the gradient of each sample's loss by the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+
+from hodiff._core import _checks, _dense, _nesting, _nodes, _reverse, _tree
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
+from hodiff._core._options import Allowed, Chunked, ChunkSize
+from hodiff._core._selection import Selection
+from hodiff.errors import InputError
+
+T = TypeVar("T")
+
+
+@overload
+def per_sample_grad(
+    f: Callable[..., Tensor], where: nn.Module | Selection, batch: Any, **options: Unpack[Chunked]
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def per_sample_grad(f: Callable[..., Tensor], where: T, batch: Any, **options: Unpack[Chunked]) -> T: ...
+
+
+def per_sample_grad(
+    f: Callable[..., Tensor],
+    where: Any,
+    batch: Any,
+    *,
+    create_graph: bool | None = None,
+    strict: bool = False,
+    allow: Allowed = (),
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The gradient of each sample's own loss, \(\nabla_\theta \ell_i(\theta)\) for all i: one row for each sample.
+
+    For influence, gradient clipping with privacy, gradient noise, the empirical Fisher matrix (its diagonal is the mean
+    of the squares).
+
+    Args:
+        f: A function of *where* and *batch* that returns one loss for each sample, `(N,)` or `(N, 1)`:
+            `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`.
+        where: Where, as for `grad`: usually a module.
+        batch: A tensor, or a container of them, with the samples in the leading dimension.
+        create_graph: Whether the result can be differentiated again, as for `grad`.
+        strict: Raise where the losses do not depend on some part of *where*.
+        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        chunk_size: How many samples one pass takes; `"auto"` bounds its memory.
+        args: Further positional arguments for `f`, after the batch.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        The gradients, with the structure of *where* and shape `(N, *shape)` on every leaf; for a module a dict by
+        parameter name.
+
+    Raises:
+        InputError: `f` does not return one loss for each sample (a mean over the batch has no per-sample gradient); a
+            tensor in place of the function (for losses already computed: `jacobian(losses, where)`).
+        GraphError: As for `grad`.
+
+    Cost:
+        An evaluation of `f` and a pass over the whole batch; then `f` on chunks of samples, each with parameters of
+        its own (`torch.vmap`), and one pass for each chunk. What that gives is held against the whole batch: the
+        losses one by one, and the sum of the gradients. Where they differ (BatchNorm mixes the samples), where `f`
+        draws random numbers, does not run under `vmap`, or the result is to be differentiated, it is N passes over
+        the whole batch instead, in chunks. Memory: the result, N times the parameters.
+
+    Examples:
+        Of \((w x_i - y_i)^2\) it is \(2 x_i (w x_i - y_i)\):
+
+        >>> import torch, hodiff
+        >>> x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 0.0, 1.0])
+        >>> hodiff.per_sample_grad(lambda w, b: (w * b[0] - b[1]) ** 2, torch.tensor(1.0), (x, y))
+        tensor([ 2.,  8., 12.])
+
+    Reference:
+        Goodfellow, I. (2015). Efficient per-example gradient computations. arXiv:1510.01799.
+    """
+    chunk = _checks.check_chunk_size(chunk_size)
+    if isinstance(f, Tensor) or not callable(f):
+        raise InputError(
+            f"f: is a {type(f).__name__}; expected a function f(where, batch) of one loss for each sample. For losses "
+            f"already computed: hodiff.jacobian(losses, where)."
+        )
+    samples = Samples(f, batch)
+    with Graph(
+        call(samples, where, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
+    ) as ev:
+        losses = _losses(ev)
+        found = None
+        if not ev.create_graph and not ev.drew_random() and not _nesting.nested():
+            found = _by_samples(ev, samples, losses, chunk)
+        if found is None:
+            [rows] = _dense.blocks(ev, [losses.reshape(-1)], chunk_size=chunk)
+            found = rows
+    return ev.where.result(found)
+
+
+class Samples:
+    """The user's function at a batch, or at some samples of it."""
+
+    def __init__(self, f: Callable[..., Any], batch: Any) -> None:
+        self._f, self._whole = f, batch
+        self._some: Any = None
+        self._cut = False
+
+    def __call__(self, where: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._f(where, self._some if self._cut else self._whole, *args, **kwargs)
+
+    def tensors(self, count: int) -> list[Tensor]:
+        """Those tensors of the batch that have a row for each sample."""
+        return [leaf for leaf in _tree.flatten(self._whole)[0] if _has_rows(leaf, count)]
+
+    def with_rows(self, rows: Sequence[Tensor], count: int) -> None:
+        """Let the function see a batch of one sample, or the whole again."""
+        given = iter(rows)
+        replaced = lambda leaf: next(given).unsqueeze(0) if _has_rows(leaf, count) else leaf  # noqa: E731
+        self._some, self._cut = _tree.tree_map(replaced, self._whole), True
+
+    def whole(self) -> None:
+        """Let the function see the whole batch again."""
+        self._some, self._cut = None, False
+
+
+def _has_rows(leaf: Any, count: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
+
+
+def _losses(ev: Graph) -> Tensor:
+    losses = _checks.check_output(ev.outputs)
+    if losses.ndim == 0 or losses.numel() != losses.shape[0]:
+        raise InputError(
+            f"f: returned shape {tuple(losses.shape)}, expected one loss for each sample, (N,): "
+            f'reduction="none", and a mean over all but the leading dimension.'
+        )
+    return losses
+
+
+def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:
+    """Each sample with parameters of its own; None where that is not what the whole batch gives."""
+    count = losses.shape[0]
+    batch = samples.tensors(count)
+    if not batch or not count:
+        return None
+    total = _reverse.pull(ev, [losses], [None], more=True)
+    size = chunk or _auto(ev, losses)
+    rows: list[Tensor] = []
+    expected = losses.detach().reshape(-1)
+    try:
+        for start in range(0, count, size):
+            part = slice(start, min(start + size, count))
+            values, found = _chunk(ev, samples, [leaf[part] for leaf in batch], count)
+            if not _agree(values, expected[part], expected[part].abs().mean()):
+                return None
+            if len(values) == count:
+                rows = found
+                break
+            rows = rows or [leaf.new_empty((count, *leaf.shape)) for leaf in ev.leaves]
+            for row, gradient in zip(rows, found, strict=True):
+                row[part] = gradient
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+        return None  # no batching rule, Python that looks at values, a change in place: the rows need none of these
+    finally:
+        samples.whole()
+        ev.put_back()
+    sums = zip(rows, total, strict=True)
+    return rows if all(_agree(row.sum(0), whole, _size(row)) for row, whole in sums) else None
+
+
+def _chunk(ev: Graph, samples: Samples, batch: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
+    """Some samples' losses, and the gradients of these."""
+    number = len(batch[0])
+    own = [leaf.detach().expand(number, *leaf.shape).requires_grad_() for leaf in ev.leaves]
+
+    def one(*given: Tensor) -> Tensor:
+        samples.with_rows(given[len(own) :], count)
+        return ev.at(given[: len(own)]).reshape(())
+
+    [values] = _reverse.batched(one, [*own, *batch])
+    return values.detach(), _reverse.pull(ev, [values], [None], inputs=own)
+
+
+def _size(row: Tensor) -> Tensor:
+    """About how large a sum of the rows would be, were their signs random."""
+    return torch.linalg.vector_norm(row) / max(1, row[0].numel()) ** 0.5
+
+
+def _agree(found: Tensor, expected: Tensor, size: Tensor) -> bool:
+    """Whether two results are equal up to what batches of another size may change."""
+    eps = torch.finfo(found.dtype).eps ** 0.5
+    return bool(((found - expected).abs() <= eps * (expected.abs() + size)).all())
+
+
+def _auto(ev: Graph, losses: Tensor) -> int:
+    """How many samples to take at once: as many as keep their gradients and activations within bounds."""
+    largest = _nodes.largest_output(_nodes.survey([losses])) // max(1, losses.shape[0])
+    elements = sum(leaf.numel() for leaf in ev.leaves)
+    itemsize = max(leaf.element_size() for leaf in ev.leaves)
+    return max(1, _reverse.CHUNK_BYTES // max(1, (8 * largest + 4 * elements) * itemsize))

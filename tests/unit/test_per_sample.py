@@ -1,0 +1,198 @@
+"""`per_sample_grad` against one sample at a time, by both of its routes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hodiff
+from hodiff.calculus import _per_sample
+from tests.support.passes import Count
+
+D = torch.float64
+X, Y = torch.linspace(-1, 1, 21, dtype=D).reshape(7, 3).sin(), torch.arange(7) % 2
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Twice(nn.Module):
+    """A parameter used in two places; and a checkpoint, whose blocks run again when vmap is over."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.outer.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        first = lambda z: torch.tanh(self.inner(z))
+        h = checkpoint(first, x, use_reentrant=False) if self.checkpointed else first(x)
+        return self.outer(self.inner(h))
+
+
+class Routed(nn.Linear):
+    """Python that looks at values, which vmap refuses."""
+
+    def forward(self, x):
+        return torch.stack([super(Routed, self).forward(row) * (2 if row.sum() > 0 else 1) for row in x])
+
+
+class Straight(nn.Linear):
+    """The value of a sample is its own; its gradient is not."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + (y.mean(0) - y.mean(0).detach())
+
+
+def models():
+    torch.manual_seed(0)
+    return {
+        "linear": nn.Linear(3, 2),
+        "norms": nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)),
+        "convolution": nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 2)),
+        "twice": Twice(),
+        "twice, checkpointed": Twice(checkpointed=True),
+        "batch norm, eval": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval(),
+        "routed": Routed(3, 2),
+        "straight": Straight(3, 2),
+        "batch norm": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+    }
+
+
+BY_ROWS = {"twice, checkpointed", "routed", "straight", "batch norm"}
+
+
+def one_by_one(f, model, batch):
+    """By a backward pass for each sample, on the graph of the whole batch."""
+    values = f(model, batch)
+    names = [name for name, _ in model.named_parameters()]
+    rows = [torch.autograd.grad(v, list(model.parameters()), retain_graph=True) for v in values]
+    return {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(names)}
+
+
+@pytest.fixture
+def routes(monkeypatch):
+    """Which route gave the result."""
+    taken, inner = [], _per_sample._by_samples
+
+    def noted(*args):
+        found = inner(*args)
+        taken.append("rows" if found is None else "samples")
+        return found
+
+    monkeypatch.setattr(_per_sample, "_by_samples", noted)
+    return taken
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", 1, 3])
+@pytest.mark.parametrize("name", models())
+@pytest.mark.filterwarnings("ignore::hodiff.BatchMixingWarning")
+def test_against_one_by_one(name, chunk_size, routes):
+    model = models()[name].double()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = hodiff.per_sample_grad(losses, model, (X, Y), chunk_size=chunk_size)
+    assert routes == ["rows" if name in BY_ROWS else "samples"]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    expected = one_by_one(losses, model, (X, Y))
+    assert list(found) == list(expected)
+    for key in found:
+        assert not found[key].requires_grad
+        torch.testing.assert_close(found[key], expected[key])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_dropout_takes_the_masks_of_the_whole_batch(routes):
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+    torch.manual_seed(1)
+    found = hodiff.per_sample_grad(losses, model, (X, Y))
+    torch.manual_seed(1)
+    expected = one_by_one(losses, model, (X, Y))
+    assert routes == []
+    for key in found:
+        torch.testing.assert_close(found[key], expected[key])
+
+
+def test_points_of_other_kinds_and_batches_of_other_kinds():
+    w = {"a": torch.tensor([1.0, 2.0, 3.0], dtype=D), "b": [torch.tensor(2.0, dtype=D)]}
+    f = lambda p, batch: ((batch["x"] @ p["a"]) ** 2 * p["b"][0] * batch["scale"])[:, None]
+    found = hodiff.per_sample_grad(f, w, {"x": X, "scale": torch.tensor(3.0, dtype=D), "note": "text"})
+    y = X @ w["a"]
+    torch.testing.assert_close(found["a"], 2 * 2 * 3 * y[:, None] * X)
+    torch.testing.assert_close(found["b"][0], 3 * y**2)
+
+
+def test_a_constant_of_as_many_entries_is_no_sample(routes):
+    weight = torch.arange(1.0, 8.0, dtype=D)  # seven, as there are samples
+    f = lambda w, batch: (batch[0] @ w) * batch[1].sum()
+    found = hodiff.per_sample_grad(f, torch.ones(3, dtype=D), (X, weight))
+    assert routes == ["rows"]
+    torch.testing.assert_close(found, X * 28)
+
+
+def test_selected_and_strict():
+    model = models()["norms"].double()
+    found = hodiff.per_sample_grad(lambda s, b: losses(s.module, b), hodiff.select(model, "3.*"), (X, Y))
+    expected = one_by_one(losses, model, (X, Y))
+    assert list(found) == ["3.weight", "3.bias"]
+    torch.testing.assert_close(found["3.weight"], expected["3.weight"])
+    pair = {"a": torch.ones(3, dtype=D), "b": torch.ones(2, dtype=D)}
+    f = lambda p, x: x @ p["a"]
+    assert hodiff.per_sample_grad(f, pair, X)["b"].shape == (7, 2)
+    with pytest.raises(hodiff.GraphError, match="strict=True"):
+        hodiff.per_sample_grad(f, pair, X, strict=True)
+
+
+def test_the_result_can_be_differentiated():
+    w = torch.tensor([1.0, 2.0, 3.0], dtype=D, requires_grad=True)
+    found = hodiff.per_sample_grad(lambda w, x: (x @ w) ** 3, w, X, create_graph=True)
+    (second,) = torch.autograd.grad(found.square().sum(), w)
+    v = w.detach().clone().requires_grad_()
+    plain = 3 * (X @ v)[:, None] ** 2 * X
+    torch.testing.assert_close(second, torch.autograd.grad(plain.square().sum(), v)[0])
+
+
+def test_the_diagonal_of_the_empirical_fisher_matrix(monkeypatch):
+    model = models()["norms"].double()
+    rows = hodiff.per_sample_grad(losses, model, (X, Y))
+    F_ = hodiff.FisherOperator(
+        lambda m, b: m(b[0]), nn.CrossEntropyLoss(), model, data=[(X[:4], Y[:4]), (X[4:], Y[4:])], kind="empirical"
+    )
+    found = hodiff.diagonal(F_, method="exact")
+    assert found.products == 7  # one for each sample, and not one for each of the 34 parameters
+    for key, row in rows.items():
+        torch.testing.assert_close(found.value[key], row.square().mean(0))
+
+
+def test_passes(monkeypatch):
+    count = Count(monkeypatch)
+    model = models()["norms"].double()
+    hodiff.per_sample_grad(losses, model, (X, Y))
+    assert count.passes == 2  # the whole batch, and all samples
+    count.passes = 0
+    hodiff.per_sample_grad(losses, model, (X, Y), chunk_size=3)
+    assert count.passes == 1 + 3
+
+
+BAD = {
+    "a mean": (lambda m, b: losses(m, b).mean(), r"shape \(\), expected one loss for each sample"),
+    "outputs": (lambda m, b: m(b[0]), r"shape \(7, 2\), expected one loss"),
+    "a tensor": (torch.ones(7), r"f: is a Tensor.*hodiff\.jacobian\(losses, where\)"),
+    "no tensor": (lambda m, b: [losses(m, b)], "returned a list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    f, message = BAD[name]
+    with pytest.raises(hodiff.InputError, match=message):
+        hodiff.per_sample_grad(f, nn.Linear(3, 2).double(), (X, Y))
+
+
+def test_a_function_that_takes_the_model_from_outside():
+    model = nn.Linear(3, 2).double()
+    with pytest.raises(hodiff.GraphError, match="other than through"):
+        hodiff.per_sample_grad(lambda w, b: losses(model, b), list(model.parameters()), (X, Y))
