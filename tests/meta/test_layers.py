@@ -108,6 +108,8 @@ ONLY_IN = {
     "torch.autograd.functional": (),
     "torch.autograd.graph": ("_core._nodes", "graph"),
     "torch.utils._pytree": (),
+    "torch.fx": ("curvature._compile",),
+    "torch._inductor": ("curvature._compile",),
     "torch.jit.script": (),  # deprecated: the tests ignore the warning, because torch itself uses it
     "torch.jit.trace": (),
 }

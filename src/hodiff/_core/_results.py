@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,12 +76,29 @@ def _is_spread(part: Tensor) -> bool:
     return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
 
 
+class _Unseen(threading.local):
+    on = False
+
+
+_unseen = _Unseen()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Passes whose values nobody may look at: they are being traced."""
+    _unseen.on = True
+    try:
+        yield
+    finally:
+        _unseen.on = False
+
+
 def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
     """The results; with a warning where a derivative of higher order does not exist.
 
     Not on other devices than the processor, where to look is to wait.
     """
-    if ev.order < 2 or ev.create_graph or torch.compiler.is_compiling():
+    if ev.order < 2 or ev.create_graph or _unseen.on or torch.compiler.is_compiling():
         return found
     for part in found:
         if part.is_cpu and not _is_finite(part):

@@ -107,6 +107,7 @@ class GraphCache(Generic[G, B]):
     def _forget(self) -> None:
         self.builder: B = self.builder.fresh()
         self._graphs: dict[int, G] = {}
+        self.attached: dict[Any, Any] = {}  # what others make of these graphs: it goes with them
         self._random: dict[int, RandomState] = {}
         self._autocast = False, torch.bfloat16
         self._versions: list[tuple[int, int]] | None = None
@@ -290,6 +291,10 @@ class GraphCache(Generic[G, B]):
     def evaluated(self) -> bool:
         """Whether the first pass over the data has been made."""
         return self._versions is not None
+
+    def kept_graphs(self) -> dict[int, G]:
+        """The graphs that are kept, by number of the batch."""
+        return self._graphs
 
     @property
     def kept(self) -> int:

@@ -10,11 +10,12 @@ from typing import Any, Generic, Literal, Self
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks
+from hodiff._core import _checks, _results
 from hodiff.curvature import _memory
 from hodiff.curvature._cache import G, GraphCache
-from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._records import Cost
+from hodiff.curvature._compilation import MANY, Compilation, Passes, through
+from hodiff.curvature._operator import LinearOperator, together
+from hodiff.curvature._records import CompiledRecord, Cost
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space, accumulate
 
@@ -101,7 +102,7 @@ class DataOperator(LinearOperator, Generic[G]):
             size=columns,
             dense_bytes=rows * columns * itemsize,
             product_bytes=rows * itemsize + 4 * graphs.largest() * itemsize,
-            cache_bytes=cache,
+            cache_bytes=cache + self._extra_bytes(),
             free_bytes=_memory.free_bytes(self.device),
             batches=batches,
             kept=graphs.kept,
@@ -122,6 +123,10 @@ class DataOperator(LinearOperator, Generic[G]):
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
         one = 3 * (self._domain.size + self._range.size) * self._domain.itemsize()
         return max(inner, self._graphs.free_bytes() // (4 * one))
+
+    def _extra_bytes(self) -> int:
+        """What is kept beside the graphs."""
+        return 0
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = copy.copy(self)
@@ -147,6 +152,8 @@ class DataOperator(LinearOperator, Generic[G]):
 class SummedOperator(DataOperator[G]):
     """A symmetric operator that is a weighted mean over batches."""
 
+    _compilation: Compilation | None = None
+
     @property
     def _range(self) -> Space:
         return self._space
@@ -156,16 +163,86 @@ class SummedOperator(DataOperator[G]):
         """Always."""
         return True
 
+    # --- compiled passes
+
+    def compile(self) -> Self:
+        r"""Compile the pass that every product repeats, in place, as `torch.nn.Module.compile` does.
+
+        Evaluates the operator, traces the pass over each kept graph, and compiles it by `torch.compile`'s
+        backend, once for each shape of a batch; later runs on this machine find the code on disk. Products
+        are the same up to rounding. A batch stays eager where that is not possible, or where a compiled
+        product of a new random vector does not agree with the eager one: `compiled` has the reasons.
+        `refresh()` keeps the code, and the next product traces the new graphs; blocks are eager.
+
+        Returns:
+            The operator.
+
+        Raises:
+            GraphError: As for a product.
+
+        Warns:
+            HodiffWarning: Some batches stay eager, among them all of them where there is no compiler.
+
+        Cost:
+            Per shape 8 s (a small perceptron) to 40 s (a transformer), some 5 s where the code is on disk;
+            and for each batch a trace, 100 to 200 gradients. Measured, a product then takes 0.45 to 0.8 of
+            its time, of a tiny model 0.15, a Gauss-Newton product 0.4 to 0.6: it pays after some 5,000
+            products of a transformer or a convolutional network, 10,000 of a perceptron, and 500 where the
+            code is on disk. Memory: what the pass computes of the graph alone is kept, less than the graph.
+
+        Examples:
+            >>> import torch, hodiff
+            >>> H = hodiff.HessianOperator(lambda x: (x**4).sum() / 12, torch.tensor([1.0, 2.0]))
+            >>> H.compile() @ torch.ones(2)  # doctest: +SKIP
+            tensor([1., 4.])
+        """
+        with together(self):
+            self._graphs.check()
+        if self._compilation is None:
+            many = self._chunk_size is None or self._chunk_size >= MANY
+            self._compilation = Compilation(self._graphs, self._chosen, self._space, many)
+        self._compilation.make(self._apply)
+        return self
+
+    @property
+    def compiled(self) -> CompiledRecord | None:
+        """What `compile()` has done; None before."""
+        return None if self._compilation is None else self._compilation.record
+
+    def _passes_made(self) -> dict[int, Passes]:
+        if self._compilation is None:
+            return {}
+        self._graphs.check()
+        return self._compilation.passes(self._apply)
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        block = super()._blocked(chosen)
+        block._compilation = None  # pyright: ignore[reportAttributeAccessIssue]
+        return block
+
+    def _extra_bytes(self) -> int:
+        return 0 if self._compilation is None else self._compilation.bytes
+
+    def _about(self) -> str:
+        record = self.compiled
+        done = "" if record is None or not record.compiled else ", compiled"
+        some = f" ({record.compiled} of {record.batches})" if done and record and record.eager else ""
+        return super()._about() + done + some
+
     @abstractmethod
     def _apply(self, graph: G, parts: Parts, count: int | None, chunk: int) -> Parts:
         """The product of one batch's sum."""
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk = 1 if count is None else self._inner_chunk()
+        compiled = self._passes_made()
         total: Parts = []
-        for graph in self._graphs:
+        for number, graph in enumerate(self._graphs):
             with graph.ready():
-                found = self._apply(graph, parts, count, chunk)
+                if number in compiled:
+                    found = _results.finite(graph.ev, through(compiled[number], parts, count))
+                else:
+                    found = self._apply(graph, parts, count, chunk)
             # An expanded result cannot be added to.
             total = accumulate(total, found) if total else [part.contiguous() for part in found]
         if self._shares is not None:

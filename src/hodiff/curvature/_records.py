@@ -326,6 +326,29 @@ class NewtonRecord(Shown):
 
 
 @dataclass(frozen=True)
+class CompiledRecord:
+    """What `H.compile()` did.
+
+    Attributes:
+        batches: How many batches there are (of this process).
+        compiled: How many of them have a compiled pass.
+        shapes: How many passes went to the compiler, by shape; others found their code.
+        seconds: How long tracing and compiling took.
+        error: The largest relative difference from an eager product, of one random vector (or eight) per batch.
+        bytes: What compiled passes keep beside the graphs.
+        eager: The batches without, by number, and why.
+    """
+
+    batches: int
+    compiled: int
+    shapes: int
+    seconds: float
+    error: float
+    bytes: int
+    eager: Mapping[int, str]
+
+
+@dataclass(frozen=True)
 class Cost:
     """What an operator takes, in bytes, evaluations of the function, and reverse passes.
 

@@ -1,0 +1,412 @@
+"""`H.compile()`: the same products, or a reason. Most tests replay the traced pass; some ask the compiler."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hodiff
+from hodiff.curvature import _compilation
+from tests.support.differences import relative_error
+from tests.support.ledger import flags, snapshot
+from tests.support.modules import ZOO
+from tests.support.modules import Case as Module
+from tests.support.operators import LABELS, D, X, draw, predict, squares, sum_of_cross_entropy
+
+
+@pytest.fixture
+def replay(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The traced operations stand in for code that is made of them; what was to be compiled is listed."""
+    asked: list[Any] = []
+
+    def replayed(traced: Any, vectors: Any) -> Any:
+        asked.append(traced)
+        return traced.module
+
+    monkeypatch.setattr(_compilation, "compile_traced", replayed)
+    return asked
+
+
+def data(*cuts: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(X.split(cuts), LABELS.split(cuts), strict=True))
+
+
+def small() -> nn.Module:
+    """A model that is traced quickly."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+
+
+def hessian(model: nn.Module | None = None, cuts: tuple[int, ...] = (6, 4), **options: Any) -> Any:
+    return hodiff.HessianOperator(sum_of_cross_entropy, model or small(), data=data(*cuts), **options)
+
+
+def gauss_newton(loss: Any = None) -> Any:
+    targets = X if loss is squares else LABELS
+    batches = list(zip(X.split([4, 4, 2]), targets.split([4, 4, 2]), strict=True))
+    return hodiff.GaussNewtonOperator(predict, loss or nn.CrossEntropyLoss(), small(), data=batches)
+
+
+def fisher(kind: Any) -> Any:
+    options = {"samples": 2, "generator": torch.Generator().manual_seed(0)} if kind == "mc" else {}
+    return hodiff.FisherOperator(predict, nn.CrossEntropyLoss(), small(), data=data(4, 4, 2), kind=kind, **options)
+
+
+SLOW = pytest.mark.slow
+OPERATORS: dict[str, Callable[[], Any]] = {
+    "Hessian": lambda: hessian(cuts=(4, 4, 2)),
+    "Gauss-Newton": gauss_newton,
+    "Gauss-Newton, any loss": lambda: gauss_newton(squares),
+    "Fisher, exact": lambda: fisher("exact"),
+    "Fisher, mc": lambda: fisher("mc"),
+    "Fisher, empirical": lambda: fisher("empirical"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if number in (0, 2, 4) else pytest.param(name, marks=SLOW) for number, name in enumerate(OPERATORS)]
+)
+def test_products_are_those_of_the_eager_operator(name: str, replay: list[Any]) -> None:
+    compiled, eager = OPERATORS[name](), OPERATORS[name]()
+    assert compiled.compiled is None
+    assert compiled.compile() is compiled
+    record = compiled.compiled
+    assert (record.batches, record.compiled, record.shapes, record.eager) == (3, 3, 4, {})
+    assert len(replay) == 4  # two shapes of batches, for one vector and for eight
+    assert record.error < 1e-13 and record.seconds > 0
+    V = draw(24, 11)
+    products = compiled.products
+    for vectors in (V[:, 0], V[:, :1], V[:, :3], V[:, :8], V):
+        assert relative_error(compiled @ vectors, eager @ vectors) < 1e-13
+    assert compiled.products == products + 1 + 1 + 3 + 8 + 11
+    structured = compiled @ compiled.unflatten(V)
+    assert relative_error(compiled.flatten(structured), eager @ V) < 1e-13
+    assert relative_error(compiled.dense(), eager.dense()) < 1e-13
+    seeded = lambda: torch.Generator().manual_seed(0)
+    for estimate in (hodiff.trace, hodiff.diagonal):
+        one, other = (estimate(A, samples=6, generator=seeded()).value for A in (compiled, eager))
+        one, other = (A if isinstance(A, Tensor) else compiled.flatten(A) for A in (one, other))
+        assert relative_error(one, other) < 1e-12
+    assert relative_error((compiled + 0.5) @ V[:, 0], (eager + 0.5) @ V[:, 0]) < 1e-13
+    assert ", compiled" in repr(compiled) and ", compiled" not in repr(eager)
+
+
+def test_a_result_may_be_written_into(replay: list[Any]) -> None:
+    x = draw(5)
+    for f in (lambda x: x.sum(), lambda x: x.square().sum() / 2, lambda x: x[:2].prod() + x.square().sum()):
+        H = hodiff.HessianOperator(f, x)
+        v = draw(5, seed=1)
+        expected = (H @ v).clone()
+        H.compile()
+        (H @ v).zero_()
+        V = torch.stack([v] * 9, 1)
+        (H @ V).zero_()
+        assert torch.equal(v, draw(5, seed=1))
+        assert relative_error(H @ v, expected) < 1e-14
+
+
+STAYS_EAGER = {"its passes run Python"}
+"""Reasons that modules of the zoo may have."""
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize(
+    "module",
+    [
+        case if number % 9 == 1 else pytest.param(case, marks=SLOW)
+        for number, case in enumerate(case for case in ZOO if "parameters" in case.wheres)
+    ],
+    ids=repr,
+)
+def test_the_module_zoo(module: Module, replay: list[Any]) -> None:
+    if module.verdict(2, "parameters") != "right":
+        pytest.skip("has no second derivative")
+    setting = module.build()
+    torch.manual_seed(1)
+    eager = hodiff.HessianOperator(setting.of_model, setting.model)
+    v = draw(eager.shape[1], 8, seed=3)
+    expected = eager @ v
+    torch.manual_seed(1)
+    H = hodiff.HessianOperator(setting.of_model, setting.model)
+    H @ v[:, 0]
+    before, switches, random = snapshot(setting.model), flags(), torch.get_rng_state()
+    H.compile()
+    for reason in H.compiled.eager.values():
+        assert any(known in reason for known in STAYS_EAGER), reason
+    assert relative_error(H @ v, expected) < 1e-10
+    assert relative_error(H @ v[:, 1], expected[:, 1]) < 1e-10
+    assert snapshot(setting.model) == before
+    assert flags() == switches
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+# --- what stays eager, and says so ------------------------------------------------------------------------------------
+
+
+class Cubed(torch.autograd.Function):
+    """x³, with a backward whose own derivative leaves torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return CubedBackward.apply(x, g)
+
+
+class CubedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
+        ctx.save_for_backward(x, g)
+        return 3 * x**2 * g
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+        x, g = ctx.saved_tensors
+        if Cubed.by_value:
+            return 6 * x * g * u * float(u.detach().sum()) / float(u.detach().sum()), 3 * x**2 * u
+        through = torch.from_numpy(numpy.asarray(u.detach().numpy(), dtype="float64"))
+        return 6 * x * g * through, 3 * x**2 * through
+
+
+Cubed.by_value = False
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(rate))
+        self.outer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(checkpoint(self.inner, x, use_reentrant=False))
+
+
+def warned(H: Any, words: str) -> None:
+    with pytest.warns(hodiff.HodiffWarning, match=words) as caught:
+        H.compile()
+    assert len([w for w in caught if "stay eager" in str(w.message)]) == 1
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.CustomFunctionWarning")
+@pytest.mark.parametrize("by_value", [False, True])
+def test_numpy_in_a_backward_stays_eager(by_value: bool, replay: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cubed, "by_value", by_value)
+    x = draw(5)
+    H = hodiff.HessianOperator(lambda x: Cubed.apply(x).sum(), x)
+    warned(H, "compile: 1 of 1 batches stay eager.*batch 0: " + (r"its backward, or a hook, reads" if by_value else ""))
+    assert H.compiled.compiled == 0 and list(H.compiled.eager) == [0]
+    v = draw(5, 3, seed=1)
+    torch.testing.assert_close(H @ v, 6 * x[:, None] * v)
+    assert ", compiled" not in repr(H)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_checkpoint_stays_eager(rate: float, replay: list[Any]) -> None:
+    torch.manual_seed(3)
+    model = Checkpointed(rate).double()
+    f = lambda m: m(X).square().sum()
+    torch.manual_seed(7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hodiff.RandomnessWarning)
+        H = hodiff.HessianOperator(f, model)
+        v = draw(H.shape[1])
+        expected = H @ v
+        warned(H, "an activation checkpoint or a hook")
+    assert relative_error(H @ v, expected) < 1e-14 and not replay
+
+
+def test_a_pass_that_draws_is_refused(replay: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second guard, where the first did not see the checkpoint."""
+    monkeypatch.setattr(_compilation.BatchGraph, "ready", lambda self: self.ev.resumed())
+    torch.manual_seed(3)
+    model = Checkpointed(0.5).double()
+    with pytest.warns(hodiff.RandomnessWarning, match="draws random numbers"):
+        H = hodiff.HessianOperator(lambda m: m(X).square().sum(), model)
+        H @ draw(H.shape[1])
+    for graph in H._graphs.kept_graphs().values():
+        object.__setattr__(graph, "calls_back", False)
+    warned(H, r"draws random numbers \(aten")
+
+
+def test_what_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third guard, leaf by leaf: one that is small beside the others counts too."""
+    x = (torch.ones(3, dtype=D), torch.ones(2, dtype=D))
+    f = lambda p: (p[0] ** 3).sum() + 1e-6 * (p[1] ** 3).sum()
+
+    def wrong(leaf: int) -> Callable[..., Any]:
+        def compiled(traced: Any, vectors: Any) -> Any:
+            def call(*arguments: Tensor) -> Any:
+                found = list(traced.module(*arguments))
+                found[leaf] = found[leaf] * (1 + 1e-6)
+                return found
+
+            return call
+
+        return compiled
+
+    for leaf in (0, 1):
+        monkeypatch.setattr(_compilation, "compile_traced", wrong(leaf))
+        H = hodiff.HessianOperator(f, x)
+        warned(H, "differs from the eager one, by")
+        torch.testing.assert_close((H @ x)[leaf], (6.0, 6e-6)[leaf] * x[leaf], rtol=1e-14, atol=0)
+
+
+def test_graphs_that_are_not_kept_stay_eager(replay: list[Any]) -> None:
+    H = hessian(memory_budget=0)
+    warned(H, r"2 of 2 batches stay eager.*batches 0, 1: its graph is not kept")
+    v = draw(24)
+    assert relative_error(H @ v, hessian() @ v) < 1e-13 and not replay
+
+
+def test_many_shapes_are_not_compiled(replay: list[Any]) -> None:
+    inputs, labels = draw(55, 3), torch.randint(3, (55,))
+    cuts = range(1, 11)
+    batches = list(zip(inputs.split(list(cuts)), labels.split(list(cuts)), strict=True))
+    H = hodiff.HessianOperator(sum_of_cross_entropy, small(), data=batches, chunk_size=1)
+    warned(H, "2 of 10 batches stay eager.*more than 8 shapes")
+    whole = hodiff.HessianOperator(sum_of_cross_entropy, small(), data=[(inputs, labels)])
+    v = draw(24, 9)
+    assert relative_error(H @ v, whole @ v) < 1e-13
+    assert "compiled (8 of 10)" in repr(H)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = draw(5)
+    with config.patch({"cpp.cxx": (None, "/nowhere/g++"), "fx_graph_cache": False}):
+        H = hodiff.HessianOperator(lambda x: (x.sin() * x).sum(), x)
+        warned(H, r"there is no compiler on this machine \(for a CPU PyTorch needs g\+\+")
+    v = draw(5, seed=1)
+    torch.testing.assert_close(H @ v, (2 * x.cos() - x * x.sin()) * v)
+
+
+# --- lifetime ---------------------------------------------------------------------------------------------------------
+
+
+def test_changed_parameters_still_raise_and_refresh_compiles_again(replay: list[Any]) -> None:
+    model = small()
+    H = hessian(model).compile()
+    v = draw(24)
+    asked = len(replay)
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    with pytest.raises(hodiff.GraphError, match=r"parameters changed.*H\.refresh\(\)"):
+        H @ v
+    H.refresh()
+    assert ", compiled" not in repr(H).replace("not evaluated", "") or "not evaluated" in repr(H)
+    assert relative_error(H @ v, hessian(model) @ v) < 1e-13
+    assert len(replay) == asked and H.compiled.compiled == 2 and H.compiled.shapes == 0  # the code was there
+    model[0].weight.data.mul_(1.5)
+    with pytest.raises(hodiff.GraphError, match="parameters changed"):
+        H @ v
+
+
+def test_data_changed_in_place_raise() -> None:
+    """Constants of a compiled pass lie in the batch's own memory: the engine's check is not there."""
+    batches = [(x.clone(), y) for x, y in data(4, 6)]
+    H = hodiff.HessianOperator(sum_of_cross_entropy, small(), data=batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compilation, "compile_traced", lambda traced, vectors: traced.module)
+        H.compile()
+    v = draw(24)
+    H @ v
+    batches[1][0].add_(1)
+    with pytest.raises(hodiff.GraphError, match=r"changed in place.*H\.refresh\(\)"):
+        H @ v
+
+
+def test_closing_frees_and_blocks_are_eager(replay: list[Any]) -> None:
+    H = hessian().compile()
+    v = draw(12)
+    block = H.block("0")
+    assert block.compiled is None and ", compiled" not in repr(block)
+    own = hessian().block("0").compile()
+    assert own.compiled.compiled == 2
+    assert relative_error(own @ v, block @ v) < 1e-13
+    assert H.cost().cache_bytes > hessian_after_product().cost().cache_bytes
+    H.close()
+    assert not H._graphs.attached
+    with pytest.raises(hodiff.GraphError, match="the operator is closed"):
+        H @ draw(24)
+    assert relative_error(H.refresh() @ draw(24), hessian() @ draw(24)) < 1e-13
+
+
+def hessian_after_product() -> Any:
+    H = hessian()
+    H @ draw(24)
+    return H
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_modes_do_not_matter(mode: Any, replay: list[Any]) -> None:
+    expected = hessian() @ draw(24, 9)
+    H = hessian()
+    H @ draw(24)  # evaluated outside
+    with mode():
+        H.compile()
+        assert relative_error(H @ draw(24, 9), expected) < 1e-13
+    assert relative_error(H @ draw(24, 9), expected) < 1e-13
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 40])
+def test_no_more_vectors_at_once_than_asked(chunk: int, replay: list[Any]) -> None:
+    H = hessian(chunk_size=chunk).compile()
+    assert len(replay) == (2 if chunk < 8 else 4)
+    assert relative_error(H @ draw(24, 10), hessian() @ draw(24, 10)) < 1e-13
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def test_compiled_by_inductor_and_found_again() -> None:
+    """Of two batches with one shape the code is one; a second operator finds it on disk."""
+    from torch._dynamo.utils import counters
+
+    H = hessian(cuts=(5, 5)).compile()
+    assert H.compiled.eager == {} and H.compiled.error < 1e-13
+    V = draw(24, 9)
+    assert relative_error(H @ V, hessian() @ V) < 1e-13
+    assert relative_error(H @ V[:, 0], hessian() @ V[:, 0]) < 1e-13
+    assert H.compiled.shapes == 2 and H.compiled.compiled == 2
+    counters.clear()
+    again = hessian(cuts=(5, 5)).compile()
+    assert again.compiled.shapes == 2
+    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] >= 2
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+@SLOW
+@pytest.mark.parametrize("name", OPERATORS)
+def test_compiled_operators(name: str) -> None:
+    compiled, eager = OPERATORS[name]().compile(), OPERATORS[name]()
+    assert compiled.compiled.eager == {}
+    V = draw(24, 9)
+    assert relative_error(compiled @ V, eager @ V) < 1e-13
+
+
+@SLOW
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize("module", [case for case in ZOO if "parameters" in case.wheres][::4], ids=repr)
+def test_compiled_modules(module: Module) -> None:
+    if module.verdict(2, "parameters") != "right":
+        pytest.skip("has no second derivative")
+    setting = module.build()
+    H = hodiff.HessianOperator(setting.of_model, setting.model)
+    v = draw(H.shape[1], 8, seed=3)
+    expected, random = H @ v, torch.get_rng_state()
+    H.compile()
+    for reason in H.compiled.eager.values():
+        assert any(known in reason for known in STAYS_EAGER), reason
+    assert relative_error(H @ v, expected) < 1e-10
+    assert torch.equal(torch.get_rng_state(), random)
