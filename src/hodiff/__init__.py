@@ -15,7 +15,8 @@ A map of the library:
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
   `spectral_radius`, `spectral_density`, `logdet`, `solve` take any
 * training with curvature: `NewtonCG`, an optimiser
-* through optimisation: `unroll`, by the update rules of `hodiff.rules`
+* through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimiser: `unroll`,
+  by the update rules of `hodiff.rules`
 * sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colours and plans in `hodiff.sparse`
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * verification: `check_derivatives`

@@ -70,6 +70,10 @@ def tensors(value: Any) -> list[Tensor]:
     return []
 
 
+SCALE = torch.tensor(1.3, dtype=D, requires_grad=True)
+"""What the functions of the tests depend on besides their argument."""
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
@@ -106,6 +110,27 @@ def _fisher(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
     return operator @ direction(x)
 
 
+def _argmin(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
+    """Near a minimum of nothing in particular: a strong quadratic keeps the system definite."""
+    return _seen(hodiff.implicit.argmin, lambda z, *rest: f(z, *rest) + 4 * z.square().sum(), x, args)
+
+
+def _root(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
+    return _seen(hodiff.implicit.root, lambda z, *rest: f(z, *rest) + 4 * z, x, args)
+
+
+def _fixed_point(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
+    return _seen(hodiff.implicit.fixed_point, lambda z, *rest: 0.1 * f(z, *rest), x, args)
+
+
+def _seen(solution: Any, f: Any, x: Any, args: Sequence[Any]) -> Tensor:
+    """What a solution depends on is told by its derivative alone: that by `SCALE`, beside the value."""
+    with torch.inference_mode(False), torch.enable_grad():
+        value = solution(f, x, args=args, gradient_tol=1e9)
+        (by,) = torch.autograd.grad(value.sum(), SCALE, allow_unused=True)
+    return torch.cat([value.detach().reshape(-1), torch.zeros(1, dtype=D) if by is None else by.reshape(1)])
+
+
 def _path_length(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
     images = lambda z, *rest: f(z, *rest)[:, None, None]
     return hodiff.PathLengthPenalty().double()(images, x, generator=generator(), args=args)
@@ -136,6 +161,9 @@ CALLERS: tuple[Caller, ...] = (
             lambda z, y, *rest: (f(z, *rest) * y).sum(), x, *(torch.ones(2, dtype=D),) * 2, args=a
         ),
     ),
+    Caller("implicit.argmin", "scalar", 2, _argmin),
+    Caller("implicit.root", "same", 1, _root),
+    Caller("implicit.fixed_point", "same", 1, _fixed_point),
     Caller(
         "unroll", "scalar", 1, lambda f, x, a: hodiff.unroll(f, x, hodiff.rules.SGD(lr=0.1), 2, args=a)
     ),
@@ -287,6 +315,7 @@ def public() -> set[str]:
         "rules.": hodiff.rules,
         "sparse.": hodiff.sparse,
         "plotting.": hodiff.plotting,
+        "implicit.": hodiff.implicit,
     }
     return {
         prefix + name

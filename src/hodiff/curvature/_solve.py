@@ -111,6 +111,41 @@ def solve(
         Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
         Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3). doi:10.1137/0907058.
     """
+    record, trouble = attempt(
+        operator,
+        b,
+        method=method,
+        damping=damping,
+        preconditioner=preconditioner,
+        start=start,
+        restart=restart,
+        iterations=iterations,
+        rtol=rtol,
+        products=products,
+        callback=callback,
+        progress=progress,
+    )
+    if trouble:
+        warn_not_converged(trouble)
+    return record
+
+
+def attempt(
+    operator: LinearOperator,
+    b: V,
+    *,
+    method: Method,
+    damping: float,
+    preconditioner: LinearOperator | None,
+    rtol: float | None,
+    products: int | None,
+    start: Any = None,
+    restart: int | None = None,
+    iterations: int | None = None,
+    callback: Callback | None = None,
+    progress: bool = False,
+) -> tuple[SolveRecord[V], str | None]:
+    """`solve`, and in words why it has not converged, for who has something else to say than a warning."""
     check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
     check_option(method, Method, "method")
     check_rtol(rtol)
@@ -141,9 +176,9 @@ def solve(
             found = system.solved(right, x, limits.rtol, lambda: limits.products - watch.spent)
         else:
             found = system.stepped(right, x, limits.steps, exact=method != "minres" or preconditioner is None)
-        if found.status not in ("converged", "iterations"):
-            warn_not_converged(_explanation(found, limits, watch.spent))
-        return record(found.x, found.residual, found.status, found.direction, watch.spent)
+        failed = found.status not in ("converged", "iterations")
+        trouble = _explanation(found, limits, watch.spent) if failed else None
+        return record(found.x, found.residual, found.status, found.direction, watch.spent), trouble
 
 
 def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:

@@ -1,0 +1,187 @@
+"""What `argmin`, `root` and `fixed_point` share: the residual at a point, the checks there, and the chain of links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _checks, _nesting, _nodes, _refusals, _reverse, _tree
+from hodiff._core._call import Call, call
+from hodiff._core._graph import Graph
+from hodiff._core._random_state import RandomState
+from hodiff._core._where import Where
+from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._solve import Method
+from hodiff.errors import GraphError, InputError
+from hodiff.implicit._attach import Chain
+from hodiff.implicit._system import Line, System, Transposed
+
+Kind = Literal["argmin", "root", "fixed_point"]
+Parts = list[Tensor]
+
+
+class Given(NamedTuple):
+    """The options, as they were given."""
+
+    order: int | None
+    method: Method
+    damping: float
+    preconditioner: LinearOperator | None
+    rtol: float | None
+    products: int | None
+    polish: int
+    gradient_tol: float | None
+
+
+def attached(
+    kind: Kind, f: Callable[..., Any], x_star: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, given: Given
+) -> Any:
+    """The solution, attached to the graph of everything that `f` depends on."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return attached(kind, f, x_star, args, kwargs, given)
+    _nesting.refuse_transforms()
+    where, line = Where(x_star, "x_star"), Line.now()
+    if not callable(f) or isinstance(f, Tensor):
+        raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
+    order = _order(given.order)
+    _checks.check_integer(given.polish, "polish", least=0)
+    record = torch.is_grad_enabled()
+    plain = call(f, where, passes=2, create_graph=False, keep=True, args=args, kwargs=kwargs)
+    values = [tensor.detach().clone() for tensor in where.tensors]
+    for name, value in zip(where.names, values, strict=True):
+        if not bool(value.isfinite().all()):
+            raise InputError(f"{name}: has entries that are not finite, so it is no solution.")
+    problem = Problem(kind, plain, given, order, line)
+    for _ in range(given.polish):
+        values = problem.polished(values)
+    system, residual = problem.system(values)
+    problem.check_solved(system, values, residual)
+    if not record:
+        return where.result(values)
+    chain = Chain(system, values)
+    # A differentiable result, and as many derivatives of it as there are links.
+    linked = call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
+    x = [value.clone().requires_grad_() for value in values]
+    for number in range(1, order + 1):
+        residual, leaves = problem.residual(linked, x, differentiated=True)
+        if number == 1:
+            _check_reached(kind, residual, leaves)
+        x = chain.link(number, x if number > 1 else [leaf.detach() for leaf in x], residual)
+    _nodes.mark_results(x)
+    return where.result(x)
+
+
+def _order(order: int | None) -> int:
+    if order is not None:
+        return _checks.check_integer(order, "order", least=1)
+    return max(1, _nesting.state.open[-1].call.order) if _nesting.inside() else 1
+
+
+def _check_reached(kind: Kind, residual: Parts, leaves: Parts) -> None:
+    own = set(map(id, leaves))
+    found = _nodes.survey([part for part in residual if part.requires_grad]).variables()
+    if all(id(variable) in own for variable in found):
+        raise GraphError(
+            f"{kind}: the solution does not depend on anything: f reaches no tensor that requires grad besides "
+            f"its argument. {_refusals.USUAL_CAUSES} For the value alone, call it under torch.no_grad()."
+        )
+
+
+class Problem:
+    """The residual whose zero is the solution: a gradient, F(x), or x - g(x)."""
+
+    def __init__(self, kind: Kind, plain: Call, given: Given, order: int, line: Line) -> None:
+        self.kind: Kind = kind
+        self._random = RandomState.of(plain.where.tensors[0].device)  # each evaluation draws what the first one drew
+        self._plain, self._given, self._order, self._line = plain, given, order, line
+
+    def residual(self, asked: Call, at: Sequence[Tensor], *, differentiated: bool) -> tuple[Parts, Parts]:
+        """The residual at some leaves, with its graph; and the leaves."""
+        self._random.restore()
+        with Graph(asked, at) as ev:
+            return self._residual(ev), ev.leaves
+
+    def _residual(self, ev: Graph) -> Parts:
+        if self.kind == "argmin":
+            return _reverse.pull(ev, [ev.scalars()], [None], differentiated=True)
+        outputs = self._like_x(ev)
+        if self.kind == "root":
+            return outputs
+        return [leaf - output for leaf, output in zip(ev.leaves, outputs, strict=True)]
+
+    def _like_x(self, ev: Graph) -> Parts:
+        """What `f` returned, in the order of the point's leaves."""
+        tree, name = ev.where.tree(), "F(x)" if self.kind == "root" else "g(x)"
+        ev.tensors()
+        different = _tree.difference(tree, _tree.flatten(ev.outputs)[2], name)
+        outputs = [] if different else _tree.leaves_like(tree, ev.outputs)
+        for leaf, output, where in zip(ev.leaves, outputs, ev.where.names, strict=False):
+            if output.shape != leaf.shape or output.dtype != leaf.dtype:
+                different = f"for {where} it is {_kind(output)}, expected {_kind(leaf)}"
+        if different:
+            raise InputError(
+                f"f: must return what is like x_star (for a module, a dict by parameter name), with as many equations "
+                f"as unknowns: {different}."
+            )
+        return outputs
+
+    def system(self, values: Parts) -> tuple[System, Parts]:
+        """The linear system at a point, through a graph that is kept; and the residual."""
+        self._random.restore()
+        with Graph(self._plain, [value.clone().requires_grad_() for value in values]) as ev:
+            residual = self._residual(ev)
+        operator = Transposed(ev, residual, symmetric=self.kind == "argmin")
+        given = self._given
+        system = System(
+            operator,
+            self.kind,
+            self._line,
+            method=given.method,
+            damping=given.damping,
+            preconditioner=given.preconditioner,
+            rtol=given.rtol,
+            products=given.products,
+            order=self._order,
+        )
+        return system, [part.detach() for part in residual]
+
+    def polished(self, values: Parts) -> Parts:
+        """A step of Newton's method."""
+        system, residual = self.system(values)
+        step = system.solved(residual, transposed=False)
+        return [value - part for value, part in zip(values, step, strict=True)]
+
+    def check_solved(self, system: System, values: Parts, residual: Parts) -> None:
+        """Warn where the point is not a solution: derivatives are then off by about as much."""
+        space = system.operator._domain
+        r, x = space.join(residual, None), space.join(values, None)
+        size = float(r.norm())
+        if not size:
+            return
+        if not torch.isfinite(r).all():
+            raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star.")
+        if not bool(x.any()):
+            x = torch.ones_like(x)
+        with torch.no_grad():
+            scale = float((system.operator @ x).norm())  # of a linear problem, the residual at zero
+        limit = self._given.gradient_tol
+        if limit is None:
+            limit = 1e-3 if torch.finfo(r.dtype).bits > 16 else 0.1
+        if size > limit * scale:
+            off = size / scale if scale else float("inf")
+            self._line.warn(
+                f"{self.kind}: x_star is not the solution: {WHAT[self.kind]} has {off:.2g} times its size at zero, and "
+                f"derivatives are off by about as much, relatively, or more. Solve further, take Newton steps by "
+                f"polish=1, or accept it by gradient_tol=."
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype}, {tuple(tensor.shape)}"
+
+
+WHAT: dict[Kind, str] = {"argmin": "the gradient of f", "root": "F(x)", "fixed_point": "x - g(x)"}

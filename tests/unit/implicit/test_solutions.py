@@ -1,0 +1,438 @@
+"""`argmin`, `root` and `fixed_point` against closed forms and solutions found again; what is wrong, refused."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import hodiff
+from hodiff import ConvergenceWarning, GraphError, InputError
+from hodiff.implicit import argmin, fixed_point, root
+from tests.support.differences import first_difference, relative_error
+
+D = torch.float64
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+A, Y, C = randn(40, 12), randn(40, seed=1), randn(12, seed=2)
+THETA = 0.3 * randn(12, seed=3)
+
+
+def ridge(x: Tensor, theta: Tensor) -> Tensor:
+    return 0.5 * (A @ x - Y).square().sum() + 0.5 * (theta.exp() * x * x).sum()
+
+
+def closed(theta: Tensor) -> Tensor:
+    return torch.linalg.solve(A.T @ A + torch.diag(theta.exp()), A.T @ Y)
+
+
+def attached(theta: Tensor, **options: object) -> Tensor:
+    return argmin(ridge, closed(theta.detach()), args=(theta,), **options)
+
+
+OUTER = {"cubic": lambda x: (x**3 * C).sum(), "linear": lambda x: C @ x, "square": lambda x: x.square().sum()}
+
+
+# --- a closed form ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_ridge_to_the_third_order(outer: str) -> None:
+    got, expected = lambda t: OUTER[outer](attached(t)), lambda t: OUTER[outer](closed(t))
+    assert relative_error(hodiff.grad(got, THETA), hodiff.grad(expected, THETA)) < 1e-12
+    assert relative_error(hodiff.hvp(got, THETA, C), hodiff.hvp(expected, THETA, C)) < 1e-12
+    assert relative_error(hodiff.hessian(got, THETA), hodiff.hessian(expected, THETA)) < 1e-12
+    third = lambda f: hodiff.grad(lambda t: hodiff.hvp(f, t, C) @ C, THETA)
+    assert relative_error(third(got), third(expected)) < 1e-12
+
+
+def test_jacobians_of_the_solution() -> None:
+    assert relative_error(hodiff.jacobian(attached, THETA), hodiff.jacobian(closed, THETA)) < 1e-12
+    assert relative_error(hodiff.jvp(attached, THETA, C), hodiff.jvp(closed, THETA, C)) < 1e-12
+
+
+def test_the_usual_surrogate_is_wrong_at_second_order() -> None:
+    """x - H⁻¹ ∇f, one link: what `order=1` refuses to differentiate twice."""
+    x = closed(THETA)
+    H = A.T @ A + torch.diag(THETA.exp())
+
+    def surrogate(theta: Tensor) -> Tensor:
+        gradient = A.T @ (A @ x - Y) + theta.exp() * x
+        return OUTER["cubic"](x - torch.linalg.solve(H, gradient))
+
+    expected = hodiff.hessian(lambda t: OUTER["cubic"](closed(t)), THETA)
+    assert relative_error(hodiff.hessian(surrogate, THETA), expected) > 1e-2
+    theta = THETA.clone().requires_grad_()
+    (g,) = torch.autograd.grad(OUTER["cubic"](attached(theta)), theta, create_graph=True)
+    with pytest.raises(GraphError, match=r"argmin, called at .*test_solutions.py:\d+: .*order 1.*Pass order=2"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("outer", OUTER)
+def test_one_derivative_too_many_raises(order: int, outer: str) -> None:
+    theta, found = THETA.clone().requires_grad_(), 0
+    value = OUTER[outer](attached(theta, order=order))
+    expected = OUTER[outer](closed(theta))
+    with pytest.raises(GraphError, match=rf"order {order}, and this is one more.*order={order + 1}"):
+        while True:
+            (value,) = torch.autograd.grad(value, theta, create_graph=True)
+            (expected,) = torch.autograd.grad(expected, theta, create_graph=True)
+            assert relative_error(value.detach(), expected.detach()) < 1e-11
+            value, expected, found = value @ C, expected @ C, found + 1
+    assert found == order
+
+
+# --- other problems ---------------------------------------------------------------------------------------------------
+
+LABELS = (randn(40, seed=4) + A @ C > 0).to(D)
+
+
+def logistic(x: Tensor, theta: Tensor) -> Tensor:
+    loss = nn.functional.binary_cross_entropy_with_logits(A @ x, LABELS, reduction="sum")
+    return loss + 0.5 * (theta.exp() * x * x).sum()
+
+
+def fitted(theta: Tensor) -> Tensor:
+    """By Newton's method."""
+    x = torch.zeros(12, dtype=D)
+    for _ in range(10):
+        _, g, H = hodiff.value_grad_and_hessian(logistic, x, args=(theta.detach(),))
+        x = x - torch.linalg.solve(H, g)
+    return x
+
+
+def test_logistic_against_fits_found_again() -> None:
+    outer = lambda t: (argmin(logistic, fitted(t), args=(t,)) ** 2 * C).sum()
+    gradient = lambda t: C @ hodiff.grad(outer, t)
+    first = first_difference(lambda s: (fitted(THETA + s * C) ** 2 * C).sum())
+    assert relative_error(gradient(THETA), first) < 1e-8
+    second = first_difference(lambda s: gradient(THETA + s * C))
+    assert relative_error(C @ hodiff.hvp(outer, THETA, C), second) < 1e-7
+
+
+def test_a_cubic_root_to_the_third_order() -> None:
+    """x³ + x = θ at x = 1: x' = 1/4, x'' = -6/64, x''' = (108 - 24)/1024 by the chain rule."""
+    x = lambda t: root(lambda x: x**3 + x - t, torch.ones((), dtype=D))
+    t = torch.tensor(2.0, dtype=D)
+    found = [hodiff.grad(x, t), hodiff.hessian(x, t), hodiff.grad(lambda t: hodiff.hessian(x, t), t)]
+    for got, expected in zip(found, (1 / 4, -6 / 64, 84 / 1024), strict=True):
+        assert got == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("radius", [0.6, 1.08])
+def test_a_deep_equilibrium(radius: float) -> None:
+    """Also where the iteration, and a Neumann series of its derivative, would diverge."""
+    W = randn(24, 24, seed=5)
+    W = W * 2.2 / W.norm() if radius < 1 else W * 7.4 / W.norm()
+    u = 0.1 * randn(24, seed=6)
+
+    def solved(u: Tensor, W: Tensor) -> Tensor:
+        z = torch.zeros(24, dtype=D)
+        for _ in range(12):
+            J = hodiff.jacobian(lambda z: z - torch.tanh(W @ z + u), z)
+            z = z - torch.linalg.solve(J, z - torch.tanh(W @ z + u))
+        return z
+
+    def outer(u: Tensor) -> Tensor:
+        z = fixed_point(lambda z: torch.tanh(W @ z + u), solved(u.detach(), W))
+        return (z**2 * torch.linspace(1, 2, 24, dtype=D)).sum()
+
+    value = torch.no_grad()(outer)
+    v = randn(24, seed=7)
+    J = (1 - solved(u, W) ** 2)[:, None] * W
+    assert (torch.linalg.eigvals(J).abs().max() > 1) == (radius > 1)
+    first = first_difference(lambda t: value(u + t * v), 1e-3)
+    assert relative_error(v @ hodiff.grad(outer, u), first) < 1e-8
+    second = first_difference(lambda t: hodiff.grad(outer, u + t * v), 1e-3)
+    assert relative_error(hodiff.hvp(outer, u, v), second) < 1e-7
+
+
+def test_a_saddle_needs_minres() -> None:
+    H = torch.tensor([3.0, 1.0, -0.5], dtype=D)
+    theta = torch.ones(3, dtype=D, requires_grad=True)
+    f = lambda x: 0.5 * (H * x * x).sum() - theta @ x
+    x = (1 / H).clone()
+    with pytest.raises(GraphError, match=r"negative or zero curvature.*method='minres'.*damping="):
+        argmin(f, x).sum().backward()
+    (got,) = torch.autograd.grad(argmin(f, x, method="minres").sum(), theta)
+    torch.testing.assert_close(got, 1 / H)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_a_singular_problem(method: str) -> None:
+    """More parameters than data: fine for a loss that sees the range alone, no derivative otherwise."""
+    B, theta = randn(4, 9, seed=8), randn(4, seed=9).requires_grad_()
+    x = torch.linalg.pinv(B) @ theta.detach()
+    f = lambda x: 0.5 * (B @ x - theta).square().sum()
+    seen = argmin(f, x, method=method)
+    (got,) = torch.autograd.grad((B @ seen).square().sum(), theta)
+    torch.testing.assert_close(got, 2 * theta.detach())
+    with pytest.raises(GraphError, match=r"(curvature|singular).*damping="):
+        argmin(f, x, method=method).sum().backward()
+
+
+def test_one_unknown_of_no_dimensions() -> None:
+    """TorchOpt gives zero there."""
+    theta = torch.tensor(3.0, dtype=D, requires_grad=True)
+    x = argmin(lambda x: (x - theta.square()) ** 2, torch.tensor(9.0, dtype=D))
+    assert torch.autograd.grad(x, theta)[0] == pytest.approx(6.0)
+
+
+def test_the_transpose() -> None:
+    """A Jacobian that is far from symmetric, of several leaves."""
+    M = torch.triu(randn(5, 5, seed=10), 1) * 3 + torch.eye(5, dtype=D)
+    theta = randn(5, seed=11).requires_grad_()
+    z = torch.linalg.solve(M, theta.detach())
+    F = lambda p: {
+        "b": M[2:] @ torch.cat([p["a"], p["b"]]) - theta[2:],
+        "a": M[:2] @ torch.cat([p["a"], p["b"]]) - theta[:2],
+    }
+    found = root(F, {"a": z[:2], "b": z[2:]})
+    (got,) = torch.autograd.grad((found["a"].sum() + 2 * found["b"].sum()), theta)
+    torch.testing.assert_close(got, torch.linalg.solve(M.T, torch.tensor([1.0, 1, 2, 2, 2], dtype=D)))
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+def weight_decay_problem() -> tuple[nn.Module, Tensor, object]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=D)
+    X, y, decay = randn(20, 3), randn(20, 1, seed=1), torch.tensor(0.3, dtype=D, requires_grad=True)
+    f = lambda m: (m(X) - y).square().mean() + decay * (m.weight.square().sum() + m.bias.square().sum())
+    ones = torch.cat([X, torch.ones(20, 1, dtype=D)], 1)
+    solved = lambda t: torch.linalg.solve(ones.T @ ones / 20 + t * torch.eye(4, dtype=D), ones.T @ y / 20)
+    with torch.no_grad():
+        w = solved(decay)
+        model.weight.copy_(w[:3].T)
+        model.bias.copy_(w[3])
+    return model, decay, (f, solved)
+
+
+def test_a_module_gives_a_dict_by_name() -> None:
+    model, decay, (f, solved) = weight_decay_problem()
+    found = argmin(f, model)
+    assert list(found) == ["weight", "bias"]
+    assert all(torch.equal(found[n], p) for n, p in model.named_parameters())  # bit for bit
+    outer = functional_call(model, found, (torch.ones(1, 3, dtype=D),)).sum()
+    (got,) = torch.autograd.grad(outer, decay)
+    expected = hodiff.grad(lambda t: solved(t).sum(), decay.detach())
+    assert relative_error(got, expected) < 1e-10
+    assert all(p.grad is None for p in model.parameters())
+    chosen = argmin(lambda s: f(s.module), hodiff.select(model, "weight"), gradient_tol=math.inf)
+    assert list(chosen) == ["weight"]
+
+
+def test_only_what_f_uses_is_reached() -> None:
+    """Not the solver's history, nor its start."""
+    start, theta = torch.ones(2, dtype=D, requires_grad=True), torch.ones(2, dtype=D, requires_grad=True)
+    x = argmin(lambda x: (x - theta).square().sum(), start * 1.0)
+    x.sum().backward()
+    assert start.grad is None and torch.equal(theta.grad, torch.ones(2, dtype=D))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_detached_without_grad_mode(context: type) -> None:
+    with context():
+        x = attached(THETA.clone().requires_grad_())
+    assert not x.requires_grad and torch.equal(x, closed(THETA))
+
+
+def test_it_is_a_copy() -> None:
+    theta, x = torch.ones(2, dtype=D, requires_grad=True), torch.ones(2, dtype=D)
+    found = argmin(lambda x: (x - theta).square().sum() + (x**4).sum() * 0, x)
+    x.zero_()
+    assert torch.equal(found, torch.ones(2, dtype=D))
+    found.sum().backward()
+    assert torch.equal(theta.grad, torch.ones(2, dtype=D))
+
+
+def test_inside_a_problem_of_another() -> None:
+    """A minimum within the function of a minimum: x = θ², y = x θ."""
+
+    def y(theta: Tensor) -> Tensor:
+        def upper(y: Tensor) -> Tensor:
+            x = argmin(lambda x: (x - theta**2).square().sum(), theta.detach() ** 2)
+            return (y - x * theta).square().sum()
+
+        return argmin(upper, theta.detach() ** 3)
+
+    t = torch.tensor([1.5], dtype=D)
+    assert hodiff.grad(lambda t: y(t).sum(), t) == pytest.approx(3 * 1.5**2)
+    assert hodiff.hessian(lambda t: y(t).sum(), t) == pytest.approx(6 * 1.5)
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    """The residual and its Jacobian are of one function; another draw for each would be of none."""
+    theta = torch.tensor(2.0, dtype=D, requires_grad=True)
+    draw = lambda: torch.rand(3, dtype=D) + 1
+    torch.manual_seed(3)
+    a, after = draw(), torch.rand(1)
+    torch.manual_seed(3)
+    x = argmin(lambda x: (draw() * (x - theta).square()).sum() + x.square().sum(), 2 * a / (a + 1), order=2)
+    assert torch.equal(torch.rand(1), after)
+    (got,) = torch.autograd.grad((C[:3] * x).sum(), theta)
+    assert relative_error(got, (C[:3] * a / (a + 1)).sum()) < 1e-12
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def test_far_from_the_solution_it_warns() -> None:
+    with pytest.warns(
+        ConvergenceWarning, match=r"argmin: x_star is not the solution.*polish=1.*gradient_tol="
+    ) as caught:
+        found = argmin(ridge, closed(THETA) * 1.1, args=(THETA.clone().requires_grad_(),))
+    assert caught[0].filename == __file__
+    assert torch.equal(found.detach(), closed(THETA) * 1.1)
+    polished = argmin(ridge, closed(THETA) * 1.1, args=(THETA.clone().requires_grad_(),), polish=1)
+    assert relative_error(polished.detach(), closed(THETA)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [argmin, root, fixed_point])
+def test_polish_squares_the_error(kind: object) -> None:
+    theta = torch.tensor(2.0, dtype=D, requires_grad=True)
+    f = {
+        argmin: lambda x: x**4 / 4 + x**2 / 2 - theta * x,
+        root: lambda x: x**3 + x - theta,
+        fixed_point: lambda x: theta - x**3,
+    }[kind]
+    near = torch.tensor(1.0 + 1e-3, dtype=D)
+    errors = [abs(kind(f, near, polish=k, gradient_tol=1.0).item() - 1) for k in (0, 1, 2)]
+    assert errors[1] < 2 * errors[0] ** 2 and errors[2] < 1e-11
+    x = kind(f, near, polish=2)
+    assert torch.autograd.grad(x, theta)[0] == pytest.approx(0.25, rel=1e-6)
+
+
+def test_a_backward_that_does_not_converge_names_the_call() -> None:
+    theta = THETA.clone().requires_grad_()
+    x = attached(theta, products=3)
+    with pytest.warns(ConvergenceWarning, match=r"argmin, called at .*test_solutions.*3 products.*residual") as caught:
+        x.sum().backward()
+    assert caught[0].filename == __file__
+
+
+def test_passes_of_different_sizes_have_their_own_tolerance() -> None:
+    """A tolerance left over from a large pass would make the next one zero."""
+    theta = THETA.clone().requires_grad_()
+    x = attached(theta, order=2)
+    for size in (1e9, 1.0, 1e-9):
+        (got,) = torch.autograd.grad(size * OUTER["cubic"](x), theta, retain_graph=True)
+        assert relative_error(got / size, hodiff.grad(lambda t: OUTER["cubic"](closed(t)), THETA)) < 1e-9
+
+
+def test_single_precision() -> None:
+    a, y, c = A.float(), Y.float(), C.float()
+    f = lambda x, t: 0.5 * (a @ x - y).square().sum() + 0.5 * (t.exp() * x * x).sum()
+    outer = lambda t: (argmin(f, closed(t.detach().double()).float(), args=(t,)) ** 3 * c).sum()
+    theta = THETA.float()
+    assert (
+        relative_error(hodiff.grad(outer, theta).double(), hodiff.grad(lambda t: OUTER["cubic"](closed(t)), THETA))
+        < 1e-3
+    )
+    got = hodiff.hvp(outer, theta, c).double()
+    assert relative_error(got, hodiff.hvp(lambda t: OUTER["cubic"](closed(t)), THETA, C)) < 1e-4
+
+
+def test_damping_and_a_preconditioner() -> None:
+    theta = THETA.clone().requires_grad_()
+    (plain,) = torch.autograd.grad(attached(theta).sum(), theta)
+    inverse = hodiff.MatrixOperator(torch.linalg.inv(A.T @ A + torch.diag(THETA.exp())), symmetric=None)
+    inverse = hodiff.MatrixOperator((inverse.dense() + inverse.dense().T) / 2)
+    (got,) = torch.autograd.grad(attached(theta, preconditioner=inverse, products=4).sum(), theta)
+    assert relative_error(got, plain) < 1e-9
+    x, H = closed(THETA), A.T @ A + torch.diag(THETA.exp())
+    (damped,) = torch.autograd.grad(attached(theta, damping=5.0).sum(), theta)
+    expected = -THETA.exp() * x * torch.linalg.solve(H + 5 * torch.eye(12, dtype=D), torch.ones(12, dtype=D))
+    assert relative_error(damped, expected) < 1e-8
+
+
+X2 = torch.ones(2, dtype=D)
+THETA2 = torch.ones(2, dtype=D, requires_grad=True)
+REFUSED = {
+    "not finite": (lambda: argmin(lambda x: (x - THETA2).square().sum(), X2 / 0), InputError, "x_star: has entries"),
+    "a residual that is not": (lambda: root(lambda x: x / (x - 1) * THETA2, X2), InputError, r"F\(x\) is not finite"),
+    "no function": (lambda: argmin(X2, X2), InputError, "f: is a Tensor; expected a function"),
+    "another shape": (lambda: root(lambda x: x[:1] - THETA2[:1], X2), InputError, r"equations.*\(1,\), expected"),
+    "another structure": (lambda: root(lambda x: (x - THETA2,), X2), InputError, r"like x_star.*tuple"),
+    "another dtype": (lambda: fixed_point(lambda x: (x * THETA2).float(), X2), InputError, "float32, .*expected"),
+    "a method": (lambda: argmin(lambda x: x.sum(), X2, method="newton"), InputError, "method: got 'newton', expected"),
+    "an order": (lambda: argmin(lambda x: x.sum(), X2, order=0), InputError, "order: got 0"),
+    "nothing reached": (lambda: argmin(lambda x: x @ x, 0 * X2), GraphError, "does not depend on any.*no_grad"),
+    "past the argument": (
+        lambda: argmin(lambda x: (x * THETA2).square().sum(), THETA2), GraphError, "other than through its argument"
+    ),
+    "not its argument": (lambda: argmin(lambda x: THETA2.sum(), X2), GraphError, "does not depend on x_star"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_refused(row: str) -> None:
+    call, error, pattern = REFUSED[row]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(error, match=pattern):
+            call()
+
+
+# --- many problems ----------------------------------------------------------------------------------------------------
+
+
+def random_problem(seed: int) -> None:
+    """A quadratic and a quartic, of a tensor, a container or a module, in double or single precision."""
+    g = torch.Generator().manual_seed(seed)
+    n, kind, single = 3 + seed % 5, ("tensor", "dict", "module")[seed % 3], seed % 4 == 3
+    make = lambda *shape: torch.randn(*shape, dtype=D, generator=g)
+    B, c, q, theta, v = make(n + 2, n), make(n), make(n).square() + 0.1, make(3), make(3)
+    mixing = make(3, n)
+
+    def f(x: Tensor, t: Tensor) -> Tensor:
+        b, cc, qq, m = (z.to(x.dtype) for z in (B, c, q, mixing))
+        return 0.5 * (b @ x).square().sum() + (qq * (x - (t @ m).sin()) ** 4).sum() - cc @ x * t[0].exp()
+
+    def minimum(t: Tensor) -> Tensor:
+        x = torch.zeros(n, dtype=D)
+        for _ in range(15):
+            _, slope, H = hodiff.value_grad_and_hessian(f, x, args=(t.detach().double(),))
+            x = x - torch.linalg.solve(H, slope)
+        return x
+
+    def whole(t: Tensor) -> Tensor:
+        x = minimum(t).to(t.dtype)
+        if kind == "tensor":
+            return argmin(f, x, args=(t,))
+        if kind == "dict":
+            found = argmin(lambda p: f(torch.cat([p["b"], p["a"]]), t), {"a": x[1:], "b": x[:1]})
+            return torch.cat([found["b"], found["a"]])
+        model = nn.Linear(n, 1, bias=False, dtype=t.dtype)
+        model.weight.data = x[None]
+        return argmin(lambda m: f(m.weight[0], t), model)["weight"][0]
+
+    outer = lambda t: (whole(t).sin() * torch.arange(1, n + 1).to(t.dtype)).sum() + t.square().sum()
+    exact = lambda t: (minimum(t).sin() * torch.arange(1, n + 1)).sum() + t.square().sum()
+    dtype = torch.float32 if single else D
+    first = first_difference(lambda s: exact(theta + s * v), 1e-3)
+    assert relative_error((hodiff.grad(outer, theta.to(dtype)) @ v.to(dtype)).double(), first) < (
+        5e-3 if single else 1e-7
+    )
+    second = first_difference(lambda s: v @ hodiff.grad(outer, theta + s * v), 1e-3)
+    got = v.to(dtype) @ hodiff.hvp(outer, theta.to(dtype), v.to(dtype))
+    assert relative_error(got.double(), second) < (2e-2 if single else 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems(seed: int) -> None:
+    random_problem(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8, 300))
+def test_many_random_problems(seed: int) -> None:
+    random_problem(seed)
