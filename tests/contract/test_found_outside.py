@@ -120,3 +120,10 @@ def test_a_matrix_of_second_order_in_half_precision():
     x = torch.linspace(0.1, 1, 12).reshape(4, 3).bfloat16()
     found = hodiff.second_order_operator(lambda z: z.square().sum(1), x, torch.eye(3).bfloat16())
     torch.testing.assert_close(found, torch.full((4,), 6.0).bfloat16())
+
+
+def test_an_operation_whose_derivative_fails_over_its_unused_results_is_told_in_our_words() -> None:
+    x = torch.linspace(-1, 1, 6, dtype=D).reshape(2, 3)
+    f = lambda bias: (torch.native_layer_norm(x * bias, (3,), None, bias, 1e-5)[0] ** 3).sum()
+    with pytest.raises(hodiff.GraphError, match="layer_norm"):
+        hodiff.hvp(f, x[0].clone(), x[1].clone())

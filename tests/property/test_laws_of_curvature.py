@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hodiff
-from tests.support.inputs import direction
+from tests.support.inputs import Expression, direction, expressions, values
 from tests.support.laws import Setting, hessian, jacobian, law, like, settings
 from tests.support.oracle import flatten
 from tests.support.properties import agree
@@ -93,6 +93,7 @@ def test_algebra(A: Tensor) -> None:
 @law("diagonal", says="the diagonal of H, from all unit vectors")
 @law("eigsh", says="the eigenvalues of H at both ends, and H w = λ w")
 @law("solve", says="(H + c)⁻¹ b")
+@law("logdet", says="log det (H + c)")
 @given(setting=settings())
 def test_estimates(setting: Setting) -> None:
     operator, H = hodiff.HessianOperator(setting.f, setting.where), hessian(setting)
@@ -110,6 +111,18 @@ def test_estimates(setting: Setting) -> None:
     b = direction(setting.x)
     solution = hodiff.solve(operator + shift, b)
     agree(flatten(solution.value), torch.linalg.solve(H + shift * units, b), 1e-4, 1e-6)
+    found = hodiff.logdet(operator, shift=shift, generator=torch.Generator().manual_seed(1))
+    agree(torch.as_tensor(found.value, dtype=D), torch.logdet(H + shift * units), 1e-6, 1e-6)
+
+
+@law("sparse_hessian", says="H, of a function whose entries meet their neighbours")
+@law("sparse_jacobian", says="J of the same")
+@given(f=expressions(roll=False, leaves=3), g=expressions(roll=False, leaves=3), x=values((7,)))
+def test_sparse_matrices(f: Expression, g: Expression, x: Tensor) -> None:
+    chain = lambda z: f(z[1:]) * torch.sin(g(z[:-1])) + z[1:] * z[:-1]
+    H = torch.func.jacrev(torch.func.grad(lambda z: chain(z).sum()))(x)
+    agree(hodiff.sparse_hessian(lambda z: chain(z).sum(), x).to_dense(), H, floor=1e-9)
+    agree(hodiff.sparse_jacobian(chain, x).to_dense(), torch.func.jacrev(chain)(x), floor=1e-9)
 
 
 @law("eigs", says="the largest eigenvalue by magnitude, of any matrix", oracle="`torch.linalg.eigvals`")

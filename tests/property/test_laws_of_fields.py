@@ -62,13 +62,26 @@ def test_partials(field: Field, route: str) -> None:
     agree(found[1, 1], looped(hessian(one), x)[:, 1, 1].clone(), floor=1e-9)
 
 
+@law("derivatives_of", says="∂f/∂x₁ and ∂²f/∂x₀∂x₁ of a tensor already computed")
+@given(field=fields(dimension=2))
+def test_derivatives_of_a_tensor(field: Field) -> None:
+    f, one = field.f, field.one
+    x = field.x.clone().requires_grad_()
+    d = hodiff.derivatives_of(f(x), x)
+    agree(d[1].detach(), looped(grad(one), field.x)[:, 1].clone(), floor=1e-9)
+    agree(d[0, 1].detach(), looped(hessian(one), field.x)[:, 0, 1].clone(), floor=1e-9)
+
+
 @law("divergence", says="tr J")
+@law("value_and_divergence", says="f and tr J of one evaluation")
 @law("curl", says="∇ × F in three dimensions")
 @given(field=fields(dimension=3, outputs=True), route=routes)
 def test_vector_fields(field: Field, route: str) -> None:
     f, x, one = field
     J = looped(jacrev(one), x)
-    agree(hodiff.divergence(f, x, method=route), J.diagonal(dim1=1, dim2=2).sum(-1), floor=1e-9)
+    trace = J.diagonal(dim1=1, dim2=2).sum(-1)
+    agree(hodiff.divergence(f, x, method=route), trace, floor=1e-9)
+    agree(hodiff.value_and_divergence(f, x, method=route), (f(x), trace), floor=1e-9)
     expected = torch.stack([J[:, 2, 1] - J[:, 1, 2], J[:, 0, 2] - J[:, 2, 0], J[:, 1, 0] - J[:, 0, 1]], -1)
     agree(hodiff.curl(f, x, method=route), expected, floor=1e-9)
 

@@ -16,8 +16,8 @@ def run(results: Path, count: int, only: list[str]) -> None:
     """Judge every operation that the file does not have yet; one line for each."""
     done = set(read(results)) if results.exists() else set()
     with results.open("a", encoding="utf-8") as file:
-        for name in only or names():
-            if name in done:
+        for name in names():
+            if name in done or (only and name not in only):
                 continue
             line = {"operation": name, "torch": torch.__version__, "samples": of_operation(name, count)}
             file.write(json.dumps(line) + "\n")

@@ -111,6 +111,10 @@ _OUTPUT_PADDING = (
     "PyTorch has no further derivative of a transposed convolution (conv_transpose) with output_padding. Leave it "
     "out, and pad the result (F.pad)."
 )
+_UNUSED_RESULT = (
+    "PyTorch's derivative of an operation with several results fails where only some of them are used. Write it with "
+    "another one: torch.nn.functional.layer_norm for torch.native_layer_norm, and its kin."
+)
 
 
 def _freed() -> GraphError:
@@ -141,6 +145,7 @@ _TEXTS: dict[str, Callable[[], GraphError]] = {
     "Checkpointing is not compatible with .grad()": _reentrant,
     "torch.utils.checkpoint: ": lambda: GraphError.about(_RECOMPUTED),
     "marked with @once_differentiable": lambda: GraphError.about(_ONCE),
+    "Expected a proper Tensor but got None": lambda: GraphError.about(_UNUSED_RESULT),
     "not implemented for sparse tensors": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
     "output_padding is not supported for non-transposed": lambda: GraphError.about(
         _OUTPUT_PADDING, operations=["convolution"]
