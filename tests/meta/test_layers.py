@@ -33,6 +33,7 @@ MAY_IMPORT = {
 MODULE_MAY_IMPORT = {
     "hodiff.graph._multi": (*FOUNDATION,),
     "hodiff.graph._failure": ("errors", "_core._nodes", "_core._why"),
+    "hodiff.graph._missing": ("_core._nodes", "_core._translate"),  # the substitutes that the calculus names
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph._names import Names
-from hodiff.graph._source import Line, line_of
+from hodiff.graph._names import Held, Names
+from hodiff.graph._source import Line, line_of, lines_of
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
     Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),
@@ -31,7 +31,7 @@ class Pass(NamedTuple):
     Attributes:
         number: Its number within the watch.
         name: What was called.
-        stack: The user's lines, the innermost first.
+        path: The user's frames, the innermost first: codes and line numbers in turn.
         retained: Whether it was to keep the graph.
         place: How many nodes had been made before.
         repeat: How many passes the same stack of lines had asked for before; -1 if that was not counted.
@@ -39,18 +39,38 @@ class Pass(NamedTuple):
 
     number: int
     name: str
-    stack: tuple[Line, ...]
+    path: tuple[Any, ...]
     retained: bool
     place: int
     repeat: int
 
+    @property
+    def stack(self) -> tuple[Line, ...]:
+        """The user's lines, the innermost first."""
+        return lines_of(self.path)
+
     def __str__(self) -> str:
-        line = self.stack[0] if self.stack else Line("?", 0)
+        line = self.stack[0] if self.path else Line("?", 0)
         return f"{line}   {line.text}" + (f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else "")
 
 
+class Change(NamedTuple):
+    """A change in place: where, how many passes had been asked for before, and by which function."""
+
+    path: tuple[Any, ...]
+    passes: int
+    call: str
+    order: int
+    view: bool
+
+    @property
+    def line(self) -> Line:
+        """The user's innermost line."""
+        return lines_of(self.path)[0]
+
+
 class Lost(NamedTuple):
-    """How a tensor came to have no graph: `detached`, `no_grad`, `gradient`, `constant`, and where."""
+    """How a tensor came to have no graph (the words of `KINDS`), and where."""
 
     kind: str
     line: Line
@@ -60,8 +80,20 @@ class Lost(NamedTuple):
 class Record(Protocol):
     """What a watch can tell of a program."""
 
-    def tag(self, node: Node) -> tuple[Pass, int] | None:
-        """The pass that freed a node, and for a leaf the version that it had then."""
+    def tag(self, node: Node) -> Pass | None:
+        """The pass that freed a node, or ran to a leaf."""
+        ...
+
+    def held(self, node: Node) -> tuple[Held, ...]:
+        """The variables that held a node's output when a pass freed its graph."""
+        ...
+
+    def held_at(self, node: Node) -> Pass | None:
+        """The last pass after which a variable held a node's output."""
+        ...
+
+    def path(self, node: Node) -> tuple[Any, ...]:
+        """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
         ...
 
     def made(self, node: Node) -> Line | None:
@@ -69,15 +101,39 @@ class Record(Protocol):
         ...
 
     def ran_again(self, node: Node) -> bool:
-        """Whether the line that made a node made others after it."""
+        """Whether the lines that made a node made others after it."""
         ...
 
     def lost(self, tensor: Tensor) -> Lost | None:
         """Where a tensor without a graph lost it."""
         ...
 
-    def changed(self, tensor: Tensor) -> Line | None:
-        """The line that last changed a tensor's memory in place."""
+    def latest_cut(self) -> Lost | None:
+        """Where a value last left PyTorch: as a number, or for NumPy."""
+        ...
+
+    def once(self) -> Sequence[tuple[str, Line | None]]:
+        """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
+        ...
+
+    def changed(self, tensor: Tensor) -> Change | None:
+        """What last changed a tensor's memory in place."""
+        ...
+
+    def untouched(self, leaf: Tensor, call: Pass) -> bool:
+        """Whether a leaf's `.grad` is as a pass left it."""
+        ...
+
+    def read_since(self, call: Pass) -> bool:
+        """Whether the user has read some `.grad` since a pass."""
+        ...
+
+    def version_then(self, leaf_node: Node) -> int:
+        """A leaf's version when the pass that is its tag ran."""
+        ...
+
+    def passes_since(self, call: Pass) -> list[Pass]:
+        """The passes that were asked for after one."""
         ...
 
 
@@ -91,16 +147,19 @@ class Explanation:
 
     Attributes:
         call: What failed: `Tensor.backward`, `autograd.backward`, `autograd.grad`.
-        cause: One of `hoisted`, `carried`, `two losses`, `same loss twice`, `cached attribute`,
-            `changed in place`, `detached`, `no_grad`, `constant gradient`, `gradient without create_graph`,
-            `constant`, `no graph`, `not used`, `no second derivative`, `released`; empty if it could not be told.
+        cause: For a graph that was freed `hoisted`, `cached`, `carried`, `stored`, `two losses`, `same loss
+            twice` or `released`; `changed in place`; for no graph `detached`, `no_grad`, `discrete`, `constant`,
+            `checkpoint`, `inside a Function`, `constant gradient`, `gradient without create_graph` or `no graph`;
+            `not used`, `no second derivative`, `recomputed otherwise`, `refused in place`, `inference tensor`,
+            `copied`, `read after freeing`; empty if it could not be told.
         variable: The variable concerned; empty if none was found.
         created: The line that created the shared part, or where the graph was cut or a value changed.
         freed: The line of the call that freed it.
         failed: The line of the call that failed.
         text: The sentences about them.
         reason: The cause, as a sentence.
-        fixes: What can be done here.
+        fixes: What can be done: each was checked against what was recorded of this program.
+        unknown: What could not be told, and how to find out; what is for the author to decide.
         certain: Whether all of it was recorded. Otherwise it is an inference, and printed as likely.
         watched: Whether there was a record at all.
     """
@@ -114,6 +173,7 @@ class Explanation:
     text: tuple[str, ...] = ()
     reason: str = ""
     fixes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     certain: bool = True
     watched: bool = False
 
@@ -128,9 +188,15 @@ class Explanation:
         if self.reason:
             lines.append(f"    => {self.reason}")
         for number, fix in enumerate(self.fixes, 1):
-            first, *rest = fix.split("\n")
-            lines += [f"    fix {number}: {first}", *(f"           {line}" for line in rest)]
+            lines += _indented(f"    fix {number}: ", fix)
+        for sentence in self.unknown:
+            lines += _indented("    not known: ", sentence)
         return "\n".join(lines)
+
+
+def _indented(label: str, text: str) -> list[str]:
+    first, *rest = text.split("\n")
+    return [label + first, *(" " * len(label) + line for line in rest)]
 
 
 @dataclass

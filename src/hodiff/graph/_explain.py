@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _cut, _saved, _second_time
+from hodiff.graph import _cut, _forward, _missing, _saved, _second_time, _stale
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
 from hodiff.graph._names import is_users, user_frames
+from hodiff.graph._source import Line, line_of
 
 
 def of_pass(
@@ -28,21 +29,42 @@ def of_pass(
     return _dispatch(Case(error, call.name, roots, tensors, inputs, frames, record, call))
 
 
+def of_operation(
+    error: BaseException,
+    func: Any,
+    arguments: Any,
+    lines: tuple[Line, ...],
+    frames: list[FrameType],
+    record: Record,
+) -> Explanation | None:
+    """The explanation of an operation that was refused under a watch."""
+    if not any(rule.words in str(error) for rule in _forward.RULES):
+        return None
+    call = getattr(func, "__name__", "") or "an operation"
+    with _saved.without_modes():
+        case = Case(error, call, [], [], None, frames, record)
+        return _forward.explain(_forward.Refused(case, call, arguments, lines))
+
+
 def _dispatch(case: Case) -> Explanation | None:
     if isinstance(case.error, GraphError):
         released = case.error._facts.kind == "released"
         return case.explanation("released", reason=str(case.error)) if released else None
     text = str(case.error)  # the engine's
+    if type(case.error).__name__ == "CheckpointError":
+        return _missing.recomputed(case)
+    if "checkpoint" in text and "already been unpacked" in text:
+        return _missing.unpacked_twice(case)
     if _saved.FREED_TEXT in text or "already been freed" in text:
         return _second_time.explain(case)
     if _saved.STALE_TEXT in text:
-        return _cut.changed_in_place(case)
+        return _stale.explain(case)
     if "does not require grad" in text:
         return _cut.no_graph(case)
     if "appears to not have been used" in text:
         return _cut.not_used(case)
-    if any(piece in text for piece in _cut.NO_SECOND):
-        return _cut.no_second_derivative(case)
+    if any(piece in text for piece in _missing.TEXTS):
+        return _missing.second_derivative(case)
     return None
 
 
@@ -100,11 +122,31 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
 
 def _after_the_fact(error: BaseException) -> Explanation | None:
     frames, name = _frames(error.__traceback__)
-    tensors = _given_tensors(error.__traceback__)
-    if not name or not frames:
+    if not name:
+        return _read_after(error)
+    if not frames:
         return None
+    tensors = _given_tensors(error.__traceback__)
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     return _dispatch(Case(error, name, roots, tensors, _given_inputs(error.__traceback__), frames))
+
+
+def _read_after(error: BaseException) -> Explanation | None:
+    """No pass failed, but the user read what a node had saved."""
+    if not isinstance(error, RuntimeError) or "directly access saved tensors" not in str(error):
+        return None
+    frames: list[Any] = [_At(step) for step in _trace(error.__traceback__) if is_users(step.tb_frame.f_code)]
+    if not frames:
+        return None
+    line = line_of(frames[-1])
+    return Case(error, "reading a saved tensor", [], [], None, frames[::-1]).explanation(
+        "read after freeing",
+        created=line,
+        text=(f"read at {line}   {line.text}",),
+        reason="a pass ran over that node before, and freed what it had saved.",
+        fixes=("read it before the pass that frees it; hodiff.graph.inspect(tensor) shows states without reading.",),
+        certain=True,
+    )
 
 
 _ENTRIES = {call.__code__: name for call, (name, _) in PASSES.items()}

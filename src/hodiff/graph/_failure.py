@@ -21,11 +21,12 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff._core._why import Failure
-from hodiff.graph import _cut, _predict, _saved, _second_time
+from hodiff.graph import _cut, _predict, _saved, _second_time, _stale
+from hodiff.graph._calls import is_gradient, path_of, tensors_in
 from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
 from hodiff.graph._names import Names, user_frames
 from hodiff.graph._source import Line, line_of
-from hodiff.graph._watch import Watch, is_gradient, recording, tensors_in
+from hodiff.graph._watch import Watch, recording
 
 SHOWN = 3
 """Lines of one kind that a message shows."""
@@ -70,7 +71,7 @@ class _Clues:
 
     def cut(self, lost: Lost, sources: Any) -> None:
         """A place that cut something off: of interest if it was ours."""
-        if lost not in self.cuts and self.walks < WALKS:
+        if lost.kind != "discrete" and lost not in self.cuts and self.walks < WALKS:  # those are among the steps
             self.walks += 1
             if self._reach(tensors_in(sources)):
                 self.cuts.append(lost)
@@ -128,7 +129,8 @@ _WAYS_OUT = {
 def _way_out(kind: str, line: Line) -> str:
     """What to do about a cut; a detach() that only serves NumPy is not the cause."""
     leaves_torch = kind == "detached" and any(word in line.text for word in (".numpy(", ".item(", ".tolist("))
-    return _WAYS_OUT["constant" if leaves_torch else kind]
+    kind = "constant" if leaves_torch else kind
+    return _WAYS_OUT.get(kind) or _cut.fix_of(kind, line, "")
 
 
 def _lost(
@@ -224,8 +226,8 @@ def _case(
     failure: Failure, tensors: Sequence[Tensor], frames: list[FrameType], record: Watch | None, error: Any = None
 ) -> Case:
     """The failing call of hodiff, as if it were a pass."""
-    stack = tuple(line_of(frame) for frame in frames)
-    call = None if record is None else Pass(len(record.passes), "hodiff", stack, True, _saved.counter(), -1)
+    path = path_of(frames[0]) if frames else ()
+    call = None if record is None else Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
     roots, inputs = _roots(tensors), list(failure.leaves)
     return Case(error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call)
 
@@ -242,7 +244,7 @@ def _from_engine(
         found = _second_time.explain(case)
         return _body(found) if found is not None else _freed(case)
     if kind == "changed":
-        found = _cut.changed_in_place(case)
+        found = _stale.explain(case)
         if found is not None and failure.function is not None:  # what else is said there is about a pass of the caller
             found = replace(found, fixes=found.fixes[:1])
         return _body(found) if found is not None else ""
@@ -267,7 +269,7 @@ def _freed_by_f(case: Case) -> str:
     tags = [tag for node in _freed_part(case) if case.record is not None and (tag := case.record.tag(node)) is not None]
     if not tags:
         return ""
-    line = tags[0][0].stack[0]
+    line = tags[0].stack[0]
     return "\n".join(
         [
             f"  freed by     {line}   {line.text}",

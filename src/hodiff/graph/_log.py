@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from types import CodeType
+from typing import Any
 
-Key = tuple[CodeType, int]
-"""A line: the code that it belongs to, and its number."""
+Key = tuple[Any, ...]
+"""Where something ran: codes and line numbers in turn, the innermost of the user's frames first."""
 
 LOG = 200_000
 """Entries of the log; then its older half goes, but for each line's first."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +23,18 @@ FRAMES = 8
 BUDGET = 5_000
 """Objects looked at in one search; a search is for an error message, and must end."""
 
-_OURS = (
+
+def _folders() -> tuple[str, ...]:
+    """Where the standard library and installed packages lie: what is there is a tool's, not the user's."""
+    found = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    found |= {os.path.dirname(os.path.dirname(torch.__file__))} if "-packages" in torch.__file__ else set()
+    return tuple(sorted({form + os.sep for path in found if path for form in (path, os.path.realpath(path))}))
+
+
+_TOOLS = (
     os.path.dirname(torch.__file__) + os.sep,
     str(Path(__file__).resolve().parents[1]) + os.sep,
+    *_folders(),
     "<frozen ",
     "<__array_function__",
     "<eval_with_key>",  # what torch.fx and torch.compile write; the line that called it is the user's
@@ -31,15 +42,16 @@ _OURS = (
 _CODE_OPTIMIZED = 0x1
 KNOWN: dict[CodeType, bool] = {}
 """Code that was asked about, and whether it is the user's."""
+SCRIPTS: set[str] = set()
+"""Files that the user runs, wherever they lie."""
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether code is neither PyTorch's nor ours."""
+    """Whether code is the user's: of a script, a cell, `exec`, or a file outside the folders of installed packages."""
     known = KNOWN.get(code)
     if known is None:
-        name = os.path.basename(code.co_filename)
-        known = not code.co_filename.startswith(_OURS) and name not in ("runpy.py", "contextlib.py", "threading.py")
-        KNOWN[code] = known
+        file = code.co_filename
+        known = KNOWN[code] = file in SCRIPTS or not file.startswith(_TOOLS)
     return known
 
 
@@ -64,26 +76,46 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     return copy
 
 
+class Held(NamedTuple):
+    """A variable: how it is written, and the code in whose frame it can be written so."""
+
+    path: str
+    code: CodeType | None
+
+
 class Names:
     """The tensors that variables lead to within three steps, by what they are and hold."""
 
-    def __init__(self, frames: Iterable[FrameType] = (), roots: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, frames: Iterable[FrameType] = (), roots: Mapping[str, Any] | None = None, budget: int = BUDGET
+    ) -> None:
         self.tensors: dict[int, str] = {}
         self.paths: dict[int, list[str]] = {}
         self.nodes: dict[Node, str] = {}
         self.storages: dict[int, str] = {}
+        self.values: dict[str, Any] = {}  # the variables themselves, by name, the innermost first
+        self.owners: dict[str, CodeType] = {}
         self._kept: list[Tensor] = []  # identities stay true while this lives
         self._seen: set[int] = set()
-        self._budget = BUDGET
+        self._budget = budget
         start: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in (roots or {}).items()]
-        modules: dict[int, dict[str, Any]] = {}
+        modules: dict[int, FrameType] = {}
         for frame in list(frames)[:FRAMES]:
-            start += [(name, value, 0) for name, value in local_variables(frame).items() if not name.startswith("__")]
-            modules[id(frame.f_globals)] = frame.f_globals
-        for names in modules.values():
-            start += [(name, value, 0) for name, value in names.items() if not name.startswith("_")]
+            start += self._of_frame(frame, local_variables(frame))
+            modules.setdefault(id(frame.f_globals), frame)
+        for frame in modules.values():
+            start += self._of_frame(frame, frame.f_globals)
         with _saved.without_modes():
             self._search(deque(start))
+
+    def _of_frame(self, frame: FrameType, names: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
+        found = []
+        for name, value in list(names.items()):
+            if not name.startswith("__") and name not in self.values and name.isidentifier():
+                self.values[name] = value
+                self.owners[name] = frame.f_code
+                found.append((name, value, 0))
+        return found
 
     def _search(self, queue: deque[tuple[str, Any, int]]) -> None:
         while queue and self._budget > 0:
@@ -116,6 +148,19 @@ class Names:
         """The variable that holds this tensor; empty if none was found."""
         return self.tensors.get(id(tensor), "")
 
+    def held(self, path: str) -> Held:
+        """A variable with the frame that it belongs to."""
+        return Held(path, self.owners.get(root(path)))
+
+    def by_node(self) -> dict[Node, tuple[Held, ...]]:
+        """All variables that hold the output of each node."""
+        found: dict[Node, list[Held]] = {}
+        for tensor in self._kept:
+            node = None if tensor.is_leaf else tensor.grad_fn
+            if node is not None:
+                found.setdefault(node, []).extend(self.held(path) for path in self.paths[id(tensor)])
+        return {node: tuple(held) for node, held in found.items()}
+
     def all_tensors(self) -> list[Tensor]:
         """Every tensor that was found."""
         return list(self._kept)
@@ -123,6 +168,15 @@ class Names:
     def memory(self, tensor: Tensor) -> str:
         """A variable that holds this tensor's memory; empty if none was found."""
         return self.tensors.get(id(tensor)) or self.storages.get(_saved.storage(tensor)[0], "")
+
+
+_ROOT = re.compile(r"\w*")
+
+
+def root(path: str) -> str:
+    """The variable that a path begins with: `net.cell.h` -> `net`."""
+    found = _ROOT.match(path)
+    return found.group() if found else path
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -134,22 +188,40 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, Mapping):
         if len(value) <= BUDGET and isinstance(value, dict):
-            yield from ((f"[{key!r}]", item) for key, item in list(value.items()) if isinstance(key, (str, int)))
+            yield from ((f"[{key!r}]", item) for key, item in list(value.items()) if _is_plain(key))
     elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(list(value)[:1000]))
+        names = getattr(value, "_fields", None)
+        for index, item in enumerate(list(value)[:1000]):
+            yield (f".{names[index]}" if names else f"[{index}]"), item
     elif isinstance(value, nn.Module):
         yield from ((f".{name}", item) for name, item in value.named_parameters())
         yield from ((f".{name}", item) for name, item in value.named_buffers())
         for prefix, module in value.named_modules():
-            dot = f".{prefix}" if prefix else ""
-            yield from ((f"{dot}.{name}", item) for name, item in vars(module).items() if not _is_hidden(name))
+            dot = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in prefix.split(".") if part)
+            yield from ((f"{dot}.{name}", item) for name, item in vars(module).items() if name not in HIDDEN)
+            yield from ((f"{dot}.{name}", item) for name, item in _of_class(module))
     else:
         try:
             members = vars(value)
         except TypeError:
             return
         yield from ((f".{name}", item) for name, item in list(members.items()) if not name.startswith("__"))
+        yield from ((f".{name}", item) for name, item in _of_class(value))
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith("_") or name == "training"
+def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
+    """Tensors and containers that the user's class holds for all its objects: a cache, say."""
+    kind = type(value)
+    if not kind.__module__.startswith(("torch", "builtins", "collections")):
+        for name, item in list(vars(kind).items()):
+            if isinstance(item, (Tensor, dict, list)) and not name.startswith("__"):
+                yield name, item
+
+
+def _is_plain(key: Any) -> bool:
+    """Whether a key of a dict can be written down."""
+    return isinstance(key, (str, int)) or (isinstance(key, tuple) and all(_is_plain(part) for part in key))
+
+
+HIDDEN = frozenset(vars(nn.Module()))
+"""What a module has for itself."""

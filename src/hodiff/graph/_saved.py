@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from hodiff._core._nodes import Node
@@ -247,6 +247,22 @@ def _raise_released(nothing: None) -> Tensor:
 def leaf(node: Node) -> Tensor | None:
     """The leaf tensor into whose `.grad` the node accumulates; None for other nodes."""
     return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+
+
+def leaf_of(value: Tensor) -> Tensor | None:
+    """The trainable leaf whose memory a tensor is: itself, or the one that it is a view of."""
+    base = value if value.is_leaf and value.requires_grad else value._base
+    return base if base is not None and base.is_leaf and base.requires_grad else None
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another."""
+    return tensor._base is not None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around a module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def version(tensor: Tensor) -> int:

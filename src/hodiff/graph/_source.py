@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Line(NamedTuple):
@@ -30,6 +30,11 @@ class Line(NamedTuple):
 def line_of(frame: FrameType) -> Line:
     """The line that a frame is at."""
     return Line(frame.f_code.co_filename, frame.f_lineno or 0)
+
+
+def lines_of(path: tuple[Any, ...]) -> tuple[Line, ...]:
+    """The lines of a path, which has codes and line numbers in turn."""
+    return tuple(Line(code.co_filename, number) for code, number in zip(path[::2], path[1::2], strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -236,3 +241,162 @@ def _no_grad_blocks(line: Line) -> list[ast.AST]:
         if isinstance(node, ast.With)
         and any(word in ast.unparse(item) for item in node.items for word in ("no_grad", "inference_mode"))
     ]
+
+
+def _simple(line: Line) -> ast.stmt | None:
+    """The simple statement at a line."""
+    return next((node for node in statements(line) if _holds(node, line.number)), None)
+
+
+def given_by(line: Line) -> list[str]:
+    """What the assignment at a line gives its whole value to: nothing, for one that unpacks."""
+    node = _simple(line)
+    if isinstance(node, ast.Assign) and any(isinstance(target, (ast.Tuple, ast.List)) for target in node.targets):
+        return []
+    return targets(node) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else []
+
+
+def returns(line: Line) -> bool:
+    """Whether the statement at a line is a `return`."""
+    return isinstance(_simple(line), ast.Return)
+
+
+def loaded(line: Line) -> list[str]:
+    """The names that the statement at a line reads."""
+    node = _simple(line)
+    names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)] if node is not None else []
+    given = set(targets(node)) if node is not None and not isinstance(node, ast.AugAssign) else set()
+    return [name for name in dict.fromkeys(names) if name not in given]
+
+
+def stored_in(loop: ast.stmt) -> set[str]:
+    """The names that a loop gives values to, its own variables and `with` and `del` included."""
+    return {node.id for node in ast.walk(loop) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+
+
+def rebound_in(loop: ast.stmt, name: str) -> bool:
+    """Whether a loop gives a name another value, and not only changes the one that it has (`p -= step`)."""
+    changed = [node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign)]
+    stores = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
+    return any(node.id == name and node not in changed for node in stores)
+
+
+def hands_on(name: str, line: Line) -> bool:
+    """Whether a loop around a line reads a name before it assigns it: what one round leaves to the next."""
+    return any(name in carried(loop) for loop in loops(line))
+
+
+def guarded(name: str, file: str) -> str:
+    """How a file asks whether an attribute was filled: `is None`, `in`, `hasattr`; empty if it does not."""
+    tree = _tree(file)
+    attribute = name.rpartition(".")[2]
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, (ast.If, ast.IfExp)):
+            for test in ast.walk(node.test):
+                if isinstance(test, ast.Compare) and len(test.ops) == 1:
+                    left, right = ast.unparse(test.left), ast.unparse(test.comparators[0])
+                    none = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and right == "None"
+                    if none and left.rpartition(".")[2] == attribute:
+                        return "is None"
+                    inside = isinstance(test.ops[0], (ast.In, ast.NotIn))
+                    if inside and right.rpartition(".")[2] == attribute:
+                        return "in"
+                elif isinstance(test, ast.Call) and ast.unparse(test.func) == "hasattr" and len(test.args) == 2:
+                    if ast.unparse(test.args[1]) == repr(attribute):
+                        return "hasattr"
+    return ""
+
+
+def loss_of(line: Line) -> str:
+    """The one variable that the call at a line differentiates, `loss` in `loss.backward()`; empty if it does more.
+
+    A pass with other arguments than `retain_graph` is more: its gradients are not simply added up.
+    """
+    node = _simple(line)
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "backward":
+        return ""
+    plain = not call.args and all(keyword.arg == "retain_graph" for keyword in call.keywords)
+    return ast.unparse(call.func.value) if plain and isinstance(call.func.value, (ast.Name, ast.Attribute)) else ""
+
+
+def target_of(line: Line) -> str:
+    """What the pass at a line differentiates, as written: of `x.backward(...)`, `grad(x, ...)`, `backward(x)`."""
+    node = _simple(line)
+    for call in ast.walk(node) if node is not None else ():
+        if isinstance(call, ast.Call):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name == "backward" and isinstance(call.func, ast.Attribute) and not _is_module(call.func.value):
+                return ast.unparse(call.func.value)
+            if name in ("grad", "backward") and call.args and isinstance(call.args[0], (ast.Name, ast.Attribute)):
+                return ast.unparse(call.args[0])
+    return ""
+
+
+def _is_module(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("torch.autograd", "autograd", "torch")
+
+
+def frees(statement: ast.stmt, variable: str) -> bool:
+    """Whether a statement is a pass of a variable, `x.backward()` or `grad(x, ...)`, and does not retain."""
+    for call in ast.walk(statement):
+        if isinstance(call, ast.Call):
+            kept = {keyword.arg for keyword in call.keywords if ast.unparse(keyword.value) == "True"}
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            given = [ast.unparse(call.func.value)] if isinstance(call.func, ast.Attribute) else []
+            given += [ast.unparse(call.args[0])] if call.args and name in ("grad", "backward") else []
+            if name in ("backward", "grad") and variable in given and not kept & {"retain_graph", "create_graph"}:
+                return True
+    return False
+
+
+def changed_at(line: Line) -> list[str]:
+    """The variables that the statement at a line changes in place: `x += 1`, `x[i] = 0`, `x.mul_(2)`."""
+    node = _simple(line)
+    if isinstance(node, ast.AugAssign):
+        return [ast.unparse(node.target)]
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets if isinstance(target, ast.Subscript)]
+    call = node.value if isinstance(node, ast.Expr) else None
+    changed = None
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):  # x.sub_(m).div_(s) changes x
+        changed = call.func.value if call.func.attr.endswith("_") else changed
+        call = call.func.value
+    return [ast.unparse(changed)] if changed is not None else []
+
+
+def parameters(line: Line) -> list[str]:
+    """The parameters of the function around a line."""
+    scope = _scope(line)
+    if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        return []
+    return [each.arg for each in ast.walk(scope.args) if isinstance(each, ast.arg)]
+
+
+def function_at(line: Line) -> ast.stmt | None:
+    """The function around a line."""
+    scope = _scope(line)
+    return scope if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+
+
+def chains(line: Line) -> list[str]:
+    """The names and attributes that the statement at a line reads, at their longest: `self.w`, `torch.relu`."""
+    node = _simple(line)
+    value = getattr(node, "value", None)
+    found: list[str] = []
+    stack = [value] if value is not None else []
+    while stack:
+        each = stack.pop()
+        if isinstance(each, ast.Name) or (isinstance(each, ast.Attribute) and _BASE.fullmatch(ast.unparse(each))):
+            found.append(ast.unparse(each))
+        else:
+            stack += list(ast.iter_child_nodes(each))
+    return found
+
+
+def is_alone(name: str, line: Line) -> bool:
+    """Whether a function's variable holds a result of an operation, and no other of its variables is given it."""
+    before = [each for each in statements(line) if each.lineno < line.number]
+    made = [each for each in before if isinstance(each, ast.Assign) and name in targets(each)]
+    also = [each for each in before if isinstance(each, ast.Assign) and ast.unparse(each.value) == name]
+    return bool(made) and isinstance(made[-1].value, (ast.Call, ast.BinOp)) and not also

@@ -1,8 +1,9 @@
 """Recording, while a program runs, what explains a failing backward pass afterwards.
 
-A `TorchFunctionMode` sees each call. Per operation it keeps one number and one line: the place that the
-next node of this thread gets, and the user's line. Nothing is attached to tensors or walked in the
-forward. Per pass that frees, the nodes that ran are tagged with the pass, in a dict that the node owns.
+A `TorchFunctionMode` sees each call. Per operation it keeps one number and the user's lines: the place that
+the next node of this thread gets, and where it was made. Nothing is attached to tensors or walked in the
+forward. Per pass that frees, the nodes that ran are tagged with the pass, and the nodes that variables hold
+with the variable, in a dict that the node owns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Protocol, Self, final
+from typing import Any, NamedTuple, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -21,44 +22,20 @@ from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _explain, _predict, _saved
-from hodiff.graph._case import PASSES, Lost, Pass
+from hodiff.graph import _calls, _explain, _predict, _saved
+from hodiff.graph._calls import CUT, GRADIENT, INPLACE, OPERATION, PASS, path_of, tensors_in
+from hodiff.graph._case import PASSES, Change, Lost, Pass
 from hodiff.graph._log import Key, Log
-from hodiff.graph._names import KNOWN, is_users, user_frames
-from hodiff.graph._source import Line, line_of
+from hodiff.graph._names import KNOWN, Held, Names, is_users, user_frames
+from hodiff.graph._source import Line, line_of, lines_of
 
 _serial = itertools.count()
 
 counter, is_dynamo_compiling = _saved.counter, torch.compiler.is_dynamo_compiling
 
-
-_OPERATION, _INPLACE, _CUT, _GRADIENT, _PLAIN, _PASS = range(6)  # what is recorded comes first: see __torch_function__
-
-
-def _kind(func: Any) -> int:
-    """What a function is to the recorder."""
-    if func in PASSES:
-        return _PASS
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in ("data", "grad"):
-            return _CUT if attribute == "data" else _GRADIENT
-        return _OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else _PLAIN
-    if name in ("detach", "detach_", "item", "tolist", "numpy", "__float__"):
-        return _CUT
-    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
-        return _PLAIN  # x.grad = None and the like: no value changes
-    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-        return _INPLACE
-    if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
-        return _INPLACE
-    return _OPERATION
-
-
-def is_gradient(func: Any) -> bool:
-    """Whether a function is the getter of `x.grad`."""
-    return _kind(func) == _GRADIENT
+FULL_SEARCHES = 8
+"""Passes after which all variables in sight are looked at; later ones look at the nearest only."""
+NEAR = 150
 
 
 class _Recording(threading.local):
@@ -74,6 +51,15 @@ _recording = _Recording()
 def recording() -> Watch | None:
     """The innermost watch around this code."""
     return _recording.here[-1] if _recording.here else None
+
+
+class _Tag(NamedTuple):
+    """What a pass leaves on a node: its number; on a leaf also the state of the leaf and of its `.grad`."""
+
+    number: int
+    version: int = -1
+    grad: int = 0
+    grad_version: int = 0
 
 
 class OperationListener(Protocol):
@@ -120,21 +106,30 @@ class Watch(TorchFunctionMode):
         self._operations = operations
         self._of_passes = of_passes
         self._log = Log()
+        self._paths: dict[Key, Key] = {}  # each once
         self._kinds: dict[Any, int] = {}
         self._lost: dict[int, tuple[Any, Lost]] = {}
-        self._changed: dict[int, Key] = {}
-        self._repeats: dict[tuple[Line, ...], int] = {}
+        self._off: dict[Key, str] = {}
+        self._changed: dict[int, Change] = {}
+        self._changes = 0
+        self._latest_cut: Lost | None = None
+        self._once: dict[tuple[str, Line | None], None] = {}
+        self._read: dict[int, int] = {}  # the gradients that the user read, and how many passes there had been
+        self._repeats: dict[Key, int] = {}
+        self._entered: FrameType | None = None
 
     def __init_subclass__(cls) -> None:  # its frames would pass for the user's
         raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
 
     def __enter__(self) -> Self:
         _recording.here.append(self)
+        self._entered = next(user_frames(sys._getframe(1)), None)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         if self in _recording.here:
             _recording.here.remove(self)
+        self._entered = None
         super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,48 +146,82 @@ class Watch(TorchFunctionMode):
         # An optimizer makes hundreds of these calls in a step, hence the plain look.
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _kind(func)
-        if kind > _CUT:
-            if kind == _PASS:
+            kind = self._kinds[func] = _calls.kind_of(func)
+        if kind > CUT:
+            if kind == PASS:
                 return self._run_pass(func, args, kwargs, frame)
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if kind == _GRADIENT and KNOWN.get(frame.f_code) is not False:
+            if kind == GRADIENT and KNOWN.get(frame.f_code) is not False:
                 self._note_gradient(result, frame)
             return result
         before = counter()
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError as error:
+            self._refused(error, func, (args, kwargs), frame)
+            raise
         after = counter()
         if after != before:
-            self._log.add(before, after, _user_line(frame))
-        elif kind != _INPLACE and (isinstance(result, Tensor) or kind == _CUT) and _has_no_graph(result):
+            self._log.add(before, after, self._path(frame))
+        elif kind != INPLACE and (isinstance(result, Tensor) or kind == CUT) and _has_no_graph(result):
             self._note_lost(func, kind, (args, kwargs), result, frame)
-        if kind == _INPLACE and args:
-            self._note_change(args[0], frame)
+        if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
+            self._note_change(func, args[0], frame)
         return result
+
+    def _path(self, frame: FrameType) -> Key:
+        path = path_of(frame, self._entered)
+        if not path:
+            path = (frame.f_code, frame.f_lineno or 0)
+        return self._paths.setdefault(path, path)
+
+    def _refused(self, error: RuntimeError, func: Any, arguments: Any, frame: FrameType) -> None:
+        """PyTorch refused an operation: if that is about gradients, say why."""
+        try:
+            path = self._path(frame)
+            explained = _explain.of_operation(error, func, arguments, lines_of(path), list(user_frames(frame)), self)
+        except Exception:  # an explanation must not hide what it explains
+            return
+        if explained is not None:
+            _explain.attach(error, explained)
 
     def _note_gradient(self, gradient: Any, frame: FrameType) -> None:
         """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""
-        if isinstance(gradient, Tensor) and not gradient.requires_grad and is_users(frame.f_code):
-            self._remember(gradient, Lost("gradient", line_of(frame), "grad"))
+        if isinstance(gradient, Tensor) and is_users(frame.f_code):
+            self._read[id(gradient)] = len(self.passes)
+            if not gradient.requires_grad:
+                self._remember(gradient, Lost("gradient", line_of(frame), "grad"))
 
     def _note_lost(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
         name = getattr(func, "__name__", "")
-        if kind == _CUT:
+        if kind == CUT:
             lost = "detached" if name in ("detach", "detach_", "__get__") else "constant"
         else:
             inherited = None
             for tensor in tensors_in(arguments):
                 if tensor.requires_grad:
-                    lost = "no_grad" if not torch.is_grad_enabled() else "constant"
+                    lost = self._reason(result, frame)
                     break
                 inherited = inherited or self._lost.get(id(tensor))
             else:
                 if inherited is not None:
                     self._remember(result, inherited[1])
                 return
-        if kind == _OPERATION or arguments[0][0].requires_grad:
-            self._cut(result, Lost(lost, _as_line(_user_line(frame)), name), arguments)
+        if kind == OPERATION or arguments[0][0].requires_grad:
+            found = Lost(lost, lines_of(self._path(frame))[0], name)
+            if kind == CUT and name != "__get__":
+                self._latest_cut = found
+            self._cut(result, found, arguments)
+
+    def _reason(self, result: Any, frame: FrameType) -> str:
+        """Why an operation on tensors with a graph gave one without."""
+        if torch.is_grad_enabled():
+            return "discrete" if isinstance(result, Tensor) and not result.is_floating_point() else "constant"
+        path = self._path(frame)
+        if path not in self._off:
+            self._off[path] = _calls.surroundings(frame)
+        return self._off[path] or "no_grad"
 
     def _cut(self, result: Any, lost: Lost, sources: Any) -> None:
         """Here the graph of `sources` ended: the result, a tensor or a number, is not in it."""
@@ -205,43 +234,86 @@ class Watch(TorchFunctionMode):
         key, table = id(tensor), self._lost
         table[key] = (weakref.ref(tensor, lambda _: table.pop(key, None)), lost)
 
-    def _note_change(self, what: Any, frame: FrameType) -> None:
-        line = _user_line(frame)
-        for tensor in (what,) if isinstance(what, Tensor) else tensors_in(what):
-            self._changed[_saved.storage(tensor)[0]] = line
+    def _note_change(self, func: Any, what: Any, frame: FrameType) -> None:
+        self._changes += 1
+        tensors = (what,) if isinstance(what, Tensor) else tensors_in(what)
+        view = isinstance(what, Tensor) and _saved.is_view(what)
+        change = Change(self._path(frame), len(self.passes), getattr(func, "__name__", ""), self._changes, view)
+        for tensor in tensors:
+            self._changed[_saved.storage(tensor)[0]] = change
 
     def lost(self, tensor: Tensor) -> Lost | None:
         """Where a tensor without a graph lost it."""
         found = self._lost.get(id(tensor))
         return found[1] if found and found[0]() is tensor else None
 
-    def changed(self, tensor: Tensor) -> Line | None:
-        """The line that last changed a tensor's memory in place."""
-        found = self._changed.get(_saved.storage(tensor)[0])
-        return _as_line(found) if found else None
+    def latest_cut(self) -> Lost | None:
+        """Where a value last left PyTorch: as a number, or for NumPy."""
+        return self._latest_cut
+
+    def once(self) -> Sequence[tuple[str, Line | None]]:
+        """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
+        return list(self._once)
+
+    def _note_once(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            for child in (node, *_saved.children(node)):
+                function = _nodes.function_of(type(child), child) if _saved.is_function(child) else None
+                if function is not None and _nodes.is_once_differentiable(function) and child is not node:
+                    self._once[function.__name__, self.made(node)] = None
+
+    def changed(self, tensor: Tensor) -> Change | None:
+        """What last changed a tensor's memory in place."""
+        return self._changed.get(_saved.storage(tensor)[0])
+
+    def path(self, node: Node) -> Key:
+        """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
+        return (self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None) or ()
 
     def made(self, node: Node) -> Line | None:
         """The line that made a node; None if it was not seen."""
-        found = self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None
-        return _as_line(found) if found else None
+        lines = lines_of(self.path(node)[:2])
+        return lines[0] if lines else None
 
     def ran_again(self, node: Node) -> bool:
-        """Whether the line that made a node made others after it."""
+        """Whether the lines that made a node made others after it."""
         return self._log.ran_again(_saved.sequence(node))
+
+    def passes_since(self, call: Pass) -> list[Pass]:
+        """The passes that were asked for after one."""
+        return self.passes[call.number + 1 :]
+
+    def untouched(self, leaf: Tensor, call: Pass) -> bool:
+        """Whether a leaf's `.grad` is as a pass left it."""
+        tag = self._tagged(leaf)
+        if tag is None or tag.number != call.number or leaf.grad is None:
+            return False
+        return (id(leaf.grad), _saved.version(leaf.grad)) == (tag.grad, tag.grad_version)
+
+    def read_since(self, call: Pass) -> bool:
+        """Whether the user has read some `.grad` since a pass."""
+        return any(number > call.number for number in self._read.values())
+
+    def _tagged(self, leaf: Tensor) -> _Tag | None:
+        with _saved.without_modes():
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+        return _saved.tags(node).get(self.key)
 
     def _run_pass(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
         name, names = PASSES[func]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        roots, inputs = roots_of(given), as_list(given.get("inputs"))
+        roots, inputs = _calls.roots_of(given), _calls.as_list(given.get("inputs"))
         create = bool(given.get("create_graph"))
         retain = create if given.get("retain_graph") is None else bool(given["retain_graph"])
-        stack = tuple(line_of(user) for user in user_frames(frame))
+        path = self._path(frame)
         before = counter()
-        repeat = self._repeats[stack] = self._repeats.get(stack, -1) + 1
-        call = Pass(len(self.passes), name, stack, retain, before, repeat)
+        repeat = self._repeats[path] = self._repeats.get(path, -1) + 1
+        call = Pass(len(self.passes), name, path, retain, before, repeat)
         self.passes.append(call)
         if self._of_passes is not None:
             self._of_passes.before(_predict.executed(roots, inputs))
+        if create:
+            self._note_once(_predict.executed(roots, inputs))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -249,24 +321,38 @@ class Watch(TorchFunctionMode):
             raise
         after = counter()
         if after != before:
-            self._log.add(before, after, _user_line(frame))
+            self._log.add(before, after, path)
         if not call.retained:
             self._tag(call, _predict.executed(roots, inputs))
+            self._name(frame)
         if self._of_passes is not None:
             self._of_passes.after(self, call, failed=False)
-        if isinstance(result, tuple) and stack:
+        if isinstance(result, tuple) and path:
             for tensor in result:
                 if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                    self._cut(tensor, Lost("constant gradient" if create else "gradient", stack[0], name), args)
+                    self._cut(tensor, Lost("constant gradient" if create else "gradient", call.stack[0], name), args)
         return result
 
     def _tag(self, call: Pass, nodes: Sequence[Node]) -> None:
         """These nodes were freed by a pass."""
-        key, index = self.key, call.number
-        inner = (index, -1)
+        key, inner = self.key, _Tag(call.number)
         for node in nodes:
             leaf = _saved.leaf(node)
-            _saved.tags(node)[key] = inner if leaf is None else (index, _saved.version(leaf))
+            if leaf is None:
+                _saved.tags(node)[key] = inner
+            else:
+                grad = leaf.grad
+                state = (0, 0) if grad is None else (id(grad), _saved.version(grad))
+                _saved.tags(node)[key] = _Tag(call.number, _saved.version(leaf), *state)
+
+    def _name(self, frame: FrameType) -> None:
+        """Note on the nodes that variables hold now which those are: a later step may give the names to others."""
+        full = len(self.passes) <= FULL_SEARCHES
+        names = Names(list(user_frames(frame)), budget=2000 if full else NEAR)
+        key = f"{self.key} held"
+        with _saved.without_modes():
+            for node, held in names.by_node().items():
+                _saved.tags(node)[key] = (len(self.passes) - 1, held)
 
     def _failed(
         self, error: Exception, call: Pass, roots: list[Node], inputs: list[Any] | None, frame: FrameType
@@ -297,64 +383,28 @@ class Watch(TorchFunctionMode):
             stack += above
         return list(ran)
 
-    def tag(self, node: Node) -> tuple[Pass, int] | None:
-        """The pass that freed a node, and for a leaf the version that it had then."""
+    def tag(self, node: Node) -> Pass | None:
+        """The pass that freed a node, or ran to a leaf."""
         found = _saved.tags(node).get(self.key)
-        return (self.passes[found[0]], found[1]) if found else None
+        return self.passes[found.number] if found else None
 
+    def held(self, node: Node) -> tuple[Held, ...]:
+        """The variables that held a node's output when a pass freed its graph."""
+        return _saved.tags(node).get(f"{self.key} held", (0, ()))[1]
 
-def roots_of(given: dict[str, Any]) -> list[Node]:
-    """The nodes where a pass begins."""
-    return [node for item in as_list(given.get("tensors")) or () if (node := _node(item)) is not None]
+    def held_at(self, node: Node) -> Pass | None:
+        """The last pass after which a variable held a node's output."""
+        found = _saved.tags(node).get(f"{self.key} held")
+        return self.passes[found[0]] if found else None
 
-
-def _node(item: Any) -> Node | None:
-    return _nodes.node_of(item) if isinstance(item, Tensor) else getattr(item, "node", None)
-
-
-def as_list(value: Any) -> list[Any] | None:
-    if value is None:
-        return None
-    return [value] if isinstance(value, Tensor) or hasattr(value, "node") else list(value)
+    def version_then(self, leaf_node: Node) -> int:
+        """A leaf's version when the pass that is its tag ran."""
+        found = _saved.tags(leaf_node).get(self.key)
+        return found.version if found else -1
 
 
 def _has_no_graph(result: Any) -> bool:
-    return not isinstance(result, Tensor) or (not result.requires_grad and result.is_floating_point())
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in arguments, two levels deep."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
-        return []
-    found = []
-    for item in value:
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            found += tensors_in(item)
-    return found
-
-
-def _user_line(frame: FrameType | None) -> Key:
-    """The code and the number of the user's line that `frame` was called from."""
-    start, known = frame, KNOWN
-    while frame is not None:
-        code = frame.f_code
-        mine = known.get(code)
-        if mine is None:
-            mine = is_users(code)
-        if mine:
-            return code, frame.f_lineno or 0
-        frame = frame.f_back
-    return (start.f_code, start.f_lineno or 0) if start is not None else (_as_line.__code__, 0)
-
-
-def _as_line(key: Key) -> Line:
-    return Line(key[0].co_filename, key[1])
+    return not isinstance(result, Tensor) or not result.requires_grad
 
 
 def watch() -> Watch:

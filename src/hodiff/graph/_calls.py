@@ -1,0 +1,105 @@
+"""What a call of PyTorch is to the recorder, and what its arguments are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from hodiff._core import _nodes
+from hodiff._core._nodes import Node
+from hodiff.graph._case import PASSES
+from hodiff.graph._names import KNOWN, is_users
+
+OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS = range(6)  # what is recorded comes first
+
+
+def kind_of(func: Callable[..., Any]) -> int:
+    """What a function is to the recorder."""
+    if func in PASSES:
+        return PASS
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in ("data", "grad"):
+            return CUT if attribute == "data" else GRADIENT
+        return OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else PLAIN
+    if name in ("detach", "detach_", "item", "tolist", "numpy", "__float__"):
+        return CUT
+    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
+        return PLAIN  # x.grad = None and the like: no value changes
+    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+        return INPLACE
+    if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
+        return INPLACE
+    return OPERATION
+
+
+def is_gradient(func: Any) -> bool:
+    """Whether a function is the getter of `x.grad`."""
+    return kind_of(func) == GRADIENT
+
+
+def roots_of(given: dict[str, Any]) -> list[Node]:
+    """The nodes where a pass begins."""
+    return [node for item in as_list(given.get("tensors")) or () if (node := _node(item)) is not None]
+
+
+def _node(item: Any) -> Node | None:
+    return _nodes.node_of(item) if isinstance(item, Tensor) else getattr(item, "node", None)
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """What a pass was given, as a list; None stays."""
+    if value is None:
+        return None
+    return [value] if isinstance(value, Tensor) or hasattr(value, "node") else list(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in arguments, two levels deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return []
+    found = []
+    for item in value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += tensors_in(item)
+    return found
+
+
+def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> tuple[Any, ...]:
+    """The user's frames from `frame` outwards, to `outermost`: codes and line numbers in turn."""
+    # Each operation under a watch pays for this loop.
+    found: list[Any] = []
+    known = KNOWN
+    while frame is not None:
+        code = frame.f_code
+        mine = known.get(code)
+        if mine is None:
+            mine = is_users(code)
+        if mine:
+            found += (code, frame.f_lineno or 0)
+        if frame is outermost:
+            break
+        frame = frame.f_back
+    return tuple(found)
+
+
+def surroundings(frame: FrameType | None) -> str:
+    """What runs code with gradients switched off, if that is PyTorch: `checkpoint`, or `inside a Function`."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith("checkpoint.py") and "torch" in file:
+            return "checkpoint"
+        if file.endswith("function.py") and "autograd" in file and frame.f_code.co_name == "apply":
+            return "inside a Function"
+        frame = frame.f_back
+    return ""

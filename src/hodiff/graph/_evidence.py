@@ -1,0 +1,375 @@
+"""What a record shows of the part of a graph that one pass freed and another met: facts, from which causes are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+from torch import Tensor
+
+from hodiff._core import _nodes
+from hodiff._core._nodes import Node
+from hodiff.graph import _names, _predict, _saved, _source
+from hodiff.graph._case import Case, Pass, Record
+from hodiff.graph._names import Held
+from hodiff.graph._source import Line, lines_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """One value at which the old part of the graph begins.
+
+    Attributes:
+        node: Its node.
+        variable: What holds it, or held it when its graph was freed; empty if nothing was found.
+        code: The code in whose frame that variable can be written.
+        kept: Whether a variable holds the very value now.
+        replaced: Whether the variable that held it then holds another value now.
+        path: The user's frames in which it was made, the innermost first.
+        again: Whether the same lines made others after it.
+    """
+
+    node: Node
+    variable: str
+    code: CodeType | None
+    kept: bool
+    replaced: bool
+    path: tuple[Any, ...]
+    again: bool
+
+    @property
+    def created(self) -> Line | None:
+        """The innermost of the user's lines that made it."""
+        lines = lines_of(self.path[:2])
+        return lines[0] if lines else None
+
+
+@dataclass
+class Evidence:
+    """The facts about a failing pass and the pass that freed what it needs.
+
+    Attributes:
+        case: The failing pass.
+        record: What was recorded.
+        call: The failing pass, in the record.
+        freed_by: The pass that freed the part.
+        parts: Where the part begins, the named first.
+        nodes: All nodes that the failing pass needs.
+    """
+
+    case: Case
+    record: Record
+    call: Pass
+    freed_by: Pass
+    parts: tuple[Part, ...]
+    nodes: list[Node] = field(repr=False)
+
+    @property
+    def first(self) -> Part:
+        """The part to speak of."""
+        return self.parts[0]
+
+    @cached_property
+    def below(self) -> list[Tensor]:
+        """The leaves below the part."""
+        return _leaves(_nodes.walk([part.node for part in self.parts]))
+
+    @cached_property
+    def reached(self) -> list[Tensor]:
+        """The leaves that the failing pass would reach if the part were constants."""
+        stop = {part.node for part in self.parts}
+        return _leaves([node for node in _nodes.walk(self.case.roots, stop) if node not in stop])
+
+    @cached_property
+    def silenced(self) -> list[Tensor]:
+        """The leaves that would then get no gradient from this pass."""
+        reached = set(map(id, self.reached))
+        return [leaf for leaf in self.below if id(leaf) not in reached]
+
+    @cached_property
+    def changed(self) -> list[Tensor]:
+        """The leaves of the failing pass that were changed in place since the part was freed."""
+        return [leaf for leaf in _leaves(self.nodes) if self.moved(leaf)]
+
+    @cached_property
+    def stale(self) -> bool:
+        """Whether the failing pass needs a value that was changed in place."""
+        return any(_predict.trouble(node) == "stale" for node in self.nodes)
+
+    def moved(self, leaf: Tensor) -> bool:
+        """Whether a leaf was changed in place since the part was freed."""
+        change = self.record.changed(leaf)
+        if change is not None and change.passes > self.freed_by.number:
+            return True
+        node = _nodes.node_of(leaf)
+        return self.record.tag(node) == self.freed_by and self.record.version_then(node) != _saved.version(leaf)
+
+    @cached_property
+    def in_sight(self) -> list[Tensor]:
+        """The trainable leaves that variables lead to."""
+        return [leaf for leaf in self.case.names.all_tensors() if leaf.is_leaf and leaf.requires_grad]
+
+    @cached_property
+    def stepped(self) -> list[Tensor]:
+        """The leaves that the freeing pass reached and that were changed since: what it was taken for."""
+        return [leaf for leaf in self.in_sight if self.moved(leaf) and self.was_reached(leaf)]
+
+    def was_reached(self, leaf: Tensor) -> bool:
+        """Whether the freeing pass is the last that reached a leaf."""
+        return self.record.tag(_nodes.node_of(leaf)) == self.freed_by
+
+    @cached_property
+    def discarded(self) -> bool:
+        """Whether the gradients of the leaves below were thrown away unused: neither stepped with nor kept nor read."""
+        if self.record.read_since(self.freed_by):
+            return False
+        return all(not self.moved(leaf) and (leaf.grad is None or not bool(leaf.grad.any())) for leaf in self.below)
+
+    @cached_property
+    def added(self) -> bool:
+        """Whether the gradients of the freeing pass still lie in `.grad`, unread, for the failing one to add to."""
+        if self.record.read_since(self.freed_by):
+            return False
+        return not self.stepped and all(self.record.untouched(leaf, self.freed_by) for leaf in self.below)
+
+    def name(self, leaf: Tensor) -> str:
+        """A leaf for a sentence."""
+        return self.case.names.of(leaf) or f"a leaf of shape {tuple(leaf.shape)}"
+
+    def names(self, leaves: Sequence[Tensor]) -> str:
+        """Some leaves for a sentence."""
+        found = [self.name(leaf) for leaf in leaves]
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+    @property
+    def code(self) -> str:
+        """The part as the user writes it, or in words."""
+        return f"`{self.first.variable}`" if self.first.variable else "that value"
+
+    def line_in(self, call: Pass, code: CodeType | None) -> Line | None:
+        """The line of a pass in the frame of some code."""
+        pairs = list(zip(call.path[::2], lines_of(call.path), strict=True))
+        return next((line for found, line in pairs if found is code), None)
+
+    @cached_property
+    def together(self) -> tuple[Line, Line] | None:
+        """The lines of the two passes, if they are calls in one frame."""
+        mine, theirs = self.call.path, self.freed_by.path
+        if len(mine) < 2 or mine[0] is not theirs[0] or mine[2:] != theirs[2:]:
+            return None
+        return self.freed_by.stack[0], self.call.stack[0]
+
+    @cached_property
+    def inside(self) -> bool:
+        """Whether the part was made within the loop around the failing pass."""
+        made = dict(zip(self.first.path[::2][::-1], lines_of(self.first.path)[::-1], strict=True))
+        for code, line in zip(self.call.path[::2], lines_of(self.call.path), strict=True):
+            if code in made:
+                loops = _source.loops(line)
+                return bool(loops) and any(_source.within(loop, made[code].number) for loop in loops)
+        return False
+
+    @cached_property
+    def rounds(self) -> bool:
+        """Whether the same call had run before, after the part was made."""
+        place = _saved.sequence(self.first.node)
+        return any(
+            call.path == self.call.path and call.place > place and call.number < self.call.number
+            for call in [self.freed_by, *self.record.passes_since(self.freed_by)]
+        )
+
+    @cached_property
+    def last_pass(self) -> Pass:
+        """The last pass before this step used the part: what is written behind it comes before the use."""
+        fresh = [_saved.sequence(node) for node in self.nodes if _saved.leaf(node) is None]
+        use = min([place for place in fresh if place >= self.freed_by.place], default=self.call.place)
+        between = [call for call in self.record.passes_since(self.freed_by) if call.number < self.call.number]
+        return next((call for call in reversed(between) if call.place <= use), self.freed_by)
+
+
+def _leaves(nodes: Any) -> list[Tensor]:
+    return [leaf for node in nodes if (leaf := _saved.leaf(node)) is not None]
+
+
+def gather(case: Case) -> Evidence | None:
+    """The facts of a case that was recorded; None if the record does not show which pass freed what."""
+    record, call = case.record, case.call
+    if record is None or call is None:
+        return None
+    nodes = _predict.executed(case.roots, case.inputs)
+    spent = [node for node in nodes if _is_spent(node, record)]
+    if not spent:
+        return None
+    places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
+    needing = _above(nodes, spent)
+    again = [root for root in case.roots if root in needing and record.tag(root) is not None]
+    begin = again[:1] or _begin(case, record, nodes, needing, places)
+    if not begin:
+        return None
+    found: dict[Node, Part] = {}
+    for node in begin:
+        part = _part(case, record, node, places)
+        found.setdefault(part.node, part)
+    parts = sorted(found.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
+    freed_by = _freeing(record, parts[0].node)
+    return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
+
+
+def _is_spent(node: Node, record: Record) -> bool:
+    """Whether a pass freed what a node needs, or it was changed."""
+    if _saved.leaf(node) is not None:
+        return False
+    trouble = _predict.trouble(node)
+    return trouble == "stale" or (trouble in ("freed", "unknown") and record.tag(node) is not None)
+
+
+def _freeing(record: Record, node: Node) -> Pass | None:
+    """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met."""
+    below = _nodes.walk([node])
+    tags = [tag for each in below if _saved.leaf(each) is None and (tag := record.tag(each)) is not None]
+    return tags[0] if tags else record.held_at(node)
+
+
+def _above(nodes: Sequence[Node], spent: Sequence[Node]) -> set[Node]:
+    """The nodes that lead to one of some others, and those themselves."""
+    known = set(nodes)
+    parents: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for child in _saved.children(node):
+            if child in known:
+                parents.setdefault(child, []).append(node)
+    found, stack = set(spent), list(spent)
+    while stack:
+        above = [parent for parent in parents.get(stack.pop(), ()) if parent not in found]
+        found.update(above)
+        stack += above
+    return found
+
+
+def _begin(
+    case: Case, record: Record, nodes: Sequence[Node], needing: set[Node], places: dict[str, Tensor]
+) -> list[Node]:
+    """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
+
+    What a pass did not run counts as well (the state beside a recurrent module's output), if the variable that
+    held it has another value by now, or if the lines that made it have run again: then it is what a step left.
+    """
+    old = [
+        node
+        for node in nodes
+        if node in needing
+        and node not in case.roots
+        and _saved.leaf(node) is None
+        and (record.tag(node) is not None or _is_left(case, record, node, places))
+    ]
+    return [_named(case, record, node) for node in _nodes.topmost(case.roots, old)]
+
+
+def _is_left(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
+    held = record.held(node)
+    return bool(held) and (any(_replaced(case, one, node, places) for one in held) or record.ran_again(node))
+
+
+def _named(case: Case, record: Record, node: Node) -> Node:
+    """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
+    here = node
+    for _ in range(NEAR):
+        if record.held(here) or here in case.names.nodes or _parametrized(here):
+            return here
+        children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
+        if len(children) != 1 or _saved.slots(here):
+            return node
+        here = children[0]
+    return node
+
+
+NEAR = 8
+
+
+def _replaced(case: Case, held: Held, node: Node, places: dict[str, Tensor]) -> bool:
+    """Whether the variable that held a node's output holds something else now."""
+    if case.names.owners.get(_names.root(held.path)) is not held.code:
+        return False
+    now = places.get(held.path)
+    return now is None or now.grad_fn is not node
+
+
+def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> Part:
+    path, again = record.path(node), record.ran_again(node)
+    cached = _parametrized(node)
+    if cached:
+        return Part(node, cached, None, True, False, path, again)
+    now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
+    then = [held for held in record.held(node) if _replaced(case, held, node, places)]
+    call = record.tag(node)
+    likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
+    if now and not likely:  # the shortest way to it
+        best, replaced = min(now, key=lambda held: _steps(held.path)), False
+    elif then:
+        best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
+    else:
+        before = record.held(node)
+        best, replaced = (before[0] if before else Held(*_assigned(path))), False
+    if not path and best.path:
+        path = _only_assignment(case, best.path)
+    return Part(node, best.path, best.code, bool(now), replaced, path, again)
+
+
+def _only_assignment(case: Case, variable: str) -> tuple[Any, ...]:
+    """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
+    for frame in case.frames:
+        numbers = _source.assignments(variable, _source.line_of(frame))
+        if numbers:
+            return (frame.f_code, numbers[0]) if len(numbers) == 1 else ()
+    return ()
+
+
+def _holding(case: Case, node: Node) -> list[str]:
+    """The variables that hold a node's output now."""
+    found = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
+    return [path for tensor in found for path in case.names.paths[id(tensor)]]
+
+
+def _steps(path: str) -> tuple[int, int]:
+    return path.count(".") + path.count("["), len(path)
+
+
+HANDED_ON, MEMBER, OTHER = range(3)
+
+
+def _unlikely(held: Held, call: Pass | None) -> tuple[int, int, int]:
+    """How unlikely it is that a variable hands its value to the next step: one that is read first, or is a member."""
+    member = held.path != _names.root(held.path)
+    if member:
+        return MEMBER, *_steps(held.path)
+    for code, line in zip(call.path[::2], lines_of(call.path), strict=True) if call is not None else ():
+        if code is held.code and _source.hands_on(held.path, line):
+            return HANDED_ON, *_steps(held.path)
+    return OTHER, *_steps(held.path)
+
+
+def _parametrized(node: Node) -> str:
+    """The context that keeps computed parameters, if it holds a node's output."""
+    module = sys.modules.get("torch.nn.utils.parametrize")
+    kept = [value for value in getattr(module, "_cache", {}).values() if isinstance(value, Tensor)]
+    return PARAMETRIZED if any(value.grad_fn is node for value in kept) else ""
+
+
+PARAMETRIZED = "parametrize.cached()"
+
+
+def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
+    """The one name that the line that made a value gives it; or that the line gives which called a `return` of it."""
+    for code, line in zip(path[::2], lines_of(path), strict=True):
+        if code.co_name.startswith("<") and code.co_name != "<module>":
+            return "", None  # a lambda's line assigns the lambda
+        names = _source.given_by(line)
+        if len(names) == 1:
+            return names[0], code
+        if not _source.returns(line):
+            return "", None
+    return "", None

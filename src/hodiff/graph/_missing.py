@@ -1,0 +1,120 @@
+"""Derivatives that a pass cannot give: second ones that PyTorch lacks, and checkpoints that compute otherwise."""
+
+from __future__ import annotations
+
+import re
+
+from hodiff._core import _nodes, _translate
+from hodiff._core._nodes import Node
+from hodiff.graph import _saved, _source
+from hodiff.graph._case import Case, Explanation
+from hodiff.graph._source import Line
+
+TEXTS = (
+    "does not currently support double backward",
+    "is not implemented",
+    "marked with @once_differentiable",
+    "donated buffers",
+)
+
+
+def second_derivative(case: Case) -> Explanation | None:
+    """The explanation of a missing or forbidden double backward."""
+    nodes = list(_nodes.walk(case.roots))
+    error = str(case.error)
+    found = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", error)
+    compiled = "aot_autograd" in error or "donated" in error
+    once = list(case.record.once()) if case.record is not None and "once_differentiable" in error else []
+    names = [name for name, _ in once]
+    operation = found.group(1) if found else "a compiled function" if compiled else (names or _marked(nodes))[0]
+    line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
+    text = [f"no second derivative: {operation}"]
+    if line is not None:
+        text.append(f"  recorded at  {line}   {line.text}")
+    if case.line is not None:
+        text.append(f"  failing call {case.line}   {case.line.text}")
+    way = _translate.way_out("compiledfunction" if compiled else operation)
+    at = f" at {line}" if line is not None else ""
+    if way is not None:
+        fixes, unknown = (f"{at.strip()}: {way.partition('; ')[2] or way}.".removeprefix(": "),), ()
+    elif "once_differentiable" in error:
+        fixes, unknown = (
+            (),
+            (f"a second derivative of {operation}: its backward forbids one. Write it without the Function.",),
+        )
+    else:
+        fixes, unknown = (
+            (),
+            (f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it.",),
+        )
+    return case.explanation(
+        "no second derivative",
+        created=line,
+        text=tuple(text),
+        reason="PyTorch can differentiate it once, and not once more.",
+        fixes=fixes,
+        unknown=unknown,
+    )
+
+
+def _marked(nodes: list[Node]) -> list[str]:
+    return sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)}) or ["an operation"]
+
+
+def _line(case: Case, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
+    """The line of the operation: its forward node is in the graph still, beside its derivative's."""
+    if case.record is None:
+        return None
+    key = operation.replace("_", "").lower().removesuffix("backward")
+    found = []
+    for node in nodes:
+        name = type(node).__name__.lower().removesuffix("backward0").removesuffix("backward")
+        if (compiled and "compiled" in name) or (key and name == key):
+            line = case.record.made(node) or _assigned(case, node)
+            found += [(_saved.sequence(node), line)] if line is not None else []
+    if found:  # the first is of the forward; those that a pass made come later
+        return min(found)[1]
+    made = [case.record.made(node) for node in nodes if _saved.is_raising(node)]
+    return next((line for line in made if line is not None), None)
+
+
+def _assigned(case: Case, node: Node) -> Line | None:
+    """Where the variable that holds a node's output is assigned, if that is one place."""
+    variable = case.names.nodes.get(node, "")
+    for frame in case.frames if variable else ():
+        numbers = _source.assignments(variable, _source.line_of(frame))
+        if len(numbers) == 1:
+            return Line(frame.f_code.co_filename, numbers[0])
+    return None
+
+
+def recomputed(case: Case) -> Explanation | None:
+    """The explanation of a checkpoint whose second forward was not like the first."""
+    error = str(case.error)
+    number = "number" in error and "different number" in error
+    reason = (
+        "the checkpoint ran its function again, in the pass, and it recorded "
+        + ("more or fewer tensors" if number else "tensors of another shape, dtype or device")
+        + " than in the forward."
+    )
+    text = [f"  failing call {case.call or case.line}"]
+    return case.explanation(
+        "recomputed otherwise",
+        text=("a checkpointed function computes otherwise the second time", *text),
+        reason=reason,
+        unknown=(
+            "what differs. It reads something that changed in between: a cache or a counter that its first run\n"
+            "filled, autocast or no_grad that are on in one run only, the global random state. To see the operation, put\n"
+            "`with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):` around the step.",
+        ),
+    )
+
+
+def unpacked_twice(case: Case) -> Explanation | None:
+    """The explanation of a Function that reads what it saved twice, under a checkpoint."""
+    return case.explanation(
+        "recomputed otherwise",
+        text=(f"failing call {case.call or case.line}",),
+        reason="under a checkpoint each saved tensor is computed again for one reading, and something read one twice.",
+        fixes=("read ctx.saved_tensors once in a backward, into variables.",),
+    )

@@ -1,0 +1,162 @@
+"""A pass needs a value from before a change in place: whose, by which line, and what else it then needs again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hodiff._core._nodes import Node
+from hodiff.graph import _predict, _saved, _second_time, _source
+from hodiff.graph._case import Case, Change, Explanation
+from hodiff.graph._source import Line
+
+ACTIVATIONS = frozenset(
+    {"relu_", "relu6", "relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "rrelu_", "threshold_", "hardtanh"}
+    | {"hardswish", "hardsigmoid", "silu", "mish", "dropout_", "dropout", "alpha_dropout_", "feature_dropout_"}
+)
+"""Operations that modules do in place when they are told so (`inplace=True`), and can do otherwise."""
+
+
+class _Stale(NamedTuple):
+    """A saved value that was changed: the node, what it calls it, the variable, and the leaf whose memory it is."""
+
+    node: Node
+    slot: str
+    variable: str
+    value: Tensor
+    leaf: Tensor | None
+
+
+def explain(case: Case) -> Explanation | None:
+    """The explanation of "modified by an inplace operation"."""
+    stale = _find(case)
+    if stale is None:
+        return None
+    if stale.leaf is not None:
+        left = _second_time.left_behind(case)
+        if left is not None:
+            return left
+    record = case.record
+    made = record.made(stale.node) if record is not None else None
+    change = record.changed(stale.value) if record is not None else None
+    if not stale.variable and change is not None:
+        names = _source.changed_at(change.line) or _source.given_by(change.line)
+        stale = stale._replace(variable=names[0] if names else "")
+    what = f"`{stale.variable}`" if stale.variable else f"a tensor of shape {tuple(stale.value.shape)}"
+    text = [f"{what} was changed in place, after {type(stale.node).__name__} had saved it (as {stale.slot!r})"]
+    if made is not None:
+        text.append(f"  saved at     {made}   {made.text}")
+    if change is not None:
+        text.append(f"  changed at   {change.line}   {change.line.text}")
+    text.append(f"  failing call {case.call or (f'{case.line}   {case.line.text}' if case.line is not None else '?')}")
+    fixes, unknown = _advice(case, stale, change, made)
+    return case.explanation(
+        "changed in place",
+        variable=stale.variable,
+        created=change.line if change is not None else None,
+        text=tuple(text),
+        reason="its derivative needs the value from before the change. A retained graph would not help.",
+        fixes=tuple(fixes),
+        unknown=tuple(unknown),
+    )
+
+
+def _find(case: Case) -> _Stale | None:
+    """The first such value; one that a variable holds is preferred."""
+    found: _Stale | None = None
+    for node in _predict.executed(case.roots, case.inputs):
+        for slot in _saved.slots(node):
+            if slot.state == _saved.STALE and slot.value is not None:
+                leaf = _saved.leaf_of(slot.value)
+                variable = (case.names.of(leaf) if leaf is not None else "") or case.names.memory(slot.value)
+                if found is None or (variable and not found.variable):
+                    found = _Stale(node, slot.name, variable, slot.value, leaf)
+    return found
+
+
+def _advice(case: Case, stale: _Stale, change: Change | None, made: Line | None) -> tuple[list[str], list[str]]:
+    if stale.leaf is not None:
+        return _of_leaf(case, stale, change)
+    if change is None:
+        return [], ["which line changed it: run the program under `hodiff explain`, which records that."]
+    if change.call in ACTIVATIONS:
+        return [
+            f"let the module or function at {change.line} ({change.line.text}) not work in place: inplace=False."
+        ], []
+    fix = _copied(case, stale, change)
+    if fix is not None:
+        return [fix], []
+    return [], [
+        f"which value the later lines are to have. Where the change at {change.line} is made to a new tensor\n"
+        "(x = x + 1 for x += 1, torch.where for a masked assignment), the old one stays as it was saved;\n"
+        "whoever else holds the tensor then sees the old values."
+    ]
+
+
+def _copied(case: Case, stale: _Stale, change: Change) -> str | None:
+    """Change a copy: sound where one variable alone holds the tensor, and that is what the line changes."""
+    line = change.line
+    targets = [_source.base(name) for name in _source.changed_at(line)]
+    if change.view or _saved.is_view(stale.value):  # what it is a view of would stay as it was
+        return None
+    if len(targets) != 1 or not targets[0].isidentifier():
+        return None
+    name = targets[0]
+    holders = {path for path, tensor in _holders(case) if _shares(tensor, stale.value)}
+    if holders - {name} or name in _source.parameters(line) or not _source.is_alone(name, line):
+        return None
+    return f"change a copy: before {line} ({line.text}), write\n    {name} = {name}.clone()"
+
+
+def _holders(case: Case) -> list[tuple[str, Tensor]]:
+    return [(path, tensor) for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]]
+
+
+def _shares(tensor: Tensor, value: Tensor) -> bool:
+    return _saved.storage(tensor)[0] == _saved.storage(value)[0]
+
+
+def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str], list[str]]:
+    """A parameter has moved on: the loss is computed again, from there on, with all else that is spent."""
+    loss = _loss(case)
+    change = _last_change(case, change)
+    after = f" after {change.line} ({change.line.text})" if change is not None else " after the change"
+    if case.record is None:
+        return [], [f"where the loss is to be computed again: after the line that changed `{stale.variable}`."]
+    return [f"compute {loss} again{after}, from the forward pass on.{_chain(case)}"], [
+        "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
+        f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
+    ]
+
+
+def _last_change(case: Case, change: Change | None) -> Change | None:
+    """The last change of any value that the pass needs from before it."""
+    found = [change] if change is not None else []
+    for node in _predict.executed(case.roots, case.inputs):
+        for slot in _saved.slots(node):
+            if slot.state == _saved.STALE and slot.value is not None and case.record is not None:
+                found += [other] if (other := case.record.changed(slot.value)) is not None else []
+    return max(found, key=lambda each: each.order, default=None)
+
+
+def _loss(case: Case) -> str:
+    name = case.names.nodes.get(case.roots[0], "") if case.roots else ""
+    return f"`{name or (_source.target_of(case.line) if case.line is not None else '') or 'the loss'}`"
+
+
+def _chain(case: Case) -> str:
+    """What the pass would meet next: all that was freed or changed, by the lines that made it."""
+    record = case.record
+    lines: dict[Line, None] = {}
+    for node in _predict.executed(case.roots, case.inputs):
+        if _predict.trouble(node) in ("freed", "stale") and record is not None:
+            lines.update({line: None} if (line := record.made(node)) is not None else {})
+    shown = sorted(lines)[:SHOWN]
+    if not shown:
+        return ""
+    more = f" and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    return "\nWhat cannot be used any more was computed at " + ", ".join(map(str, shown)) + more + "."
+
+
+SHOWN = 6

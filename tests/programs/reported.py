@@ -1,0 +1,424 @@
+"""What must be said of each program in `reports/`, how it is written rightly, and each printed fix done as it says.
+
+A patch is a tuple of pairs, old text and new. `AS_PRINTED` is a fix that gives the statements to write behind a
+line, or before it: the test writes them there.
+"""
+
+from typing import NamedTuple
+
+AS_PRINTED = "as printed"
+KEPT = "does not change the program"
+Patch = tuple[tuple[str, str], ...] | str
+
+
+class Report(NamedTuple):
+    """The cause, the variable, text of its line; the right program; a patch for each fix, and for each answer."""
+
+    cause: str
+    variable: str
+    line: str
+    right: Patch
+    fixes: tuple[Patch, ...] = ()
+    answers: tuple[Patch, ...] = ()  # what "not known" offers, for the answer that the report gives
+
+
+def swap(old: str, new: str) -> Patch:
+    """A patch of one place."""
+    return ((old, new),)
+
+
+def after_step(step: str, lines: str) -> Patch:
+    """Something computed again behind a step."""
+    return ((step, f"{step}\n{lines}"),)
+
+
+_DETACH_H = swap("    loss.backward()\n", "    loss.backward()\n    h_state = h_state.detach()\n")
+_LSTM = (("self.lstm(x, self.hidden)", "self.lstm(x, tuple(h.detach() for h in self.hidden))"),)
+_DECODER = swap(
+    "        for j in range(",
+    "        def cut(state):\n            hidden = tuple(h.detach() for h in state.hidden)\n"
+    "            return DecoderState(hidden, state.input_feed.detach())\n\n        for j in range(",
+) + swap(
+    "            outputs = self.model(batch",
+    "            dec_state = cut(dec_state)\n            outputs = self.model(batch",
+)
+_NEURONS = swap(
+    "        optimizer.zero_grad()\n        outputs",
+    "        for m in model_train.modules():\n"
+    "            if isinstance(m, Neuron) and isinstance(m.v, torch.Tensor):\n                m.v = m.v.detach()\n"
+    "        optimizer.zero_grad()\n        outputs",
+)
+_SPIKING = swap(
+    "    spk_rec = forward_pass",
+    "    for m in net:\n        if isinstance(m, Leaky):\n            m.mem = m.mem.detach()\n    spk_rec = forward_pass",
+)
+_GAN = after_step("    opt_D.step()", "    G_loss = torch.mean(torch.log(1.0 - D(G_paintings)))")
+_FACTOR = swap(
+    "        self.optimizer_d.zero_grad()\n",
+    "        _, latent_sample = model(data)\n        d_z = self.discriminator(latent_sample)\n"
+    "        d_z_perm = self.discriminator(latent_sample.detach().flip(0))\n"
+    "        d_tc_loss = nn.functional.cross_entropy(d_z, zeros) + nn.functional.cross_entropy(d_z_perm, ones)\n"
+    "        self.optimizer_d.zero_grad()\n",
+)
+_ADJACENCY = (
+    ("self.gconv(self.adp @ x)", "self.gconv(torch.softmax(torch.relu(self.nodevec1 @ self.nodevec2), dim=1) @ x)"),
+)
+_STYLE = swap("gram(sf.features) for sf in sfs]", "gram(sf.features).detach() for sf in sfs]")
+_NO_GRAD = swap(
+    "            p.add_(p.grad, alpha=-lr)",
+    "            with torch.no_grad():\n                p.add_(p.grad, alpha=-lr)",
+)
+_CODES = swap(
+    "            s_batch -= s_learning_rate * s_batch.grad",
+    "            with torch.no_grad():\n                s_batch -= s_learning_rate * s_batch.grad",
+)
+_EDIT = tuple(
+    (
+        f"        layers[layer].dense.weight[:, pos] {sign}",
+        f"        with torch.no_grad():\n            layers[layer].dense.weight[:, pos] {sign}",
+    )
+    for sign in ("-=", "+=")
+)
+_TWICE = swap(
+    "        critic1_loss.backward()\n        critic2_loss.backward()",
+    "        (critic1_loss + critic2_loss).backward()",
+)
+_CELL = swap(
+    "    W.grad = None\n",
+    "    W.grad = None\n    prob = (xenc @ W).softmax(1)\n    loss = -prob[torch.arange(5), ys].log().mean()\n",
+)
+_CHECKPOINT = swap("use_reentrant=True", "use_reentrant=False")
+_CDIST = swap("torch.cdist(a, b)", "(a[:, None] - b).square().sum(-1).sqrt()")
+_MAML = swap(
+    "loss, learner.parameters(), create_graph=True",
+    "loss, [*learner.body.parameters(), *learner.cls.parameters()], create_graph=True",
+)
+_ENCODED = swap(
+    "    encoded_positions = position_embedding(torch.arange(5))\n    for patches, labels in batches:\n",
+    "    for patches, labels in batches:\n        encoded_positions = position_embedding(torch.arange(5))\n",
+)
+
+REPORTS = {
+    # --- state that one step hands to the next ---
+    "lstm_state_of_windows": Report(
+        "carried", "h_state", "r_out, h_state = self.rnn(x, h_state)", _DETACH_H, (AS_PRINTED,)
+    ),
+    "lstm_hidden_in_module": Report("carried", "model.hidden", "lstm_out, self.hidden = ", _LSTM, (AS_PRINTED,)),
+    "decoder_state_object": Report("carried", "dec_state.hidden", "hidden = self.cell(", _DECODER, (AS_PRINTED,)),
+    "spiking_membranes": Report("carried", "net[3].mem", "self.mem = self.mem - spike", _SPIKING, (AS_PRINTED,)),
+    "neurons_of_a_backbone": Report("carried", "neuron.v", "self.v = (1.0 - spike) * self.v", _NEURONS, (AS_PRINTED,)),
+    "graph_memory": Report(
+        "carried",
+        "model.memory.memory_container",
+        "self.memory.set_node_memory(target",
+        swap(
+            "self.memory_container[node]\n\n",
+            "self.memory_container[node]\n\n    def cut(self):\n        for node, value in list(self.memory_container.items()):\n            self.memory_container[node] = value.detach()\n\n",
+        )
+        + swap("    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    model.memory.cut()\n"),
+        (AS_PRINTED,),
+    ),
+    "evolving_weight": Report(
+        "carried",
+        "model.recurrent.weight",
+        "_, self.weight = self.recurrent_layer",
+        swap(
+            "    loss = 0\n",
+            "    loss = 0\n    if epoch:\n        model.recurrent.weight = model.recurrent.weight.data\n",
+        ),
+        (AS_PRINTED,),
+    ),
+    "key_value_cache": Report(
+        "carried",
+        "model.attention.cache_",
+        "self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv",
+        swap("self.cache_k.to(xq)", "self.cache_k.to(xq).detach()")
+        + swap("self.cache_v.to(xq)", "self.cache_v.to(xq).detach()"),
+        (AS_PRINTED,),
+    ),
+    "neuron_state_tuple": Report(
+        "carried",
+        "state.",
+        "v = 0.9 * state.v + 0.1 * i",
+        swap(
+            "i = 0.8 * state.i +", "state = LIFState(state.v.detach(), state.i.detach())\n        i = 0.8 * state.i +"
+        ),
+        (AS_PRINTED,),
+    ),
+    # --- what an object keeps ---
+    "rotary_frequencies": Report(
+        "cached",
+        "model.rotary.cached_freqs",
+        'freqs = torch.einsum("i,j->ij", t, self.freqs)',
+        swap("        self.cached_freqs = freqs\n", ""),
+        (AS_PRINTED,),
+    ),
+    "cached_lattice_sum": Report(
+        "cached",
+        "calculator._cached_filter",
+        "self._cached_filter = torch.exp(",
+        swap("if self._cached_filter is None or", "if True or"),
+        (AS_PRINTED,),
+    ),
+    "parametrizations_cached": Report(
+        "cached",
+        "parametrize.cached()",
+        "return torch.matrix_exp(",
+        swap("with parametrize.cached():\n    for step in range(3):\n", "if True:\n    for step in range(3):\n"),
+        (
+            swap(
+                "with parametrize.cached():\n    for step in range(3):\n        training_step(",
+                "for step in range(3):\n    with parametrize.cached():\n        training_step(",
+            ),
+        ),
+    ),
+    "flow_keeps_its_inverse": Report(
+        "cached", "flow._cached_x_y[0]", "return (y - self.shift) *", swap("cache_size=1", "cache_size=0")
+    ),
+    "memoised_cholesky": Report(
+        "cached",
+        "strategy._memoize_cache['cholesky_factor']",
+        "torch.linalg.cholesky(",
+        swap('    @cached("cholesky_factor")\n', ""),
+        (AS_PRINTED,),
+    ),
+    "prediction_caches": Report(
+        "cached",
+        "model.mean_cache",
+        "self.mean_cache = torch.linalg.solve",
+        swap("if self.mean_cache is None:", "if True:"),
+        (AS_PRINTED,),
+    ),
+    # --- computed once ---
+    "adjacency_made_in_init": Report(
+        "hoisted", "self.model.adp", "self.adp = torch.softmax(", _ADJACENCY, (_ADJACENCY,)
+    ),
+    "positions_encoded_once": Report(
+        "hoisted", "encoded_positions", "encoded_positions = position_embedding(", _ENCODED, (_ENCODED,)
+    ),
+    "mappo_advantages": Report(
+        "hoisted",
+        "advantages",
+        "advantages = rewards - old_values",
+        swap("rewards - old_values", "(rewards - old_values).detach()"),
+        answers=(swap("advantages = rewards - old_values", "advantages = (rewards - old_values).detach()"),),
+    ),
+    "style_features_by_hooks": Report(
+        "hoisted", "targ_styles[1]", "return x.T @ x / x.numel()", _STYLE, answers=(_STYLE,)
+    ),
+    "reinforce_twice_over_an_episode": Report(
+        "stored",
+        "policy.saved_log_probs[0]",
+        "policy.saved_log_probs.append(",
+        swap("policy.saved_log_probs.append(m.log_prob(action))", "policy.saved_log_probs.append((state, action))")
+        + swap(
+            "-log_prob * reward for log_prob, reward",
+            "-torch.distributions.Categorical(policy(s)).log_prob(a) * reward for (s, a), reward",
+        ),
+    ),
+    "update_cell_run_again": Report("same loss twice", "loss", "loss = -prob[", _CELL, (_CELL,)),
+    # --- two losses ---
+    "two_critics_share_a_target": Report(
+        "two losses",
+        "embedded",
+        "embedded = self.encoder(obss).tanh()",
+        _TWICE,
+        (_TWICE, KEPT, swap("critic1_loss.backward()", "critic1_loss.backward(retain_graph=True)")),
+    ),
+    "penalty_with_attached_fakes": Report(
+        "two losses",
+        "self.fake_B",
+        "self.fake_B = self.netG(real_A)",
+        swap("self.real_B, self.fake_B)", "self.real_B, self.fake_B.detach())"),
+        answers=(
+            swap(
+                "cal_gradient_penalty(self.netD, self.real_B, self.fake_B)",
+                "cal_gradient_penalty(self.netD, self.real_B, self.fake_B.detach())",
+            ),
+        ),
+    ),
+    "td3_loss_dict": Report(
+        "two losses",
+        "joint",
+        "joint = torch.cat([obs, action], 1)",
+        swap("(self.qvalue(joint) - reward)", "(self.qvalue(torch.cat([obs, action.detach()], 1)) - reward)"),
+        answers=(swap("(self.qvalue(joint) - reward)", "(self.qvalue(joint.detach()) - reward)"),),
+    ),
+    "option_critic": Report(
+        "two losses",
+        "state",
+        "return self.features(obs)",
+        swap(
+            "    state = option_critic.get_state(torch.randn(5, 4))",
+            "    obs = torch.randn(5, 4)\n    state = option_critic.get_state(obs)",
+        )
+        + swap("    loss = actor_loss(", "    state = option_critic.get_state(obs)\n    loss = actor_loss("),
+    ),
+    "fakes_in_two_functions": Report(
+        "two losses",
+        "sr",
+        "sr = generator(lr).tanh()",
+        swap("discriminator(sr).mean() -", "discriminator(sr.detach()).mean() -"),
+        answers=(swap("discriminator(sr).mean() -", "discriminator(sr.detach()).mean() -"),),
+    ),
+    # --- changed in place ---
+    "gan_discriminator_steps_first": Report("changed in place", "D.2.weight", "opt_D.step()", _GAN, (_GAN,)),
+    "factor_vae": Report("changed in place", "model.encoder.2.weight", "optimizer.step()", _FACTOR, (_FACTOR,)),
+    "maddpg_critic_first": Report(
+        "changed in place",
+        "self.critic_network.2.weight",
+        "self.critic_optim.step()",
+        swap("        actor_loss = -self.q(o, self.actor_network(o)).mean()\n", "")
+        + swap(
+            "        self.actor_optim.zero_grad()\n",
+            "        actor_loss = -self.q(o, self.actor_network(o)).mean()\n        self.actor_optim.zero_grad()\n",
+        ),
+        (
+            after_step(
+                "        self.critic_optim.step()", "        actor_loss = -self.q(o, self.actor_network(o)).mean()"
+            ),
+        ),
+    ),
+    "sac_policy_after_critics": Report(
+        "changed in place",
+        "self.qf1.2.weight",
+        "self.qf1_optimizer.step()",
+        swap(
+            "        self.policy_optimizer.zero_grad()\n",
+            "        new_obs_actions = torch.cat([obs, self.policy(obs).tanh()], 1)\n        policy_loss = -torch.min(self.qf1(new_obs_actions), self.qf2(new_obs_actions)).mean()\n        self.policy_optimizer.zero_grad()\n",
+        ),
+        (
+            after_step(
+                "        self.qf2_optimizer.step()",
+                "        q_new_actions = torch.min(self.qf1(new_obs_actions), self.qf2(new_obs_actions))\n        policy_loss = -q_new_actions.mean()",
+            ),
+        ),
+    ),
+    "residual_added_in_place": Report(
+        "changed in place", "out", "out += residual", swap("out += residual", "out = out + residual"), (AS_PRINTED,)
+    ),
+    "gate_then_inplace_relu": Report(
+        "changed in place",
+        "x",
+        "x = self.act(x)",
+        swap("x = self.act(x)", "x = torch.relu(x)"),
+        (swap("inplace=True", "inplace=False"),),
+    ),
+    # --- refused in the forward ---
+    "update_by_hand": Report("refused in place", "p", "p.add_(", _NO_GRAD, (_NO_GRAD,)),
+    "sparse_codes_descend": Report("refused in place", "s_batch", "s_batch -= ", _CODES, (_CODES,)),
+    "neurons_edited": Report("refused in place", "layers[layer].dense.weight[:, pos]", "-= original", _EDIT, (_EDIT,)),
+    "fusion_weights_rectified": Report(
+        "refused in place",
+        "",
+        "weight = self.weight_relu(self.weight)",
+        swap("self.weight_relu(self.weight)", "self.weight.relu()"),
+        (swap("inplace=True", "inplace=False"),),
+    ),
+    "hooks_and_inplace_relu": Report(
+        "refused in place",
+        "",
+        "out = mod(torch.rand(1, 3, 4, 4))",
+        swap(", nn.ReLU(inplace=True))", ", nn.ReLU())"),
+        (swap("inplace=True", "inplace=False"),),
+    ),
+    "channels_normalised": Report(
+        "refused in place",
+        "t",
+        "t.sub_(m).div_(s)",
+        swap(
+            "            t.sub_(m).div_(s)\n        return tensor",
+            "            pass\n        return (tensor - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]",
+        ),
+    ),
+    "model_copied_after_forward": Report(
+        "copied",
+        "model.exp",
+        "ema = deepcopy(model)",
+        swap(
+            "        self.exp = self.con2(self.con1(x))\n        return self.exp",
+            "        return self.con2(self.con1(x))",
+        ),
+    ),
+    "rollout_under_inference_mode": Report(
+        "inference tensor",
+        "inputs",
+        "logps = self.model(inputs)",
+        swap("inference_mode", "no_grad"),
+        answers=(swap("inference_mode", "no_grad"),),
+    ),
+    # --- no graph, not in the graph ---
+    "coordinates_by_argmax": Report(
+        "discrete",
+        "loss",
+        "torch.argmax(output_coor_x, axis=1)",
+        swap(
+            "torch.argmax(output_coor_x, axis=1), torch.argmax(output_coor_y, axis=1)",
+            "output_coor_x.softmax(1) @ torch.arange(6.0), output_coor_y.softmax(1) @ torch.arange(6.0)",
+        ),
+        (
+            swap(
+                "torch.argmax(output_coor_x, axis=1), torch.argmax(output_coor_y, axis=1)",
+                "(output_coor_x.softmax(1) * torch.arange(6.0)).sum(1), (output_coor_y.softmax(1) * torch.arange(6.0)).sum(1)",
+            ),
+        ),
+    ),
+    "losses_in_a_tensor": Report(
+        "constant",
+        "loss",
+        "balance_loss = torch.tensor(loss_list)",
+        swap("balance_loss = torch.tensor(loss_list)", "balance_loss = sum(loss_list) / len(loss_list)"),
+        (swap("torch.tensor(loss_list)", "torch.stack(loss_list)"),),
+    ),
+    "validation_step_trained_on": Report(
+        "no_grad",
+        "losses['loss']",
+        "outputs = self.model(inputs)",
+        swap("losses = self.val(inputs)", "losses = self.process_batch(inputs)[1]"),
+        (
+            swap(
+                "        with torch.no_grad():\n            outputs, losses",
+                "        if True:\n            outputs, losses",
+            ),
+        ),
+    ),
+    "reentrant_checkpoint": Report(
+        "checkpoint",
+        "loss",
+        "x = checkpoint(r, x, use_reentrant=True)",
+        swap("checkpoint(r, x, use_reentrant=True)", "r(x)"),
+        (_CHECKPOINT,),
+    ),
+    "dice_by_numpy": Report(
+        "detached",
+        "loss",
+        ".detach().numpy())",
+        swap("np.sum((probas * true).detach().numpy())", "(probas * true).sum()")
+        + swap("np.sum((probas + true).detach().numpy())", "(probas + true).sum()"),
+    ),
+    "maml_with_an_unused_head": Report("not used", "learner.regression_head.weight", "", _MAML, (_MAML,)),
+    # --- derivatives that are missing ---
+    "distances_twice": Report(
+        "no second derivative",
+        "",
+        "return torch.cdist(a, b)",
+        _CDIST,
+        (swap("torch.cdist(a, b)", 'torch.cdist(a, b, compute_mode="use_mm_for_euclid_dist")'),),
+    ),
+    "compiled_energy": Report(
+        "no second derivative",
+        "",
+        "y = model(positions)",
+        swap("y = model(positions)", "y = energy(positions)"),
+        (swap('torch.compile(energy, backend="aot_eager")', "energy"),),
+    ),
+    "encoding_differentiable_once": Report(
+        "no second derivative",
+        "",
+        "return self.network(encoded).square()",
+        swap("EncodingFunction.apply(x, self.table)", "(x @ self.table).sin()"),
+    ),
+    "checkpoint_under_autocast": Report(
+        "recomputed otherwise", "", "", swap("        if self.calls > 1:\n            x = x[:1]\n", "")
+    ),
+}
