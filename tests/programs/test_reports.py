@@ -1,8 +1,11 @@
 """Programs after public reports: what is said is right, and no printed fix, done as it says, trains anything else."""
 
+import functools
 import linecache
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +66,12 @@ def same(got, right):
             torch.testing.assert_close(got[name][1], grad, msg=f"{name}.grad differs")
 
 
+@functools.cache
 def explained(name):
+    if "torch.compile(" in source(name):  # what was compiled, and how, in this process before, would matter
+        command = [sys.executable, "-m", "hodiff", "explain", str(HERE / f"{name}.py")]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        return said[said.index("hodiff: why") :]
     with watch(), pytest.raises(Exception, match=r".") as caught:
         runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")
     return "\n".join(note for note in getattr(caught.value, "__notes__", ()) if note.startswith("hodiff: why"))

@@ -105,9 +105,9 @@ def _silences(e: Evidence) -> str | None:
     if not e.silenced:
         return None
     return (
-        f"where the gradient of {e.names(e.silenced)} is to end: this step reaches it through {e.code} alone,\nand with "
-        f"{e.code} detached it would get none. If each step is to begin anew, set {e.code} again before it\n"
-        "from what it began with; if steps belong together, add their losses up and call backward() once."
+        f"where the gradient of {e.names(e.silenced)} is to end: this step reaches it through {e.code}\n"
+        f"alone, and with {e.code} detached it would get none. If each step is to begin anew, set {e.code} again\n"
+        "before it, from what it began with; if steps belong together, add their losses up and call backward() once."
     )
 
 
@@ -277,7 +277,8 @@ def _made_again(e: Evidence) -> str | None:
             return None
         return (
             f"what {e.code} reads when it is computed: something there may change from step to step.\n"
-            f"It is to be computed again for each pass (made at {_at(e.first.created)}), from what it was computed from then.{_because(e)}"
+            f"It is to be computed again for each pass (made at {_at(e.first.created)}), "
+            f"from what it was computed from then.{_because(e)}"
         )
     return (
         f"whether the loss is to send a gradient through {e.code}. If not (a target, a baseline, an old policy),\n"

@@ -51,11 +51,11 @@ def fix_of(kind: str, line: Line | None, call: str) -> str:
         "no_grad": f"compute it outside the no_grad block, or under torch.enable_grad(){at}.",
         "checkpoint": "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         "inside a Function": (
-            f"compute it outside the Function; or, if a gradient is needed in its forward,\nunder torch.enable_grad(){at} "
-            "from a copy that requires grad (x.detach().requires_grad_())."
+            f"compute it outside the Function; or, if a gradient is needed in its forward,\n"
+            f"under torch.enable_grad(){at} from a copy that requires grad (x.detach().requires_grad_())."
         ),
         "gradient": "take it with hodiff.grad(f, x, create_graph=True), or autograd.grad(..., create_graph=True).",
-        "constant gradient": "its derivative is zero; hodiff.nth_derivative and hodiff.hvp return that, and do not raise.",
+        "constant gradient": "its derivative is zero; hodiff.nth_derivative and hodiff.hvp return that.",
     }.get(kind, "")
 
 

@@ -104,8 +104,8 @@ def recomputed(case: Case) -> Explanation | None:
         reason=reason,
         unknown=(
             "what differs. It reads something that changed in between: a cache or a counter that its first run\n"
-            "filled, autocast or no_grad that are on in one run only, the global random state. To see the operation, put\n"
-            "`with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):` around the step.",
+            "filled, autocast or no_grad that are on in one run only, the global random state. To see the\n"
+            "operation, put `with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):` around the step.",
         ),
     )
 

@@ -301,9 +301,8 @@ def guarded(name: str, file: str) -> str:
                     inside = isinstance(test.ops[0], (ast.In, ast.NotIn))
                     if inside and right.rpartition(".")[2] == attribute:
                         return "in"
-                elif isinstance(test, ast.Call) and ast.unparse(test.func) == "hasattr" and len(test.args) == 2:
-                    if ast.unparse(test.args[1]) == repr(attribute):
-                        return "hasattr"
+                elif isinstance(test, ast.Call) and ast.unparse(test.func) == "hasattr" and test.args[1:]:
+                    return "hasattr" if ast.unparse(test.args[1]) == repr(attribute) else ""
     return ""
 
 
