@@ -134,7 +134,8 @@ class Lifetime:
         at = lambda place: left + width * place / end  # noqa: E731
         bottom = top + height * len(rows)
         parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 30}" height="{bottom + 30}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 30} {bottom + 30}" '
+            f'style="width:100%;max-width:{left + width + 30}px" fill="currentColor" '
             f'font-family="monospace" font-size="11">',
             "<title>What was saved, by which line, and which backward pass freed it</title>",
             f'<text x="4" y="16">green: freed by the pass; amber: kept; red cross: needed, and freed before</text>',  # noqa: F541
@@ -147,7 +148,7 @@ class Lifetime:
                 f"<title>{title}</title></line>"
             )
             if len(shown) <= 40:
-                parts.append(f'<text x="{x - 3:.1f}" y="{top - 12}" fill="#555">{call.number}</text>')
+                parts.append(f'<text x="{x - 3:.1f}" y="{top - 12}" fill-opacity="0.7">{call.number}</text>')
         for index, line in enumerate(rows):
             y = top + height * index
             text = html.escape(f"{line} {line.text}"[:46])
