@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _tree
+from hodiff._core import _sharded, _tree
 from hodiff.errors import InputError
 
 
@@ -30,6 +31,8 @@ def check_real_tensor(value: Any, name: str) -> None:
     """Raise unless `value` is a strided, real floating point tensor."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: {_not_a_tensor(value)}")
+    if _sharded.LOADED_BY in sys.modules:
+        _sharded.check_tensor(value, name)
     if value.dtype.is_floating_point:
         if value.is_meta:
             raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hodiff._core import _binding, _nesting, _refusals, _switches, _translate
+from hodiff._core import _binding, _nesting, _refusals, _sharded, _switches, _translate
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._inference import NormalTensors
@@ -167,6 +167,8 @@ class Lending:
 
     def borrow(self, module: nn.Module, *, root: bool = False) -> None:
         """Lend one module that `f` calls, whether it belongs to the point or not."""
+        if _sharded.LOADED_BY in sys.modules and self.call.order >= 2 and not root:  # by inputs, a first one is right
+            _sharded.check_modules((module,), "f")
         self._state.take(module, root=root)
         if "max_norm" in module.__dict__ and module.max_norm is not None and not self._is_point(module):
             self._copy_table(module)

@@ -7,13 +7,14 @@ difference; everything above works on lists of leaves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _tree
+from hodiff._core import _checks, _sharded, _tree
 from hodiff._core._assembly import Assembly, plain
 from hodiff._core._selection import Selection, check_real
 from hodiff._core._vectors import Vectors, match, structured
@@ -78,6 +79,8 @@ class Where:
                 f"{path}: is a TorchScript module, whose parameters cannot be replaced; pass the eager module."
             )
         assembly = Assembly.of(module)
+        if _sharded.LOADED_BY in sys.modules:
+            _sharded.check_modules(assembly.modules, path)
         pairs = _chosen(item, assembly) if isinstance(item, Selection) else assembly.trainable()
         if not pairs:
             raise InputError(

@@ -469,3 +469,76 @@ def test_a_checksum_sees_values_places_and_leaves(dtype: torch.dtype) -> None:
     grown = digest.__class__(torch.device("cpu"))
     grown([torch.zeros(10000, dtype=dtype)])
     assert grown(parts) == mine  # whatever came before
+
+
+# --- sharded parameters -----------------------------------------------------------------------------------------------
+
+
+def sharded(rank: int) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh, found = init_device_mesh("cpu", (3,)), []
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    fully_shard(model, mesh=mesh)
+    point = distribute_tensor(draw(6), mesh, [Replicate()])
+    entire = model(X).detach()
+    for call in (
+        lambda: hodiff.grad(lambda m: m(X).sum(), model),
+        lambda: hodiff.grad(lambda p: p["2.bias"].sum(), hodiff.select(model, "2.bias")),
+        lambda: hodiff.HessianOperator(
+            sum_of_cross_entropy, model, data=batches(LABELS), process_group=dist.group.WORLD
+        ),
+        lambda: hodiff.hvp(lambda x: model(x).sin().sum(), X, X),
+        lambda: hodiff.grad(lambda x: x.sum(), point),
+        lambda: hodiff.grad(lambda p: p["a"].sum(), {"a": point}),
+        lambda: hodiff.laplacian(lambda x: model(x).sum(-1), X),
+    ):
+        try:
+            call()
+            found.append("")
+        except hodiff.InputError as error:
+            found.append(str(error))
+    assert torch.equal(model(X), entire)  # today's next forward would fail
+    with torch.no_grad():
+        first = hodiff.grad(lambda x: model(x).sum(), X)
+    assert first.shape == X.shape
+    return found
+
+
+def test_sharded_parameters_are_refused_with_the_way_out(three: Ranks) -> None:
+    for outcome in three(sharded):
+        assert not outcome.error, outcome
+        for message in outcome.value:
+            assert "full_tensor(grad_placements=[Partial()])" in message, outcome.value
+        modules, tensors = outcome.value[:4], outcome.value[4:6]
+        assert all("is sharded (fully_shard)" in message for message in modules[:3]), modules
+        assert all("is a DTensor, of which each process holds a shard" in message for message in tensors), tensors
+
+
+# --- compiled passes --------------------------------------------------------------------------------------------------
+
+
+def compiled(rank: int) -> tuple[Tensor, Tensor, int, int]:
+    from hodiff.curvature import _compilation
+
+    code, _compilation.compile_traced = _compilation.compile_traced, lambda traced, vectors: traced.module
+    try:
+        H = build("Hessian", dist.group.WORLD).compile()
+        V = draw(39, 9)
+        with Counted() as found:
+            one = H @ V[:, 0]
+        return one, H @ V, H.compiled.compiled, len(found)
+    finally:
+        _compilation.compile_traced = code
+
+
+def test_each_rank_compiles_its_own_batches(three: Ranks) -> None:
+    H, V = build("Hessian", None), draw(39, 9)
+    for rank, outcome in enumerate(three(compiled)):
+        assert not outcome.error, outcome
+        one, many, batches, collectives = outcome.value
+        assert float((one - H @ V[:, 0]).norm()) <= 1e-12 * float(one.norm())
+        assert float((many - H @ V).norm()) <= 1e-12 * float(many.norm())
+        assert (batches, collectives) == (len(SHARES[3][rank]), 1)

@@ -1,0 +1,47 @@
+"""Curvature of one model, the data shared among processes: `torchrun --nproc-per-node 2 several_processes.py`."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+
+import hodiff
+
+
+def main() -> None:
+    """Trace, top eigenvalues and a natural-gradient step."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    digits = load_digits()
+    inputs = torch.tensor(digits.data[:300] / 16)
+    targets = torch.tensor(digits.target[:300])
+    batches = list(zip(inputs.split(64), targets.split(64), strict=True))  # five, the last one shorter
+    torch.manual_seed(0)  # the same model on every rank
+    model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10)).double()
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    share = batches[rank::world]  # rank 0 has three batches, rank 1 two
+    H = hodiff.HessianOperator(loss, model, data=share, process_group=dist.group.WORLD)
+    trace = hodiff.trace(H, samples=20, generator=torch.Generator().manual_seed(0))
+    top = hodiff.eigsh(H, 2, generator=torch.Generator().manual_seed(0))
+
+    cross_entropy = torch.nn.CrossEntropyLoss()
+    predict = lambda model, batch: model(batch[0])  # noqa: E731
+    G = hodiff.GaussNewtonOperator(predict, cross_entropy, model, data=share, process_group=dist.group.WORLD)
+    step = hodiff.solve(G, G.gradient, damping=0.1).value
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter -= step[name]
+    H.refresh()
+    if rank == 0:
+        print(f"trace {trace.value:.6f} ± {trace.stderr:.6f}")
+        print("top eigenvalues", *(f"{value:.6f}" for value in top.value))
+    after = H.value  # on every rank: all take part
+    if rank == 0:
+        print(f"loss after a natural-gradient step {after:.6f}")
+    dist.destroy_process_group()
+
+
+main()
