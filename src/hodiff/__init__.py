@@ -13,7 +13,8 @@ A map of the library:
 * where: tensors, containers of them, modules, and `select`ed parameters
 * curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
-  `spectral_radius`, `spectral_density`, `logdet`, `solve` take any
+  `spectral_radius`, `spectral_density`, `logdet`, `solve` take any,
+  and `nystrom` is a preconditioner
 * training with curvature: `NewtonCG`, an optimiser
 * through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimiser: `unroll`,
   by the update rules of `hodiff.rules`
@@ -44,6 +45,7 @@ from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
 from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._newton import NewtonCG
+from hodiff.curvature._nystrom import nystrom
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._solve import solve
 from hodiff.curvature._trace import trace
@@ -127,6 +129,7 @@ __all__ = [
     "logdet",
     "multi_grad",
     "nth_derivative",
+    "nystrom",
     "partial",
     "partials",
     "per_sample_grad",

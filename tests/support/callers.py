@@ -276,6 +276,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "solve": lambda x: hodiff.solve(_matrix(), x[0]),
     "NewtonCG": _newton,
     "spectral_density": lambda x: hodiff.spectral_density(_matrix(), samples=4, steps=2, generator=generator()),
+    "nystrom": lambda x: hodiff.nystrom(_matrix(), 2, 0.5, generator=generator()) @ x[0],
     "logdet": lambda x: hodiff.logdet(_matrix(), shift=1.0, samples=4, steps=2, generator=generator()),
     "sparse.color": lambda x: hodiff.sparse.color(torch.eye(3).to_sparse()),
     "graph.inspect": lambda x: len(hodiff.graph.inspect(_loss(x)).nodes),

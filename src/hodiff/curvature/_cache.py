@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -68,6 +68,7 @@ G = TypeVar("G", bound=BatchGraph)
 """What kind of graph an operator has."""
 Made_co = TypeVar("Made_co", bound=BatchGraph, covariant=True)
 B = TypeVar("B", bound="Builder[Any]")
+R = TypeVar("R")
 
 
 class Builder(Protocol[Made_co]):
@@ -249,17 +250,29 @@ class GraphCache(Generic[G, B]):
         self._compare(value, weight, scale)
 
     def _again(self, batch: Any, number: int) -> G:
+        return self._replayed(number, lambda: self.builder.build(self.where, batch, number))
+
+    def _replayed(self, number: int, make: Callable[[], R]) -> R:
         """A batch evaluated once more, as the first time: with its precision, and its random numbers."""
         enabled, dtype = self._autocast
         with torch.autocast(self.device.type, dtype, enabled=enabled):
             if not self._random:
-                return self.builder.build(self.where, batch, number)
+                return make()
             now = RandomState.of(self.device)
             self._random.get(number, now).restore()
             try:
-                return self.builder.build(self.where, batch, number)
+                return make()
             finally:
                 now.restore()
+
+    def each(self, make: Callable[[Any, int], R]) -> Iterator[R]:
+        """What `make` makes of each batch and its number, evaluated as in the first pass, if there was one."""
+        if self.evaluated or self._closed:
+            self.check()
+        else:
+            self._check_structure()
+        for number, batch in enumerate(self._batches):
+            yield self._replayed(number, lambda batch=batch, number=number: make(batch, number))
 
     def _compare(self, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from hodiff._core import _checks, _random_vectors
+from hodiff._core import _checks, _nesting, _random_vectors
 from hodiff._core._options import check_option
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_rtol, check_square, default_rtol, kept_vectors, warn_not_converged
@@ -12,7 +13,7 @@ from hodiff.curvature._records import EigenRecord, RadiusRecord
 from hodiff.curvature._search import Pairs, Search, Which
 from hodiff.curvature._space import sum_dtype
 from hodiff.curvature._watch import Callback, Watch
-from hodiff.errors import InputError
+from hodiff.errors import GraphError, InputError
 
 
 def eigsh(
@@ -23,6 +24,7 @@ def eigsh(
     rtol: float | None = None,
     products: int | None = None,
     basis: int | None = None,
+    create_graph: bool | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
     progress: bool = False,
@@ -43,6 +45,9 @@ def eigsh(
         products: How many products to spend at most; None: 50 for each pair, and 1000.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `max(2 k + 10, 30)` and 300.
+        create_graph: Whether `value` can be differentiated, as in `hodiff.trace`: a loss to train with. The derivative
+            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman). For `"largest"` and
+            `"smallest"`; `vectors` are detached.
         generator: Where the start is drawn from; None is the default generator of the operator's
             device.
         callback: A function that is given the record as it stands, every five products of the first search.
@@ -55,6 +60,8 @@ def eigsh(
 
     Raises:
         InputError: The operator is not symmetric, or has fewer than *k* columns.
+        GraphError: With `create_graph`, an eigenvalue so close to another that it has no derivative of its own, or
+            none that the tolerance can tell; the message gives the gap.
 
     Warns:
         ConvergenceWarning: The products ran out. The record then holds the best pairs found, with their
@@ -75,7 +82,33 @@ def eigsh(
         SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
     """
     check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
-    return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
+    if not _nesting.recorded(create_graph):
+        return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
+    if which == "magnitude":
+        raise InputError("create_graph: goes with which='largest' or 'smallest', whose order tells how far others are.")
+    with torch.no_grad():  # one pair more, to know the gap
+        more = min(k + 1, operator.shape[0])
+        found = _eigenpairs("eigsh", operator, more, which, rtol, products, basis, generator, callback, progress)
+    before = operator.products
+    _check_gaps(found.value, default_rtol(operator.dtype) if rtol is None else rtol, k)
+    rows = found.vectors.T[:k].contiguous()
+    value = operator._forms(operator._domain.split(rows), k).to(found.value.dtype)
+    spent = found.products + operator.products - before
+    return EigenRecord(value, found.vectors[:, :k], found.residual[:k], found.converged, spent)
+
+
+def _check_gaps(values: Tensor, rtol: float, k: int) -> None:
+    """Raise where one of the first k eigenvalues is too close to its neighbour for its vector to be known."""
+    gaps = (values[1:] - values[:-1]).abs()[:k]
+    least = 100 * rtol * float(values.abs().max())
+    if len(gaps) and float(gaps.min()) <= least:
+        first = int(gaps.argmin())
+        raise GraphError(
+            f"eigsh: eigenvalues {first + 1} and {first + 2} are {float(values[first]):.8g} and "
+            f"{float(values[first + 1]):.8g}, {float(gaps[first]):.2g} apart: equal ones have no derivative of their "
+            f"own, and residuals of rtol={rtol:g} do not tell apart what is within {least:.2g}. Train with "
+            f"hodiff.trace, or give a smaller rtol."
+        )
 
 
 def eigs(

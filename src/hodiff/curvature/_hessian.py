@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _nodes, _reverse
@@ -13,7 +14,7 @@ from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 from hodiff.curvature._cache import BatchGraph, GraphCache
-from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
+from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_total
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._shares import ProcessGroup, shared
 from hodiff.curvature._signatures import check_signature
@@ -54,21 +55,36 @@ class HessianBuilder:
 
     def build(self, where: Where, batch: Any, number: int) -> GradientGraph:
         """The graph of one batch."""
+        computed = isinstance(self.f, Tensor)
+        with self._evaluation(where, batch, number, create_graph=False) as ev:
+            random = not computed and ev.drew_random()
+            calls_back = _nodes.runs_hooks(_nodes.survey(ev.tensors()))
+            graph = _reverse.gradient(ev, differentiated=True)
+        value, gradient = ev.scalars().detach().reshape(()), [part.detach() for part in graph]
+        return GradientGraph(ev, value, 1.0 if computed else ev.aux, gradient, random, calls_back, graph)
+
+    def forms(
+        self, where: Where, batch: Any, number: int, vectors: Parts, count: int, chosen: list[int], chunk: int | None
+    ) -> tuple[Tensor, float]:
+        """The v'Hv of one batch's sum for `count` vectors, which can be differentiated, and the batch's weight."""
+        with self._evaluation(where, batch, number, create_graph=True) as ev:
+            gradient = _reverse.gradient(ev, differentiated=True)
+            own, leaves = ([values[index] for index in chosen] for values in (gradient, ev.leaves))
+            products = _reverse.products(ev, own, vectors, count, chunk_size=chunk, inputs=leaves)
+        forms = [(v * product).reshape(count, -1).sum(1) for v, product in zip(vectors, products, strict=True)]
+        return torch.stack(forms).sum(0), 1.0 if isinstance(self.f, Tensor) else ev.aux
+
+    def _evaluation(self, where: Where, batch: Any, number: int, *, create_graph: bool) -> Graph:
         f, computed = self.f, isinstance(self.f, Tensor)
 
         def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             given = () if batch is NONE else (batch,)
             return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
-        with Graph(call(
-            f if computed else weighed, where, passes=2, create_graph=False, has_aux=not computed, keep=True,
-            strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
-        )) as ev:  # fmt: skip
-            random = not computed and ev.drew_random()
-            calls_back = _nodes.runs_hooks(_nodes.survey(ev.tensors()))
-            graph = _reverse.gradient(ev, differentiated=True)
-        value, gradient = ev.scalars().detach().reshape(()), [part.detach() for part in graph]
-        return GradientGraph(ev, value, 1.0 if computed else ev.aux, gradient, random, calls_back, graph)
+        return Graph(call(
+            f if computed else weighed, where, passes=2, create_graph=create_graph, has_aux=not computed,
+            keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
+        ))  # fmt: skip
 
     def fresh(self) -> HessianBuilder:
         """Itself: nothing is kept from batch to batch."""
@@ -177,6 +193,18 @@ class HessianOperator(SummedOperator[GradientGraph]):
 
     def _route(self) -> str:
         return "double backward"
+
+    def _forms(self, parts: Parts, count: int) -> Tensor:
+        self._count(count)
+        graphs = self._graphs
+        found = graphs.each(
+            lambda batch, number: graphs.builder.forms(
+                graphs.where, batch, number, parts, count, self._chosen, self._chunk_size
+            )
+        )
+        sums, weights = zip(*found, strict=True)
+        check_total(sum(weights))
+        return torch.stack(sums).sum(0) / sum(weights)
 
     def _apply(self, graph: GradientGraph, parts: Parts, count: int | None, chunk: int) -> Parts:
         gradient, leaves = self._of_chosen(graph.graph), self._of_chosen(graph.ev.leaves)

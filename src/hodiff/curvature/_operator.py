@@ -107,6 +107,13 @@ class LinearOperator(ABC):
         """The processes among which its data are shared; None where it has all of them."""
         return None
 
+    def _forms(self, parts: Parts, count: int) -> Tensor:
+        """The v'Av of each of `count` stacked vectors, `(count,)`, differentiable in what the operator is made of."""
+        raise InputError(
+            f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those of a "
+            f"hodiff.HessianOperator, of its blocks, sums and multiples can."
+        )
+
     @abstractmethod
     def _about(self) -> str:
         """What `repr` says beside class, size and dtype."""
@@ -382,6 +389,10 @@ class SumOperator(LinearOperator):
         )
         return [a + b for a, b in zip(left, right, strict=True)]
 
+    def _forms(self, parts: Parts, count: int) -> Tensor:
+        left, right = (A._forms(A._domain.take(parts, count, self._domain), count) for A in (self._left, self._right))
+        return left + right
+
     def _transposed(self) -> LinearOperator:
         return SumOperator(self._left.T, self._right.T)
 
@@ -430,6 +441,10 @@ class AffineOperator(LinearOperator):
             return found
         own = self._range.take(parts, count, self._domain)
         return [torch.add(part, v, alpha=self._shift) for part, v in zip(found, own, strict=True)]
+
+    def _forms(self, parts: Parts, count: int) -> Tensor:
+        squares = self._domain.join(parts, count).square().sum(1)
+        return self._factor * self._inner._forms(parts, count) + self._shift * squares
 
     def _transposed(self) -> LinearOperator:
         return AffineOperator(self._inner.T, self._factor, self._shift)

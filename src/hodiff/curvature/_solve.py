@@ -66,8 +66,8 @@ def solve(
         b: The right-hand side: like the point, or flat `(D,)`.
         method: `"cg"`, `"minres"` or `"gmres"`.
         damping: The \(\lambda\) that is added.
-        preconditioner: An operator close to the inverse of \(A + \lambda I\), for example
-            `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*. Positive definite, except for GMRES,
+        preconditioner: An operator close to the inverse of \(A + \lambda I\): `hodiff.nystrom(A, rank, damping)`,
+            or `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*. Positive definite, except for GMRES,
             where it stands on the right.
         start: Where to begin, like *b*; None is zero.
         restart: For GMRES, how many vectors to keep before it begins anew; None: as many as fit into 8 MiB,

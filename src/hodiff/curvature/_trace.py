@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hodiff._core import _nesting
 from hodiff._core._options import Probes, check_option
 from hodiff.curvature._leave_one_out import xnystrace, xtrace
 from hodiff.curvature._operator import LinearOperator
@@ -39,6 +40,7 @@ def trace(
     samples: int = 100,
     probes: Probes = "rademacher",
     vectors: Any = None,
+    create_graph: bool | None = None,
     method: Method = "hutchinson",
     rtol: float | None = None,
     generator: torch.Generator | None = None,
@@ -57,6 +59,10 @@ def trace(
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
             are independent, of mean 0 and variance 1; then nothing is drawn.
+        create_graph: Whether `value` can be differentiated, in the parameters and all that the operator's function
+            uses: a loss to train with, by `"hutchinson"`, of a `hodiff.HessianOperator`, its blocks, sums and
+            multiples. With one vector of your own it is \(v^\top H v\). None: only inside the function of another
+            hodiff call.
         method: `"hutchinson"`, the mean of \(z^\top A z\); `"hutch++"`, which takes half of the vectors for
             a sketch of the largest eigenvalues, takes their part exactly, and estimates the rest; `"xtrace"`, which
             makes each vector in turn the one that estimates what a sketch by all others leaves; or
@@ -83,6 +89,9 @@ def trace(
         A product for each vector, two for `"xtrace"` and for each vector of the sketch of `"hutch++"`; memory for a
         few vectors, for all methods but the first for `samples`, in double precision for the last two.
 
+        With `create_graph`, an evaluation and a pass more, and the graphs of all products at once. Third derivatives
+        follow: layer, batch and instance norm are then computed from their definition, as by `hodiff.hvp`.
+
     Note:
         Standard errors are themselves estimates, from few vectors rough ones. Those of the last two methods, whose
         estimates are alike, lie between two bounds; measured over spectra of many kinds they are 1.0 to 1.4 of the
@@ -108,6 +117,8 @@ def trace(
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     check_rtol(rtol, drawn.number)
     leaves = _leaves_of(operator, blocks, method)
+    if _nesting.recorded(create_graph):
+        return _differentiable(operator, drawn, blocks, method, rtol)
     needed = drawn.number * _PRODUCTS[method] // 2
     with Watch("trace", operator, needed, callback, progress) as watch:
         enough = needed >= operator.shape[0] and not drawn.given
@@ -129,6 +140,21 @@ def trace(
                 f"more samples."
             )
         return found
+
+
+def _differentiable(
+    operator: LinearOperator, drawn: RandomVectors, blocks: Sequence[str], method: str, rtol: float | None
+) -> TraceRecord:
+    """The mean of z'Az with its graph, or the sum over unit vectors."""
+    if method != "hutchinson" or blocks or rtol is not None:
+        raise InputError("create_graph: goes with method='hutchinson', without blocks= and rtol=.")
+    before, domain, size = operator.products, operator._domain, operator.shape[0]
+    exact = not drawn.given and drawn.number >= size
+    rows = domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
+    forms = operator._forms(domain.split(rows), len(rows)).to(sum_dtype(operator.dtype))
+    value = forms.sum() if exact else forms.mean()
+    error = torch.zeros_like(value.detach()) if exact else standard_error(forms.detach())
+    return TraceRecord(value, error, None, operator.products - before)
 
 
 def _leaves_of(operator: LinearOperator, blocks: Sequence[str], method: str) -> dict[str, list[int]]:

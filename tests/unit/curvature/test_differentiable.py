@@ -1,0 +1,178 @@
+"""Traces, v'Hv and eigenvalues that one trains with: their gradients against central differences."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hodiff
+from tests.support.operators import LABELS, D, X, draw, split, sum_of_cross_entropy
+from tests.support.properties import agree
+
+V = draw(39, 3, seed=8)
+
+
+def network(norm: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = nn.LayerNorm(4) if norm else nn.Identity()
+    model = nn.Sequential(nn.Linear(3, 4), middle, nn.Tanh(), nn.Linear(4, 3)).double()
+    if norm:  # generic affine parameters: with ones and zeros a wrong third derivative may be right by chance
+        with torch.no_grad():
+            middle.weight.copy_(draw(4, seed=5) + 1)
+            middle.bias.copy_(draw(4, seed=6))
+    return model
+
+
+def operator(model: nn.Module) -> hodiff.HessianOperator:
+    return hodiff.HessianOperator(sum_of_cross_entropy, model, data=split(X, LABELS))
+
+
+def gradient(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
+    grads = torch.autograd.grad(loss(model), list(model.parameters()))
+    return torch.cat([part.reshape(-1) for part in grads])
+
+
+def differences(loss: Callable[[nn.Module], Tensor], model: nn.Module, along: Tensor, step: float = 1e-4) -> float:
+    """The derivative of a detached loss along a direction of all parameters."""
+    found = []
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    for sign in (1, -1, 2, -2):
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(start + sign * step * along, model.parameters())
+        found.append(float(loss(model)))
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(start, model.parameters())
+    return (8 * (found[0] - found[1]) - (found[2] - found[3])) / (12 * step)
+
+
+def size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+LOSSES: dict[str, Callable[[nn.Module, bool], Tensor]] = {
+    "trace of three vectors": lambda m, graph: hodiff.trace(
+        operator(m), vectors=draw(size(m), 3, seed=8), create_graph=graph
+    ).value,
+    "v'Hv": lambda m, graph: hodiff.trace(operator(m), vectors=draw(size(m), seed=8), create_graph=graph).value,
+    "exact trace": lambda m, graph: hodiff.trace(operator(m), create_graph=graph).value,
+    "largest eigenvalue": lambda m, graph: hodiff.eigsh(operator(m), 1, create_graph=graph).value[0],
+    "smallest eigenvalues": lambda m, graph: (
+        hodiff.eigsh(operator(m), 2, which="smallest", create_graph=graph).value * torch.tensor([1.0, -3.0])
+    ).sum(),
+    "of a block": lambda m, graph: hodiff.eigsh(operator(m).block("3"), 1, create_graph=graph).value[0],
+    "of a combination": lambda m, graph: hodiff.trace(
+        -2 * operator(m) + 0.5 + hodiff.HessianOperator(lambda q: (q[0].weight ** 4).sum(), m),
+        vectors=draw(size(m), 2, seed=8), create_graph=graph,
+    ).value,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "through LayerNorm"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_against_differences(name: str, norm: bool) -> None:
+    model, loss = network(norm), LOSSES[name]
+    attached, plain = loss(model, True), loss(model, False)
+    assert attached.requires_grad and not plain.requires_grad
+    agree(attached.detach(), plain, 1e-6)
+    found = gradient(lambda m: loss(m, True), model)
+    for seed in range(2):
+        along = draw(size(model), seed=20 + seed)
+        assert float(found @ along) == pytest.approx(
+            differences(lambda m: loss(m, False), model, along), rel=2e-5, abs=1e-6
+        )
+
+
+def test_the_record_beside_a_graph() -> None:
+    model = network(False)
+    H = operator(model)
+    found = hodiff.trace(H, vectors=draw(size(model), 3), create_graph=True)
+    plain = hodiff.trace(H, vectors=draw(size(model), 3))
+    agree(found.stderr, plain.stderr, 1e-9)
+    assert found.converged is None and found.products == 3 and not found.stderr.requires_grad
+    pairs = hodiff.eigsh(H, 2, create_graph=True)
+    same = hodiff.eigsh(H, 2)
+    agree(pairs.value.detach(), same.value, 1e-9)
+    assert pairs.vectors.shape == (size(model), 2) and pairs.residual.shape == (2,) and pairs.converged
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_in_closed_form() -> None:
+    """H = diag(12 x²): the trace's gradient is 24 x, the largest eigenvalue's 24 x at its entry."""
+    x = torch.tensor([1.0, -3.0, 2.0], dtype=D, requires_grad=True)
+    c = torch.tensor(2.0, dtype=D, requires_grad=True)
+    H = hodiff.HessianOperator(lambda x: c * (x**4).sum(), x)
+    value = hodiff.trace(H, samples=5, create_graph=True).value
+    found = torch.autograd.grad(value, [x, c])
+    agree(found[0], 48 * x.detach(), 1e-10)
+    agree(found[1], torch.tensor(12.0 * 14, dtype=D), 1e-10)
+    (top,) = torch.autograd.grad(hodiff.eigsh(H, 1, create_graph=True).value[0], [x])
+    agree(top, torch.tensor([0.0, -144.0, 0.0], dtype=D), 1e-7)
+
+
+def test_inside_the_function_of_another_call_it_is_differentiated_by_default() -> None:
+    x = torch.tensor([1.0, 3.0], dtype=D)
+    laplacian = lambda x: hodiff.trace(hodiff.HessianOperator(lambda y: (y**4).sum(), x)).value
+    agree(hodiff.grad(laplacian, x), 24 * x, 1e-10)
+    top = lambda x: hodiff.eigsh(hodiff.HessianOperator(lambda y: (y**4).sum(), x), 1).value[0]
+    agree(hodiff.grad(top, x), torch.tensor([0.0, 72.0], dtype=D), 1e-7)
+
+
+def test_equal_eigenvalues_are_refused_with_their_gap() -> None:
+    x = torch.ones(3, dtype=D, requires_grad=True)
+    H = hodiff.HessianOperator(lambda x: (x**4).sum(), x)
+    with pytest.raises(hodiff.GraphError, match=r"eigenvalues 1 and 2 are 12 and 12, .* apart: equal ones have no"):
+        hodiff.eigsh(H, 1, create_graph=True)
+    assert not hodiff.eigsh(H, 1).value.requires_grad
+    near = torch.tensor([1.0, 1.0 + 1e-9, 3.0], dtype=D, requires_grad=True)
+    close = hodiff.HessianOperator(lambda x: (x**4).sum(), near)
+    assert hodiff.eigsh(close, 1, create_graph=True).value.requires_grad
+    with pytest.raises(hodiff.GraphError, match="eigenvalues 2 and 3 are 12"):
+        hodiff.eigsh(close, 2, create_graph=True)
+    assert hodiff.eigsh(hodiff.HessianOperator(lambda x: (x**4).sum(), x[:1]), 1, create_graph=True).value.requires_grad
+
+
+def test_a_model_learns_a_flat_minimum() -> None:
+    model = network(False)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    sharpness = []
+    for step in range(15):
+        optimiser.zero_grad()
+        top = hodiff.eigsh(operator(model), 1, create_graph=True, generator=torch.Generator().manual_seed(step))
+        sharpness.append(float(top.value.detach()))
+        (F.cross_entropy(model(X), LABELS) + top.value.sum()).backward()
+        optimiser.step()
+    assert sharpness[-1] < 0.8 * sharpness[0]
+
+
+def test_an_operator_of_another_point_is_refused() -> None:
+    model = network(False)
+    H = operator(model)
+    H @ draw(size(model))
+    with torch.no_grad():
+        model[0].weight += 1
+    with pytest.raises(hodiff.GraphError, match="parameters changed"):
+        hodiff.trace(H, samples=2, create_graph=True)
+    assert hodiff.trace(H.refresh(), samples=2, create_graph=True).value.requires_grad
+    H.close()
+    with pytest.raises(hodiff.GraphError, match="closed"):
+        hodiff.trace(H, samples=2, create_graph=True)
+
+
+BAD = {
+    "create_graph: the products of a MatrixOperator cannot": lambda H: hodiff.trace(
+        hodiff.MatrixOperator(torch.ones(3)), create_graph=True
+    ),
+    "create_graph: goes with method='hutchinson', without": lambda H: hodiff.trace(
+        H, method="hutch++", create_graph=True
+    ),
+    "without blocks= and rtol=": lambda H: hodiff.trace(H, rtol=0.1, create_graph=True),
+    "which='largest' or 'smallest'": lambda H: hodiff.eigsh(H, 1, which="magnitude", create_graph=True),
+}
+
+
+@pytest.mark.parametrize("pattern", BAD)
+def test_bad_calls(pattern: str) -> None:
+    with pytest.raises(hodiff.InputError, match=pattern):
+        BAD[pattern](operator(network(False)))
