@@ -114,16 +114,19 @@ def _lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> t
     diagonal = torch.zeros((count, steps), dtype=torch.float64)
     beside = torch.zeros((count, steps - 1), dtype=torch.float64)
     v, unit, scale = rows / rows.norm(dim=1, keepdim=True), 0.0, 0.0
-    whole = torch.zeros(count, dtype=torch.bool)
+    whole, norms = torch.zeros(count, dtype=torch.bool), rows.new_zeros(count)
     for j in range(steps):
         basis[:, j] = v
         image = check_finite(_products(operator, v), name)
         if not unit and (largest := float(image.abs().max())):
             unit = 2.0 ** max(-1000, min(1000, math.frexp(largest)[1]))
         w = image / (unit or 1.0)
-        diagonal[:, j] = (v * w).sum(1).double().cpu()
-        for _ in range(2):
-            w = w - torch.einsum("kjd,kj->kd", basis[:, : j + 1], torch.einsum("kjd,kd->kj", basis[:, : j + 1], w))
+        part = (v * w).sum(1)
+        diagonal[:, j] = part.double().cpu()
+        w = w - part[:, None] * v
+        if j:  # by the recurrence; what rounding leaves of the others then takes one pass
+            w = w - norms[:, None] * basis[:, j - 1]
+        w = _orthogonalised(w, basis[:, : j + 1])
         norms = w.norm(dim=1)
         scale = max(scale, float(diagonal[:, j].abs().max()), float(norms.max()))
         norms = torch.where(norms > 10 * eps * scale, norms, 0.0)
@@ -133,6 +136,17 @@ def _lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> t
         beside[:, j] = norms.double().cpu()
         v = torch.where(norms[:, None] > 0, w / norms[:, None], 0.0)
     return diagonal, beside, whole.cpu(), unit or 1.0
+
+
+def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
+    """Each vector without its parts in its own basis; twice where much cancels."""
+    before = w.norm(dim=1)
+    for _ in range(2):
+        # One by one: a batched product copies the bases.
+        w = torch.stack([torch.addmv(x, V.T, V @ x, alpha=-1) for x, V in zip(w, basis, strict=True)])
+        if bool((w.norm(dim=1) > 0.5 * before).all()):
+            break
+    return w
 
 
 def _products(operator: LinearOperator, rows: Tensor) -> Tensor:
