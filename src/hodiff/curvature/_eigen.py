@@ -21,10 +21,10 @@ def eigsh(
     k: int = 6,
     *,
     which: Which = "largest",
+    create_graph: bool | None = None,
     rtol: float | None = None,
     products: int | None = None,
     basis: int | None = None,
-    create_graph: bool | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
     progress: bool = False,
@@ -39,15 +39,15 @@ def eigsh(
         operator: A symmetric operator.
         k: How many eigenpairs.
         which: The `"largest"`, the `"smallest"` (most negative), or those of largest `"magnitude"`.
+        create_graph: Whether `value` can be differentiated, as in `hodiff.trace`: a loss to train with. The derivative
+            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman). For `"largest"` and
+            `"smallest"`; `vectors` are detached.
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
         products: How many products to spend at most; None: 50 for each pair, and 1000.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `max(2 k + 10, 30)` and 300.
-        create_graph: Whether `value` can be differentiated, as in `hodiff.trace`: a loss to train with. The derivative
-            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman). For `"largest"` and
-            `"smallest"`; `vectors` are detached.
         generator: Where the start is drawn from; None is the default generator of the operator's
             device.
         callback: A function that is given the record as it stands, every five products of the first search.
