@@ -197,7 +197,7 @@ BAD_VECTORS = {
     "complex": (torch.ones(6, dtype=torch.complex128), r"complex"),
     "device": (torch.ones(6, dtype=D, device="meta"), r"meta"),
     "a number": (1.0, r"float"),
-    "a list of numbers": ([1.0] * 6, r"list|structure"),
+    "a list of too few numbers": ([1.0] * 5, r"5"),
     "a tuple of the tensor": ((V,), r"tuple|structure"),
     "a dict": ({"x": V}, r"dict|structure"),
     "None": (None, r"None"),
@@ -227,7 +227,7 @@ BAD_STRUCTURES = {
     "leaf shape": ({"a": X, "b": X}, {"a": V, "b": V[:2]}, r"\bb\b.*\(2,\)"),
     "mixed one and many": ({"a": X, "b": X}, {"a": V, "b": torch.stack([V, V])}, r"different numbers|\b[ab]\b"),
     "different numbers of vectors": ((X, X), (torch.stack([V, V]), torch.stack([V, V, V])), r"2.*3|3.*2"),
-    "flat for a pair": (Pair(X, X), torch.cat([V, V]), r"Pair|structure|Tensor"),
+    "flat for a pair, too short": (Pair(X, X), torch.cat([V, V])[1:], r"Pair|structure|Tensor|11"),
 }
 
 
@@ -246,7 +246,7 @@ def test_vector_for_a_module() -> None:
     with pytest.raises(InputError, match=r"(?is)2\.bias"):
         hodiff.hvp(loss, model, {n: v for n, v in good.items() if n != "2.bias"})
     with pytest.raises(InputError, match=r"(?is)dict|name|structure"):
-        hodiff.hvp(loss, model, list(good.values()))
+        hodiff.hvp(loss, model, list(good.values())[1:])
     hodiff.hvp(loss, model, dict(reversed(good.items())))  # the order of a dict means nothing
 
 

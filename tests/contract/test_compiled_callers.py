@@ -21,7 +21,10 @@ RUNS: dict[str, Run] = {
     **{caller.name: lambda x, c=caller: c.run(c.shaped(wave), x, ()) for caller in CALLERS},
     **PLAIN,
 }
-WHOLE = sorted(TRACED - {"dragan_penalty", "interpolate", "wgan_gp_penalty"})
+WHOLE = sorted(
+    (TRACED - {"dragan_penalty", "interpolate", "wgan_gp_penalty"})
+    | {"divergence, own vectors", "laplacian, with an extra"}
+)
 """Into one graph; the others too, but the generator that `RUNS` makes for them cannot be made in one."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of penalties that are constant, and of Dynamo about what it skips

@@ -226,8 +226,9 @@ class Lending:
         return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
 
     def put(self, leaves: Sequence[Any]) -> None:
-        """Let the borrowed modules have `leaves` for parameters."""
-        self._parameters.put(leaves)
+        """Let the borrowed modules, where the point has any, have `leaves` for parameters."""
+        if self.call.where.owned:
+            self._parameters.put(leaves)
 
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
         """What `f` returns at `arguments`, once it is known that it changed none of the tensors `watched` in place."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse
+from hodiff._core import _checks, _compiled_callers, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached
 from hodiff.errors import InputError
@@ -118,3 +118,6 @@ class Derivatives:
             rows = [_reverse.pull(ev, [column], [torch.ones_like(column)])[0] for column in columns]
             stacked = torch.stack(rows, -2) if values.ndim > self._batch_ndim else rows[0]
             return stacked.reshape(*values.shape, self._x.shape[-1])
+
+
+_compiled_callers.mark("Derivatives", Derivatives)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse, _tree
+from hodiff._core import _checks, _compiled_callers, _reverse, _tree
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option
@@ -409,3 +409,6 @@ def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
 
 def _longest(indices: Tensor) -> int:
     return int(torch.bincount(indices).max()) if len(indices) else 0
+
+
+_compiled_callers.mark("Plan", Plan)
