@@ -28,6 +28,8 @@ def test_the_flat_weights_of_an_rnn_come_back_too():
     real = list(rnn.parameters())
     hodiff.grad(lambda m: m(torch.ones(2, 1, 2))[0].sum(), rnn)
     assert all(a is b for a, b in zip(rnn._flat_weights, real, strict=True))
+    hodiff.grad(lambda m: m["inner"](torch.ones(2, 1, 2))[0].sum(), nn.ModuleDict({"inner": rnn}))
+    assert all(a is b for a, b in zip(rnn._flat_weights, real, strict=True))
 
 
 def test_buffers_are_clones_until_the_last_borrower_leaves():

@@ -97,7 +97,7 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
                 f"pattern {pattern!r}: matches only frozen parameters ({', '.join(sorted(matched))}); "
                 f"set requires_grad_(True) on those to differentiate in."
             )
-        chosen |= matched & trainable
+        chosen |= matched
     dropped: set[str] = set()
     for pattern in exclude:
         matched = {first_names[name] for name in first_names if _matches(name, pattern)}

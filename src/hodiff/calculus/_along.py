@@ -82,6 +82,7 @@ def by_lines(ev: Graph, output: Tensor, vectors: Sequence[Tensor]) -> tuple[Tens
         output: Its output.
         vectors: v, a tensor like each leaf.
     """
+    vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
     first = _pushed(ev, output, vectors, differentiated=True)
     return first, _pushed(ev, first, vectors, differentiated=False)
 

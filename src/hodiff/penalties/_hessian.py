@@ -8,11 +8,12 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _independence, _nesting, _tree
+from hodiff._core import _checks, _independence, _nesting
+from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
-from hodiff.calculus._forward import jvp
+from hodiff.calculus._along import by_lines
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
 from hodiff.penalties._critic import Critic
@@ -112,7 +113,7 @@ def hessian_penalty(
             almost everywhere; differences across their kinks are not, which is why the published form "works" there.
 
     Cost:
-        Per vector, exact: two evaluations of `f` and four reverse passes. Differences: two evaluations each, one
+        Per vector, exact: one evaluation of `f` and four reverse passes. Differences: two evaluations each, one
         for all, and no pass.
 
     Examples:
@@ -180,18 +181,22 @@ class Along(NamedTuple):
     record: bool
     allow: Allowed
 
-    def value(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The outputs at a point."""
-        with _loss.evaluation(
+    def evaluation(self, leaves: Sequence[Tensor], passes: int) -> Graph:
+        """The function at a point."""
+        return _loss.evaluation(
             self.f,
             self.where.result(leaves),
-            passes=0,
+            passes=passes,
             batch_ndim=self.batch_ndim,
             record=self.record,
             allow=self.allow,
             args=(),
             kwargs=None,
-        ) as ev:
+        )
+
+    def value(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The outputs at a point."""
+        with self.evaluation(leaves, passes=0) as ev:
             return _checks.check_output(ev.value())
 
     def difference(self, v: Sequence[Tensor], here: Tensor, step: float) -> Tensor:
@@ -204,45 +209,9 @@ class Along(NamedTuple):
 
     def second(self, v: Sequence[Tensor]) -> Tensor:
         """The directional derivative of the directional derivative."""
-        direction, allow = self.where.result(v), _loss.accepted(self.allow)
-
-        def first(z: Any) -> Tensor:
-            # Where the function is linear, this does not depend on z, and its derivative is zero, not an error.
-            anchor = sum(0 * leaf.sum() for leaf in _tree.flatten(z)[0])
-            return jvp(self.f, z, direction, allow=allow) + anchor
-
-        point = self.where.result(self.where.tensors)
-        return jvp(first, point, direction, create_graph=self.record, allow=allow)
-
-
-class OfCurvature(TypedDict, total=False):
-    """What `curvature_penalty` takes; for overloads alone."""
-
-    weight: float
-    h: float
-    reduction: Reduction
-    batch_ndim: int
-    create_graph: bool | None
-    check_independence: bool
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
-
-
-@overload
-def curvature_penalty(
-    f: Function, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OfCurvature]
-) -> Tensor: ...
-
-
-@overload
-def curvature_penalty(
-    f: Function, x: Any, *, return_outputs: Literal[True], **options: Unpack[OfCurvature]
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def curvature_penalty(f: Function, x: Any, *, return_outputs: bool, **options: Unpack[OfCurvature]) -> Any: ...
+        with self.evaluation(self.where.tensors, passes=4) as ev:
+            _, second = by_lines(ev, _checks.check_output(ev.outputs), v)
+            return second
 
 
 def curvature_penalty(
