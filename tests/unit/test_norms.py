@@ -70,3 +70,20 @@ def test_training_batch_norm_is_noted():
         assert not norms.mixes_samples
         nn.BatchNorm1d(3)(torch.ones(2, 3))
     assert norms.mixes_samples
+
+
+@pytest.mark.parametrize("kernel", ["batch_norm", "instance_norm"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_kernels_arguments_have_an_order_of_their_own(kernel, training):
+    """`torch.batch_norm` takes weight and bias before the statistics, `F.batch_norm` behind them."""
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    weight, bias, mean, var = torch.tensor([[1.0, 2.0], [0.1, 0.2], [0.5, -0.5], [1.0, 4.0]], dtype=torch.float64)
+    given = [part.clone() for part in (weight, bias, mean, var)]
+    with ExactNorms() as norms:
+        found = getattr(torch, kernel)(x, weight, bias, mean, var, training, 0.1, 1e-5, False)
+    torch.testing.assert_close(
+        found, getattr(nn.functional, kernel)(x, given[2], given[3], given[0], given[1], training, 0.1, 1e-5)
+    )
+    for now, expected in zip((weight, bias, mean, var), given, strict=True):
+        torch.testing.assert_close(now, expected)
+    assert norms.mixes_samples == (training and kernel == "batch_norm")

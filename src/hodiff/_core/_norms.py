@@ -116,6 +116,36 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return torch.stack([*accumulate(input.unbind(dim), torch.logaddexp)], dim)
 
 
+def _batch_norm_kernel(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """`torch.batch_norm`, whose arguments have another order."""
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm_kernel(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """`torch.instance_norm`, likewise."""
+    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
     torch.logcumsumexp: logcumsumexp,
@@ -127,14 +157,10 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.batch_norm: batch_norm,
-    torch.batch_norm: lambda *args, **kwargs: batch_norm(*args[:8], **_without(kwargs, "cudnn_enabled")),
+    torch.batch_norm: _batch_norm_kernel,
     F.instance_norm: instance_norm,
-    torch.instance_norm: lambda *args, **kwargs: instance_norm(*args[:8], **_without(kwargs, "cudnn_enabled")),
+    torch.instance_norm: _instance_norm_kernel,
 }
-
-
-def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != name}
 
 
 class ExactNorms(TorchFunctionMode):
