@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import hodiff
 from hodiff._core._norms import ExactNorms
 
 LAYERS = {
@@ -87,3 +88,16 @@ def test_the_kernels_arguments_have_an_order_of_their_own(kernel, training):
     for now, expected in zip((weight, bias, mean, var), given, strict=True):
         torch.testing.assert_close(now, expected)
     assert norms.mixes_samples == (training and kernel == "batch_norm")
+
+
+def test_taylor_mode_knows_that_order_too():
+    x = torch.randn(4, 2, dtype=torch.float64)
+    weight, bias, mean, var = torch.tensor([[1.0, 2.0], [0.1, 0.2], [0.5, -0.5], [1.0, 4.0]], dtype=torch.float64)
+
+    def kernel(x):
+        return (torch.batch_norm(x, weight, bias, mean, var, False, 0.1, 1e-5, False) ** 3).sum(1)
+
+    slope = weight / (var + 1e-5).sqrt()
+    expected = (6 * slope**2 * ((x - mean) * slope + bias)).sum(1)
+    for method in ("jets", "reverse"):
+        torch.testing.assert_close(hodiff.laplacian(kernel, x, method=method), expected)

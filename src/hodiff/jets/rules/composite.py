@@ -74,8 +74,7 @@ def layer_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("composite", "batch_norm")
 def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """With running statistics only; those of the batch mix its samples."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    given = _named(func, args, kwargs, "training")
     if given.get("training") or given.get("running_mean") is None:
         raise MixesSamples
     return _norms.batch_norm(**given)
@@ -84,9 +83,15 @@ def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("composite", "instance_norm")
 def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """From the definition."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
-    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-    return _norms.instance_norm(**given)
+    return _norms.instance_norm(**_named(func, args, kwargs, "use_input_stats"))
+
+
+def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
+    """The arguments of a norm by name: `torch.batch_norm` has another order than `torch.nn.functional.batch_norm`."""
+    statistics, affine = ("running_mean", "running_var"), ("weight", "bias")
+    kernel = func in (torch.batch_norm, torch.instance_norm)
+    names = ("input", *(affine if kernel else statistics), *(statistics if kernel else affine), mode, "momentum", "eps")
+    return dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
 
 
 @rule("composite", "_weight_norm")
