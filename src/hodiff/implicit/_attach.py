@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff.errors import GraphError
+from hodiff.errors import GraphError, InputError
 from hodiff.implicit._system import System
 
 Parts = list[Tensor]
@@ -64,6 +64,11 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
         chain = ctx.chain
+        if any(map(torch._C._functorch.is_batchedtensor, v)):  # pyright: ignore[reportAttributeAccessIssue]
+            raise InputError(
+                f"{chain.system.name}: its backward pass solves a linear system, which torch.vmap cannot batch. Use "
+                f"hodiff.jacobian or hodiff.hessian, which then take one vector at a time."
+            )
         least = chain.noted(ctx.number, v)
         u = list(_Solve.apply(chain.system, True, least, *v))
         if ctx.number == 1:

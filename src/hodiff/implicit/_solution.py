@@ -68,8 +68,13 @@ def attached(
     x = [value.clone().requires_grad_() for value in values]
     for number in range(1, order + 1):
         residual, leaves = problem.residual(linked, x, differentiated=True)
-        if number == 1:
-            _check_reached(kind, residual, leaves)
+        if number == 1 and not _reaches(residual, leaves):
+            if _nesting.state.running and not _nesting.inside():
+                return where.result(values)  # a value is asked for: by `check_derivatives`, beside the point
+            raise GraphError(
+                f"{kind}: the solution does not depend on anything: f reaches no tensor that requires grad besides "
+                f"its argument. {_refusals.USUAL_CAUSES} For the value alone, call it under torch.no_grad()."
+            )
         x = chain.link(number, x if number > 1 else [leaf.detach() for leaf in x], residual)
     _nodes.mark_results(x)
     return where.result(x)
@@ -81,14 +86,11 @@ def _order(order: int | None) -> int:
     return max(1, _nesting.state.open[-1].call.order) if _nesting.inside() else 1
 
 
-def _check_reached(kind: Kind, residual: Parts, leaves: Parts) -> None:
+def _reaches(residual: Parts, leaves: Parts) -> bool:
+    """Whether a residual depends on more than its leaves."""
     own = set(map(id, leaves))
     found = _nodes.survey([part for part in residual if part.requires_grad]).variables()
-    if all(id(variable) in own for variable in found):
-        raise GraphError(
-            f"{kind}: the solution does not depend on anything: f reaches no tensor that requires grad besides "
-            f"its argument. {_refusals.USUAL_CAUSES} For the value alone, call it under torch.no_grad()."
-        )
+    return any(id(variable) not in own for variable in found)
 
 
 class Problem:

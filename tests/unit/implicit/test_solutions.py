@@ -282,6 +282,17 @@ def test_random_numbers_are_drawn_once() -> None:
     assert relative_error(got, (C[:3] * a / (a + 1)).sum()) < 1e-12
 
 
+def test_derivatives_can_be_checked() -> None:
+    assert hodiff.check_derivatives(lambda t: OUTER["cubic"](attached(t)), THETA)
+
+
+def test_vmap_of_the_backward_pass() -> None:
+    theta = THETA.clone().requires_grad_()
+    x = attached(theta)
+    with pytest.raises(InputError, match=r"argmin: its backward.*torch.vmap.*hodiff.jacobian"):
+        torch.vmap(lambda v: torch.autograd.grad(x, theta, v, retain_graph=True))(torch.eye(12, dtype=D))
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
