@@ -16,6 +16,7 @@ from hodiff._core._where import Where
 from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import Batches, BatchWeight, Weighted
 from hodiff.curvature._data_operator import ChunkSize
+from hodiff.curvature._likelihoods import scores_of
 from hodiff.curvature._losses import (
     KNOWN,
     Loss,
@@ -50,13 +51,13 @@ class FisherBuilder(PullbackBuilder):
     kind: Kind
     samples: int
     generator: torch.Generator | None
-    scores: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, Parts] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
 
     def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
         """The mean outer product of the scores."""
         if self.kind == "exact":
-            return scored.curvature
+            return scored.fisher or scored.curvature
         found = self._outer(scored, outputs, number)
         self.ranks[number] = found.rank
         return found
@@ -66,8 +67,8 @@ class FisherBuilder(PullbackBuilder):
             _check_samples(outputs, self.loss)
             return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
         if number not in self.scores:
-            self.scores[number] = _drawn(self.loss, scored, outputs[0].detach(), self.samples, self.generator)
-        return OuterProducts([self.scores[number]], _position(scored.curvature))
+            self.scores[number] = _drawn(self.loss, scored, outputs, self.samples, self.generator)
+        return OuterProducts(self.scores[number], _position(scored.curvature))
 
     def fresh(self) -> FisherBuilder:
         """Without labels."""
@@ -90,7 +91,8 @@ class FisherOperator(PullbackOperator):
 
     Args:
         predict: `predict(where, batch)` returns the outputs.
-        loss: `nn.CrossEntropyLoss()`, `nn.MSELoss()` or `nn.BCEWithLogitsLoss()`, with targets `batch[1]`;
+        loss: `nn.CrossEntropyLoss()`, `nn.MSELoss()`, `nn.BCEWithLogitsLoss()`, `nn.PoissonNLLLoss()` or
+            `nn.GaussianNLLLoss()` (whose `predict` returns mean and variance), with targets `batch[1]`;
             for `"empirical"` also a function `loss(outputs, batch)` that returns `(sum, weight)`.
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches.
@@ -107,6 +109,10 @@ class FisherOperator(PullbackOperator):
     Attributes:
         value: The value of the loss, a by-product.
         gradient: Its gradient by *where*, a by-product.
+
+    A likelihood of your own: the Fisher information is the Hessian of the Kullback-Leibler divergence from the model
+    as it is, so `hodiff.GaussNewtonOperator(predict, loss, ...)` with a `loss(outputs, batch)` that returns
+    `(kl(outputs detached, outputs).sum(), weight)` is it, exactly.
 
     Raises:
         InputError: A loss that is no likelihood for `"exact"` or `"mc"`: any function, class weights,
@@ -215,7 +221,7 @@ def _check_kind(kind: Any, loss: Any) -> None:
         what = type(loss).__name__ if isinstance(loss, nn.Module) else "a function"
         raise InputError(
             f"loss: {what} does not say what distribution it is the likelihood of, so kind={kind!r} needs "
-            f"nn.CrossEntropyLoss(), nn.MSELoss() or nn.BCEWithLogitsLoss(). For any other loss write a function "
+            f"one of {', '.join(kind.__name__ for kind in KNOWN)}. For any other loss write a function "
             f"loss(outputs, batch) -> (sum, weight), and take kind='empirical' or hodiff.GaussNewtonOperator."
         )
     weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
@@ -243,13 +249,16 @@ def _position(curvature: OutputCurvature) -> Callable[[Tensor], tuple[int, ...]]
     return lambda s: ()
 
 
-def _drawn(loss: Any, scored: Scored, z: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
-    """The gradients by the outputs for labels drawn from the model: `(samples, *z.shape)`."""
+def _drawn(loss: Any, scored: Scored, outputs: Parts, samples: int, generator: torch.Generator | None) -> Parts:
+    """The gradients by the outputs for labels drawn from the model: `(samples, *shape)` on each."""
+    if isinstance(loss, (nn.GaussianNLLLoss, nn.PoissonNLLLoss)):
+        return scores_of(loss, [output.detach() for output in outputs], samples, generator)
+    z = outputs[0].detach()
     shape = (samples, *z.shape)
     if isinstance(scored.curvature, SoftmaxHessian):
-        return scored.curvature.sampled(samples, generator)
+        return [scored.curvature.sampled(samples, generator)]
     if isinstance(loss, nn.MSELoss):  # y - z is Gaussian of variance 1/2, and the score 2 (z - y)
-        return draw(shape, z, "gaussian", generator) * 2**0.5
+        return [draw(shape, z, "gaussian", generator) * 2**0.5]
     device, p = z.device if generator is None else generator.device, torch.sigmoid(z)
     uniform = torch.rand(shape, generator=generator, device=device, dtype=sum_dtype(z.dtype)).to(z.device)
-    return p - (uniform < p).to(z.dtype)
+    return [p - (uniform < p).to(z.dtype)]

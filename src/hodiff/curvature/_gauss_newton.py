@@ -37,10 +37,15 @@ class GaussNewtonOperator(PullbackOperator):
     over the batch) by these outputs. For a convex loss *G* is positive semi-definite; it is the
     Hessian where the network is linear or fits its targets exactly.
 
+    What counts as the outputs is part of the definition. Of a Gaussian at log σ = 0 and a residual of 2, outputs
+    (m, log σ) give the matrix [[1, -4], [-4, 8]]; the redundant (m, log σ, σ) of the same function, whose quadratic
+    term takes σ, give [[1, -4], [-4, 12]], since σ = exp(log σ) then belongs to the network, which is linearised.
+
     Args:
         predict: `predict(where, batch)` returns the outputs, a tensor or a container of tensors.
         loss: `loss(outputs, batch)` returns `(sum, weight)`, the sum over the batch and what it is
-            divided by. Or an `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, whose
+            divided by; its Hessian is taken exactly. Or an `nn.CrossEntropyLoss`, `nn.MSELoss`,
+            `nn.BCEWithLogitsLoss`, `nn.PoissonNLLLoss` or `nn.GaussianNLLLoss` (of outputs mean and variance), whose
             Hessian is written out; the targets are then `batch[1]`, and class weights, ignored
             positions and label smoothing are accounted for, over all batches together.
         where: As for `hodiff.HessianOperator`.

@@ -25,7 +25,7 @@ from hodiff.curvature._signatures import check_signature, told_what_it_got
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import GraphError, InputError
 
-KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
+KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss)
 Loss = Callable[..., Any] | nn.Module
 
 
@@ -146,12 +146,14 @@ class Scored:
         weight: What it is divided by; None: by nothing.
         gradient: The gradient of the sum by each output, detached.
         curvature: Its Hessian by the outputs.
+        fisher: The expectation of that over labels of the model's own; None where it is the same.
     """
 
     value: Tensor
     weight: float | None
     gradient: Parts
     curvature: OutputCurvature
+    fisher: OutputCurvature | None = None
 
 
 def check_loss(loss: Any, batch_weight: Any) -> None:
@@ -202,6 +204,8 @@ def target_of(batch: Any) -> Tensor:
 def score(loss: Loss, weigh: Weighted, ev: Graph, batch: Any, number: int, allow: Allowed) -> Scored:
     """The loss of one batch's outputs, its gradient by them, and its output Hessian."""
     outputs, _, tree = _tree.flatten(ev.outputs)
+    if isinstance(loss, nn.GaussianNLLLoss):
+        return _likelihoods().gaussian(loss, outputs, target_of(batch))
     if isinstance(loss, KNOWN):
         if len(outputs) != 1:
             raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
@@ -244,11 +248,19 @@ def _refuse_shortcut(ev: Graph, value: Tensor) -> None:
             )
 
 
+def _likelihoods() -> Any:
+    from hodiff.curvature import _likelihoods  # which is made of what is here
+
+    return _likelihoods
+
+
 def _known(loss: nn.Module, z: Tensor, target: Tensor) -> Scored:
     if isinstance(loss, nn.CrossEntropyLoss):
         return cross_entropy(loss, z, target)
+    if isinstance(loss, nn.PoissonNLLLoss):
+        return _likelihoods().poisson(loss, z, target)
     if isinstance(loss, nn.MSELoss):
-        _check_shapes(z, target)
+        check_shapes(z, target)
         value = (z - target).square().sum()
         weight = float(z.numel()) if loss.reduction == "mean" else None
         return Scored(value, weight, [2 * (z - target)], DiagonalHessian(2.0))
@@ -278,7 +290,7 @@ def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int)
     given = loss.weight
     class_weight = torch.ones(count, dtype=z.dtype, device=z.device) if given is None else given.detach().to(z)
     if target.is_floating_point():
-        _check_shapes(z, target)
+        check_shapes(z, target)
         t = (1 - smooth) * target + smooth / count
         return t * class_weight.reshape(shape), float(z.numel() // count)
     expected = tuple(z.shape[:classes] + z.shape[classes + 1 :])
@@ -292,7 +304,7 @@ def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int)
 
 
 def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
-    _check_shapes(z, target)
+    check_shapes(z, target)
     target = target.to(z)
     weight = torch.ones_like(z) if loss.weight is None else loss.weight.detach().to(z).expand_as(z)
     positive = 1.0 if loss.pos_weight is None else loss.pos_weight.detach().to(z)
@@ -303,7 +315,8 @@ def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
     return Scored(value, total, [mass * p - weight * positive * target], DiagonalHessian(mass * p * (1 - p)))
 
 
-def _check_shapes(z: Tensor, target: Tensor) -> None:
+def check_shapes(z: Tensor, target: Tensor) -> None:
+    """Raise unless targets have the shape of the outputs."""
     if z.shape != target.shape:
         raise InputError(
             f"loss: targets have shape {tuple(target.shape)}, the outputs {tuple(z.shape)}; they must agree."

@@ -327,10 +327,12 @@ MISUSE = {
     r"data: is None": lambda: make(data=None),
     r"generator: is a int": lambda: make(hodiff.FisherOperator, kind="mc", generator=0),
     r"(?s)F\.mse_loss takes targets.*a tuple of 2.*reduction='sum'": lambda: make(loss=F.mse_loss) @ draw(39),
-    r"GaussianNLLLoss does not say .*hodiff\.GaussNewtonOperator": lambda: make(
-        hodiff.FisherOperator, loss=nn.GaussianNLLLoss(), kind="exact"
+    r"HuberLoss does not say .*hodiff\.GaussNewtonOperator": lambda: make(
+        hodiff.FisherOperator, loss=nn.HuberLoss(), kind="exact"
     ),
-    r"(?s)GaussianNLLLoss is not one .*\(input, \.\.\. target, \.\.\. var\)": lambda: make(loss=nn.GaussianNLLLoss()),
+    r"(?s)MarginRankingLoss is not one .*\(input1, \.\.\. input2, \.\.\. target\)": lambda: make(
+        loss=nn.MarginRankingLoss()
+    ),
 }
 
 
