@@ -755,7 +755,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hodiff.interpolate(torch.ones(4, 3), torch.ones(4, 5)),
         r"^(?!.*\[:n\]).*\(4, 5\)",
     ),
-    "Fisher, a Gaussian loss": (
+    "Fisher, a loss that is no likelihood": (
         lambda: hodiff.FisherOperator(predict, nn.HuberLoss(), NET, data=[BATCH], kind="exact")
         @ torch.ones(8, dtype=D),
         "(?i)HuberLoss",
