@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hodiff._core._random_vectors import draw
-from hodiff.curvature._losses import DiagonalHessian, OutputCurvature, Scored, check_shapes
+from hodiff.curvature._output_curvature import DiagonalHessian, OutputCurvature, Scored, check_shapes
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import InputError
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -20,21 +18,15 @@ from torch import Tensor, nn
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
+from hodiff.curvature import _likelihoods
 from hodiff.curvature._data import NONE, Weighted
+from hodiff.curvature._output_curvature import DiagonalHessian, OutputCurvature, Scored, check_shapes
 from hodiff.curvature._signatures import check_signature, told_what_it_got
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import GraphError, InputError
 
 KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss)
 Loss = Callable[..., Any] | nn.Module
-
-
-class OutputCurvature(ABC):
-    """A symmetric matrix over the outputs of one batch, by its products."""
-
-    @abstractmethod
-    def times(self, tangents: Parts, count: int | None) -> Parts:
-        """The product with one vector like the outputs, or with `count` stacked ones."""
 
 
 @final
@@ -58,18 +50,6 @@ class SoftmaxHessian(OutputCurvature):
         labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(flat.device)
         scores = flat - torch.nn.functional.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
         return scores.reshape((samples, *rows.shape)).movedim(-1, self.dim) * (self._scale > 0)
-
-
-@final
-class DiagonalHessian(OutputCurvature):
-    """Of a loss that is a sum over entries: a diagonal."""
-
-    def __init__(self, diagonal: Tensor | float) -> None:
-        self._diagonal = diagonal
-
-    def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `OutputCurvature`."""
-        return [v * self._diagonal for v in tangents]
 
 
 @final
@@ -137,25 +117,6 @@ class OuterProducts(OutputCurvature):
         return (s * v).sum(dims, keepdim=True) if dims else s * v  # an empty tuple would sum over all
 
 
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """A loss on one batch.
-
-    Attributes:
-        value: The sum, detached.
-        weight: What it is divided by; None: by nothing.
-        gradient: The gradient of the sum by each output, detached.
-        curvature: Its Hessian by the outputs.
-        fisher: The expectation of that over labels of the model's own; None where it is the same.
-    """
-
-    value: Tensor
-    weight: float | None
-    gradient: Parts
-    curvature: OutputCurvature
-    fisher: OutputCurvature | None = None
-
-
 def check_loss(loss: Any, batch_weight: Any) -> None:
     """Raise unless the loss is a function, or one of the modules whose Hessian is known."""
     if isinstance(loss, type):
@@ -205,7 +166,7 @@ def score(loss: Loss, weigh: Weighted, ev: Graph, batch: Any, number: int, allow
     """The loss of one batch's outputs, its gradient by them, and its output Hessian."""
     outputs, _, tree = _tree.flatten(ev.outputs)
     if isinstance(loss, nn.GaussianNLLLoss):
-        return _likelihoods().gaussian(loss, outputs, target_of(batch))
+        return _likelihoods.gaussian(loss, outputs, target_of(batch))
     if isinstance(loss, KNOWN):
         if len(outputs) != 1:
             raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
@@ -248,17 +209,11 @@ def _refuse_shortcut(ev: Graph, value: Tensor) -> None:
             )
 
 
-def _likelihoods() -> Any:
-    from hodiff.curvature import _likelihoods  # which is made of what is here
-
-    return _likelihoods
-
-
 def _known(loss: nn.Module, z: Tensor, target: Tensor) -> Scored:
     if isinstance(loss, nn.CrossEntropyLoss):
         return cross_entropy(loss, z, target)
     if isinstance(loss, nn.PoissonNLLLoss):
-        return _likelihoods().poisson(loss, z, target)
+        return _likelihoods.poisson(loss, z, target)
     if isinstance(loss, nn.MSELoss):
         check_shapes(z, target)
         value = (z - target).square().sum()
@@ -313,11 +268,3 @@ def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
     mass = weight * (positive * target + 1 - target)
     total = float(z.numel()) if loss.reduction == "mean" else None
     return Scored(value, total, [mass * p - weight * positive * target], DiagonalHessian(mass * p * (1 - p)))
-
-
-def check_shapes(z: Tensor, target: Tensor) -> None:
-    """Raise unless targets have the shape of the outputs."""
-    if z.shape != target.shape:
-        raise InputError(
-            f"loss: targets have shape {tuple(target.shape)}, the outputs {tuple(z.shape)}; they must agree."
-        )
