@@ -1,6 +1,7 @@
 """Operators and what is estimated from them, against matrices made by `torch.func`."""
 
 import math
+from typing import Literal
 
 import torch
 from hypothesis import given
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import hodiff
 from tests.support.inputs import Expression, direction, expressions, values
-from tests.support.laws import Setting, hessian, jacobian, law, like, settings
+from tests.support.laws import Setting, hessian, jacobian, law, like, rows, settings
 from tests.support.oracle import flatten
 from tests.support.properties import agree
 
@@ -73,6 +74,17 @@ def test_fisher(setting: Setting) -> None:
     p = torch.softmax(torch.cat([w for w, _ in batches]) @ setting.flat(setting.x).reshape(-1), 1)
     inner = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     agree(operator.dense(), torch.einsum("ncd,nck,nke->de", J, inner, J) / 5, floor=1e-9)
+
+
+@law("per_sample_grad", says="the Jacobian of the losses, each by its own sample")
+@given(setting=settings(outputs=True), chunk=st.sampled_from([1, 2, "auto"]))
+def test_per_sample_grad(setting: Setting, chunk: int | Literal["auto"]) -> None:
+    J = jacobian(setting)
+    weights = torch.randn(5, J.shape[0], dtype=D, generator=torch.Generator().manual_seed(3))
+    losses = lambda w, batch: (batch @ setting.f(w).reshape(-1)).sin()
+    found = hodiff.per_sample_grad(losses, setting.where, weights, chunk_size=chunk)
+    slopes = (weights @ setting.flat(setting.x).reshape(-1)).cos()
+    agree(rows(found, 5), slopes[:, None] * (weights @ J), floor=1e-10)
 
 
 @law("MatrixOperator", says="A v, Aᵀv, A", oracle="matrix products")

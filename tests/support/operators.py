@@ -139,7 +139,7 @@ def fisher(kind: str) -> tuple[hodiff.LinearOperator, Tensor]:
         return operator, total / 10
     if kind == "mc":  # drawn labels are its own; the matrix must be rebuilt from them
         operator @ torch.zeros(39, dtype=D)
-        scores = torch.cat([operator._graphs.builder.scores[0], operator._graphs.builder.scores[1]], 1)
+        scores = torch.cat([part for number in (0, 1) for part in operator._graphs.builder.scores[number]], 1)
         J = plain_jacobian(model(X), leaves).reshape(10, 3, -1)
         g = torch.einsum("sic,icd->sid", scores, J).reshape(-1, 39)
         return operator, g.T @ g / 30

@@ -141,12 +141,13 @@ class Graph:
         if self.order < 2:
             return survey
         names = survey.names()
+        inexact = names & _translate.WRITTEN_OUT
         if "CudnnRnnBackward0" in names:
             lending.also(_switches.no_cudnn)
-        elif self.order > 2 or names.isdisjoint(_translate.WRITTEN_OUT):
+        elif self.order > 2 or not inexact:
             return survey
         lending.restart()
-        return self._run(exact=self.order >= 3 or not names.isdisjoint(_translate.WRITTEN_OUT))
+        return self._run(exact=self.order >= 3 or bool(inexact))
 
     def _run(self, *, exact: bool) -> _nodes.Survey:
         if exact:

@@ -325,8 +325,8 @@ class NewtonRecord(Shown):
         return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of what was promised, by {how}."
 
 
-@dataclass(frozen=True)
-class CompiledRecord:
+@dataclass(frozen=True, repr=False)
+class CompiledRecord(Shown):
     """What `H.compile()` did.
 
     Attributes:
@@ -346,6 +346,21 @@ class CompiledRecord:
     error: float
     bytes: int
     eager: Mapping[int, str]
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "compiled": f"{self.compiled} of {self.batches} batches",
+            "shapes": f"{self.shapes} shape{'' if self.shapes == 1 else 's'}",
+            "seconds": f"{number(self.seconds)} s",
+            "error": f"error {number(self.error)}",
+        }
+
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        reasons = "; ".join(sorted(set(self.eager.values())))
+        rest = f" The others stay eager: {reasons}." if self.eager else ""
+        return f"{self.compiled} of {self.batches} batches have a compiled pass.{rest}"
 
 
 @dataclass(frozen=True)

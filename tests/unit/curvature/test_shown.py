@@ -10,6 +10,7 @@ import torch
 import hodiff
 import hodiff.plotting
 from hodiff.curvature import _pictures
+from hodiff.curvature._records import CompiledRecord
 
 mpl.use("Agg")
 A = hodiff.MatrixOperator(torch.arange(1.0, 301.0, dtype=torch.float64))
@@ -94,6 +95,11 @@ CASES = {
         r"SolveRecord\(2, residual \d\.?\d*, \d products, negative curvature\)",
         "the operator is not positive definite",
     ),
+    "compiled": (
+        lambda: CompiledRecord(3, 2, 1, 12.0, 1e-7, 1024, {2: "it draws random numbers"}),
+        r"CompiledRecord\(2 of 3 batches, 1 shape, 12 s, error 1e-07\)",
+        "2 of 3 batches have a compiled pass. The others stay eager: it draws random numbers.",
+    ),
     "newton": (
         newton,
         r"NewtonRecord\(loss 2, - 2, ratio 1, radius 10, 1 product, interior\)",
@@ -114,7 +120,7 @@ def test_a_line_a_sentence_and_a_table(case):
     assert re.fullmatch(line, repr(record)), repr(record)
     assert re.search(sentence, record.message), record.message
     table = record._repr_html_()
-    assert table.count("<tr>") == len(record._facts()) and "products" in table and "<script" not in table
+    assert table.count("<tr>") == len(record._facts()) and "<caption>" in table and "<script" not in table
 
 
 def test_every_record_is_shown():

@@ -481,7 +481,7 @@ BAD = {
         "must not be negative",
     ),
     "generator": (lambda x: hodiff.laplacian(smooth, x, samples=2, generator=3), "generator: is a int; expected torch"),
-    "generator of a divergence": (lambda x: hodiff.divergence(torch.sin, x, samples=2, generator=3), "generator: got"),
+    "generator of a divergence": (lambda x: hodiff.divergence(torch.sin, x, generator=3, samples=2), "generator: is a"),
     "probes of a divergence": (lambda x: hodiff.divergence(torch.sin, x, samples=2, probes="no"), "probes: got 'no'"),
     "C": (lambda x: hodiff.second_order_operator(smooth, x, torch.ones(2, dtype=D)), r"C: has shape \(2,\)"),
     "C dtype": (lambda x: hodiff.second_order_operator(smooth, x, torch.ones(3)), r"C: is torch.float32.*C\.to\(x\)"),
