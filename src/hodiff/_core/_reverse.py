@@ -185,7 +185,7 @@ def pull_many(
                     outputs, chunk, inputs, keep=start == 0 or _keep(ev, another), build=ev.create_graph
                 )
             else:
-                found = _pull_each(ev, outputs, chunk, inputs, more=another)
+                found = _pull_each(ev, outputs, chunk, inputs, more=another, apart=not batched)
         except torch.OutOfMemoryError:
             if chunk_size or size == 1:
                 raise
@@ -294,14 +294,25 @@ def _pull_batched(
 
 
 def _pull_each(
-    ev: Graph, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, more: bool
+    ev: Graph,
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    inputs: list[Tensor],
+    *,
+    more: bool,
+    apart: bool = False,
 ) -> list[Tensor]:
-    """One pass per vector; the very last one frees, unless there are `more`."""
+    """One pass per vector; the very last one frees, unless there are `more`.
+
+    Args:
+        apart: Whether each vector gets memory of its own: `as_strided_scatter` reads its cotangent's memory from the
+            beginning, whichever row the cotangent is.
+    """
     count = cotangents[0].shape[0]
     rows = []
     for index in range(count):
         another = more or index < count - 1
-        vectors = [cotangent[index] for cotangent in cotangents]
+        vectors = [cotangent[index].clone() if apart else cotangent[index] for cotangent in cotangents]
         found = _pull(outputs, vectors, inputs, keep=_keep(ev, another), build=ev.create_graph)
         rows.append(_results.filled(found, inputs))
     if count == 1:
