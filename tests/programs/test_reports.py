@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hodiff._core._versions import RELEASE
 from hodiff.graph import watch
 from hodiff.graph._names import Names
 from tests.programs.reported import AS_PRINTED, KEPT, REPORTS
 
 HERE = Path(__file__).parent / "reports"
+FAILING = [name for name in REPORTS if name != "distances_twice" or RELEASE < (2, 14)]
+"""All of them; but for one, whose missing derivative PyTorch 2.14 has."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's own, on what the reports do
 
@@ -91,7 +94,7 @@ def test_every_report_has_its_row_and_its_address():
     assert len(addresses) == len(REPORTS) >= 40
 
 
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", FAILING)
 def test_what_is_said(name):
     want, note = REPORTS[name], explained(name)
     assert note
@@ -103,7 +106,7 @@ def test_what_is_said(name):
     assert len(fixes(note)) == len(want.fixes), note
 
 
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", FAILING)
 def test_no_fix_trains_anything_else(name, tmp_path):
     want, path = REPORTS[name], tmp_path / f"{name}.py"
     right = run(path, patched(source(name), want.right))
