@@ -40,7 +40,7 @@ def test_right_or_refused(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(RELEASE not in results.releases(), reason="no results are published for this release")
+@pytest.mark.skipif(not RELEASE.startswith("2.13."), reason="other releases' results come from fewer samples")
 @pytest.mark.parametrize("name", ["linalg.solve", "nn.functional.layer_norm", *MORE])
 def test_plain_pytorch_is_wrong_where_the_page_says_so(name: str) -> None:
     """And nowhere else; so that a page that went stale is seen, and a check that sees nothing, too."""

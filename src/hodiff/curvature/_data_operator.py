@@ -169,8 +169,8 @@ class SummedOperator(DataOperator[G]):
         r"""Compile the pass that every product repeats, in place, as `torch.nn.Module.compile` does.
 
         Evaluates the operator, traces the pass over each kept graph, and compiles it by `torch.compile`'s
-        backend, once for each shape of a batch; later runs on this machine find the code on disk. Products
-        are the same up to rounding. A batch stays eager where that is not possible, or where a compiled
+        backend, once for each shape of a batch; with PyTorch 2.13 later runs on this machine find the code
+        on disk. Products are the same up to rounding. A batch stays eager where that is not possible, or where a compiled
         product of a new random vector does not agree with the eager one: `compiled` has the reasons.
         `refresh()` keeps the code, and the next product traces the new graphs; blocks are eager.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff._core._versions import RELEASE
 from hodiff.curvature import _compilation
 from tests.support.differences import relative_error
 from tests.support.ledger import flags, snapshot
@@ -379,6 +380,8 @@ def test_compiled_by_inductor_and_found_again() -> None:
     assert relative_error(H @ V, hessian() @ V) < 1e-13
     assert relative_error(H @ V[:, 0], hessian() @ V[:, 0]) < 1e-13
     assert H.compiled.shapes == 2 and H.compiled.compiled == 2
+    if RELEASE >= (2, 14):
+        return  # which cannot store this code: each operator compiles anew
     counters.clear()
     again = hessian(cuts=(5, 5)).compile()
     assert again.compiled.shapes == 2
