@@ -170,8 +170,8 @@ class SummedOperator(DataOperator[G]):
 
         Evaluates the operator, traces the pass over each kept graph, and compiles it by `torch.compile`'s
         backend, once for each shape of a batch; with PyTorch 2.13 later runs on this machine find the code
-        on disk. Products are the same up to rounding. A batch stays eager where that is not possible, or where a compiled
-        product of a new random vector does not agree with the eager one: `compiled` has the reasons.
+        on disk. Products are the same up to rounding. A batch stays eager where that is not possible, or where
+        a compiled product of a new random vector does not agree with the eager one: `compiled` has the reasons.
         `refresh()` keeps the code, and the next product traces the new graphs; blocks are eager.
 
         Returns:
