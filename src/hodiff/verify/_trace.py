@@ -1,0 +1,316 @@
+"""What `f` does, call by call: where values leave the graph, and what follows when such a value is held.
+
+A value that left the graph (by `detach`, `.data`, `no_grad`, `item`, ...) is a constant to derivatives, and not to
+differences. So a cut is to blame exactly if the differences change when its value is *held* at what it was at the
+point. That needs no cut to be undone, which often cannot be: a number, an array, a tensor changed in place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, Self, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hodiff._core._lending import Lending
+from hodiff.graph import _calls
+from hodiff.graph._calls import CUT, GRADIENT, PASS, PLAIN, path_of, tensors_in
+from hodiff.graph._names import user_frames
+from hodiff.graph._source import Line, lines_of
+
+Key = tuple[Any, ...]
+Function = Callable[..., Any]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_COPIES = ("tensor", "as_tensor", "asarray", "new_tensor", "__array__", "__int__", "__index__", "__complex__")
+"""What copies a value out of the graph, besides what `graph` calls a cut."""
+
+
+class Place(NamedTuple):
+    """Where something was called: the user's lines, innermost first, and every frame on the way there."""
+
+    lines: tuple[Line, ...]
+    frames: tuple[tuple[str, int, str], ...]
+
+    @property
+    def line(self) -> Line:
+        """The innermost line of the user's."""
+        return self.lines[0] if self.lines else Line("", 0)
+
+    @property
+    def inside(self) -> str:
+        """The function of a library in which it was called; empty in the user's own code."""
+        file, number, name = self.frames[0] if self.frames else ("", 0, "")
+        mine = self.lines and self.lines[0] == Line(file, number)
+        return "" if mine or not file else f"{name} ({os.path.basename(file)}:{number})"
+
+    def is_named(self, places: Iterable[Any]) -> bool:
+        """Whether one of `places` is a function, or a line (`net.py:12`), on the way to it."""
+        known = {name for _, _, name in self.frames}
+        known |= {f"{os.path.basename(file)}:{number}" for file, number, _ in self.frames}
+        return any(isinstance(place, str) and place in known for place in places)
+
+
+class Site(NamedTuple):
+    """A call whose result left the graph, the kind of it (the words of `graph`), and the value at the point."""
+
+    key: Key
+    kind: str
+    call: str
+    place: Place
+    value: Any
+
+
+class Called(NamedTuple):
+    """An operation, with its arguments as they were."""
+
+    func: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return getattr(self.func, "__name__", str(self.func))
+
+
+class _Counting(TorchFunctionMode):
+    """Gives each call of the user's code a key that is the same in every evaluation."""
+
+    def __enter__(self) -> Self:
+        self._counts: dict[Key, int] = {}
+        self._entered = next(user_frames(sys._getframe(1)), None)
+        return super().__enter__()
+
+    def key(self, func: Function, frame: FrameType) -> Key:
+        """The user's lines, the function, and how often it was called there before."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = f"get {getattr(getattr(func, '__self__', None), '__name__', '')}"
+        key = (*path_of(frame, self._entered), name)
+        self._counts[key] = number = self._counts.get(key, -1) + 1
+        return (*key, number)
+
+    def place(self, frame: FrameType) -> Place:
+        """Where a call was made."""
+        lines = lines_of(path_of(frame, self._entered))
+        frames, each = [], frame
+        while each is not None and each is not self._entered:
+            file = each.f_code.co_filename
+            thin = file.startswith(_TORCH) and file.endswith(("overrides.py", "_tensor.py", "functional.py"))
+            if not thin:
+                frames.append((file, each.f_lineno or 0, each.f_code.co_name))
+            each = each.f_back
+        return Place(lines, tuple(frames))
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether a call is the library's own (norms written out, leaves of nested calls), not of an `f` of torch's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is not None and frame.f_code is Lending.at.__code__:
+        return False
+    return frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith("hodiff.")
+
+
+@final
+class Recorder(_Counting):
+    """Notes cuts, hooks, batch norms; with `operations` each call and its arguments, with `choices` each decision.
+
+    Attributes:
+        sites: Where values left the graph.
+        hooks: Where hooks were put on tensors.
+        batch_norms: Where a batch norm ran in training mode.
+        calls: The operations on values with a graph.
+        choices: What was decided on values: comparisons, indices, sides of kinks.
+    """
+
+    def __init__(self, *, operations: bool = False, choices: bool = False) -> None:
+        super().__init__()
+        self._operations, self._choices = operations, choices
+        self.sites: list[Site] = []
+        self.hooks: list[Place] = []
+        self.batch_norms: list[Place] = []
+        self.calls: list[Called] = []
+        self.choices: dict[Key, tuple[Any, str, Place]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one call, and note what it did."""
+        kwargs, frame = kwargs or {}, sys._getframe(1)
+        kind = _calls.kind_of(func)
+        if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
+            return func(*args, **kwargs)
+        if kind != PASS and _is_ours(frame):
+            return func(*args, **kwargs)
+        key, name = self.key(func, frame), getattr(func, "__name__", "")
+        attached = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        before = None
+        if self._operations and attached and kind not in (CUT, PASS) and torch.is_grad_enabled():
+            before = _copied(args), _copied(kwargs)
+        sides = _sides(name, args, kwargs) if self._choices else None
+        result = func(*args, **kwargs)
+        if name == "register_hook":
+            self.hooks.append(self.place(frame))
+        elif name == "batch_norm" and bool(args[5] if len(args) > 5 else kwargs.get("training")):
+            self.batch_norms.append(self.place(frame))
+        if self._choices:
+            decided = sides if sides is not None else _decided(result)
+            if decided is not None:
+                self.choices[key] = decided, name, self.place(frame)
+        if attached:
+            self._look(kind, key, name, _changed(name, args, result), frame)
+            if before is not None and _differentiable(result):
+                self.calls.append(Called(func, *before, self.place(frame)))
+        return result
+
+    def _look(self, kind: int, key: Key, name: str, result: Any, frame: FrameType) -> None:
+        """Note a result that should have a graph, and has none."""
+        if kind == GRADIENT:
+            found = "gradient" if isinstance(result, Tensor) and not result.requires_grad else ""
+        elif kind == PASS:
+            lost = isinstance(result, tuple) and not any(t.requires_grad for t in result if isinstance(t, Tensor))
+            found = "gradient" if lost else ""
+        elif kind == CUT:
+            found = "detached" if name in ("detach", "detach_", "__get__") else "constant"
+        elif name in _COPIES:
+            found = "constant"
+        elif not _lost(result):
+            found = ""
+        elif torch.is_grad_enabled():
+            found = "constant"
+        else:
+            found = _calls.surroundings(frame) or "no_grad"
+        if found and found not in ("inside a Function", "checkpoint"):
+            self.sites.append(Site(key, found, name, self.place(frame), _still(result)))
+
+
+@final
+class Holder(_Counting):
+    """Gives back, at the calls with the keys of `held`, the values that stand there; `hooks=False` takes hooks off."""
+
+    def __init__(self, held: Mapping[Key, Any], *, hooks: bool = True) -> None:
+        super().__init__()
+        self._held, self._hooks = held, hooks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one call, and put the value in the place of its result."""
+        kwargs, frame = kwargs or {}, sys._getframe(1)
+        kind = _calls.kind_of(func)
+        if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
+            return func(*args, **kwargs)
+        if kind != PASS and _is_ours(frame):
+            return func(*args, **kwargs)
+        key, name = self.key(func, frame), getattr(func, "__name__", "")
+        result = func(*args, **kwargs)
+        if not self._hooks and name == "register_hook":
+            result.remove()
+        if key not in self._held:
+            return result
+        value, changed = self._held[key], _changed(name, args, result)
+        if isinstance(changed, Tensor) and any(changed is each for each in (*args[:1], kwargs.get("out"))):
+            with torch.no_grad():
+                changed.copy_(value)
+            return result
+        return _still(value)
+
+
+def _changed(name: str, args: Sequence[Any], result: Any) -> Any:
+    """What a call gives, or what it has changed: of `h[i] = x`, h."""
+    return args[0] if name in ("__setitem__", "__set__") else result
+
+
+def _copied(value: Any, recorded: bool = True) -> Any:
+    """A value with copies of the tensors in it, which nothing changes any more; they say whether they had a graph."""
+    if isinstance(value, Tensor):
+        copy = value.detach().clone()
+        return copy.requires_grad_(recorded and value.requires_grad) if value.is_floating_point() else copy
+    if isinstance(value, dict):
+        return {name: _copied(item, recorded) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_copied(item, recorded) for item in value)
+    return value
+
+
+def _still(value: Any) -> Any:
+    """The same, as constants."""
+    return _copied(value, recorded=False)
+
+
+def _lost(result: Any) -> bool:
+    """Whether a result is, or holds, real numbers and no graph."""
+    found = tensors_in(result)
+    real = [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
+    return bool(real) and not any(tensor.requires_grad for tensor in real)
+
+
+def _differentiable(result: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(result))
+
+
+def _decided(result: Any) -> Any:
+    """What a result decides: a truth value, an index; None of real numbers."""
+    if isinstance(result, bool):
+        return result
+    found = [t.detach().clone() for t in tensors_in(result) if not (t.is_floating_point() or t.is_complex())]
+    return tuple(found) or None
+
+
+def _sides(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """On which side of its kinks each argument of a piecewise function lies."""
+    about = KINKS.get(name)
+    given = [tensor.detach() for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    return tuple(about(given, args, kwargs)) if about is not None and given else None
+
+
+def _sign(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+    return (given[0].sign(),)
+
+
+def _clamped(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+    bounds = [*args[1:], *(kwargs.get(name) for name in ("min", "max", "min_val", "max_val"))]
+    return [(given[0] - bound).sign() for bound in bounds if isinstance(bound, (int, float, Tensor))]
+
+
+def _rounded(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+    return given[0].floor(), given[0].round(), given[0].sign()
+
+
+def _larger(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+    if len(given) > 1:
+        return ((given[0] - given[1]).sign(),)
+    flat, dim = given[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if isinstance(dim, int):
+        return flat.argmax(dim), flat.argmin(dim)
+    return flat.flatten().argmax(), flat.flatten().argmin()
+
+
+def _pooled(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+    flat = given[0].flatten(2) if given[0].ndim > 2 else given[0]
+    return (flat.argsort(-1),)
+
+
+def _apart(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+    return ((given[0] - given[1]).sign(),) if len(given) > 1 else ()
+
+
+KINKS: dict[str, Callable[[Sequence[Tensor], Any, Any], Iterable[Tensor]]] = {
+    **dict.fromkeys(
+        ("relu", "relu_", "leaky_relu", "abs", "abs_", "absolute", "__abs__", "prelu", "rrelu", "elu", "selu", "celu"),
+        _sign,
+    ),
+    **dict.fromkeys(("sign", "sgn", "hardshrink", "softshrink", "threshold", "norm", "vector_norm", "sqrt"), _sign),
+    **dict.fromkeys(("clamp", "clamp_", "clip", "clamp_min", "clamp_max", "clamp_min_", "hardtanh"), _clamped),
+    **dict.fromkeys(("relu6", "hardswish", "hardsigmoid"), lambda given, args, kwargs: (given[0].sign(),)),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc", "fix", "frac", "remainder", "fmod", "__mod__"), _rounded),
+    **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum", "fmax", "fmin", "aminmax"), _larger),
+    **dict.fromkeys(("median", "nanmedian", "kthvalue", "quantile"), _pooled),
+    **dict.fromkeys((f"{kind}max_pool{n}d" for n in (1, 2, 3) for kind in ("", "adaptive_")), _pooled),
+    **dict.fromkeys(("l1_loss", "smooth_l1_loss", "huber_loss"), _apart),
+}
+"""How each piecewise function's pieces are told apart, by the function's name."""
