@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import hodiff.errors
 from hodiff._core._lending import Lending
 from hodiff.graph import _calls
 from hodiff.graph._calls import CUT, GRADIENT, PASS, PLAIN, path_of, tensors_in
@@ -27,6 +28,7 @@ Key = tuple[Any, ...]
 Function = Callable[..., Any]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_HODIFF = os.path.dirname(hodiff.errors.__file__) + os.sep
 _COPIES = ("tensor", "as_tensor", "asarray", "new_tensor", "__array__", "__int__", "__index__", "__complex__")
 """What copies a value out of the graph, besides what `graph` calls a cut."""
 
@@ -116,7 +118,7 @@ def _is_ours(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is not None and frame.f_code is Lending.at.__code__:
         return False
-    return frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith("hodiff.")
+    return frame is not None and frame.f_code.co_filename.startswith(_HODIFF)
 
 
 @final
