@@ -80,6 +80,8 @@ from hodiff.penalties._zero_centred import r1_penalty, r2_penalty
 from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
 from hodiff.verify._check import check_derivatives
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BatchMixingWarning",
     "ConvergenceWarning",

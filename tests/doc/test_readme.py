@@ -18,7 +18,24 @@ def test_short_and_code_early():
 
 def test_no_badges_and_no_version_numbers():
     assert "![" not in README
+    assert README.count("<img ") == 1  # the logo
     assert not re.search(r"torch\s*[=<>]=", README)
+
+
+def test_its_addresses_work_where_the_package_is_published():
+    """An index of packages shows this file alone: a relative address leads nowhere there."""
+    addresses = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", README)
+    assert addresses
+    site, source = "https://hodiff.github.io/hodiff/", "https://github.com/hodiff/hodiff/blob/main/"
+    for address in ("".join(pair) for pair in addresses):
+        assert address.startswith((site, source)), address
+        inside = address.removeprefix(site).removeprefix(source)
+        if address.startswith(source):
+            assert (ROOT / inside).is_file(), address
+        elif inside.startswith("assets/"):
+            assert (ROOT / "docs" / inside).is_file(), address
+        else:
+            assert (ROOT / "docs" / f"{inside.rstrip('/') or 'index'}.md").is_file(), address
 
 
 def test_the_commands_are_complete_on_a_fresh_machine():

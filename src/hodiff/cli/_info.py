@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+import hodiff
+
 HELP = "print versions, devices and settings, for a bug report"
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra *== *['\"](?P<extra>[\w-]+)['\"]")
@@ -22,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print one line per fact."""
     facts = {
-        "hodiff": version(),
+        "hodiff": hodiff.__version__,
         "torch": torch.__version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "devices": ", ".join(devices()),
@@ -34,14 +36,6 @@ def run(options: argparse.Namespace) -> int:
     for name, fact in facts.items():
         print(f"{name:<{width}}{fact}")
     return 0
-
-
-def version() -> str:
-    """The installed version of hodiff."""
-    try:
-        return importlib.metadata.version("hodiff")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (imported from a folder, not installed)"
 
 
 def devices() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+import hodiff
 from hodiff.cli import _explain, _info, _tour
 
 COMMANDS = {"explain": _explain, "info": _info, "tour": _tour}
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 where a command found something wrong.
     """
     parser = argparse.ArgumentParser(prog="hodiff", description="Higher-order gradients for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"hodiff {_info.version()}")
+    parser.add_argument("--version", action="version", version=f"hodiff {hodiff.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         command.configure(subparsers.add_parser(name, help=command.HELP, description=command.HELP))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import hodiff
 from hodiff._core import _versions
 from hodiff._core._live_bytes import LiveBytes
-from hodiff.cli import _info
 from hodiff.cli._screen import Screen
 
 HELP = "show what hodiff is for, on one screen; exit with 1 if a number is wrong"
@@ -35,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Take the tour; the exit status says whether all numbers were right."""
     screen = Screen()
-    screen.title(f"hodiff {_info.version()} with torch {torch.__version__}", "got", "must be")
+    screen.title(f"hodiff {hodiff.__version__} with torch {torch.__version__}", "got", "must be")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         second_order(screen)
@@ -176,19 +175,23 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
 
 def whats_more(screen: Screen) -> None:
     """Where to read on."""
-    screen.heading("4  More")
-    for what, page in MAP.items():
+    screen.heading(f"4  More, at {SITE}")
+    for what, page in PAGES.items():
         screen.say(f"{what:<68}{page}")
 
 
-MAP = {
-    "which of them do I need?": "docs/choose.md",
-    "grad jacobian jvp vjp hvp hessian hessian_diagonal cross_hessian": "docs/api/calculus.md",
-    "nth_derivative, derivatives; what retain_graph is not": "docs/recipes/second-order.md",
-    "tensors, containers, modules, select(model, 'head.*')": "docs/api/where.md",
-    "check_derivatives(f, x): are those of your own function right?": "docs/api/verify.md",
-    "which graph is built, freed, kept; create_graph": "docs/explain/graphs.md",
-    "which second derivatives PyTorch gets wrong, and what hodiff does": "docs/explain/correctness.md",
+SITE = "https://hodiff.github.io/hodiff/"
+PAGES = {
+    "which function do I need?": "choose/",
+    "gradients, Jacobians, Hessians, products, nth derivatives": "api/calculus/",
+    "gradient penalties: WGAN-GP, R1, eikonal, score matching": "api/penalties/",
+    "curvature without the matrix: eigenvalues, traces, solves, Newton": "api/curvature/",
+    "fields and PINNs, by Taylor mode: Laplacian, divergence, u_xxy": "api/fields/",
+    "sparse Hessians and Jacobians of very many variables": "api/sparse/",
+    "through solutions and through the steps of an optimiser": "api/implicit/",
+    "backward a second time: why it failed, what a graph holds": "api/graph/",
+    "are the derivatives of your own function right?": "api/verify/",
+    "what stock PyTorch gets wrong, each with a program": "explain/stock-pytorch/",
 }
 
 

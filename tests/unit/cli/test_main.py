@@ -1,5 +1,6 @@
 """The two ways in, and what `info` says."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,7 @@ import tomllib
 import pytest
 import torch
 
+import hodiff
 from hodiff.__main__ import main
 from hodiff.cli import _info
 from tests.meta.source import ROOT, imports, library_files
@@ -31,17 +33,24 @@ def test_info_says_which_extras_are_installed(monkeypatch, capsys):
 def test_extras_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert set(_info.extras()) == set(project["optional-dependencies"])
-    assert _info.version() == project["version"]
 
 
 def test_info_of_a_folder_that_is_not_installed(monkeypatch, capsys):
     def absent(name):
         raise _info.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(_info.importlib.metadata, "version", absent)
     monkeypatch.setattr(_info.importlib.metadata, "requires", absent)
     assert main(["info"]) == 0
-    assert "not installed" in capsys.readouterr().out
+    assert f"hodiff         {hodiff.__version__}" in capsys.readouterr().out
+
+
+def test_the_version_is_written_once():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/hodiff/__init__.py"
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    assert cited
+    assert cited[1] == hodiff.__version__
 
 
 def test_module_and_script_are_the_same_program():

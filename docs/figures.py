@@ -1,0 +1,47 @@
+"""What the pages' pictures share: `svg(figure)` is a figure in the colours of the page, light or dark.
+
+Pages import it in fences that are run and not shown, so that a reader sees the mathematics and the picture.
+"""
+
+import io
+import re
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+_INK = "#010203"  # no colour that anybody draws with: it becomes the page's own
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
+    "svg.hashsalt": "hodiff",  # the same picture is the same file
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    **{f"{part}.color": _INK for part in ("text", "xtick", "ytick")},
+    **{f"axes.{part}color": _INK for part in ("edge", "label")},
+}
+matplotlib.rcParams.update(_STYLE)
+
+
+def subplots(*args: object, **kwargs: object) -> tuple:
+    """As `plt.subplots`, without margins to care for."""
+    return plt.subplots(*args, **{"layout": "constrained", **kwargs})
+
+
+def svg(figure: Figure, *, says: str) -> str:
+    """The figure as a scalable element of a page; `says` is read to those who cannot see it."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    picture = file.getvalue()
+    picture = picture[picture.index("<svg") :].replace(_INK, "currentColor")
+    size = re.search(r' width="([\d.]+)pt" height="[\d.]+pt"', picture)
+    if size is None:
+        raise ValueError("matplotlib wrote an SVG without a size in points")
+    width = (
+        f' style="width: 100%; max-width: {float(size[1]) / 0.75:.0f}px; height: auto" role="img" aria-label="{says}"'
+    )
+    return picture.replace(size[0], width, 1)
