@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
-from types import TracebackType
 
+from hodiff.cli import _program, _transparent
 from hodiff.graph import _lifetime, _watch
-from hodiff.graph._names import is_users
 
 HELP = "run a script; if a backward pass fails, say which variable, which lines, why, and what to do"
 
@@ -26,19 +24,23 @@ def run(options: argparse.Namespace) -> int:
     """Run the program under a watch.
 
     Returns:
-        0, or 1 after an exception, which was printed with its explanation. `sys.exit` in the program
-        ends this process with the program's own status.
+        0; 1 after an exception, which was printed with its explanation; 2 if there is no such file. `sys.exit`
+        and an interrupt in the program end this process as they would have ended the program's.
     """
+    if not options.is_module and not os.path.exists(options.script):
+        print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
+        return 2
     record = _lifetime.Lifetime() if options.picture else _watch.Watch()
     try:
-        with record:
-            _execute(options)
+        with _transparent.Warnings(), record:
+            _program.run(options.script, options.arguments, is_module=options.is_module)
     except SystemExit:
         raise
     except BaseException as error:
         _print(error)
         if isinstance(error, KeyboardInterrupt):
-            return 130
+            sys.excepthook = lambda *_: None  # it was printed; but the process ends as by the signal
+            raise
         return 1
     finally:
         if isinstance(record, _lifetime.Lifetime):
@@ -46,32 +48,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _execute(options: argparse.Namespace) -> None:
-    """What `python SCRIPT ARGS` and `python -m MODULE ARGS` do: arguments, import path, `__main__`."""
-    sys.argv[:] = [options.script, *options.arguments]
-    if options.is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.realpath(options.script))
-        runpy.run_path(options.script, run_name="__main__")
-
-
 def _print(error: BaseException) -> None:
     """The traceback as the program alone would have had it, with the note that the watch added."""
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None and not is_users(traceback.tb_frame.f_code):
-        traceback = traceback.tb_next
-    error.__traceback__ = traceback = _without_ours(traceback)
+    _transparent.clean(error)
     sys.stdout.flush()
-    sys.excepthook(type(error), error, traceback)
-
-
-def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of the watch, which stand between the program and PyTorch."""
-    if traceback is None:
-        return None
-    rest = _without_ours(traceback.tb_next)
-    if traceback.tb_frame.f_globals.get("__name__", "").startswith("hodiff.graph._watch"):
-        return rest
-    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+    sys.excepthook(type(error), error, error.__traceback__)
