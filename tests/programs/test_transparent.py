@@ -153,7 +153,7 @@ def test_of_exceptions(name, process, capsys, monkeypatch, tmp_path):  # noqa: F
     assert compared(written(name, tmp_path), capsys, monkeypatch).count("Traceback") == {
         "chained": 3,
         "handled": 3,
-        "in a group": 5,
+        "in a group": 3,
         "syntax": 0,
     }.get(name, 1)
 

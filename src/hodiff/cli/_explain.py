@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 
+import torch
+
 from hodiff.cli import _program, _transparent
-from hodiff.graph import _lifetime, _watch
+from hodiff.graph import _growth, _growth_words, _lifetime, _watch
 
 HELP = "run a script; if a backward pass fails, say which variable, which lines, why, and what to do"
 
@@ -30,7 +32,11 @@ def run(options: argparse.Namespace) -> int:
     if not options.is_module and not os.path.exists(options.script):
         print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
         return 2
-    record = _lifetime.Lifetime() if options.picture else _watch.Watch()
+    growth = _growth.Growth()
+    record = (
+        _lifetime.Lifetime(also=growth) if options.picture else _watch.Watch(operations=[growth], of_passes=[growth])
+    )
+    ended = True
     try:
         with _transparent.Warnings(), record:
             _program.run(options.script, options.arguments, is_module=options.is_module)
@@ -38,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
         raise
     except BaseException as error:
         _print(error)
+        ended = _is_out_of_memory(error)  # which is where growth ends
         if isinstance(error, KeyboardInterrupt):
             sys.excepthook = lambda *_: None  # it was printed; but the process ends as by the signal
             raise
@@ -45,7 +52,20 @@ def run(options: argparse.Namespace) -> int:
     finally:
         if isinstance(record, _lifetime.Lifetime):
             record.save(options.picture)
+        _tell(growth, ended=ended)
     return 0
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
+def _tell(growth: _growth.Growth, *, ended: bool) -> None:
+    """At the end, on stderr: which graphs grew, and what holds them."""
+    said = _growth_words.report(growth.found(ended=ended))
+    if said:
+        sys.stdout.flush()
+        print(f"\n{said}", end="", file=sys.stderr)
 
 
 def _print(error: BaseException) -> None:

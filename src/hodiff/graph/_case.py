@@ -35,6 +35,7 @@ class Pass(NamedTuple):
         retained: Whether it was to keep the graph.
         place: How many nodes had been made before.
         repeat: How many passes the same stack of lines had asked for before; -1 if that was not counted.
+        built: Whether it was to build a graph of its result (`create_graph=True`).
     """
 
     number: int
@@ -43,6 +44,7 @@ class Pass(NamedTuple):
     retained: bool
     place: int
     repeat: int
+    built: bool = False
 
     @property
     def stack(self) -> tuple[Line, ...]:
@@ -188,13 +190,14 @@ class Explanation:
         if self.reason:
             lines.append(f"    => {self.reason}")
         for number, fix in enumerate(self.fixes, 1):
-            lines += _indented(f"    fix {number}: ", fix)
+            lines += indented(f"    fix {number}: ", fix)
         for sentence in self.unknown:
-            lines += _indented("    not known: ", sentence)
+            lines += indented("    not known: ", sentence)
         return "\n".join(lines)
 
 
-def _indented(label: str, text: str) -> list[str]:
+def indented(label: str, text: str) -> list[str]:
+    """The lines of a text, the first after a label."""
     first, *rest = text.split("\n")
     return [label + first, *(" " * len(label) + line for line in rest)]
 

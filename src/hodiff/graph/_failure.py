@@ -89,7 +89,7 @@ def _user_line(frame: FrameType) -> Line:
 
 def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]) -> str:
     clues = _Clues(failure)
-    with Watch(operations=clues) as record:
+    with Watch(operations=[clues]) as record:
         outputs = again()
     with _saved.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved
 from hodiff.graph._case import Pass
+from hodiff.graph._growth import Growth
 from hodiff.graph._source import Line
 from hodiff.graph._watch import Watch
 
@@ -44,7 +45,7 @@ class _Spans:
         self.found: list[Span] = []
         self._sizes: dict[Node, int] = {}
 
-    def before(self, nodes: Sequence[Node]) -> None:
+    def before(self, call: Pass, nodes: Sequence[Node]) -> None:
         """What the nodes hold now, before the pass frees it."""
         self._sizes = {}
         for node in nodes:
@@ -90,9 +91,9 @@ class Lifetime:
         [('freed', 1)]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, also: Growth | None = None) -> None:
         recorder = _Spans()
-        self._watch = Watch(of_passes=recorder)
+        self._watch = Watch(operations=[also] if also else [], of_passes=[recorder, *([also] if also else [])])
         self.spans = recorder.found
         self.passes = self._watch.passes
 

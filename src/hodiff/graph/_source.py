@@ -157,6 +157,22 @@ def fills(loop: ast.stmt, name: str) -> bool:
     return False
 
 
+def filled_at(name: str, file: str) -> list[int]:
+    """The lines of a file that put something into a container: `name.append(x)`, `name[i] = x`, `name += [x]`."""
+    found = []
+    tree = _tree(file)
+    for node in ast.walk(tree) if tree is not None else ():
+        call = node.func if isinstance(node, ast.Call) else None
+        grows = isinstance(call, ast.Attribute) and call.attr in _GROW and ast.unparse(call.value) == name
+        if grows or any(each == name or each.startswith(f"{name}[") for each in _changed(node)):
+            found.append(getattr(node, "lineno", 0))
+    return sorted(found)
+
+
+def _changed(node: ast.AST) -> list[str]:
+    return targets(node) if isinstance(node, ast.AugAssign) else [t for t in targets(node) if "[" in t]
+
+
 def within(node: ast.AST, number: int) -> bool:
     """Whether a line lies in a statement."""
     return _holds(node, number)

@@ -77,8 +77,8 @@ class OperationListener(Protocol):
 class PassListener(Protocol):
     """Who wants to know of each backward pass under a watch."""
 
-    def before(self, nodes: Sequence[Node]) -> None:
-        """These nodes will be run."""
+    def before(self, call: Pass, nodes: Sequence[Node]) -> None:
+        """A pass will run these nodes."""
         ...
 
     def after(self, record: Watch, call: Pass, failed: bool) -> None:
@@ -99,7 +99,7 @@ class Watch(TorchFunctionMode):
         ['Tensor.backward']
     """
 
-    def __init__(self, *, operations: OperationListener | None = None, of_passes: PassListener | None = None) -> None:
+    def __init__(self, *, operations: Sequence[OperationListener] = (), of_passes: Sequence[PassListener] = ()) -> None:
         super().__init__()
         self.passes: list[Pass] = []
         self.key = f"hodiff {next(_serial)}"
@@ -138,8 +138,8 @@ class Watch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         frame = sys._getframe(1)  # the one place that knows how far away the caller is
         result = self._run(func, args, kwargs or {}, frame)
-        if self._operations is not None:
-            self._operations.called(func, (args, kwargs), result, frame)
+        for listener in self._operations:
+            listener.called(func, (args, kwargs), result, frame)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
@@ -227,8 +227,8 @@ class Watch(TorchFunctionMode):
         """Here the graph of `sources` ended: the result, a tensor or a number, is not in it."""
         if isinstance(result, Tensor):
             self._remember(result, lost)
-        if self._operations is not None:
-            self._operations.cut(lost, sources)
+        for listener in self._operations:
+            listener.cut(lost, sources)
 
     def _remember(self, tensor: Tensor, lost: Lost) -> None:
         key, table = id(tensor), self._lost
@@ -308,10 +308,10 @@ class Watch(TorchFunctionMode):
         path = self._path(frame)
         before = counter()
         repeat = self._repeats[path] = self._repeats.get(path, -1) + 1
-        call = Pass(len(self.passes), name, path, retain, before, repeat)
+        call = Pass(len(self.passes), name, path, retain, before, repeat, create)
         self.passes.append(call)
-        if self._of_passes is not None:
-            self._of_passes.before(_predict.executed(roots, inputs))
+        for listener in self._of_passes:
+            listener.before(call, _predict.executed(roots, inputs))
         if create:
             self._note_once(_predict.executed(roots, inputs))
         try:
@@ -325,8 +325,8 @@ class Watch(TorchFunctionMode):
         if not call.retained:
             self._tag(call, _predict.executed(roots, inputs))
             self._name(frame)
-        if self._of_passes is not None:
-            self._of_passes.after(self, call, failed=False)
+        for listener in self._of_passes:
+            listener.after(self, call, failed=False)
         if isinstance(result, tuple) and path:
             for tensor in result:
                 if isinstance(tensor, Tensor) and not tensor.requires_grad:
@@ -365,8 +365,8 @@ class Watch(TorchFunctionMode):
         if explained is not None:
             _explain.attach(error, explained)
         self._tag(call, self._spent(_predict.executed(roots, inputs)))
-        if self._of_passes is not None:
-            self._of_passes.after(self, call, failed=True)
+        for listener in self._of_passes:
+            listener.after(self, call, failed=True)
 
     def _spent(self, nodes: list[Node]) -> list[Node]:
         """Those that a failing pass ran: what it freed, and all above, as a node waits for those."""
