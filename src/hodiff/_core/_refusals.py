@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff._core import _nodes, _translate
+from hodiff._core import _nodes, _sharded, _translate
 from hodiff._core._checks import outside
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
 
@@ -87,6 +87,8 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
         return
     if function.__name__ == "CheckpointFunction" or "CompiledFunction" in function.__name__:
         raise _translate.missing([function.__name__])
+    if function.__name__ == _sharded.NODE:
+        raise _sharded.freed()
     if function.__name__ == "BackwardHookFunction":  # PyTorch's own, an identity; what hooks do is watched
         return
     if function.__module__.startswith("hodiff."):  # right, or it says so itself

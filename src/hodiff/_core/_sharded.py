@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hodiff.errors import InputError
+from hodiff._core import _tree
+from hodiff.errors import GraphError, InputError
 
 LOADED_BY = "torch.distributed.tensor"
 """The module without which there are no such tensors: who calls the checks asks for it first, which costs nothing."""
@@ -30,6 +31,16 @@ def check_tensor(value: Tensor, name: str) -> None:
         raise InputError(f"{name}: is a DTensor, of which each process holds a shard. {WAY_OUT}")
 
 
+def check_vectors(value: Any, name: str) -> None:
+    """Raise for vectors that are DTensors, alone or in a container."""
+    for leaf in _tree.flatten(value, name)[0] if _tree.is_container(value) else [value]:
+        if isinstance(leaf, Tensor) and _is_dtensor(leaf):
+            raise InputError(
+                f"{name}: is a DTensor, of which each process holds a shard, and the point is none. Give all of it, "
+                f"v.full_tensor(), which is the same on every process."
+            )
+
+
 def check_modules(modules: Iterable[nn.Module], name: str) -> None:
     """Raise for a module under `fully_shard`, or one that has DTensors for parameters."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -44,6 +55,19 @@ def check_modules(modules: Iterable[nn.Module], name: str) -> None:
         for path, parameter in module._parameters.items():
             if parameter is not None and _is_dtensor(parameter):
                 raise InputError(f"{name}: its parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
+
+
+NODE = "RegisterPostBackwardFunction"
+"""The Function by which `fully_shard` notices, in the first pass, that a module's parameters may be freed."""
+
+
+def freed() -> GraphError:
+    """The error for a second pass over a graph that needs such parameters: PyTorch may end the process there."""
+    return GraphError.about(
+        "the graph goes through a model that is sharded over processes (fully_shard), whose parameters are freed "
+        "between passes, so that it has no second derivative. Compute the tensor by a plain copy of the model "
+        "(p.full_tensor() for each parameter p); the documentation has more, under 'Several processes'."
+    )
 
 
 def _is_dtensor(value: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from hodiff._core import _versions
+from hodiff._core import _sharded, _versions
 from hodiff.errors import GraphError
 
 # Keyed by a piece of a node's name, lower case without underscores: the same key finds the forward
@@ -145,6 +145,7 @@ _TEXTS: dict[str, Callable[[], GraphError]] = {
     "Checkpointing is not compatible with .grad()": _reentrant,
     "torch.utils.checkpoint: ": lambda: GraphError.about(_RECOMPUTED),
     "marked with @once_differentiable": lambda: GraphError.about(_ONCE),
+    "out of bounds for storage of size 0": _sharded.freed,
     "Expected a proper Tensor but got None": lambda: GraphError.about(_UNUSED_RESULT),
     "not implemented for sparse tensors": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
     "output_padding is not supported for non-transposed": lambda: GraphError.about(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _tree
+from hodiff._core import _sharded, _tree
 from hodiff._core._spellings import as_tensors, listing
 from hodiff.errors import InputError
 
@@ -40,6 +41,8 @@ class Vectors(NamedTuple):
 
 def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str) -> Vectors:
     """Vectors in any spelling: like the point, a list of its leaves, flat, columns; arrays and lists of numbers too."""
+    if _sharded.LOADED_BY in sys.modules:
+        _sharded.check_vectors(value, name)
     if not isinstance(value, Tensor) and not (value.__class__ is dict and all(map(_is_tensor, value.values()))):
         value = as_tensors(value, promoted(likes), likes[0].device, name)
     if isinstance(value, Tensor) and _is_flat(value, tree, likes):

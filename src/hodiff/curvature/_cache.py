@@ -5,82 +5,27 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from contextlib import nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _claims, _nodes, _reverse
-from hodiff._core._assembly import modules_below
-from hodiff._core._graph import Graph
+from hodiff._core import _checks, _nodes, _reverse
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
+from hodiff.curvature._batch_graph import Builder, G
 from hodiff.curvature._data import NONE, Batches, check_total
-from hodiff.curvature._fingerprint import Fingerprint
-from hodiff.curvature._modes import follows_mode, says_training
+from hodiff.curvature._modes import says_training
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, accumulate
+from hodiff.curvature._unchanged import Modules, Values
 from hodiff.errors import GraphError, InputError, RandomnessWarning
 
-
-@dataclass(frozen=True, eq=False)
-class BatchGraph(ABC):
-    """One batch, evaluated: its part of every sum, and a graph through which products run.
-
-    Attributes:
-        ev: The evaluation; its graph is kept.
-        value: The batch's sum, detached.
-        weight: What the sums are divided by, its part of it; None: by nothing.
-        gradient: The gradient of the sum by each leaf, detached.
-        random: Whether the function drew random numbers.
-        calls_back: Whether passes over the graph run Python (activation checkpoints do).
-    """
-
-    ev: Graph
-    value: Tensor
-    weight: float | None
-    gradient: Parts
-    random: bool
-    calls_back: bool
-
-    @property
-    @abstractmethod
-    def roots(self) -> Parts:
-        """The tensors whose graph a product runs through."""
-
-    def ready(self) -> AbstractContextManager[None]:
-        """The state in which a product may run."""
-        if self.calls_back:
-            return self.ev.resumed()
-        return _normal_mode() if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _normal_mode() -> AbstractContextManager[None]:
-    return torch.inference_mode(False)  # pyright: ignore[reportReturnType]
-
-
-G = TypeVar("G", bound=BatchGraph)
-"""What kind of graph an operator has."""
-Made_co = TypeVar("Made_co", bound=BatchGraph, covariant=True)
-B = TypeVar("B", bound="Builder[Any]")
+B = TypeVar("B", bound=Builder[Any])
 R = TypeVar("R")
-
-
-class Builder(Protocol[Made_co]):
-    """Evaluates one batch at a point. What belongs to one evaluation of all batches (labels drawn) it keeps itself."""
-
-    def build(self, where: Where, batch: Any, number: int) -> Made_co:
-        """The graph of batch `number`."""
-        ...
-
-    def fresh(self) -> Self:
-        """The same builder, as it was before anything was built."""
-        ...
 
 
 class GraphCache(Generic[G, B]):
@@ -101,8 +46,7 @@ class GraphCache(Generic[G, B]):
         self._closed = False
         self._evaluating = threading.RLock()
         functions = [value for value in vars(builder).values() if inspect.isroutine(value)]
-        self._modes_count = any(map(says_training, functions))
-        self._modules = self._structure()
+        self._modules = Modules(self.where, any(map(says_training, functions)))
         self._forget()
 
     def _forget(self) -> None:
@@ -111,8 +55,7 @@ class GraphCache(Generic[G, B]):
         self.attached: dict[Any, Any] = {}  # what others make of these graphs: it goes with them
         self._random: dict[int, RandomState] = {}
         self._autocast = False, torch.bfloat16
-        self._versions: list[tuple[int, int]] | None = None
-        self._values: Fingerprint | None = None
+        self._values: Values | None = None
         self._largest: int | None = None
         self.bytes = 0
         self.weight, self._undivided = 0.0, False
@@ -128,16 +71,16 @@ class GraphCache(Generic[G, B]):
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         with self._evaluating:  # of several threads one evaluates
-            if self._versions is None:
+            if self._values is None:
                 with nullcontext() if self.shares is None else self.shares.together():
                     self._evaluate()
                 return
-            self._check_structure()
-            self._check_versions()
+            self._modules.check()
+            self._values.check_versions()
 
     def _evaluate(self) -> None:
-        self._check_structure()
-        self._versions, self._values = _versions(self.where.tensors), Fingerprint(self.where.tensors)
+        self._modules.check()
+        self._values = Values(self.where)
         kind = self.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         try:
@@ -153,6 +96,7 @@ class GraphCache(Generic[G, B]):
     def _first_pass(self) -> None:
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self._batches.given and keeping else 0
+        self.builder.begin()
         for number, batch in enumerate(self._batches):
             state = RandomState.of(self.device)
             graph, size = self._measured(self.builder, batch, number)
@@ -208,13 +152,10 @@ class GraphCache(Generic[G, B]):
 
     def check(self) -> None:
         """The first pass, unless it has been made; else raise where the point has other values than then."""
-        first = self._versions is None
+        first = self._values is None
         self.evaluate()
-        if first or self._values is None:
-            return
-        changed = self._values.changed()
-        if changed:
-            raise _changed([self.where.names[number] for number in changed])
+        if not first and self._values is not None:
+            self._values.check()
 
     def mean(self) -> Tensor:
         """The value: the sum over all batches by their weight."""
@@ -270,7 +211,7 @@ class GraphCache(Generic[G, B]):
         if self.evaluated or self._closed:
             self.check()
         else:
-            self._check_structure()
+            self._modules.check()
         for number, batch in enumerate(self._batches):
             yield self._replayed(number, lambda batch=batch, number=number: make(batch, number))
 
@@ -303,7 +244,7 @@ class GraphCache(Generic[G, B]):
     @property
     def evaluated(self) -> bool:
         """Whether the first pass over the data has been made."""
-        return self._versions is not None
+        return self._values is not None
 
     def kept_graphs(self) -> dict[int, G]:
         """The graphs that are kept, by number of the batch."""
@@ -317,7 +258,7 @@ class GraphCache(Generic[G, B]):
     @property
     def complete(self) -> bool:
         """Whether every batch has."""
-        return self._versions is not None and len(self._graphs) == self._batches.count
+        return self.evaluated and len(self._graphs) == self._batches.count
 
     @property
     def complete_everywhere(self) -> bool:
@@ -364,37 +305,12 @@ class GraphCache(Generic[G, B]):
             self.where = now
         self._forget()
         self._closed = False
-        self._modules = self._structure()
+        self._modules = Modules(self.where, self._modules.modes_count)
 
     def close(self) -> None:
         """Free the graphs."""
         self._forget()
         self._closed = True
-
-    def _check_versions(self) -> None:
-        now = _versions(self.where.tensors)
-        if now != self._versions:
-            pairs = zip(now, self._versions or [], self.where.names, strict=True)
-            raise _changed([name for new, old, name in pairs if new != old])
-
-    def _structure(self) -> dict[nn.Module, tuple[Any, ...]]:
-        """The modules of the point, as they are put together."""
-        roots = [owned.module for owned in self.where.owned]
-        return {module: self._assembly(module) for module in modules_below(roots)}
-
-    def _check_structure(self) -> None:
-        same = all(self._assembly(module) == assembly for module, assembly in self._modules.items())
-        if same or _claims.claimed(self._modules):
-            return
-        raise GraphError(
-            "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
-            "and eval() switched; H.refresh() evaluates it as it is now."
-        )
-
-    def _assembly(self, module: nn.Module) -> tuple[Any, ...]:
-        """What tells whether a module is as before: its parameters and parts, by identity, and a mode that counts."""
-        mode = (self._modes_count or follows_mode(module)) and module.training
-        return (mode, *map(id, module._parameters.values()), *map(id, module._modules.values()))
 
     # --- randomness
 
@@ -415,18 +331,6 @@ class GraphCache(Generic[G, B]):
             if module.training and _varies(module)
         ]
         return f" In training mode: {', '.join(found[:4])}." if found else ""
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """How often PyTorch has seen each tensor change, and where its memory is."""
-    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
-
-
-def _changed(names: list[str]) -> GraphError:
-    return GraphError(
-        f"parameters changed since the operator was evaluated ({', '.join(names[:4])}"
-        f"{', ...' if len(names) > 4 else ''}); H.refresh() evaluates it at the new ones."
-    )
 
 
 def _varies(module: nn.Module) -> bool:

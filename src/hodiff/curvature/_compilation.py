@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hodiff._core import _checks, _random_vectors
 from hodiff.curvature import _memory
-from hodiff.curvature._cache import BatchGraph, GraphCache
+from hodiff.curvature._batch_graph import BatchGraph
+from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._compile import CompiledPass, Key, NotCompiled, Pass, compile_traced, trace
 from hodiff.curvature._records import CompiledRecord
 from hodiff.curvature._space import Parts, Space

@@ -121,4 +121,7 @@ def compile_traced(traced: Traced, vectors: Sequence[Tensor]) -> Pass:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         with _plain(vectors[0].device.type):
-            return inductor.standalone_compile(traced.module, [*traced.constants, *vectors])
+            # Shapes of its own: those that tracing left on the graph keep PyTorch 2.14 and later from their cache.
+            return inductor.standalone_compile(
+                traced.module, [*traced.constants, *vectors], dynamic_shapes="from_example_inputs"
+            )

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hodiff._core import _checks, _results
 from hodiff.curvature import _memory
-from hodiff.curvature._cache import G, GraphCache
+from hodiff.curvature._batch_graph import G
+from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._compilation import MANY, Compilation, Passes, through
 from hodiff.curvature._operator import LinearOperator, together
 from hodiff.curvature._records import CompiledRecord, Cost
@@ -169,9 +170,9 @@ class SummedOperator(DataOperator[G]):
         r"""Compile the pass that every product repeats, in place, as `torch.nn.Module.compile` does.
 
         Evaluates the operator, traces the pass over each kept graph, and compiles it by `torch.compile`'s
-        backend, once for each shape of a batch; with PyTorch 2.13 later runs on this machine find the code
-        on disk. Products are the same up to rounding. A batch stays eager where that is not possible, or where
-        a compiled product of a new random vector does not agree with the eager one: `compiled` has the reasons.
+        backend, once for each shape of a batch; later runs on this machine find the code on disk. Products
+        are the same up to rounding. A batch stays eager where that is not possible, or where a compiled
+        product of a new random vector does not agree with the eager one: `compiled` has the reasons.
         `refresh()` keeps the code, and the next product traces the new graphs; blocks are eager.
 
         Returns:

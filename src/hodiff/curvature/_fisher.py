@@ -28,7 +28,7 @@ from hodiff.curvature._losses import (
 )
 from hodiff.curvature._operator import together
 from hodiff.curvature._pullback import CurvedOutputs, PullbackBuilder, PullbackOperator, check_operands
-from hodiff.curvature._shares import ProcessGroup, shared
+from hodiff.curvature._shares import ProcessGroup, Shares, shared
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import InputError
 
@@ -44,6 +44,9 @@ class FisherBuilder(PullbackBuilder):
         kind: Over what the expectation is taken.
         samples: How many labels are drawn for each position.
         generator: From where.
+        shares: The processes that share the data.
+        device: Where labels are drawn without a generator.
+        source: The generator of this evaluation.
         scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
         ranks: Of how many outer products each batch's part is a sum.
     """
@@ -51,6 +54,9 @@ class FisherBuilder(PullbackBuilder):
     kind: Kind
     samples: int
     generator: torch.Generator | None
+    shares: Shares | None
+    device: torch.device
+    source: list[torch.Generator | None] = field(default_factory=list)
     scores: dict[int, Parts] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
 
@@ -67,12 +73,18 @@ class FisherBuilder(PullbackBuilder):
             _check_samples(outputs, self.loss)
             return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
         if number not in self.scores:
-            self.scores[number] = _drawn(self.loss, scored, outputs, self.samples, self.generator)
+            source = self.source[0] if self.source else torch.Generator()  # for cost() any labels will do
+            self.scores[number] = _drawn(self.loss, scored, outputs, self.samples, source)
         return OuterProducts(self.scores[number], _position(scored.curvature))
+
+    def begin(self) -> None:
+        """Labels of several processes are independent of each other, though all of them may have one seed."""
+        if self.kind == "mc":
+            self.source[:] = [self.generator if self.shares is None else self.shares.own(self.generator, self.device)]
 
     def fresh(self) -> FisherBuilder:
         """Without labels."""
-        return replace(self, scores={}, ranks={})
+        return replace(self, source=[], scores={}, ranks={})
 
 
 @final
@@ -98,7 +110,8 @@ class FisherOperator(PullbackOperator):
         data: A re-iterable of batches.
         kind: `"exact"`, `"mc"` or `"empirical"`.
         samples: How many labels `"mc"` draws for each position.
-        generator: Where `"mc"` draws from; None is the default generator of its device.
+        generator: Where `"mc"` draws from; None is the default generator of its device. Of several processes
+            each draws labels of its own, whose seeds come from there, also where all have the same.
         batch_weight: As for `hodiff.GaussNewtonOperator`.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
@@ -167,9 +180,10 @@ class FisherOperator(PullbackOperator):
         point = Where(where)
         shares = shared(process_group, point, data, type(self).__name__, chunk_size)
         keep, others = kind == "mc", shares is not None
-        batches = Batches(data, point.tensors[0].device, keep=keep, progress=progress, shared=others)
+        device = point.tensors[0].device
+        batches = Batches(data, device, keep=keep, progress=progress, shared=others)
         weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
-        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator)
+        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, shares, device)
         super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
         self.kind = kind
 

@@ -13,7 +13,8 @@ from hodiff._core import _checks, _nodes, _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
-from hodiff.curvature._cache import BatchGraph, GraphCache
+from hodiff.curvature._batch_graph import BatchGraph, Builder
+from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_total
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._shares import ProcessGroup, shared
@@ -37,7 +38,7 @@ class GradientGraph(BatchGraph):
 
 @final
 @dataclass(frozen=True)
-class HessianBuilder:
+class HessianBuilder(Builder[GradientGraph]):
     """Evaluates one batch, and its gradient with a graph.
 
     Attributes:
@@ -85,10 +86,6 @@ class HessianBuilder:
             f if computed else weighed, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
         ))  # fmt: skip
-
-    def fresh(self) -> HessianBuilder:
-        """Itself: nothing is kept from batch to batch."""
-        return self
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
 from hodiff._core._where import Where
+from hodiff.curvature._batch_graph import Builder
 from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import Batches
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
@@ -245,7 +246,7 @@ def _check_alike(first: Parts, outputs: Parts) -> None:
 
 @final
 @dataclass(frozen=True)
-class JacobianBuilder:
+class JacobianBuilder(Builder[Linearised]):
     """Evaluates and linearises one batch, and notes its outputs.
 
     Attributes:

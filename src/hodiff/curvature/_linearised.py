@@ -12,7 +12,7 @@ from hodiff._core import _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
-from hodiff.curvature._cache import BatchGraph
+from hodiff.curvature._batch_graph import BatchGraph
 from hodiff.curvature._data import NONE
 from hodiff.curvature._space import Parts
 

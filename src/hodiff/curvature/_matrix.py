@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _reverse
+from hodiff._core._checks import check_real_tensor
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Parts, Space
 from hodiff.errors import InputError
@@ -43,6 +44,7 @@ class MatrixOperator(LinearOperator):
         if not fits or A.ndim not in (1, 2) or not A.numel():
             kind = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
+        check_real_tensor(A, "A")
         self._matrix = A.detach()
         diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
         self._symmetric = symmetric is not False and (diagonal or (square and _is_symmetric(self._matrix)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from hodiff._core import _nodes
 from hodiff._core._call import Allowed
 from hodiff._core._where import Where
 from hodiff.curvature import _signatures
+from hodiff.curvature._batch_graph import Builder
 from hodiff.curvature._data import Weighted
 from hodiff.curvature._data_operator import SummedOperator
 from hodiff.curvature._linearised import Linearised, linearise, predicted
@@ -29,7 +30,7 @@ class CurvedOutputs(Linearised):
 
 
 @dataclass(frozen=True)
-class PullbackBuilder(ABC):
+class PullbackBuilder(Builder[CurvedOutputs]):
     """Evaluates the outputs of a batch and the loss of these; the gradient comes free, as J' of the outputs' gradient.
 
     Attributes:
@@ -55,10 +56,6 @@ class PullbackBuilder(ABC):
         gradient = [part.detach() for part in pulled]
         traits = (scored.value, scored.weight, gradient, random, calls_back)
         return CurvedOutputs(ev, *traits, outputs, cotangents, pulled, curvature)
-
-    def fresh(self) -> Self:
-        """Itself: nothing is kept from batch to batch."""
-        return self
 
     @abstractmethod
     def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:

@@ -149,6 +149,12 @@ class Shares:
             seed = int(torch.randint(2**48, (), device=device))
             return torch.Generator(device).manual_seed(int(self.facts("draws a seed", [seed])[0][0]))
 
+    def own(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+        """One that draws other numbers on each rank; what seeds it is drawn, alike on every rank, from a generator."""
+        device = device if generator is None else generator.device
+        seeds = torch.randint(2**48, (self.world,), generator=generator, device=device)
+        return torch.Generator(device).manual_seed(int(seeds[self.rank]))
+
     # --- what travels
 
     def _greet(self) -> None:

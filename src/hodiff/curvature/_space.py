@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _tree
+from hodiff._core import _sharded, _tree
 from hodiff._core._spellings import as_tensors, listing
 from hodiff._core._vectors import structured
 from hodiff._core._where import Where
@@ -124,6 +125,8 @@ class Space:
 
     def parse(self, value: Any, name: str = "v") -> Vectors:
         """Recognise a spelling, check it, and split it into parts."""
+        if _sharded.LOADED_BY in sys.modules:
+            _sharded.check_vectors(value, name)
         if type(value) is not dict or not all(map(_is_tensor, value.values())):  # as nearly every dict's are
             value = self.as_tensors(value, name)
         if isinstance(value, Tensor) and (self.flat or (0 < value.ndim <= 2 and value.shape[0] == self.size)):

@@ -206,6 +206,37 @@ def seeded_on_one(rank: int) -> None:
     hodiff.trace(build("Hessian", dist.group.WORLD), samples=6, generator=generator)
 
 
+def sampled(rank: int, seeded: bool) -> Tensor:
+    """Many sampled Fisher informations of one parameter, z = w of each of eight outputs, and labels z + noise."""
+    generator = torch.Generator().manual_seed(0) if seeded else None
+    torch.manual_seed(7)  # as whoever builds the same model on every rank
+    data = [] if rank == 2 else [(torch.zeros(8, dtype=D),) * 2]
+    predict = lambda w, batch: batch[0] + w
+    F_ = hodiff.FisherOperator(
+        predict, nn.MSELoss(), torch.zeros((), dtype=D), data=data, kind="mc", generator=generator,
+        process_group=dist.group.WORLD,
+    )  # fmt: skip
+    found = []
+    for _ in range(300):
+        found.append(F_.refresh().dense().reshape(()))
+        assert torch.equal(F_.dense().reshape(()), found[-1])  # labels stay
+    F_.cost()
+    hodiff.trace(F_, samples=2, generator=generator)  # the generators are in step, on the rank without data too
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_labels_of_the_ranks_are_independent(three: Ranks, seeded: bool) -> None:
+    """The mean of 16 values 2 e² with normal e: its variance is 8 / 16, and 8 / 8 where two ranks draw the same."""
+    outcomes = three(sampled, seeded)
+    for outcome in outcomes:
+        assert not outcome.error, outcome
+        values = outcome.value
+        assert torch.equal(values, outcomes[0].value)
+        assert abs(float(values.mean()) - 2) < 5 * (0.5 / 300) ** 0.5
+        assert 0.36 < float(values.var()) < 0.7  # of 300 such, within some 9 % (one standard deviation)
+
+
 # --- errors end on all ranks ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,72 @@
+"""Whether a point is still the one that was evaluated: its modules, as they are put together, and its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hodiff._core import _claims
+from hodiff._core._assembly import modules_below
+from hodiff._core._where import Where
+from hodiff.curvature._fingerprint import Fingerprint
+from hodiff.curvature._modes import follows_mode
+from hodiff.errors import GraphError
+
+
+class Modules:
+    """The modules of a point, each by its parameters and parts, by identity, and by its mode where that counts.
+
+    Attributes:
+        modes_count: Whether the mode of every module counts: a function reads it.
+    """
+
+    def __init__(self, where: Where, modes_count: bool) -> None:
+        self.modes_count = modes_count
+        roots = [owned.module for owned in where.owned]
+        self._assemblies = {module: self._assembly(module) for module in modules_below(roots)}
+
+    def check(self) -> None:
+        """Raise where a module is put together otherwise than it was."""
+        same = all(self._assembly(module) == assembly for module, assembly in self._assemblies.items())
+        if same or _claims.claimed(self._assemblies):
+            return
+        raise GraphError(
+            "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
+            "and eval() switched; H.refresh() evaluates it as it is now."
+        )
+
+    def _assembly(self, module: nn.Module) -> tuple[Any, ...]:
+        mode = (self.modes_count or follows_mode(module)) and module.training
+        return (mode, *map(id, module._parameters.values()), *map(id, module._modules.values()))
+
+
+class Values:
+    """The values of a point's tensors, as they were."""
+
+    def __init__(self, where: Where) -> None:
+        self._names, self._tensors = where.names, where.tensors
+        self._versions, self._fingerprint = self._now(), Fingerprint(where.tensors)
+
+    def check_versions(self) -> None:
+        """Raise where PyTorch has seen a tensor change."""
+        found = self._now()
+        if found != self._versions:
+            pairs = zip(found, self._versions, self._names, strict=True)
+            _refuse([name for now, before, name in pairs if now != before])
+
+    def check(self) -> None:
+        """Raise where a tensor has other values, however they came there."""
+        _refuse([self._names[number] for number in self._fingerprint.changed()])
+
+    def _now(self) -> list[tuple[int, int]]:
+        """How often PyTorch has seen each tensor change, and where its memory is."""
+        return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in self._tensors]
+
+
+def _refuse(changed: list[str]) -> None:
+    if changed:
+        raise GraphError(
+            f"parameters changed since the operator was evaluated ({', '.join(changed[:4])}"
+            f"{', ...' if len(changed) > 4 else ''}); H.refresh() evaluates it at the new ones."
+        )
