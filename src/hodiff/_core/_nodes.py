@@ -7,7 +7,7 @@ per node.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -251,6 +251,21 @@ def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node
                     following += children
         level = following
     return order
+
+
+def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -> set[Node]:
+    """The nodes of a graph, given with the nodes that each leads to, that lead to one of `chosen`, and those."""
+    above: dict[Node, list[Node]] = {}
+    for node, below in graph.items():
+        for child in below:
+            above.setdefault(child, []).append(node)
+    found = set(chosen)
+    stack = list(found)
+    while stack:
+        fresh = [node for node in above.get(stack.pop(), ()) if node not in found]
+        found.update(fresh)
+        stack += fresh
+    return found
 
 
 def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:

@@ -93,13 +93,13 @@ def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> tupl
     return tuple(found)
 
 
-def surroundings(frame: FrameType | None) -> str:
-    """What runs code with gradients switched off, if that is PyTorch: `checkpoint`, or `inside a Function`."""
+def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:
+    """What of PyTorch runs code with gradients switched off, `checkpoint` or `inside a Function`, and its frame."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.endswith("checkpoint.py") and "torch" in file:
-            return "checkpoint"
+            return "checkpoint", frame
         if file.endswith("function.py") and "autograd" in file and frame.f_code.co_name == "apply":
-            return "inside a Function"
+            return "inside a Function", frame
         frame = frame.f_back
-    return ""
+    return "", None

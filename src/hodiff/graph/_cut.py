@@ -15,10 +15,11 @@ KINDS = {
     "detached": "it was detached there, so nothing below is part of the graph.",
     "no_grad": "it was computed while gradients were switched off (no_grad or inference_mode).",
     "checkpoint": (
-        "a re-entrant checkpoint computed it with gradients switched off, and none of its inputs requires grad, "
-        "by which it would have attached the result."
+        "a re-entrant checkpoint computed it with gradients switched off. It attaches a result only if that is\n       "
+        "a tensor, or a tuple of them, and a tensor among its arguments requires grad."
     ),
     "inside a Function": "it was computed inside the forward of an autograd.Function, which records nothing.",
+    "inside a pass": "it was computed in a hook, or in a Function's backward, where nothing is recorded.",
     "discrete": "that operation gives integers or booleans, which have no derivative.",
     "gradient": "it is a gradient that was taken without create_graph=True, so it has no graph of its own.",
     "constant gradient": "it is the gradient of a function that is linear: a constant, with no graph to differentiate.",
@@ -54,6 +55,7 @@ def fix_of(kind: str, line: Line | None, call: str) -> str:
             f"compute it outside the Function; or, if a gradient is needed in its forward,\n"
             f"under torch.enable_grad(){at} from a copy that requires grad (x.detach().requires_grad_())."
         ),
+        "inside a pass": f"compute it under torch.enable_grad(){at}, from what requires grad.",
         "gradient": "take it with hodiff.grad(f, x, create_graph=True), or autograd.grad(..., create_graph=True).",
         "constant gradient": "its derivative is zero; hodiff.nth_derivative and hodiff.hvp return that.",
     }.get(kind, "")
@@ -69,8 +71,11 @@ def no_graph(case: Case) -> Explanation | None:
     variable = case.names.of(tensor)
     kind, line, call, certain = _where_lost(case, tensor, variable)
     text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
+    made = _only_line(case, variable) if line is None else None
     if line is not None:
         text.append(f"  cut at       {line}   {line.text}")
+    elif made is not None:
+        text.append(f"  computed at  {made}   {made.text}")
     text.append(f"  failing call {case.line}   {case.line.text}")
     silenced = _silenced(line)
     if silenced:
@@ -83,13 +88,46 @@ def no_graph(case: Case) -> Explanation | None:
         text=tuple(text),
         reason=KINDS[kind],
         fixes=(fix,) if fix else (),
-        unknown=() if fix else (_ask(case, kind, line),),
+        unknown=() if fix else (_ask(case, kind, line, made),),
         certain=certain,
     )
 
 
-def _ask(case: Case, kind: str, line: Line | None) -> str:
+def within_pass(case: Case) -> Explanation | None:
+    """A value without a graph that was to be differentiated while another pass ran: by its hook, or by a Function."""
+    tensor = next((each for each in case.tensors if not each.requires_grad), None)
+    if tensor is None or case.line is None:
+        return None
+    variable = case.names.of(tensor)
+    line = _only_line(case, variable)
+    text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
+    text += [f"  cut at       {line}   {line.text}"] if line is not None else []
+    text.append(f"  failing call {case.line}   {case.line.text}")
+    return case.explanation(
+        "inside a pass",
+        variable=variable,
+        created=line,
+        text=tuple(text),
+        reason=KINDS["inside a pass"],
+        fixes=(fix_of("inside a pass", line, ""),),
+        certain=True,
+    )
+
+
+def _only_line(case: Case, variable: str) -> Line | None:
+    """The line that computed a variable, if it is the only one of its function that does."""
+    numbers = _source.assignments(variable, case.line) if variable and case.line is not None else []
+    return Line(case.line.file, numbers[0]) if case.line is not None and len(numbers) == 1 else None
+
+
+def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
     if kind == "no graph":
+        given = _source.loaded(made) if made is not None else []
+        values = {name: case.names.values.get(name) for name in given}
+        tensors = {name: each for name, each in values.items() if isinstance(each, Tensor) and each.is_floating_point()}
+        if tensors and not any(tensor.requires_grad for tensor in tensors.values()):
+            shown = " and ".join(f"`{name}`" for name in tensors)
+            return f"what it should depend on. It was computed from {shown}: no grad is required there."
         return "what it should depend on: look for an input that requires no grad; hodiff.graph.inspect shows graphs."
     at = f" at {line}" if line is not None else ""
     return f"whether that cut{at} is the one. Under `hodiff explain` most cuts are recorded."
@@ -145,11 +183,10 @@ def not_used(case: Case) -> Explanation | None:
     text = [f"not in the graph: {shown}"]
     if any(there):
         text.append(f"  in the graph: {', '.join(f'`{name}`' for name in sorted(filter(None, there))[:SHOWN])}")
-    copies = [(name, tensor) for name, tensor in zip(names, missing, strict=True) if tensor.grad_fn is not None]
-    for name, tensor in copies[:1]:
-        line = case.record.made(tensor.grad_fn) if case.record is not None else None
-        if line is not None:
-            text.append(f"  `{name}` made {line}   {line.text}")
+    made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", _loss_made(case))]
+    text += [f"  {what} made {line}   {line.text}" for what, line in made if line is not None]
+    if case.line is not None:
+        text.append(f"  failing call {case.line}   {case.line.text}")
     if len(missing) < len(given):
         fix = (
             f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
@@ -157,6 +194,20 @@ def not_used(case: Case) -> Explanation | None:
         )
         return _not_used(case, names[0], text, (fix,), (_depends(names[0]),))
     return _not_used(case, names[0], text, (), (_depends(names[0]),))
+
+
+def _made(case: Case, tensor: Tensor) -> Line | None:
+    """The line that made a tensor, or that said of a leaf that it requires grad."""
+    if case.record is None:
+        return None
+    if tensor.grad_fn is not None:
+        return case.record.made(tensor.grad_fn)
+    change = case.record.changed(tensor)
+    return change.line if change is not None and change.call == "requires_grad_" else None
+
+
+def _loss_made(case: Case) -> Line | None:
+    return case.record.made(case.roots[0]) if case.record is not None and case.roots else None
 
 
 def _not_used(case: Case, name: str, text: list[str], fixes: tuple[str, ...], unknown: tuple[str, ...]) -> Explanation:

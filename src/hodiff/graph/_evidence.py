@@ -123,6 +123,29 @@ class Evidence:
         return self.record.tag(_nodes.node_of(leaf)) == self.freed_by
 
     @cached_property
+    def others(self) -> tuple[list[Tensor], Pass] | None:
+        """The leaves of another optimizer that one of the two passes reaches besides those of the part; and which."""
+        owner = {
+            id(leaf): number
+            for number, optimizer in enumerate(self.case.names.optimizers)
+            for group in optimizer.param_groups
+            for leaf in group["params"]
+        }
+        below = {id(leaf) for leaf in self.below}
+        part = {owner[leaf] for leaf in below if leaf in owner}
+        first = [leaf for leaf in self.in_sight if self.was_reached(leaf)]
+        for leaves, call in ((self.reached, self.call), (first, self.freed_by)):
+            mine = [leaf for leaf in leaves if id(leaf) in owner and id(leaf) not in below]
+            if part and mine and not part & {owner[id(leaf)] for leaf in mine}:
+                return mine, call
+        return None
+
+    @cached_property
+    def memo(self) -> str:
+        """The function, kept by functools, that made the part; empty if there is none."""
+        return "" if self.first.kept else _memo(self.case, self.first.path)
+
+    @cached_property
     def discarded(self) -> bool:
         """Whether the gradients of the leaves below were thrown away unused: neither stepped with nor kept nor read."""
         if self.record.read_since(self.freed_by):
@@ -149,6 +172,35 @@ class Evidence:
     def code(self) -> str:
         """The part as the user writes it, or in words."""
         return f"`{self.first.variable}`" if self.first.variable else "that value"
+
+    @property
+    def variables(self) -> list[str]:
+        """The variables of all parts that the same pass freed: what is done with one is to be done with each."""
+        return list(dict.fromkeys(part.variable for part in self.parts if part.variable))
+
+    @property
+    def all_code(self) -> str:
+        """All parts as the user writes them."""
+        return ", ".join(f"`{name}`" for name in self.variables) or "that value"
+
+    @property
+    def detached(self) -> str:
+        """All parts, detached."""
+        return " and ".join(f"{name}.detach()" for name in self.variables) or "it, detached"
+
+    @property
+    def because(self) -> str:
+        """Why a retained graph would not do; empty if nothing has changed."""
+        if not self.changed:
+            return ""
+        return f"\n({self.names(self.changed)} changed since: a retained graph would be of the old values)"
+
+    def value(self, path: str) -> Any:
+        """What a path leads to; None if nothing."""
+        try:  # a path of ours, through variables alone
+            return eval(path, {"__builtins__": {}}, dict(self.case.names.values))
+        except Exception:
+            return None
 
     def line_in(self, call: Pass, code: CodeType | None) -> Line | None:
         """The line of a pass in the frame of some code."""
@@ -205,7 +257,7 @@ def gather(case: Case) -> Evidence | None:
     if not spent:
         return None
     places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
-    needing = _above(nodes, spent)
+    needing = _nodes.leading_to({node: list(_saved.children(node)) for node in nodes}, spent)
     again = [root for root in case.roots if root in needing and record.tag(root) is not None]
     begin = again[:1] or _begin(case, record, nodes, needing, places)
     if not begin:
@@ -232,22 +284,6 @@ def _freeing(record: Record, node: Node) -> Pass | None:
     below = _nodes.walk([node])
     tags = [tag for each in below if _saved.leaf(each) is None and (tag := record.tag(each)) is not None]
     return tags[0] if tags else record.held_at(node)
-
-
-def _above(nodes: Sequence[Node], spent: Sequence[Node]) -> set[Node]:
-    """The nodes that lead to one of some others, and those themselves."""
-    known = set(nodes)
-    parents: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for child in _saved.children(node):
-            if child in known:
-                parents.setdefault(child, []).append(node)
-    found, stack = set(spent), list(spent)
-    while stack:
-        above = [parent for parent in parents.get(stack.pop(), ()) if parent not in found]
-        found.update(above)
-        stack += above
-    return found
 
 
 def _begin(
@@ -303,6 +339,8 @@ def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> 
     cached = _parametrized(node)
     if cached:
         return Part(node, cached, None, True, False, path, again)
+    if not _holding(case, node) and not again and (memo := _memo(case, path)):
+        return Part(node, memo, None, False, False, path, again)
     now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
     then = [held for held in record.held(node) if _replaced(case, held, node, places)]
     call = record.tag(node)
@@ -362,9 +400,22 @@ def _parametrized(node: Node) -> str:
 PARAMETRIZED = "parametrize.cached()"
 
 
+def _memo(case: Case, path: tuple[Any, ...]) -> str:
+    """The function behind functools' cache that was running when something was made, and has returned."""
+    codes = set(path[::2]).difference(case.call.path[::2] if case.call is not None else ())
+    for value in [*case.names.values.values(), *map(type, case.names.values.values())]:
+        for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
+            code = getattr(getattr(each, "__wrapped__", None), "__code__", None)
+            if code in codes and hasattr(each, "cache_clear"):
+                return each.__qualname__
+    return ""
+
+
 def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
     """The one name that the line that made a value gives it; or that the line gives which called a `return` of it."""
-    for code, line in zip(path[::2], lines_of(path), strict=True):
+    for number, (code, line) in enumerate(zip(path[::2], lines_of(path), strict=True)):
+        if number and not _source.is_call(line):
+            return "", None  # the line goes on computing with what it was returned
         if code.co_name.startswith("<") and code.co_name != "<module>":
             return "", None  # a lambda's line assigns the lambda
         names = _source.given_by(line)

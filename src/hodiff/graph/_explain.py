@@ -6,6 +6,7 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hodiff._core._nodes import Node
@@ -25,8 +26,25 @@ def of_pass(
     record: Record,
 ) -> Explanation | None:
     """The explanation of a pass that failed under a watch."""
+    nested = _nested(error)
+    if nested is not None:
+        return nested
     tensors = _given_tensors(error.__traceback__)
     return _dispatch(Case(error, call.name, roots, tensors, inputs, frames, record, call))
+
+
+def _nested(error: BaseException) -> Explanation | None:
+    """The explanation of a pass that a hook or a Function asked for while another ran: no watch sees inside that."""
+    steps = _trace(error.__traceback__)
+    entries = [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
+    runs = [index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE]
+    inner = next((index for index in entries if runs and index > runs[0]), None)
+    if inner is None or not runs or "does not require grad" not in str(error):
+        return None
+    frames: list[Any] = [_At(step) for step in steps[:inner] if is_users(step.tb_frame.f_code)][::-1]
+    name = _ENTRIES[steps[inner].tb_frame.f_code]
+    tensors = _given_tensors(steps[inner])
+    return _cut.within_pass(Case(error, name, [], tensors, None, frames)) if frames else None
 
 
 def of_operation(
@@ -52,9 +70,8 @@ def _dispatch(case: Case) -> Explanation | None:
         return case.explanation("released", reason=str(case.error)) if released else None
     text = str(case.error)  # the engine's
     if type(case.error).__name__ == "CheckpointError":
-        return _missing.recomputed(case)
-    if "checkpoint" in text and "already been unpacked" in text:
-        return _missing.unpacked_twice(case)
+        again = "already unpacked once" in text or "already been unpacked" in text
+        return _missing.unpacked_twice(case, _last_line(case.error)) if again else _missing.recomputed(case)
     if _saved.FREED_TEXT in text or "already been freed" in text:
         return _second_time.explain(case)
     if _saved.STALE_TEXT in text:
@@ -126,12 +143,24 @@ def _after_the_fact(error: BaseException) -> Explanation | None:
         return _read_after(error)
     if not frames:
         return None
+    nested = _nested(error)
+    if nested is not None:
+        return nested
     tensors = _given_tensors(error.__traceback__)
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     return _dispatch(Case(error, name, roots, tensors, _given_inputs(error.__traceback__), frames))
 
 
-def _read_after(error: BaseException) -> Explanation | None:
+def left(error: BaseException, record: Record) -> None:
+    """An error leaves a watch: of those outside a pass and an operation, the reading of a freed tensor is explained."""
+    if getattr(error, "__notes__", ()) or _frames(error.__traceback__)[1]:
+        return
+    explained = _read_after(error, record)
+    if explained is not None:
+        attach(error, explained)
+
+
+def _read_after(error: BaseException, record: Record | None = None) -> Explanation | None:
     """No pass failed, but the user read what a node had saved."""
     if not isinstance(error, RuntimeError) or "directly access saved tensors" not in str(error):
         return None
@@ -139,14 +168,41 @@ def _read_after(error: BaseException) -> Explanation | None:
     if not frames:
         return None
     line = line_of(frames[-1])
-    return Case(error, "reading a saved tensor", [], [], None, frames[::-1]).explanation(
+    variable, freed = _freed_node(frames[-1], record)
+    text = [f"what `{variable}` saved was read after it was freed" if variable else "a saved tensor was read too late"]
+    text.append(f"  at           {line}   {line.text}")
+    outer = line_of(frames[0])
+    text += [f"  called from  {outer}   {outer.text}"] if outer != line else []
+    text += [f"  freed by     {freed}"] if freed is not None else []
+    case = Case(error, "reading a saved tensor", [], [], None, frames[::-1], record)
+    return case.explanation(
         "read after freeing",
+        variable=variable,
         created=line,
-        text=(f"read at {line}   {line.text}",),
+        freed=freed.stack[0] if freed is not None and freed.path else None,
+        text=tuple(text),
         reason="a pass ran over that node before, and freed what it had saved.",
         fixes=("read it before the pass that frees it; hodiff.graph.inspect(tensor) shows states without reading.",),
         certain=True,
     )
+
+
+def _freed_node(frame: Any, record: Record | None) -> tuple[str, Pass | None]:
+    """The variable of a frame that holds a node which a pass freed, and the pass."""
+    for name, value in dict(frame.f_locals).items():
+        if (
+            isinstance(value, torch.autograd.graph.Node)
+            and record is not None
+            and (call := record.tag(value)) is not None
+        ):
+            return name, call
+    return "", None
+
+
+def _last_line(error: BaseException) -> Line | None:
+    """The innermost of the user's lines that an exception came through."""
+    mine = [step for step in _trace(error.__traceback__) if is_users(step.tb_frame.f_code)]
+    return Line(mine[-1].tb_frame.f_code.co_filename, mine[-1].tb_lineno) if mine else None
 
 
 _ENTRIES = {call.__code__: name for call, (name, _) in PASSES.items()}

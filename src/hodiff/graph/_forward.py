@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff.graph import _calls, _source
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line
+from hodiff.graph._source import Line, at
 from hodiff.graph._stale import ACTIVATIONS
 
 
@@ -33,34 +33,30 @@ class Rule(NamedTuple):
     words: str
     cause: str
     sentence: str
-    fix: Callable[[Refused], str | None]
     unknown: str
+    fix: Callable[[Refused], str | None] | None = None
 
 
-def _in_place_leaf(refused: Refused) -> str | None:
-    at = f"{refused.line} ({refused.line.text})"
-    if refused.call in ACTIVATIONS:
-        return f"let the module or function at {at} not work in place: inplace=False."
+def _of_leaf(refused: Refused) -> str | None:
+    """Without a record: unless another value that requires grad goes in, which that would cut off."""
     args, kwargs = refused.arguments
-    others = _calls.tensors_in([*args[1:], *kwargs.values()])
-    if any(tensor.requires_grad for tensor in others):  # no_grad would cut these off
+    if any(tensor.requires_grad for tensor in _calls.tensors_in([*args[1:], *kwargs.values()])):
         return None
-    return f"change its value without a record: put {at} into `with torch.no_grad():`."
+    also = "".join(f"\nThe same goes for {at(line)}." for line in _source.also_changed(refused.line)[:SHOWN])
+    return f"change its value without a record: put {at(refused.line)} into `with torch.no_grad():`.{also}"
 
 
-def _inference(refused: Refused) -> str | None:
-    return None
+def _of_view(refused: Refused) -> str | None:
+    """Shapes alone: the same without a change. Else, what the view is of may be read later, and must change with it."""
+    if refused.call not in SHAPES:
+        return None
+    new = refused.call[:-1]
+    return f"use {new} instead of {refused.call} at {at(refused.line)}: it leaves the tensor as it is."
 
 
-def _view(refused: Refused) -> str | None:
-    at = f"{refused.line} ({refused.line.text})"
-    if refused.call in ACTIVATIONS:
-        return f"let the module or function at {at} not work in place: inplace=False."
-    return None  # what the view is of may be read later: a copy would leave that as it was
-
-
-def _copied(refused: Refused) -> str | None:
-    return None
+SHAPES = ("squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "detach_")
+"""What changes how a tensor looks at its memory, and has a form that gives another tensor."""
+SHOWN = 3
 
 
 RULES = (
@@ -68,15 +64,14 @@ RULES = (
         "leaf Variable that requires grad is being used in an in-place operation",
         "refused in place",
         "a leaf that requires grad was to be changed in place while operations are recorded.",
-        _in_place_leaf,
         "whether the new value is to be part of the graph. If so, make a new tensor of another name:\n"
         "w = p + ...; an update of a parameter is made under torch.no_grad().",
+        _of_leaf,
     ),
     Rule(
         "nference tensors cannot be saved for backward",
         "inference tensor",
         "it was made under inference_mode, which forbids it in any graph.",
-        _inference,
         "where it was made. Make it under torch.no_grad() instead of inference_mode(); a .clone() of it, made\n"
         "outside, is an ordinary constant.",
     ),
@@ -84,22 +79,27 @@ RULES = (
         "nplace update to inference tensor",
         "inference tensor",
         "it was made under inference_mode, and cannot be changed outside.",
-        _inference,
         "where it was made. Make it under torch.no_grad() instead of inference_mode(), or change a .clone() of it.",
+    ),
+    Rule(
+        "BackwardHookFunction",
+        "refused in place",
+        "a full backward hook makes what its module takes or returns a view that may not be changed in place.",
+        "who reads the changed values: make the change to a new tensor, or leave the hook out.",
+        _of_view,
     ),
     Rule(
         "is a view and is being modified inplace",
         "refused in place",
-        "it is one of several views that an operation or a hook gave, and those may not be changed in place.",
-        _view,
+        "it is one of several views that an operation gave, and those may not be changed in place.",
         "who reads the changed values. Where it is what the views are of, compute all of that anew (x = (x - m) / s);\n"
         "a copy of the view would leave it unchanged.",
+        _of_view,
     ),
     Rule(
         "support the deepcopy protocol",
         "copied",
         "a tensor with a graph was to be copied: an attribute of the object holds a result of its forward.",
-        _copied,
         "whether that attribute is to keep its graph. Copy before the first forward; or keep a detached value in it,\n"
         "and the one that is trained through in a local variable.",
     ),
@@ -113,15 +113,21 @@ def explain(refused: Refused) -> Explanation | None:
     if rule is None:
         return None
     line = refused.line
-    variable = (
-        next((name for name in _source.changed_at(line)), "") if rule.cause == "refused in place" else _which(refused)
-    )
+    in_place = rule.cause == "refused in place"
+    variable = _changed(refused) if in_place else _which(refused)
     text = [
         f"refused: {refused.call}" + (f", of `{variable}`" if variable else ""),
         f"  at           {line}   {line.text}",
     ]
-    text += [f"  called from  {outer}   {outer.text}" for outer in refused.lines[-1:] if outer != line]
-    fix = rule.fix(refused)
+    text += [
+        f"  called from  {outer}   {outer.text}"
+        for outer in dict.fromkeys(refused.lines[1:2] + refused.lines[-1:])
+        if outer != line
+    ]
+    if in_place and refused.call in ACTIVATIONS:
+        fix = f"let the module or function at {at(line)} not work in place: inplace=False."
+    else:
+        fix = rule.fix(refused) if rule.fix is not None else None
     return refused.case.explanation(
         rule.cause,
         variable=variable,
@@ -131,6 +137,12 @@ def explain(refused: Refused) -> Explanation | None:
         fixes=(fix,) if fix is not None else (),
         unknown=() if fix is not None else (rule.unknown,),
     )
+
+
+def _changed(refused: Refused) -> str:
+    """What the line was to change."""
+    names = _source.changed_at(refused.line)
+    return names[0] if names else _source.receiver(refused.line, refused.call)
 
 
 def _which(refused: Refused) -> str:

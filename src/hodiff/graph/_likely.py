@@ -174,15 +174,5 @@ def _other_loss(case: Case, needing: set[Node]) -> Likely | None:
 
 def _needing(roots: list[Node]) -> set[Node]:
     """The nodes below some roots that cannot run: those that were freed, and all that lead to one."""
-    parents: dict[Node, list[Node]] = {}
-    nodes = _nodes.walk(roots)
-    for node, children in nodes.items():
-        for child in children:
-            parents.setdefault(child, []).append(node)
-    found = {node for node in nodes if _predict.trouble(node) == "freed"}
-    stack = list(found)
-    while stack:
-        above = [parent for parent in parents.get(stack.pop(), ()) if parent not in found]
-        found.update(above)
-        stack += above
-    return found
+    graph = _nodes.walk(roots)
+    return _nodes.leading_to(graph, [node for node in graph if _predict.trouble(node) == "freed"])

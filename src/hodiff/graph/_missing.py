@@ -8,7 +8,7 @@ from hodiff._core import _nodes, _translate
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _source
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line
+from hodiff.graph._source import Line, lines_of
 
 TEXTS = (
     "does not currently support double backward",
@@ -70,12 +70,20 @@ def _line(case: Case, nodes: list[Node], operation: str, compiled: bool) -> Line
     for node in nodes:
         name = type(node).__name__.lower().removesuffix("backward0").removesuffix("backward")
         if (compiled and "compiled" in name) or (key and name == key):
-            line = case.record.made(node) or _assigned(case, node)
+            line = (_of_compiled(case, node) if compiled else case.record.made(node)) or _assigned(case, node)
             found += [(_saved.sequence(node), line)] if line is not None else []
     if found:  # the first is of the forward; those that a pass made come later
         return min(found)[1]
     made = [case.record.made(node) for node in nodes if _saved.is_raising(node)]
     return next((line for line in made if line is not None), None)
+
+
+def _of_compiled(case: Case, node: Node) -> Line | None:
+    """The line of a compiled call, which no watch sees: where what its pass differentiates was assigned, if once."""
+    made = case.record.made(node) if case.record is not None else None
+    variable = _source.target_of(made) if made is not None else ""
+    numbers = _source.assignments(variable, made) if variable and made is not None else []
+    return Line(made.file, numbers[0]) if made is not None and len(numbers) == 1 else made
 
 
 def _assigned(case: Case, node: Node) -> Line | None:
@@ -97,9 +105,13 @@ def recomputed(case: Case) -> Explanation | None:
         + ("more or fewer tensors" if number else "tensors of another shape, dtype or device")
         + " than in the forward."
     )
-    text = [f"  failing call {case.call or case.line}"]
+    outer, changes = _checkpointed(case)
+    text = [f"  at           {outer}   {outer.text}"] if outer is not None else []
+    text += [f"  it changes   {line}   {line.text}" for line in changes[:SHOWN]]
+    text.append(f"  failing call {case.call or case.line}")
     return case.explanation(
         "recomputed otherwise",
+        created=outer,
         text=("a checkpointed function computes otherwise the second time", *text),
         reason=reason,
         unknown=(
@@ -110,11 +122,32 @@ def recomputed(case: Case) -> Explanation | None:
     )
 
 
-def unpacked_twice(case: Case) -> Explanation | None:
+def _checkpointed(case: Case) -> tuple[Line | None, list[Line]]:
+    """The line of the checkpoint, and those within it that leave something in an object for the second run to meet."""
+    changes: dict[Line, None] = {}
+    outer: Line | None = None
+    for node in _nodes.walk(case.roots):
+        lines = lines_of(case.record.path(node)) if case.record is not None else ()
+        index = next((number for number, line in enumerate(lines) if _source.calls(line, "checkpoint")), None)
+        if index is not None:
+            outer = lines[index]
+            for line in lines[:index]:
+                changes.update(dict.fromkeys(_source.kept_at(line)))
+    return outer, sorted(changes)
+
+
+SHOWN = 4
+
+
+def unpacked_twice(case: Case, line: Line | None) -> Explanation | None:
     """The explanation of a Function that reads what it saved twice, under a checkpoint."""
+    text = [f"  at           {line}   {line.text}"] if line is not None else []
     return case.explanation(
         "recomputed otherwise",
-        text=(f"failing call {case.call or case.line}",),
+        variable="ctx.saved_tensors",
+        created=line,
+        text=("`ctx.saved_tensors` was read twice", *text, f"  failing call {case.call or case.line}"),
         reason="under a checkpoint each saved tensor is computed again for one reading, and something read one twice.",
-        fixes=("read ctx.saved_tensors once in a backward, into variables.",),
+        fixes=("read ctx.saved_tensors once in a backward, into a variable, and use that.",),
+        certain=True,
     )

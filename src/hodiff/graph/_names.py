@@ -95,6 +95,7 @@ class Names:
         self.storages: dict[int, str] = {}
         self.values: dict[str, Any] = {}  # the variables themselves, by name, the innermost first
         self.owners: dict[str, CodeType] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._kept: list[Tensor] = []  # identities stay true while this lives
         self._seen: set[int] = set()
         self._budget = budget
@@ -125,6 +126,8 @@ class Names:
                 self._add(path, value)
             elif depth <= DEPTH and id(value) not in self._seen:
                 self._seen.add(id(value))
+                if isinstance(value, torch.optim.Optimizer):
+                    self.optimizers.append(value)
                 queue.extend((f"{path}{step}", item, depth + 1) for step, item in _inside(value))
 
     def _add(self, path: str, tensor: Tensor) -> None:

@@ -41,6 +41,8 @@ ALIVE, STALE, FREED, PACKED, RELEASED, NONE, UNKNOWN = (
 
 FREED_TEXT = "a second time"
 STALE_TEXT = "modified by an inplace operation"
+ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+"""The code that runs a pass: what a traceback has below it ran while the pass did. None: it cannot be told."""
 
 _BUILTIN = re.compile(r".*Backward\d*$")
 _EMPTY = frozenset({"AccumulateGrad", "CopyBackwards", "UndefinedGradBackward", "GraphRoot", "Identity"})

@@ -27,6 +27,11 @@ class Line(NamedTuple):
         return f"{os.path.basename(self.file)}:{self.number}"
 
 
+def at(line: Line | None) -> str:
+    """A line for a sentence: where it is, and what it says."""
+    return f"{line} ({line.text})" if line is not None else "the failing call"
+
+
 def line_of(frame: FrameType) -> Line:
     """The line that a frame is at."""
     return Line(frame.f_code.co_filename, frame.f_lineno or 0)
@@ -270,6 +275,53 @@ def given_by(line: Line) -> list[str]:
     if isinstance(node, ast.Assign) and any(isinstance(target, (ast.Tuple, ast.List)) for target in node.targets):
         return []
     return targets(node) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else []
+
+
+def is_call(line: Line) -> bool:
+    """Whether the statement at a line is a call, an assignment of one, or a `return` of one."""
+    return isinstance(getattr(_simple(line), "value", None), ast.Call)
+
+
+def reads(node: ast.AST, name: str) -> bool:
+    """Whether a statement reads a variable."""
+    return any(
+        isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Load) and ast.unparse(each) == name
+        for each in ast.walk(node)
+    )
+
+
+def receiver(line: Line, method: str) -> str:
+    """What the statement at a line calls a method of: `hx[i]` in `[hx[i].squeeze_(0) for i in ...]`."""
+    node = _simple(line)
+    for each in ast.walk(node) if node is not None else ():
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == method:
+            return ast.unparse(each.func.value)
+    return ""
+
+
+def also_changed(line: Line) -> list[Line]:
+    """The later lines of the function around a line that change the same variable in place."""
+    names = {base(name) for name in changed_at(line)}
+    later = [Line(line.file, each.lineno) for each in statements(line) if each.lineno > line.number]
+    return [each for each in later if names & {base(name) for name in changed_at(each)}]
+
+
+def kept_at(line: Line) -> list[Line]:
+    """The lines of the function around a line that leave something in an object: `self.n += 1`, `cache[k] = v`."""
+    return [
+        Line(line.file, each.lineno)
+        for each in statements(line)
+        if any("." in target or "[" in target for target in targets(each))
+    ]
+
+
+def calls(line: Line, name: str) -> bool:
+    """Whether the statement at a line calls a function of that name."""
+    node = _simple(line)
+    return any(
+        isinstance(each, ast.Call) and ast.unparse(each.func).rpartition(".")[2] == name
+        for each in (ast.walk(node) if node is not None else ())
+    )
 
 
 def returns(line: Line) -> bool:

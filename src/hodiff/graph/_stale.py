@@ -9,7 +9,7 @@ from torch import Tensor
 from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved, _second_time, _source
 from hodiff.graph._case import Case, Change, Explanation
-from hodiff.graph._source import Line
+from hodiff.graph._source import Line, lines_of
 
 ACTIVATIONS = frozenset(
     {"relu_", "relu6", "relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "rrelu_", "threshold_", "hardtanh"}
@@ -49,6 +49,7 @@ def explain(case: Case) -> Explanation | None:
         text.append(f"  saved at     {made}   {made.text}")
     if change is not None:
         text.append(f"  changed at   {change.line}   {change.line.text}")
+        text += [f"  called from  {line}   {line.text}" for line in _callers(case, change)]
     text.append(f"  failing call {case.call or (f'{case.line}   {case.line.text}' if case.line is not None else '?')}")
     fixes, unknown = _advice(case, stale, change, made)
     return case.explanation(
@@ -128,6 +129,13 @@ def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str
         "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
         f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
     ]
+
+
+def _callers(case: Case, change: Change) -> list[Line]:
+    """How the program came to the change, where that is not how it came to the pass."""
+    here = case.call.stack if case.call is not None else ()
+    lines = [line for line in lines_of(change.path)[1:] if line not in here]
+    return lines[:1]
 
 
 def _last_change(case: Case, change: Change | None) -> Change | None:

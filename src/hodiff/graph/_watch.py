@@ -8,6 +8,7 @@ with the variable, in a dict that the node owns.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -109,7 +110,7 @@ class Watch(TorchFunctionMode):
         self._paths: dict[Key, Key] = {}  # each once
         self._kinds: dict[Any, int] = {}
         self._lost: dict[int, tuple[Any, Lost]] = {}
-        self._off: dict[Key, str] = {}
+        self._off: dict[Key, tuple[str, Line | None]] = {}
         self._changed: dict[int, Change] = {}
         self._changes = 0
         self._latest_cut: Lost | None = None
@@ -127,6 +128,9 @@ class Watch(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
+        if isinstance(exc[1], RuntimeError):
+            with contextlib.suppress(Exception):  # an explanation must not hide what it explains
+                _explain.left(exc[1], self)
         if self in _recording.here:
             _recording.here.remove(self)
         self._entered = None
@@ -194,14 +198,14 @@ class Watch(TorchFunctionMode):
 
     def _note_lost(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
-        name = getattr(func, "__name__", "")
+        name, line = getattr(func, "__name__", ""), None
         if kind == CUT:
             lost = "detached" if name in ("detach", "detach_", "__get__") else "constant"
         else:
             inherited = None
             for tensor in tensors_in(arguments):
                 if tensor.requires_grad:
-                    lost = self._reason(result, frame)
+                    lost, line = self._reason(result, frame)
                     break
                 inherited = inherited or self._lost.get(id(tensor))
             else:
@@ -209,19 +213,21 @@ class Watch(TorchFunctionMode):
                     self._remember(result, inherited[1])
                 return
         if kind == OPERATION or arguments[0][0].requires_grad:
-            found = Lost(lost, lines_of(self._path(frame))[0], name)
+            found = Lost(lost, line or lines_of(self._path(frame))[0], name)
             if kind == CUT and name != "__get__":
                 self._latest_cut = found
             self._cut(result, found, arguments)
 
-    def _reason(self, result: Any, frame: FrameType) -> str:
-        """Why an operation on tensors with a graph gave one without."""
+    def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
+        """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""
         if torch.is_grad_enabled():
-            return "discrete" if isinstance(result, Tensor) and not result.is_floating_point() else "constant"
+            return "discrete" if isinstance(result, Tensor) and not result.is_floating_point() else "constant", None
         path = self._path(frame)
         if path not in self._off:
-            self._off[path] = _calls.surroundings(frame)
-        return self._off[path] or "no_grad"
+            kind, around = _calls.surroundings(frame)
+            user = next(user_frames(around), None) if kind == "checkpoint" else None
+            self._off[path] = kind or "no_grad", None if user is None else line_of(user)
+        return self._off[path]
 
     def _cut(self, result: Any, lost: Lost, sources: Any) -> None:
         """Here the graph of `sources` ended: the result, a tensor or a number, is not in it."""
@@ -370,18 +376,8 @@ class Watch(TorchFunctionMode):
 
     def _spent(self, nodes: list[Node]) -> list[Node]:
         """Those that a failing pass ran: what it freed, and all above, as a node waits for those."""
-        fresh = [node for node in nodes if self.tag(node) is None]
-        ran = {node for node in fresh if _predict.trouble(node) == "freed"}
-        parents: dict[Node, list[Node]] = {}
-        for node in fresh:
-            for child in _saved.children(node):
-                parents.setdefault(child, []).append(node)
-        stack = list(ran)
-        while stack:
-            above = [parent for parent in parents.get(stack.pop(), ()) if parent not in ran]
-            ran.update(above)
-            stack += above
-        return list(ran)
+        fresh = {node: list(_saved.children(node)) for node in nodes if self.tag(node) is None}
+        return list(_nodes.leading_to(fresh, [node for node in fresh if _predict.trouble(node) == "freed"]))
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
