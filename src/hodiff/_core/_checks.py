@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,11 @@ def check_integer(value: Any, name: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name}: got {value!r}, expected an integer of at least {least}.")
     return value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is an int or a float, and finite."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def check_chunk_size(value: int | str) -> int | None:

@@ -43,3 +43,8 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
         else:
             drawn.bernoulli_(generator=generator).mul_(2).sub_(1)
     return drawn.to(like)
+
+
+def standard_error(estimates: Tensor) -> Tensor | None:
+    """That of the mean of independent estimates, along the first dimension; None of a single one."""
+    return estimates.std(0) / len(estimates) ** 0.5 if len(estimates) > 1 else None

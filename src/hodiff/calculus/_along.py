@@ -20,6 +20,11 @@ class Lines(NamedTuple):
     drift: Tensor | None
 
 
+def entries(output: Tensor, batch_ndim: int) -> tuple[Tensor, ...]:
+    """The entries of an output for each sample, one tensor of the batch's shape for each."""
+    return output.flatten(batch_ndim).unbind(-1) if output.ndim > batch_ndim else (output,)
+
+
 def by_entries(
     ev: Graph,
     output: Tensor,
@@ -40,11 +45,11 @@ def by_entries(
         chunk_size: How many lines one pass takes; None bounds its memory.
     """
     vectors = vectors.clone() if vectors.is_inference() else vectors
-    entries = output.flatten(ev.batch_ndim).unbind(-1) if output.ndim > ev.batch_ndim else (output,)
+    columns = entries(output, ev.batch_ndim)
     seconds, firsts, drifts = [], [], []
-    for k, entry in enumerate(entries):
+    for k, entry in enumerate(columns):
         (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
-        seconds.append(_seconds(ev, gradient, vectors, chunk_size, more=k < len(entries) - 1))
+        seconds.append(_seconds(ev, gradient, vectors, chunk_size, more=k < len(columns) - 1))
         if first:
             firsts.append(_inner(gradient, vectors, ev.batch_ndim))
         if drift is not None:

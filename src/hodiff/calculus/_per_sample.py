@@ -71,7 +71,9 @@ def per_sample_grad(
         its own (`torch.vmap`), and one pass for each chunk. What that gives is held against the whole batch: the
         losses one by one, and the sum of the gradients. Where they differ (BatchNorm mixes the samples), where `f`
         draws random numbers, does not run under `vmap`, or the result is to be differentiated, it is N passes over
-        the whole batch instead, in chunks. Memory: the result, N times the parameters.
+        the whole batch instead, in chunks. Memory: the result, N times the parameters. Measured, a perceptron with 64
+        to 512 samples takes 1.4 to 2.1 of plain `vmap(grad)`: the comparison evaluates once more, and reads the
+        result twice.
 
     Examples:
         Of \((w x_i - y_i)^2\) it is \(2 x_i (w x_i - y_i)\):
@@ -108,26 +110,24 @@ class Samples:
     """The user's function at a batch, or at some samples of it."""
 
     def __init__(self, f: Callable[..., Any], batch: Any) -> None:
-        self._f, self._whole = f, batch
-        self._some: Any = None
-        self._cut = False
+        self._f, self._whole, self._seen = f, batch, batch
 
     def __call__(self, where: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._f(where, self._some if self._cut else self._whole, *args, **kwargs)
+        return self._f(where, self._seen, *args, **kwargs)
 
     def tensors(self, count: int) -> list[Tensor]:
         """Those tensors of the batch that have a row for each sample."""
         return [leaf for leaf in _tree.flatten(self._whole)[0] if _has_rows(leaf, count)]
 
     def with_rows(self, rows: Sequence[Tensor], count: int) -> None:
-        """Let the function see a batch of one sample, or the whole again."""
+        """Let the function see a batch of one sample, with these rows."""
         given = iter(rows)
         replaced = lambda leaf: next(given).unsqueeze(0) if _has_rows(leaf, count) else leaf  # noqa: E731
-        self._some, self._cut = _tree.tree_map(replaced, self._whole), True
+        self._seen = _tree.tree_map(replaced, self._whole)
 
     def whole(self) -> None:
         """Let the function see the whole batch again."""
-        self._some, self._cut = None, False
+        self._seen = self._whole
 
 
 def _has_rows(leaf: Any, count: int) -> bool:
@@ -166,13 +166,13 @@ def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) 
             rows = rows or [leaf.new_empty((count, *leaf.shape)) for leaf in ev.leaves]
             for row, gradient in zip(rows, found, strict=True):
                 row[part] = gradient
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+    except (RuntimeError, TypeError, ValueError, IndexError):
         return None  # no batching rule, Python that looks at values, a change in place: the rows need none of these
     finally:
         samples.whole()
         ev.put_back()
-    sums = zip(rows, total, strict=True)
-    return rows if all(_agree(row.sum(0), whole, _size(row)) for row, whole in sums) else None
+    pairs = zip(rows, total, strict=True)
+    return rows if all(_add_up(row, whole) for row, whole in pairs) else None
 
 
 def _chunk(ev: Graph, samples: Samples, batch: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
@@ -188,9 +188,19 @@ def _chunk(ev: Graph, samples: Samples, batch: list[Tensor], count: int) -> tupl
     return values.detach(), _reverse.pull(ev, [values], [None], inputs=own)
 
 
-def _size(row: Tensor) -> Tensor:
-    """About how large a sum of the rows would be, were their signs random."""
-    return torch.linalg.vector_norm(row) / max(1, row[0].numel()) ** 0.5
+def _add_up(rows: Tensor, total: Tensor) -> bool:
+    """Whether the rows add up to the gradient of the whole batch, entry by entry."""
+    # In the order of memory: a pass may give rows whose dimensions are turned, and their sum takes thirty times longer.
+    order = sorted(range(total.ndim), key=lambda dim: rows.stride(dim + 1), reverse=True)
+    lines = rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), -1)
+    # About how large a sum would be, were the signs random.
+    size = torch.linalg.vector_norm(lines) / max(1, lines.shape[1]) ** 0.5
+    if lines.element_size() < 4:  # whose matrix products may add up in their own dtype
+        added = lines.sum(0)
+    else:
+        with torch.autocast(rows.device.type, enabled=False):
+            added = lines.new_ones(len(rows)) @ lines  # quicker than a sum
+    return _agree(added, total.permute(order).reshape(-1), size)
 
 
 def _agree(found: Tensor, expected: Tensor, size: Tensor) -> bool:
@@ -201,7 +211,9 @@ def _agree(found: Tensor, expected: Tensor, size: Tensor) -> bool:
 
 def _auto(ev: Graph, losses: Tensor) -> int:
     """How many samples to take at once: as many as keep their gradients and activations within bounds."""
-    largest = _nodes.largest_output(_nodes.survey([losses])) // max(1, losses.shape[0])
-    elements = sum(leaf.numel() for leaf in ev.leaves)
+    largest, count = _nodes.largest_output(_nodes.survey([losses])), losses.shape[0]
     itemsize = max(leaf.element_size() for leaf in ev.leaves)
-    return max(1, _reverse.CHUNK_BYTES // max(1, (8 * largest + 4 * elements) * itemsize))
+    if 8 * largest * itemsize <= _reverse.CHUNK_BYTES:
+        return count  # the pass writes the result itself: chunks would be copied into it
+    elements = sum(leaf.numel() for leaf in ev.leaves)
+    return max(1, _reverse.CHUNK_BYTES // max(1, (8 * largest // count + 4 * elements) * itemsize))

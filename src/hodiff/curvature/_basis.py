@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hodiff.curvature._space import as_given
+
 Multiply = Callable[[Tensor], Tensor]
 Draw = Callable[[], Tensor]
 
@@ -80,11 +82,9 @@ class Basis:
         norm = float(w.norm())
         for _ in range(3):
             before = norm
-            basis = self.vectors[:count]
-            part = basis @ w
-            w = torch.addmv(w, basis.T, part, alpha=-1)
+            w, part = without(w, self.vectors[:count])
             if len(self._locked):
-                w = torch.addmv(w, self._locked.T, self._locked @ w, alpha=-1)
+                w, _ = without(w, self._locked)
             total += part.double().cpu()
             norm = float(w.norm())
             if norm > 0.5 * before or norm <= self._eps * self.scale:
@@ -103,7 +103,7 @@ class Basis:
             for _ in range(3):
                 for basis in (self.vectors[:count], self._locked):
                     if len(basis):
-                        w = torch.addmv(w, basis.T, basis @ w, alpha=-1)
+                        w, _ = without(w, basis)
                 norm = float(w.norm())
                 if norm == 0:
                     break
@@ -126,7 +126,8 @@ class Basis:
     def combine(self, coordinates: Tensor) -> Tensor:
         """The vector with these coordinates in the basis; for columns of them, vectors as rows."""
         coordinates = coordinates.to(self.vectors)
-        return (coordinates if coordinates.ndim == 1 else coordinates.T) @ self.vectors[: len(coordinates)]
+        with as_given(coordinates):
+            return (coordinates if coordinates.ndim == 1 else coordinates.T) @ self.vectors[: len(coordinates)]
 
     def restart(self, coordinates: Tensor, square: Tensor) -> None:
         """Keep only an invariant subspace of the projection, which is `square` on it, and the vector that was next."""
@@ -139,3 +140,10 @@ class Basis:
         self.projection[:count, :count] = square
         self.projection[count, :count] = left
         self.size = count
+
+
+def without(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """A vector without its parts in a basis, and these."""
+    with as_given(w):
+        part = basis @ w
+        return torch.addmv(w, basis.T, part, alpha=-1), part

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hodiff._core import _checks
 from hodiff._core._options import Probes
+from hodiff._core._random_vectors import standard_error
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     RandomVectors,
     check_rtol,
     check_square,
     reached,
-    standard_error,
     warn_not_converged,
 )
 from hodiff.curvature._quadrature import Rules, exact_rules, rules
@@ -183,7 +183,7 @@ def logdet(
         Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
     check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
-    if isinstance(shift, bool) or not isinstance(shift, (int, float)) or not math.isfinite(shift):
+    if not _checks.is_number(shift):
         raise InputError(f"shift: got {shift!r}, expected a number.")
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     check_rtol(rtol, drawn.number)
@@ -248,6 +248,5 @@ def extent(found: Rules) -> tuple[float, float]:
 
 
 def _check_width(width: object) -> None:
-    fine = isinstance(width, (int, float)) and not isinstance(width, bool) and 0 < width < math.inf
-    if width is not None and not fine:
+    if width is not None and (not _checks.is_number(width) or width <= 0):
         raise InputError(f"width: got {width!r}, expected a positive number, or None.")

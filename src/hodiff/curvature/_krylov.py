@@ -31,7 +31,7 @@ def conjugate_gradients(
     """A x = b from zero, until |r| <= tolerance; `d'Ad <= 0` ends it. Products round by `eps`."""
     x, r = torch.zeros_like(b), b.clone()
     z = inverse(r)
-    d, rz = z.clone(), _dot(r, z)
+    d, rz = z.clone(), dot(r, z)
     if rz <= 0:
         raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
     largest = 0.0
@@ -39,7 +39,7 @@ def conjugate_gradients(
     best = x
     while left() > 0:
         image = product(d)
-        curvature, length = _dot(d, image), float(d.norm())
+        curvature, length = dot(d, image), float(d.norm())
         # Along a null vector the curvature is what rounding leaves of the largest, and steps towards it are huge.
         largest = max(largest, float(image.norm()) / length)
         if not curvature > eps * largest * length**2:
@@ -54,7 +54,7 @@ def conjugate_gradients(
         if size < least:
             best, least = x, size
         z = inverse(r)
-        before, rz = rz, _dot(r, z)
+        before, rz = rz, dot(r, z)
         if rz <= 0:
             return Run(x, "stagnation", size)
         d = torch.add(z, d, alpha=rz / before)
@@ -68,7 +68,7 @@ def minres(
     x = torch.zeros_like(b)
     r1 = r2 = b.clone()
     y = inverse(b)
-    beta = _dot(b, y)
+    beta = dot(b, y)
     if beta <= 0:
         raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
     beta = first = beta**0.5
@@ -82,11 +82,11 @@ def minres(
         y = product(v)
         if beta_old:
             y = torch.add(y, r1, alpha=-beta / beta_old)
-        alpha = _dot(v, y)
+        alpha = dot(v, y)
         y = torch.add(y, r2, alpha=-alpha / beta)
         r1, r2 = r2, y
         y = inverse(r2)
-        beta_old, beta = beta, max(_dot(r2, y), 0.0) ** 0.5
+        beta_old, beta = beta, max(dot(r2, y), 0.0) ** 0.5
         scale = max(scale, abs(alpha), beta)
         epsilon_old, delta = epsilon, cs * dbar + sn * alpha
         gbar, epsilon, dbar = sn * dbar - cs * alpha, sn * beta, -cs * beta
@@ -105,5 +105,6 @@ def minres(
     return Run(x, "budget", None)
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
+def dot(a: Tensor, b: Tensor) -> float:
+    """The inner product of two flat vectors."""
     return float(torch.dot(a, b))

@@ -11,7 +11,7 @@ from torch import Tensor
 from hodiff._core import _reverse
 from hodiff._core._checks import check_real_tensor
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._space import Parts, Space
+from hodiff.curvature._space import Parts, Space, as_given
 from hodiff.errors import InputError
 
 
@@ -70,7 +70,7 @@ class MatrixOperator(LinearOperator):
         (rows,) = parts
         if self._matrix.ndim == 1:
             return [rows * self._matrix]
-        with torch.autocast(rows.device.type, enabled=False):
+        with as_given(rows):
             return [rows @ self._matrix.t()]
 
     def _transposed(self) -> LinearOperator:

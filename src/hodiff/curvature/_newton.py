@@ -97,7 +97,7 @@ class NewtonCG(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its `damping` checked."""
         damping = param_group.get("damping", self.defaults["damping"])
-        if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 <= damping < math.inf:
+        if not _checks.is_number(damping) or damping < 0:
             raise InputError(f"damping: got {damping!r}, expected a number of at least 0.")
         super().add_param_group(param_group)
 
@@ -213,7 +213,7 @@ def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
         H = HessianOperator(loss, tensors)
         _ = H.value
     except GraphError as error:
-        if "freed" in str(error):
+        if error._facts.kind == "freed":
             raise GraphError(
                 "closure: the graph of its loss has been freed; NewtonCG's closure returns the loss and does not call "
                 "backward()."
@@ -242,5 +242,5 @@ def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomStat
 
 
 def _check_positive(value: Any, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if not _checks.is_number(value) or value <= 0:
         raise InputError(f"{name}: got {value!r}, expected a number above 0.")

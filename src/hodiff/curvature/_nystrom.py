@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from hodiff._core import _checks, _random_vectors, _reverse
 from hodiff.curvature._operator import BlockOperator, LinearOperator
 from hodiff.curvature._probes import check_square, flat_product
-from hodiff.curvature._space import Parts, Space, sum_dtype
+from hodiff.curvature._space import Parts, Space, as_given, sum_dtype
 from hodiff.errors import InputError
 
 
@@ -61,8 +60,7 @@ def nystrom(
     size = operator.shape[0]
     if _checks.check_integer(rank, "rank", least=1) > size:
         raise InputError(f"rank: got {rank}, and the operator has {size} columns.")
-    number = isinstance(shift, (int, float)) and not isinstance(shift, bool)
-    if not number or not 0 < shift < math.inf:
+    if not _checks.is_number(shift) or shift <= 0:
         raise InputError(f"shift: got {shift!r}, expected a positive number: the damping of the system.")
     _random_vectors.check_generator(generator)
     like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
@@ -119,7 +117,7 @@ class NystromOperator(LinearOperator):
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         rows = self._space.join(parts, count).to(self._vectors.dtype)
-        with torch.autocast(rows.device.type, enabled=False):
+        with as_given(rows):
             found = self._rest * rows + ((rows @ self._vectors) * self._beyond) @ self._vectors.T
         return self._space.split(found.to(self._space.dtype))
 

@@ -89,15 +89,10 @@ def check_square(operator: object, name: str, *, symmetric: bool = False, instea
 
 def check_rtol(rtol: object, number: int | None = None) -> None:
     """Raise unless the tolerance is a positive number, or None; and where so many vectors cannot tell the error."""
-    if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol > 0):
+    if rtol is not None and (not _checks.is_number(rtol) or rtol <= 0):
         raise InputError(f"rtol: got {rtol!r}, expected a positive number, or None.")
     if rtol is not None and number == 1:
         raise InputError("rtol: one random vector does not tell its error; give several, or no rtol.")
-
-
-def standard_error(estimates: Tensor) -> Tensor | None:
-    """That of the mean of independent estimates, along the first dimension; None of a single one."""
-    return estimates.std(0) / len(estimates) ** 0.5 if len(estimates) > 1 else None
 
 
 def reached(value: Tensor, error: Tensor | None, rtol: float | None) -> bool | None:
@@ -125,6 +120,12 @@ def check_finite(product: Tensor, name: str) -> Tensor:
             f"finite, and the function smooth where they are (sqrt at 0, norm at 0)?"
         )
     return product
+
+
+def power_of_two(product: Tensor) -> float:
+    """One near the largest entry, to measure products in: squares of very large or small ones have no place; or 0."""
+    largest = float(product.abs().max())
+    return 2.0 ** max(-1000, min(1000, math.frexp(largest)[1])) if largest else 0.0
 
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:

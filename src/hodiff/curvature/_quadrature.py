@@ -6,15 +6,15 @@ entries of its eigenvectors, |z|² Σ τ f(θ) is Gauss's rule for z'f(A)z, whos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hodiff.curvature._lanczos import lanczos
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import RandomVectors, check_finite, flat_product
+from hodiff.curvature._probes import RandomVectors
 from hodiff.curvature._space import sum_dtype
 
 BASIS_BYTES = 256 * 2**20
@@ -87,7 +87,7 @@ def _joined(first: Rules, second: Rules) -> Rules:
 
 
 def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Rules:
-    diagonal, beside, whole, unit = _lanczos(operator, rows, steps, name)
+    diagonal, beside, whole, unit = lanczos(operator, rows, steps, name)
     squares = rows.double().square().sum(1).cpu() / operator.shape[0]
     fine, *coarser = (
         _gauss(diagonal[:, :count], beside[:, : count - 1], squares, unit)
@@ -100,56 +100,3 @@ def _gauss(diagonal: Tensor, beside: Tensor, squares: Tensor, unit: float) -> tu
     T = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
     nodes, vectors = torch.linalg.eigh(T)
     return nodes * unit, vectors[:, 0].square() * squares[:, None]
-
-
-def _lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> tuple[Tensor, Tensor, Tensor, float]:
-    """K Lanczos processes side by side, each kept orthogonal.
-
-    Gives the diagonals, what is beside them, whether a space was exhausted, and the unit of the numbers. A process
-    whose space is exhausted goes on with zeros, to which its rule gives no weight.
-    """
-    count, size = rows.shape
-    eps = torch.finfo(operator.dtype).eps
-    basis = rows.new_zeros((count, steps, size))
-    diagonal = torch.zeros((count, steps), dtype=torch.float64)
-    beside = torch.zeros((count, steps - 1), dtype=torch.float64)
-    v, unit, scale = rows / rows.norm(dim=1, keepdim=True), 0.0, 0.0
-    whole, norms = torch.zeros(count, dtype=torch.bool), rows.new_zeros(count)
-    for j in range(steps):
-        basis[:, j] = v
-        image = check_finite(_products(operator, v), name)
-        if not unit and (largest := float(image.abs().max())):
-            unit = 2.0 ** max(-1000, min(1000, math.frexp(largest)[1]))
-        w = image / (unit or 1.0)
-        part = (v * w).sum(1)
-        diagonal[:, j] = part.double().cpu()
-        w = w - part[:, None] * v
-        if j:  # by the recurrence; what rounding leaves of the others then takes one pass
-            w = w - norms[:, None] * basis[:, j - 1]
-        w = _orthogonalised(w, basis[:, : j + 1])
-        norms = w.norm(dim=1)
-        scale = max(scale, float(diagonal[:, j].abs().max()), float(norms.max()))
-        norms = torch.where(norms > 10 * eps * scale, norms, 0.0)
-        whole = norms == 0
-        if j + 1 == steps or bool(whole.all()):
-            break
-        beside[:, j] = norms.double().cpu()
-        v = torch.where(norms[:, None] > 0, w / norms[:, None], 0.0)
-    return diagonal, beside, whole.cpu(), unit or 1.0
-
-
-def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
-    """Each vector without its parts in its own basis; twice where much cancels."""
-    before = w.norm(dim=1)
-    for _ in range(2):
-        # One by one: a batched product copies the bases.
-        w = torch.stack([torch.addmv(x, V.T, V @ x, alpha=-1) for x, V in zip(w, basis, strict=True)])
-        if bool((w.norm(dim=1) > 0.5 * before).all()):
-            break
-    return w
-
-
-def _products(operator: LinearOperator, rows: Tensor) -> Tensor:
-    if len(rows) == 1:
-        return (operator @ rows[0].to(operator.dtype)).to(rows.dtype)[None]
-    return flat_product(operator, rows)

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from hodiff._core._random_vectors import standard_error
 from hodiff.curvature import _pictures
 from hodiff.curvature._memory import readable
 from hodiff.curvature._shown import Shown, after, flat, measured, number, numbers, outcome, shape
@@ -47,13 +48,10 @@ class TraceRecord(Shown):
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
-        if self.stderr is None:
-            return f"One vector, {after(self.products)}: nothing can be said about the error."
-        if not bool(self.stderr):
-            return f"Exact, by {after(self.products)}."
-        wanted = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
+        if self.stderr is None or not bool(self.stderr):
+            return _without_error(self.stderr, self.products)
         relative = number(self.stderr / self.value.abs())
-        return f"The standard error is {relative} of the value after {after(self.products)}{wanted[self.converged]}."
+        return f"The standard error is {relative} of the value after {_asked(self.products, self.converged)}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,16 +83,11 @@ class DiagonalRecord(Shown):
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
-        if self.stderr is None:
-            return f"One vector, {after(self.products)}: nothing can be said about the error."
-        errors = flat(self.stderr)
-        if not bool(errors.any()):
-            return f"Exact, by {after(self.products)}."
-        wanted = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
+        errors = None if self.stderr is None else flat(self.stderr)
+        if errors is None or not bool(errors.any()):
+            return _without_error(errors, self.products)
         relative = number(errors.norm() / flat(self.value).norm())
-        return (
-            f"The standard errors are {relative} of the diagonal after {after(self.products)}{wanted[self.converged]}."
-        )
+        return f"The standard errors are {relative} of the diagonal after {_asked(self.products, self.converged)}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,7 +211,7 @@ class DensityRecord(Shown):
         if self.exact:
             return f"Exact: all {self.nodes.numel()} eigenvalues, by {after(self.products)}."
         if self.stderr is None:
-            return f"One vector, {after(self.products)}: nothing can be said about the error."
+            return _without_error(None, self.products)
         worst = number(self.stderr.max() / self.value.max())
         return f"The standard error is at most {worst} of the peak, after {after(self.products)}."
 
@@ -228,9 +221,7 @@ class DensityRecord(Shown):
 
 
 def _error(values: Tensor, exact: bool) -> Tensor | None:
-    if exact:
-        return torch.zeros_like(values[0])
-    return values.std(0) / len(values) ** 0.5 if len(values) > 1 else None
+    return torch.zeros_like(values[0]) if exact else standard_error(values)
 
 
 @dataclass(frozen=True, repr=False)
@@ -403,6 +394,18 @@ class Cost:
             f"cache: {readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
             f"free: {readable(self.free_bytes)}"
         )
+
+
+def _without_error(error: Tensor | None, products: int) -> str:
+    """What is said of an estimate of one vector (whose error is unknown), or of all."""
+    if error is None:
+        return f"One vector, {after(products)}: nothing can be said about the error."
+    return f"Exact, by {after(products)}."
+
+
+def _asked(products: int, converged: bool | None) -> str:
+    wanted = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
+    return after(products) + wanted[converged]
 
 
 def _running(converged: bool | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from hodiff._core import _random_vectors
 from hodiff.curvature._basis import Basis
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_finite, flat_product, source
+from hodiff.curvature._probes import check_finite, flat_product, power_of_two, source
 from hodiff.curvature._space import sum_dtype
 
 Which = Literal["largest", "smallest", "magnitude"]
@@ -31,7 +30,7 @@ class Search:
     Attributes:
         scale: The largest entry of a projection seen: an estimate of |A|, below it.
         complete: Whether nothing better is left.
-        unit: The power of two that products are divided by: squares of very large or small ones have no place.
+        unit: What products are measured in; 0 until one is not zero.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Search:
         self._operator, self._k, self._which, self._rtol = operator, k, which, rtol
         self._room, self._limit, self._generator, self._look = room, limit, source(operator, generator), look
         self._symmetric, self._name = symmetric, name
-        self.scale, self.complete, self.unit, self._scaled = 0.0, False, 1.0, False
+        self.scale, self.complete, self.unit = 0.0, False, 0.0
         # Products round as the operator does; a basis that rounds less keeps the residuals at that level.
         double = sum_dtype(operator.dtype) if operator.device.type == "mps" else torch.float64
         self._eps = torch.finfo(operator.dtype).eps
@@ -76,12 +75,14 @@ class Search:
 
     def _multiply(self, v: Tensor) -> Tensor:
         found = check_finite((self._operator @ v.to(self._operator.dtype)).to(v.dtype), self._name)
-        if not self._scaled and (largest := float(found.abs().max())):
-            self.unit, self._scaled = 2.0 ** max(-1000, min(1000, math.frexp(largest)[1])), True
-        return found / self.unit
+        return self._measured(found)
 
     def _images(self, rows: Tensor) -> Tensor:
-        return flat_product(self._operator, rows.to(self._operator.dtype)).to(rows.dtype) / self.unit
+        return self._measured(flat_product(self._operator, rows.to(self._operator.dtype)).to(rows.dtype))
+
+    def _measured(self, product: Tensor) -> Tensor:
+        self.unit = self.unit or power_of_two(product)
+        return product / (self.unit or 1.0)
 
     def _rank(self, values: Tensor) -> Tensor:
         """What is to be large."""

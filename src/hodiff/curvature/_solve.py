@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -199,7 +198,7 @@ def _spelled(operator: LinearOperator, x: Tensor, given: Vectors) -> Any:
 
 
 def _check_damping(damping: Any) -> None:
-    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not math.isfinite(damping):
+    if not _checks.is_number(damping):
         raise InputError(f"damping: got {damping!r}, expected a number.")
 
 

@@ -34,6 +34,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def as_given(tensor: Tensor) -> torch.autocast:
+    """Matrix products in the dtype of their factors, whatever the caller's autocast would have them rounded to."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def accumulate(total: Parts, terms: Sequence[Tensor]) -> Parts:
     """A running sum, which is the caller's own, in the precision of sums from the second term on."""
     return [sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _nesting
 from hodiff._core._options import Probes, check_option
+from hodiff._core._random_vectors import standard_error
 from hodiff.curvature._leave_one_out import xnystrace, xtrace
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -20,11 +21,10 @@ from hodiff.curvature._probes import (
     exact_diagonal,
     flat_product,
     reached,
-    standard_error,
     warn_not_converged,
 )
 from hodiff.curvature._records import TraceRecord
-from hodiff.curvature._space import sum_dtype
+from hodiff.curvature._space import as_given, sum_dtype
 from hodiff.curvature._watch import Callback, Watch
 from hodiff.errors import InputError
 
@@ -183,7 +183,8 @@ def _hutchinson(
     for start in range(0, number, BLOCK):
         z = drawn.take(min(BLOCK, number - start)).to(sum_dtype(operator.dtype))
         if basis is not None:
-            z = z - (z @ basis.T) @ basis
+            with as_given(z):
+                z = z - (z @ basis.T) @ basis
         terms = operator._domain.pieces(z * flat_product(operator, z))
         found.append(torch.stack([part.sum(1, dtype=torch.float64) for part in terms], 1))
         so_far = torch.cat(found)

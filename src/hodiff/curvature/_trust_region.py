@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hodiff.curvature._krylov import dot
 from hodiff.curvature._records import End
 
 
@@ -36,14 +37,14 @@ def steihaug(
     """
     s, image = torch.zeros_like(gradient), torch.zeros_like(gradient)  # and A s
     r = gradient.clone()
-    d, rr = -r, _dot(r, r)
+    d, rr = -r, dot(r, r)
     end: End = "budget"
     for _ in range(products):
         if math.sqrt(rr) <= tolerance:
             end = "interior"
             break
         turned = product(d)
-        curvature = _dot(d, turned)
+        curvature = dot(d, turned)
         to_boundary = _to_boundary(s, d, radius)
         length = rr / curvature if curvature > 0 else math.inf
         end = "negative curvature" if curvature <= 0 else "boundary" if length >= to_boundary else "budget"
@@ -52,17 +53,13 @@ def steihaug(
         if end != "budget":
             break
         r = torch.add(r, turned, alpha=length)
-        before, rr = rr, _dot(r, r)
+        before, rr = rr, dot(r, r)
         d = torch.add(-r, d, alpha=rr / before)
-    return Step(s, max(0.0, -(_dot(gradient, s) + 0.5 * _dot(s, image))), end)
+    return Step(s, max(0.0, -(dot(gradient, s) + 0.5 * dot(s, image))), end)
 
 
 def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:
     """The positive t with |s + t d| = radius, by the root that does not cancel."""
-    dd, sd, gap = _dot(d, d), _dot(s, d), max(0.0, radius**2 - _dot(s, s))
+    dd, sd, gap = dot(d, d), dot(s, d), max(0.0, radius**2 - dot(s, s))
     root = math.sqrt(sd**2 + dd * gap)
     return gap / (sd + root) if sd > 0 else (root - sd) / dd
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a, b))

@@ -195,8 +195,3 @@ def released(ev: Graph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
     ours = {id(leaf) for leaf in ev.leaves} if ev.owned else set()
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
-
-
-def components(output: Tensor, call: FieldCall) -> tuple[Tensor, ...]:
-    """The entries of an output for each sample, one tensor of the batch's shape for each."""
-    return output.flatten(call.batch_ndim).unbind(-1) if output.ndim > call.batch_ndim else (output,)

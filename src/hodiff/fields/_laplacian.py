@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _checks
 from hodiff._core._options import ChunkSize
+from hodiff._core._random_vectors import standard_error
 from hodiff._core._spellings import SupportsArray
 from hodiff.fields import _directions
 from hodiff.fields._directions import Probes
@@ -210,8 +211,8 @@ def estimate(each: Any, remaining: float) -> Estimate:
     count = each.shape[0]
     if not remaining:
         return Estimate(each.mean(0), torch.zeros_like(each[0]), count)
-    stderr = each.std(0) * (remaining / count) ** 0.5 if count > 1 else None
-    return Estimate(each.mean(0), stderr, count)
+    error = standard_error(each)
+    return Estimate(each.mean(0), None if error is None else error * remaining**0.5, count)
 
 
 class Weighted(Chunked, total=False):

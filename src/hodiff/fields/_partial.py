@@ -13,8 +13,9 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
 from hodiff._core._random_state import RandomState
+from hodiff.calculus._along import entries
 from hodiff.errors import InputError
-from hodiff.fields._expand import Common, FieldCall, Method, choose, components, released
+from hodiff.fields._expand import Common, FieldCall, Method, choose, released
 from hodiff.fields._indices import Index, Partials, parsed
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import OTHER_ROUTE, NoRule
@@ -219,7 +220,7 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
     with call.evaluation(passes=order) as ev:
         output = _checks.check_output(ev.outputs)
         _push.check_batch(output, call.batch)
-        columns = components(output, call)
+        columns = entries(output, call.batch_ndim)
         if most is not None and len(columns) > most and order:
             raise _Several
         tables = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached
+from hodiff.calculus._along import entries
 from hodiff.errors import InputError
 from hodiff.fields._indices import Index, parsed
 
@@ -114,7 +115,7 @@ class Derivatives:
         # The passes below count too: of the second order on, a differentiable result is a third derivative.
         asked = call(values, self._x, passes=order, create_graph=True, batch_ndim=self._batch_ndim)
         with Graph(asked) as ev:
-            columns = values.flatten(self._batch_ndim).unbind(-1) if values.ndim > self._batch_ndim else (values,)
+            columns = entries(values, self._batch_ndim)
             rows = [_reverse.pull(ev, [column], [torch.ones_like(column)])[0] for column in columns]
             stacked = torch.stack(rows, -2) if values.ndim > self._batch_ndim else rows[0]
             return stacked.reshape(*values.shape, self._x.shape[-1])

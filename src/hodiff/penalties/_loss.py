@@ -111,8 +111,7 @@ def check_number(value: Any, name: str, *, least: float) -> None:
     """Raise unless `value` is a finite number of at least `least`."""
     if (value.__class__ is float or value.__class__ is int) and least <= value < math.inf:  # as nearly always
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < least:
+    if not _checks.is_number(value) or value < least:
         bound = "" if least == -math.inf else f" of at least {least}"
         raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 import hodiff
+from hodiff.curvature import _lanczos
+from hodiff.curvature._lanczos import Overlaps
 from tests.support.operators import D, draw
 from tests.support.properties import agree
 
@@ -70,6 +72,100 @@ def test_nodes_and_weights_are_gauss_rules() -> None:
         agree(mean, moments.mean(), 1e-10)
         assert error is not None
         agree(error, moments.std() / 3**0.5, 1e-8)
+
+
+def orthogonal_lanczos(dense: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights with every vector made orthogonal to all before, twice."""
+    basis = [v / v.norm()]
+    for _ in range(steps - 1):
+        w = dense @ basis[-1]
+        for _ in range(2):
+            w = w - torch.stack(basis).T @ (torch.stack(basis) @ w)
+        basis.append(w / w.norm())
+    V = torch.stack(basis)
+    nodes, vectors = torch.linalg.eigh(V @ dense @ V.T)
+    return nodes, vectors[0].square()
+
+
+ISOLATED = torch.tensor([1e3, 500.0, -200.0], dtype=D)
+
+
+def test_vectors_are_made_orthogonal_where_that_is_needed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, orthogonalised = [0], _lanczos._orthogonalised
+
+    def counting(*given: Tensor) -> Tensor:
+        made[0] += 1
+        return orthogonalised(*given)
+
+    monkeypatch.setattr(_lanczos, "_orthogonalised", counting)
+    A, V = with_spectrum(SPECTRA["spread"]), draw(N, 4, seed=1)
+    for dtype, least, most in ((D, 0, 0), (torch.float32, 0.04, 0.14)):
+        made[0] = 0
+        hodiff.spectral_density(hodiff.MatrixOperator(A.dense().to(dtype)), vectors=V.to(dtype), steps=60)
+        assert least <= made[0] / (4 * 60) <= most
+
+
+def test_a_process_may_end_before_the_others() -> None:
+    V = draw(N, 3, seed=1)
+    V[:, 1] = torch.eye(N, dtype=D)[7]
+    found = hodiff.spectral_density(hodiff.MatrixOperator(torch.arange(1.0, N + 1, dtype=D)), vectors=V, steps=20)
+    assert bool(torch.isfinite(found.nodes).all())
+    agree(found.weights[1] @ found.nodes[1], torch.tensor(8.0 / N, dtype=D), 1e-12)
+    agree(found.weights[2] @ found.nodes[2], V[:, 2].square() @ torch.arange(1.0, N + 1, dtype=D) / N, 1e-10)
+
+
+def test_a_nearly_exhausted_process_stays_orthogonal() -> None:
+    """Eigenvalues that fall to rounding: the nodes are the large ones, each once."""
+    values = 0.8 ** torch.arange(N, dtype=D)
+    found = hodiff.spectral_density(with_spectrum(values), vectors=draw(N, 2, seed=7).sign(), steps=100)
+    for nodes in found.nodes:
+        agree(nodes.sort(descending=True).values[:80], values[:80], 1e-9)
+
+
+def test_how_far_from_orthogonal_is_foreseen() -> None:
+    """Simon's recurrence against the products of the vectors of a process that nothing keeps orthogonal."""
+    values = torch.cat([torch.logspace(-6, 1, N - 3, dtype=D), ISOLATED]) / 1e3
+    dense = (Q @ torch.diag(values) @ Q.T).float()
+    v, before, beta = draw(N, seed=9).float(), torch.zeros(N), 0.0
+    v = v / v.norm()
+    basis = [v]
+    diagonal, beside = torch.zeros((1, 30), dtype=D), torch.zeros((1, 30), dtype=D)
+    foreseen = Overlaps(diagonal, beside, torch.finfo(torch.float32).eps)
+    for j in range(30):
+        w = dense @ v
+        alpha = torch.dot(v, w)
+        w = w - alpha * v - beta * before
+        beta = w.norm()
+        diagonal[:, j], beside[:, j] = alpha, beta
+        (asked,) = (bool(foreseen.lost(j, 1.0)),)
+        before, v = v, w / beta
+        true = float((torch.stack(basis) @ v).abs().max())
+        basis.append(v)
+        if true > 3e-4:
+            assert asked
+            return
+        assert not asked or true > 1e-7
+    pytest.fail("nothing was lost")
+
+
+@pytest.mark.parametrize("dtype", [D, torch.float32])
+def test_a_long_process_stays_orthogonal(dtype: torch.dtype) -> None:
+    """Otherwise eigenvalues that are found early come back as ghosts, and share their weight."""
+    values = torch.cat([torch.logspace(-6, 1, N - 3, dtype=D), ISOLATED])
+    A = (Q @ torch.diag(values) @ Q.T).to(dtype)
+    V = draw(N, 3, seed=7).sign().to(dtype)
+    found = hodiff.spectral_density(hodiff.MatrixOperator((A + A.T) / 2), vectors=V, steps=60)
+    for number in range(3):
+        nodes, weights = orthogonal_lanczos(A.double(), V[:, number].double(), 60)
+        slack = 50 * torch.finfo(dtype).eps
+        agree(found.nodes[number].max(), nodes.max(), slack)
+        agree(found.nodes[number].min(), nodes.min(), slack)
+        for value in ISOLATED.tolist():
+            near, expected = (abs(theta - value) < 0.1 for theta in (found.nodes[number], nodes))
+            assert int(near.sum()) == int(expected.sum()) == 1
+            agree(found.weights[number][near], weights[expected], 1e3 * torch.finfo(dtype).eps ** 0.75)
+        for f in (torch.abs, torch.square, lambda t: 1 / (1 + t.abs())):
+            agree((f(found.nodes[number]) * found.weights[number]).sum(), (f(nodes) * weights).sum(), 20 * slack)
 
 
 @pytest.mark.parametrize("number", [1, 7, 8, 9, 20])
@@ -152,6 +248,19 @@ def test_too_few_steps_are_told_from_too_few_vectors(steps: int) -> None:
         warnings.simplefilter("error")
         shifted = hodiff.logdet(with_spectrum(values), shift=0.1, vectors=draw(N, 6).sign(), steps=60)
     assert abs(float(shifted.value) - float((values + 0.1).log().sum())) <= 4 * float(shifted.stderr)
+
+
+def test_an_exhausted_space_has_no_error_of_its_rule() -> None:
+    """Three eigenvalues: the fourth step finds nothing, and what it changed of the third's rule is no error."""
+    values = torch.cat(
+        [torch.full((90,), 1.0, dtype=D), torch.full((50,), 5.0, dtype=D), torch.full((10,), 30.0, dtype=D)]
+    )
+    V = draw(N, 6)
+    logs = (V.square() * values.log()[:, None]).sum(0)
+    for steps in (3, 4):
+        found = hodiff.logdet(hodiff.MatrixOperator(values), vectors=V, steps=steps)
+        agree(found.value, logs.mean(), 1e-9)
+        agree(found.stderr, logs.std() / 6**0.5, 1e-9)
 
 
 def test_exact_stopping_and_single_vectors() -> None:
