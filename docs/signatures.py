@@ -6,7 +6,7 @@ import griffe
 
 
 class Signatures(griffe.Extension):
-    """A required argument whose absence gets an error with words has a default in the code, and none in the reference."""
+    """A required argument whose absence gets an error with words has a default in the code, none in the reference."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         """Takes such defaults away."""
