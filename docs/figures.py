@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-_INK = "#010203"  # no colour that anybody draws with: it becomes the page's own
+INK = "#010203"  # no colour that anybody draws with: it becomes the page's own
 _STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
     "svg.hashsalt": "hodiff",  # the same picture is the same file
@@ -20,8 +20,8 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    **{f"{part}.color": _INK for part in ("text", "xtick", "ytick")},
-    **{f"axes.{part}color": _INK for part in ("edge", "label")},
+    **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
+    **{f"axes.{part}color": INK for part in ("edge", "label")},
 }
 matplotlib.rcParams.update(_STYLE)
 
@@ -37,7 +37,7 @@ def svg(figure: Figure, *, says: str) -> str:
     figure.savefig(file, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     plt.close(figure)
     picture = file.getvalue()
-    picture = picture[picture.index("<svg") :].replace(_INK, "currentColor")
+    picture = picture[picture.index("<svg") :].replace(INK, "currentColor")
     size = re.search(r' width="([\d.]+)pt" height="[\d.]+pt"', picture)
     if size is None:
         raise ValueError("matplotlib wrote an SVG without a size in points")

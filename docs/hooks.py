@@ -1,9 +1,28 @@
-"""What MkDocs runs before it builds: the code of the pages imports `docs.figures`, as it does under pytest."""
+"""What MkDocs runs around a build."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def on_startup(*, command: str, dirty: bool) -> None:
-    """Not at import: MkDocs puts the path back after loading this file."""
+    """The code of the pages imports `docs.figures`, as it does under pytest.
+
+    Not at import: MkDocs puts the path back after loading this file.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def on_nav(nav: Any, *, config: Any, files: Any) -> None:
+    """The titles of the navigation go into `llms.txt`, for readers that are programs."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for page in nav.pages:
+        section = " / ".join(above.title for above in reversed(page.ancestors))
+        title = page.title or Path(page.file.src_uri).stem
+        lines.append(f"- [{f'{section}: ' if section else ''}{title}]({config.site_url}{page.url})")
+    config.extra["llms"] = "\n".join(lines) + "\n"
+
+
+def on_post_build(*, config: Any) -> None:
+    """Writes it."""
+    Path(config.site_dir, "llms.txt").write_text(config.extra["llms"], encoding="utf-8")
