@@ -5,10 +5,9 @@
 * `release` gives memory back; `monitor` tells a graph that grows.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hodiff._core import _compiled_callers, _why
+from hodiff._core import _lazy, _why
 
 if TYPE_CHECKING:
     from hodiff.graph._case import Explanation
@@ -44,30 +43,20 @@ __all__ = [
     "watch",
 ]
 
-# Explaining is for the rare case: its modules are loaded when they are asked for, not with `import hodiff`.
-_HOMES = {
-    "_case": ("Explanation",),
-    "_explain": ("explain",),
-    "_inspect": ("Graph", "Leaf", "NodeRecord", "Saved", "inspect"),
-    "_lifetime": ("Lifetime", "lifetime"),
-    "_monitor": ("Monitor", "Step", "monitor"),
-    "_predict": ("Finding", "Prediction", "Shared", "predict", "shared"),
-    "_release": ("Released", "release"),
-    "_watch": ("Watch", "watch"),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    _compiled_callers.mark(name, value)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Explaining is for the rare case.
+__getattr__, __dir__ = _lazy.names(
+    globals(),
+    {
+        "_case": ("Explanation",),
+        "_explain": ("explain",),
+        "_inspect": ("Graph", "Leaf", "NodeRecord", "Saved", "inspect"),
+        "_lifetime": ("Lifetime", "lifetime"),
+        "_monitor": ("Monitor", "Step", "monitor"),
+        "_predict": ("Finding", "Prediction", "Shared", "predict", "shared"),
+        "_release": ("Released", "release"),
+        "_watch": ("Watch", "watch"),
+    },
+)
 
 
 def _words(failure: _why.Failure) -> str:

@@ -5,10 +5,9 @@
   `hodiff.sparse_jacobian` for one.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hodiff._core import _compiled_callers
+from hodiff._core import _lazy
 
 if TYPE_CHECKING:
     from hodiff.sparse._coloring import color
@@ -18,24 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Pattern", "Plan", "color", "plan_hessian", "plan_jacobian", "sparsity_pattern"]
 
-# Few programs need these: they are loaded when they are asked for, not with `import hodiff`.
-_HOME = {
-    "Pattern": "_pattern",
-    "Plan": "_plan",
-    "color": "_coloring",
-    "plan_hessian": "_plan",
-    "plan_jacobian": "_plan",
-    "sparsity_pattern": "_detect",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    _compiled_callers.mark(name, value)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Few programs need these.
+__getattr__, __dir__ = _lazy.names(
+    globals(),
+    {
+        "_coloring": ("color",),
+        "_detect": ("sparsity_pattern",),
+        "_pattern": ("Pattern",),
+        "_plan": ("Plan", "plan_hessian", "plan_jacobian"),
+    },
+)

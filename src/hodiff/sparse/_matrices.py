@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
@@ -13,36 +13,26 @@ from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option
 from hodiff._core._where import Where
 
 
+class Options(TypedDict, total=False):
+    """For overloads alone: what both take, besides the form of the result."""
+
+    pattern: Any
+    check: bool
+    create_graph: bool | None
+    allow: Allowed
+    chunk_size: ChunkSize
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
 @overload
 def sparse_hessian(
-    f: Any,
-    x: Any,
-    *,
-    pattern: Any = None,
-    output: Literal["torch", "csr"] = "torch",
-    check: bool = False,
-    create_graph: bool | None = None,
-    allow: Allowed = (),
-    chunk_size: ChunkSize = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
-def sparse_hessian(
-    f: Any,
-    x: Any,
-    *,
-    pattern: Any = None,
-    output: SparseOutput,
-    check: bool = False,
-    create_graph: bool | None = None,
-    allow: Allowed = (),
-    chunk_size: ChunkSize = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Any: ...
+def sparse_hessian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[Options]) -> Any: ...
 
 
 def sparse_hessian(
@@ -113,34 +103,12 @@ def sparse_hessian(
 
 @overload
 def sparse_jacobian(
-    f: Any,
-    x: Any,
-    *,
-    pattern: Any = None,
-    output: Literal["torch", "csr"] = "torch",
-    check: bool = False,
-    create_graph: bool | None = None,
-    allow: Allowed = (),
-    chunk_size: ChunkSize = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
-def sparse_jacobian(
-    f: Any,
-    x: Any,
-    *,
-    pattern: Any = None,
-    output: SparseOutput,
-    check: bool = False,
-    create_graph: bool | None = None,
-    allow: Allowed = (),
-    chunk_size: ChunkSize = "auto",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Any: ...
+def sparse_jacobian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[Options]) -> Any: ...
 
 
 def sparse_jacobian(

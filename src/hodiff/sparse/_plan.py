@@ -137,30 +137,30 @@ class Plan:
             self._check_outputs(outputs)
             rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in ev.leaves]
             likes, sizes = (outputs, rows) if self.kind != "columns" else (ev.leaves, columns)
-            vectors = self._seeds(likes, check)
-            seeds = [
-                part.to(like).reshape(len(vectors), *like.shape)
-                for part, like in zip(vectors.split(sizes, dim=1), likes, strict=True)
-            ]
+            random = _random(len(self.colors)) if check else None
+            seeds = self._seeds(likes, sizes, random)
+            count = self.products + check
             if self.kind == "columns":
-                found = _reverse.pushforward(ev, outputs, seeds, len(vectors), chunk_size=chunk)
+                found = _reverse.pushforward(ev, outputs, seeds, count, chunk_size=chunk)
             else:
-                found = _reverse.products(ev, outputs, seeds, len(vectors), chunk_size=chunk)
-            flat = [part.reshape(len(vectors), -1) for part in found]
+                found = _reverse.products(ev, outputs, seeds, count, chunk_size=chunk)
+            flat = [part.reshape(count, -1) for part in found]
             whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
-            values = whole.reshape(-1)[self.place.to(whole.device)]
-        if check:
-            self._compare(values.detach(), vectors[-1], whole[-1].detach())
+            values = whole.reshape(-1).index_select(0, self.place.to(whole.device))
+        if random is not None:
+            self._compare(values.detach(), random, whole[-1].detach())
         return values
 
-    def _seeds(self, likes: Sequence[Tensor], check: bool) -> Tensor:
-        """The sums of unit vectors of each colour; and a random vector, to compare."""
-        vectors = _recover.seeds(self.colors, self.products)
-        if not check:
-            return vectors
-        ours = torch.Generator().manual_seed(0)
-        random = torch.rand(1, vectors.shape[1], generator=ours, dtype=torch.float64) + 0.5
-        return torch.cat([vectors.to(torch.float64), random * (1 - 2 * (random * 1e4).long().remainder(2))])
+    def _seeds(self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None) -> list[Tensor]:
+        """The sums of unit vectors of each colour, and a random vector to compare, leaf by leaf."""
+        parts = [
+            _recover.seeds(colors, self.products, like)
+            for colors, like in zip(self.colors.split(list(sizes)), likes, strict=True)
+        ]
+        if random is not None:
+            drawn = random.split(list(sizes))
+            parts = [torch.cat([part, own.to(part)[None]]) for part, own in zip(parts, drawn, strict=True)]
+        return [part.reshape(len(part), *like.shape) for part, like in zip(parts, likes, strict=True)]
 
     def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
         count = sum(output.numel() for output in outputs)
@@ -201,6 +201,12 @@ class Plan:
             f"Plan of a {name} {self.shape[0]} x {self.shape[1]}: {self.pattern.nnz} entries by {self.products} "
             f"products ({by}){wide}{small}"
         )
+
+
+def _random(count: int) -> Tensor:
+    """A vector to compare products by: no entry is near zero; of its own, so that no generator of the user's moves."""
+    sizes = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    return sizes * (1 - 2 * (sizes * 1e4).long().remainder(2))
 
 
 class Point:

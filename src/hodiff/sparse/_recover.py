@@ -36,11 +36,9 @@ def by_rows(pattern: Pattern, colors: Tensor) -> Tensor:
     return here
 
 
-def seeds(colors: Tensor, count: int) -> Tensor:
-    """The sums of the unit vectors of each colour, `(colors, n)`."""
-    return torch.zeros(count, len(colors), dtype=torch.bool).index_put(
-        (colors, torch.arange(len(colors))), torch.tensor(True)
-    )
+def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
+    """The sums of the unit vectors of each colour, `(colors, n)`, of the dtype and on the device of a tensor."""
+    return like.new_zeros(count, len(colors)).scatter_(0, colors.to(like.device).reshape(1, -1), 1)
 
 
 def _alone(places: Tensor) -> Tensor:

@@ -89,43 +89,16 @@ class Sets:
         if max(len(self.start), len(other.start)) < count // 2:  # few sets: form the union of each pair once
             pairs, of_pair = torch.unique(self.rows * len(other.start) + other.rows, return_inverse=True)
             left, right = pairs // len(other.start), pairs % len(other.start)
-            united = Sets.joined([self._of_rows(left), self._like(other, right)])
-            return united._grouped(torch.arange(len(pairs)).repeat(2), len(pairs)).take(of_pair)
-        return Sets.joined([self, other])._grouped(torch.arange(count).repeat(2), count)
+            united = Sets.joined([self._of_rows(left), other._of_rows(right)])
+            return united.grouped(torch.arange(len(pairs)).repeat(2), len(pairs)).take(of_pair)
+        return Sets.joined([self, other]).grouped(torch.arange(count).repeat(2), count)
 
     def spread(self, elements: Tensor, targets: Tensor, count: int) -> Sets:
         """`count` new elements: the set of each is the union of those of the `elements` that have it as a target."""
-        return self.take(elements)._grouped(targets, count)
+        return self.take(elements).grouped(targets, count)
 
     def grouped(self, groups: Tensor, count: int) -> Sets:
         """The union of the sets in each group."""
-        return self._grouped(groups, count)
-
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """Element and member of all, ordered by both."""
-        lengths = (self.start[1:] - self.start[:-1])[self.rows]
-        elements = torch.repeat_interleave(torch.arange(len(self)), lengths, output_size=_total(lengths))
-        return elements, self._members(self.rows, lengths)
-
-    # --- within the table
-
-    def _of_rows(self, rows: Tensor) -> Sets:
-        return Sets(rows, self.start, self.items, self.width)
-
-    @staticmethod
-    def _like(sets: Sets, rows: Tensor) -> Sets:
-        return sets._of_rows(rows)
-
-    def _members(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """The members of some rows, one row after the other."""
-        if len(rows) and len(rows) == len(self.start) - 2 and int(rows[0]) == 1 and bool((rows[1:] > rows[:-1]).all()):
-            return self.items  # the whole table, in order
-        ends = lengths.cumsum(0)
-        shift = self.start[rows] - (ends - lengths)
-        total = _total(lengths)
-        return self.items[torch.arange(total) + torch.repeat_interleave(shift, lengths, output_size=total)]
-
-    def _grouped(self, groups: Tensor, count: int) -> Sets:
         rows = self.rows
         held = rows > 0
         if not bool(held.all()):
@@ -142,6 +115,26 @@ class Sets:
         start = torch.cat([_zeros(1), torch.bincount(groups, minlength=count).cumsum(0)])
         items = keys - groups * self.width
         return Sets(torch.arange(1, count + 1), torch.cat([_zeros(1), start]), items, self.width)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Element and member of all, ordered by both."""
+        lengths = (self.start[1:] - self.start[:-1])[self.rows]
+        elements = torch.repeat_interleave(torch.arange(len(self)), lengths, output_size=_total(lengths))
+        return elements, self._members(self.rows, lengths)
+
+    # --- within the table
+
+    def _of_rows(self, rows: Tensor) -> Sets:
+        return Sets(rows, self.start, self.items, self.width)
+
+    def _members(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """The members of some rows, one row after the other."""
+        if len(rows) and len(rows) == len(self.start) - 2 and int(rows[0]) == 1 and bool((rows[1:] > rows[:-1]).all()):
+            return self.items  # the whole table, in order
+        ends = lengths.cumsum(0)
+        shift = self.start[rows] - (ends - lengths)
+        total = _total(lengths)
+        return self.items[torch.arange(total) + torch.repeat_interleave(shift, lengths, output_size=total)]
 
     def _compact(self) -> Sets:
         """Without the rows that no element has, where they are many."""

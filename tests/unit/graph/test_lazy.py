@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import hodiff.graph
+import hodiff.sparse
 
 LOADED = "[name for name in sys.modules if name.startswith('hodiff.graph.')]"
 
@@ -30,14 +31,21 @@ def test_an_error_is_explained_in_a_fresh_process():
     assert "it was detached there" in run(program)
 
 
-def test_each_name_is_there_and_listed():
-    for name in hodiff.graph.__all__:
-        assert getattr(hodiff.graph, name).__name__ == name
-        assert getattr(hodiff.graph, name).__module__.startswith("hodiff.graph._")
-    assert set(hodiff.graph.__all__) <= set(dir(hodiff.graph))
-    assert sorted(hodiff.graph._HOME) == sorted(hodiff.graph.__all__)
+@pytest.mark.parametrize("package", [hodiff.graph, hodiff.sparse])
+def test_each_name_is_there_and_listed(package):
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+        assert getattr(package, name).__module__.startswith(f"{package.__name__}._")
+    assert set(package.__all__) <= set(dir(package))
 
 
 def test_another_name_is_not():
     with pytest.raises(AttributeError, match=r"module 'hodiff\.graph' has no attribute 'inspekt'"):
         _ = hodiff.graph.inspekt
+    with pytest.raises(AttributeError, match=r"module 'hodiff\.sparse' has no attribute 'colour'"):
+        _ = hodiff.sparse.colour
+
+
+def test_importing_loads_nothing_of_sparse_either():
+    loaded = "[name for name in sys.modules if name.startswith('hodiff.sparse.')]"
+    assert run(f"print({loaded})") == "['hodiff.sparse._matrices']"

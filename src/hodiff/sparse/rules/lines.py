@@ -12,13 +12,25 @@ from hodiff.sparse._tracer import Found, Operation, Rule
 from hodiff.sparse.rules.pointwise import broadcast, broadcasts, listed
 
 
-def along(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, Tensor]:
-    """The lines (planes, ...) along some dimensions: how many there are, and for each entry the one it lies on."""
+def along(shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None = None) -> tuple[int, Tensor]:
+    """The lines (planes, ...) along some dimensions: how many there are, and for each entry the one it lies on.
+
+    Args:
+        shape: The shape of the tensor.
+        dims: The dimensions.
+        part: The shape of another tensor, whose entries lie on the first of those lines, any number on each; None:
+            of the tensor itself.
+    """
     ndim = len(shape)
     gone = {dim % ndim for dim in dims} if ndim else set()
     kept = [1 if dim in gone else length for dim, length in enumerate(shape)]
     count = torch.Size(kept).numel()
-    return count, torch.arange(count).reshape(kept).expand(tuple(shape)).reshape(-1)
+    first = torch.arange(count).reshape(kept)
+    if part is None:
+        return count, first.expand(tuple(shape)).reshape(-1)
+    if ndim:
+        first = first[tuple(slice(0, 1 if dim in gone else length) for dim, length in enumerate(part))]
+    return count, first.expand(tuple(part)).reshape(-1)
 
 
 def reduction(op: Operation) -> Found:
@@ -54,12 +66,11 @@ def selected_along(op: Operation) -> Found:
     """Some numbers from each line: sorted ones, the largest ones."""
     tensor = op.inputs[0]
     sets, dims = op.sets(tensor), _dims(op, tensor)
-    if sets is None or len(op.live) != 1 or not tensor.ndim:
+    if sets is None or len(op.live) != 1:
         return None
     count, of_entry = along(tensor.shape, dims)
     union = sets.grouped(of_entry, count)
-    first = of_entry.reshape(tensor.shape).select(dims[0], 0).unsqueeze(dims[0])
-    return [union.take(first.expand(output.shape).reshape(-1)) for output in op.outputs]
+    return [union.take(along(tensor.shape, dims, output.shape)[1]) for output in op.outputs]
 
 
 def transform(op: Operation) -> Found:

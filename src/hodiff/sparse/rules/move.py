@@ -62,26 +62,12 @@ def along_dim(op: Operation) -> Found:
     """A gather along one dimension: where its index follows from the point, whichever entry of the line."""
     if not _has_variable_index(op):
         return moved(op)
-    source, output, index = op.argument("self"), op.outputs[0], op.argument("index")
-    sets, dim = op.sets(source), op.argument("dim")
-    if sets is None or index is None:
+    source, output, dim = op.argument("self"), op.outputs[0], op.argument("dim")
+    sets = op.sets(source)
+    if sets is None:
         return None
     lines, of_source = along(source.shape, [dim])
-    if op.name == "gather" and all(
-        a <= b or d == dim % max(1, source.ndim) for d, (a, b) in enumerate(zip(index.shape, source.shape, strict=True))
-    ):
-        kept = [slice(0, n) for n in output.shape]
-        kept[dim % source.ndim if source.ndim else 0 :][:1] = [slice(0, 1)] if source.ndim else []
-        first = of_source.reshape(source.shape)[_at(kept, dim, source.ndim)]
-        return [sets.grouped(of_source, lines).take(first.expand(output.shape).reshape(-1))]
-    if op.name == "index_select" and source.ndim:
-        first = of_source.reshape(source.shape).select(dim, 0).unsqueeze(dim)
-        return [sets.grouped(of_source, lines).take(first.expand(output.shape).reshape(-1))]
-    return None
-
-
-def _at(kept: list[slice], dim: int, ndim: int) -> tuple[slice, ...]:
-    return tuple(slice(0, 1) if d == dim % max(1, ndim) else part for d, part in enumerate(kept))
+    return [sets.grouped(of_source, lines).take(along(source.shape, [dim], output.shape)[1])]
 
 
 # --- writes into places
@@ -116,26 +102,18 @@ def _targets(op: Operation, base: Tensor, source: Tensor) -> tuple[Sets, Tensor,
             return None
         hit = places[tuple(slice(None) if i is None else i.cpu() for i in indices)]
         return sets.take(_numbers(source, hit.shape)), hit.reshape(-1), base.numel(), None
-    if op.name in ("scatter", "scatter_add", "scatter_reduce"):
-        part = tuple(slice(0, n) for n in index.shape)
+    if op.name in ("scatter", "scatter_add"):
         numbers = torch.arange(source.numel()).reshape(source.shape)
-        sets = sets.take((numbers[part] if source.ndim else numbers).reshape(-1))
-        if op.is_variable(index):
-            lines, of_base = along(base.shape, [dim])
-            shaped = of_base.reshape(base.shape)
-            hit = shaped[_at(list(part), dim, base.ndim)] if base.ndim else shaped
-            return sets, hit.expand(index.shape).reshape(-1), lines, of_base
-        return sets, places.gather(dim, index.cpu()).reshape(-1), base.numel(), None
-    if op.name in ("index_add", "index_copy", "index_reduce"):
-        if op.is_variable(index):
-            if not base.ndim:
-                return None
-            lines, of_base = along(base.shape, [dim])
-            hit = of_base.reshape(base.shape).select(dim, 0).unsqueeze(dim).expand(source.shape)
-            return sets, hit.reshape(-1), lines, of_base
-        hit = places.index_select(dim, index.cpu()) if base.ndim else places.reshape(1)
-        return sets, hit.reshape(-1), base.numel(), None
-    return None
+        part = numbers[tuple(slice(0, n) for n in index.shape)] if source.ndim else numbers.expand(index.shape)
+        sets, part = sets.take(part.reshape(-1)), index.shape
+        hit = None if op.is_variable(index) else places.gather(dim, index.cpu())
+    else:  # index_add, index_copy
+        part = source.shape
+        hit = None if op.is_variable(index) else places.index_select(dim, index.cpu()) if base.ndim else places
+    if hit is not None:
+        return sets, hit.expand(part).reshape(-1), base.numel(), None
+    lines, of_base = along(base.shape, [dim])
+    return sets, along(base.shape, [dim], part)[1], lines, of_base
 
 
 def _numbers(tensor: Tensor, shape: Any) -> Tensor:
@@ -191,12 +169,8 @@ def _own_shape(op: Operation) -> Any:
     return op.argument("self").shape
 
 
-def _pad(mode: str) -> Callable[[Operation, Tensor], Tensor]:
-    def movement(op: Operation, numbers: Tensor) -> Tensor:
-        function = getattr(torch.ops.aten, op.name.removesuffix("_backward"))
-        return function(numbers, op.argument("padding"))
-
-    return movement
+def _padded(op: Operation, numbers: Tensor) -> Tensor:
+    return getattr(torch.ops.aten, op.name.removesuffix("_backward"))(numbers, op.argument("padding"))
 
 
 def embedding_backward(op: Operation) -> Found:
@@ -243,7 +217,7 @@ RULES: dict[str, Rule] = {
     **listed(
         "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward "
         "replication_pad2d_backward replication_pad3d_backward",
-        adjoint(_own_shape, _pad("")),
+        adjoint(_own_shape, _padded),
     ),
     "unfold_backward": adjoint(
         lambda op: op.argument("input_sizes"),

@@ -1,0 +1,34 @@
+"""Packages whose modules are loaded when their names are asked for, not with `import hodiff`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from hodiff._core import _compiled_callers
+
+
+def names(
+    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package.
+
+    Args:
+        namespace: The package's globals, with its `__all__`.
+        homes: The names that each of its modules makes public.
+    """
+    package = namespace["__name__"]
+    home = {name: module for module, found in homes.items() for name in found}
+
+    def look_up(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
+        _compiled_callers.mark(name, value)
+        return value
+
+    def listed() -> list[str]:
+        return sorted({*namespace, *namespace["__all__"]})
+
+    return look_up, listed
