@@ -206,6 +206,15 @@ def largest_output(graph: Survey) -> int:
     return largest
 
 
+def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
+    """The dtype with the fewest digits that a pass over the graph computes in, or `like` where none has fewer."""
+    found = {like}
+    for nodes in graph.by_class.values():
+        for node in nodes:
+            found |= {dtype for data in _metadata(node) if (dtype := getattr(data, "dtype", None)) is not None}
+    return max((d for d in found if d.is_floating_point or d.is_complex), key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def _metadata(node: Node) -> Iterable[Any]:
     """What a node knows of the gradients that it receives; nothing where PyTorch cannot tell (nested tensors)."""
     try:

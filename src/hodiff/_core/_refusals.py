@@ -85,7 +85,7 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
     """Raise for a Python `autograd.Function` without a second derivative; warn, once a class, of any other."""
     if function in allow or function.__name__ in allow or not _nodes.reaches(nodes, leaves):
         return
-    if function.__name__ == "CheckpointFunction" or "CompiledFunction" in function.__name__:
+    if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
         raise _translate.missing([function.__name__])
     if function.__name__ == _sharded.NODE:
         raise _sharded.freed()
@@ -102,6 +102,10 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
             functions=[function.__name__],
         )
     _warn_once(function)
+
+
+_WITHOUT_SECOND = frozenset({"CheckpointFunction", "CondAutogradOp", "WhileLoopAutogradOp", "ScanAutogradOp"})
+"""PyTorch's own Functions whose backward is cut off from their arguments: its derivative would be zero, silently."""
 
 
 def refuse_without_backward(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> None:

@@ -30,6 +30,9 @@ _WAYS_OUT = {
     "compiledfunction": (
         "a compiled function; compute it uncompiled, or give hodiff the function, which runs it eagerly"
     ),
+    "condautogradop": "torch.cond; use a Python `if`, or torch.where",
+    "whileloopautogradop": "while_loop (torch._higher_order_ops); use a Python loop",
+    "scanautogradop": "scan (torch._higher_order_ops); use a Python loop",
     "checkpointfunction": "a re-entrant checkpoint; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
 }
 

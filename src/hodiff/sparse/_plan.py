@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _compiled_callers, _reverse, _tree
+from hodiff._core import _checks, _compiled_callers, _nodes, _reverse, _tree
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option
@@ -135,6 +135,7 @@ class Plan:
         with Graph(made) as ev:
             outputs = ev.tensors() if self._order == 1 else _reverse.gradient(ev, differentiated=True)
             self._check_outputs(outputs)
+            precision = _nodes.coarsest(_nodes.survey(outputs), ev.leaves[0].dtype) if check else None
             rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in ev.leaves]
             likes, sizes = (outputs, rows) if self.kind != "columns" else (ev.leaves, columns)
             random = _random(len(self.colors)) if check else None
@@ -147,8 +148,8 @@ class Plan:
             flat = [part.reshape(count, -1) for part in found]
             whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
             values = whole.reshape(-1).index_select(0, self.place.to(whole.device))
-        if random is not None:
-            self._compare(values.detach(), random, whole[-1].detach())
+        if random is not None and precision is not None:
+            self._compare(values.detach(), random, whole[-1].detach(), torch.finfo(precision).eps)
         return values
 
     def _seeds(self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None) -> list[Tensor]:
@@ -170,8 +171,8 @@ class Plan:
                 f"for each shape."
             )
 
-    def _compare(self, values: Tensor, vector: Tensor, product: Tensor) -> None:
-        """Raise where the matrix times a random vector is not the product with that vector."""
+    def _compare(self, values: Tensor, vector: Tensor, product: Tensor, eps: float) -> None:
+        """Raise where the matrix times a random vector is not the product with that vector, to the precision *eps*."""
         rows, columns = self.rows.to(values.device), self.columns.to(values.device)
         if self.kind == "rows":
             rows, columns = columns, rows
@@ -180,16 +181,17 @@ class Plan:
         size = product.new_zeros(len(product), dtype=torch.float64).index_add(0, rows, terms.abs())
         off = (expected - product.double()).abs()
         scale = torch.maximum(size, product.double().abs()).max() if len(product) else 0
-        wrong = ~(off <= torch.finfo(values.dtype).eps ** (2 / 3) * scale)
+        wrong = ~(off <= eps ** (2 / 3) * scale)
         if bool(wrong.any()) and bool(product.isfinite().all()):
             at = wrong.nonzero()[:, 0].tolist()
             side = "columns" if self.kind == "rows" else "rows"
             shown = ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
+            error = float(off.max() / scale)
+            rounding = " So small a difference may also be rounding, where large terms cancel." if error < 1e-6 else ""
             raise DerivativeError(
                 f"the pattern does not hold at this point: {side} {shown} of the matrix have an entry that it misses "
-                f"(its product with a random vector is off by {float(off.max() / scale):.2g}). Where f branches on "
-                f"values, or closes over what has changed, plan anew at this point, or give a pattern= that holds "
-                f"for all."
+                f"(its product with a random vector is off by {error:.2g}). Where f branches on values, or closes over "
+                f"what has changed, plan anew at this point, or give a pattern= that holds for all.{rounding}"
             )
 
     def __repr__(self) -> str:

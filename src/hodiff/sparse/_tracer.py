@@ -80,11 +80,16 @@ class Operation:
 
     def everything(self) -> Sets:
         """One element that depends on all that any argument depends on."""
-        parts = [sets for sets in self.live.values() if not sets.is_empty()]
-        if not parts:
-            return Sets.empty(1, self.tracer.width)
-        whole = Sets.joined(parts)
-        return whole.grouped(torch.zeros(len(whole), dtype=torch.int64), 1)
+        return _united(list(self.live.values()), self.tracer.width)
+
+
+def _united(parts: Sequence[Sets], width: int) -> Sets:
+    """One element, whose set is the union of all."""
+    parts = [sets for sets in parts if not sets.is_empty()]
+    if not parts:
+        return Sets.empty(1, width)
+    whole = Sets.joined(parts)
+    return whole.grouped(torch.zeros(len(whole), dtype=torch.int64), 1)
 
 
 class Tracer(TorchDispatchMode):
@@ -96,6 +101,8 @@ class Tracer(TorchDispatchMode):
         unknown: The operators without a rule, by name; all their outputs depend on all their arguments.
         lost: Why nothing can be said about what a number depends on, if so.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, find_rule: Callable[[Any], Rule | None], variable: Iterable[Tensor], *, anywhere: bool = True
@@ -123,6 +130,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "_schema", None) is None:
+            return self._couple(func, args, kwargs)
         if str(func) == "aten._local_scalar_dense.default":
             self.leaves(args[0], "a Python number (.item(), bool(), float())")
         if not self._memory:
@@ -135,6 +144,20 @@ class Tracer(TorchDispatchMode):
             self._learn(func, args, kwargs, result)
             return result
         return self._follow(func, args, kwargs)
+
+    def _couple(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A higher-order operator (`torch.cond`, `scan`): what it runs inside is not seen, and may couple all."""
+        result, given = func(*args, **kwargs), list(tensors_in((args, kwargs)))
+        if any(self.is_variable(tensor) for tensor in given):
+            for tensor in tensors_in(result):
+                self._mark(tensor)
+        live = [self.read(tensor) for tensor in given if self.is_live(tensor)]
+        if live:
+            self.unknown[str(func)] = None
+            whole = _united(live, self.width)
+            for tensor in tensors_in(result):
+                self.write(tensor, whole.take(torch.zeros(_length(tensor), dtype=torch.int64)))
+        return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         rule = self.find_rule(func)
@@ -152,7 +175,6 @@ class Tracer(TorchDispatchMode):
         found = rule(operation) if rule is not None else None
         if found is None:
             self.unknown[operation.name] = None
-            found = [None] * len(operation.outputs)
             everything = operation.everything()
             for tensor in written:
                 self.write(tensor, everything.take(torch.zeros(_length(tensor), dtype=torch.int64)))

@@ -290,6 +290,23 @@ def test_check_is_quiet_where_all_is_well(scale: float, dtype: torch.dtype) -> N
     hodiff.sparse_hessian(lambda x: scale * (x[0] ** 9 + x[1:].pow(2).sum()), x, check=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_check_knows_where_f_computes_in_lower_precision(dtype: torch.dtype) -> None:
+    f = lambda x: (x.to(dtype) ** 3).double().sum() + (x[1:] * x[:-1]).sum()
+    hodiff.sparse_hessian(f, X, check=True)
+    with pytest.raises(hodiff.DerivativeError, match="an entry that it misses"):
+        hodiff.sparse_hessian(f, X, pattern=(range(12), range(12)), check=True)
+
+
+def test_check_says_that_a_small_difference_may_be_rounding() -> None:
+    diagonal = (range(12), range(12))
+    for factor, said in ((1e-8, True), (1.0, False)):
+        f = lambda x: (x**2).sum() + factor * x[0] * x[1]  # noqa: B023
+        with pytest.raises(hodiff.DerivativeError, match="an entry that it misses") as caught:
+            hodiff.sparse_hessian(f, X, pattern=diagonal, check=True)
+        assert ("may also be rounding" in str(caught.value)) is said
+
+
 def test_check_does_not_touch_the_random_state() -> None:
     torch.manual_seed(4)
     before = torch.get_rng_state()
