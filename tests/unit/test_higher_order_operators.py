@@ -1,4 +1,4 @@
-"""Control flow in operators: torch.cond, loops and maps. Most have no second derivative in PyTorch, and do not say so."""
+"""Control flow in operators: most have no second derivative in PyTorch, which does not say so."""
 
 from typing import Any
 
