@@ -126,6 +126,89 @@ def test_trees_take_few() -> None:
     assert count(tree) <= 5
 
 
+# --- graphs whose numbers of colours are known ------------------------------------------------------------------------
+
+Edges = list[tuple[int, int]]
+
+
+def path(n: int) -> Edges:
+    return [(i, i + 1) for i in range(n - 1)]
+
+
+def cycle(n: int) -> Edges:
+    return [(i, (i + 1) % n) for i in range(n)]
+
+
+def bipartite(a: int, b: int) -> Edges:
+    return [(i, a + j) for i in range(a) for j in range(b)]
+
+
+def complete(n: int) -> Edges:
+    return [(i, j) for i in range(n) for j in range(i)]
+
+
+def cube(d: int) -> Edges:
+    return [(i, i ^ 1 << b) for i in range(2**d) for b in range(d) if i < i ^ 1 << b]
+
+
+def lattice(m: int, n: int) -> Edges:
+    right = [(i * n + j, i * n + j + 1) for i in range(m) for j in range(n - 1)]
+    return right + [(i * n + j, i * n + j + n) for i in range(m - 1) for j in range(n)]
+
+
+WHEEL = [*cycle(7), *[(7, i) for i in range(7)]]
+PETERSEN = [*cycle(5), *[(i, i + 5) for i in range(5)], *[(5 + i, 5 + (i + 2) % 5) for i in range(5)]]
+BINARY_TREE = [(i, (i - 1) // 2) for i in range(1, 63)]
+
+KNOWN: dict[str, tuple[Edges, int, int]] = {
+    # edges; star chromatic number; colours of columns: the chromatic number of the square of the graph
+    "path": (path(10), 3, 3),
+    "cycle of 4": (cycle(4), 3, 4),
+    "cycle of 5": (cycle(5), 4, 5),
+    "cycle of 6": (cycle(6), 3, 3),
+    "cycle of 7": (cycle(7), 3, 4),
+    "cycle of 9": (cycle(9), 3, 3),
+    "cycle of 10": (cycle(10), 3, 4),
+    "star": (bipartite(1, 7), 2, 8),
+    "bipartite 3, 5": (bipartite(3, 5), 4, 8),
+    "bipartite 4, 4": (bipartite(4, 4), 5, 8),
+    "complete": (complete(6), 6, 6),
+    "binary tree": (BINARY_TREE, 3, 4),
+    "cube": (cube(3), 4, 4),
+    "cube of 4 dimensions": (cube(4), 5, 8),
+    "wheel": (WHEEL, 4, 8),
+    "Petersen": (PETERSEN, 5, 10),
+    "lattice 2 x 5": (lattice(2, 5), 4, 4),
+}
+
+
+def symmetric_pattern(edges: Edges) -> Pattern:
+    n = 1 + max(max(edge) for edge in edges)
+    return pattern_of([*edges, *[(j, i) for i, j in edges], *[(i, i) for i in range(n)]], (n, n))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_as_many_colours_as_are_needed(name: str) -> None:
+    """Stars: paths, cycles, K(m, n), trees and lattices by Fertin, Raspaud, Reed (2004), J. Graph Theory 47(3),
+    doi:10.1002/jgt.20029; columns: one more than the largest degree at least, 2^k for a cube of 2^k - 1 dimensions
+    (Wan, 1997, J. Comb. Optim. 1(2)). All of 16 vertices or fewer were also found by exhaustive search.
+    """
+    edges, star, columns = KNOWN[name]
+    pattern = symmetric_pattern(edges)
+    assert is_star_coloring(pattern.to_torch().to_dense().tolist(), color(pattern).tolist())
+    assert (count(pattern), count(pattern, "columns")) == (star, columns)
+
+
+@pytest.mark.parametrize(("m", "n", "star"), [(3, 3, 4), (4, 4, 5), (5, 7, 5), (12, 12, 5)])
+def test_lattices(m: int, n: int, star: int) -> None:
+    """Stars as few as there can be (Fertin, Raspaud, Reed); columns could do with 5, by (i + 2 j) mod 5."""
+    pattern = symmetric_pattern(lattice(m, n))
+    held = pattern.to_torch().to_dense().tolist()
+    assert is_column_coloring(held, [(k // n + 2 * (k % n)) % 5 for k in range(m * n)])
+    assert count(pattern) == star
+    assert 5 <= count(pattern, "columns") <= 7
+
+
 # --- far more neighbours than most ------------------------------------------------------------------------------------
 
 
