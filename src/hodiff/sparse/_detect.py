@@ -47,6 +47,7 @@ def sparsity_pattern(
     Returns:
         A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It may be wider than
         need be, and misses nothing: at *x* and wherever `f` takes the same branches in Python, whatever the values.
+        A shape that follows from values, as that of `x[x > 0]`, is such a branch.
         A zero in a tensor that `f` closes over counts as one for ever, unless the tensor requires grad: give what
         changes in `args`.
 

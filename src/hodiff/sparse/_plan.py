@@ -19,7 +19,7 @@ from hodiff.sparse import _coloring, _recover
 from hodiff.sparse._detect import detect
 from hodiff.sparse._pattern import Pattern, given, scipy_sparse
 
-BREAK_EVEN = 500
+BREAK_EVEN = 600
 """With fewer columns the dense matrix is computed sooner than a pattern and its colours."""
 
 

@@ -64,6 +64,20 @@ def test_these_patterns_are_exact(name: str) -> None:
     assert pattern.without_rule == ()
 
 
+PARTS = {
+    "unbound": lambda x: tuple(row**2 for row in x.reshape(3, 4).unbind()),
+    "split": lambda x: tuple(part.sin() for part in x.split([2, 3, 7])),
+    "columns": lambda x: tuple(row.flip(0) ** 2 for row in x.reshape(3, 4).unbind(1)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_adjoint_of_taking_apart_puts_each_in_its_place(name: str) -> None:
+    pattern = dense(sparsity_pattern(PARTS[name], POINTS[0], order=1))
+    jacobian = torch.cat([block.reshape(-1, 12) for block in hodiff.jacobian(PARTS[name], POINTS[0])])
+    assert torch.equal(pattern, held(jacobian))
+
+
 # --- what the numbers are does not matter ----------------------------------------------------------------------------
 
 

@@ -282,6 +282,17 @@ def test_check_catches_another_branch() -> None:
         plan(-positive, check=True)
 
 
+def test_check_catches_a_shape_that_follows_from_values() -> None:
+    """As a branch in Python does: with fewer positive entries, what comes after them moves up."""
+    f = lambda x: torch.cat([x[x > 0] ** 2, x.roll(1) ** 3])[:12]
+    here, there = torch.ones(12, dtype=D), torch.ones(12, dtype=D)
+    here[5:], there[2:] = -0.5, -0.5
+    plan = plan_jacobian(f, here)
+    close(plan(here, check=True).to_dense(), hodiff.jacobian(f, here))
+    with pytest.raises(hodiff.DerivativeError, match="does not hold at this point"):
+        plan(there, check=True)
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_check_is_quiet_where_all_is_well(scale: float, dtype: torch.dtype) -> None:
