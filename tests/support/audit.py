@@ -1,0 +1,214 @@
+"""What a call must leave as it was: the process, modules, tensors, random numbers, memory. `unchanged` compares all.
+
+Beyond `ledger.snapshot` (a module's tensors, for tests that change them on purpose) this looks at whatever a careless
+library could touch: classes, `__dict__`s, every kind of hook, every switch of the process.
+"""
+
+import gc
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sympy  # torch imports it when it first traces something, and it adds a filter of warnings  # noqa: F401
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _python_dispatch
+
+from tests.support.callers import tensors
+from tests.support.ledger import Ledger, storages_of, without_collector
+
+
+def process() -> dict[str, Any]:
+    """Every switch of the process and of this thread that a derivative might be tempted to turn."""
+    cuda, module = torch.backends.cuda, nn.modules.module
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    claims, loans, nesting, switches = (
+        sys.modules[f"hodiff._core.{name}"] for name in ("_claims", "_loans", "_nesting", "_switches")
+    )
+    return {
+        "attention": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "cudnn": (
+            torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.allow_tf32,
+        ),
+        "mkldnn": torch.backends.mkldnn.flags,
+        "mkldnn enabled": torch._C._get_mkldnn_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "multithreaded": torch.autograd._is_multithreading_enabled() if hasattr(
+            torch.autograd, "_is_multithreading_enabled") else None,
+        "autocast": [
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        ] + [torch.is_autocast_cache_enabled()],
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()),
+        "compiler's stance": dynamo._stance.stance if dynamo else "default",
+        "hooks of all modules": [
+            list(getattr(module, f"_global_{kind}_hooks").items())
+            for kind in ("forward_pre", "forward", "backward_pre", "backward")
+        ] + [
+            len(getattr(module, f"_global_{kind}_registration_hooks")) for kind in ("buffer", "parameter", "module")
+        ],
+        "function modes": [id(mode) for mode in torch.overrides._get_current_function_mode_stack()],
+        "dispatch modes": len(_python_dispatch._get_current_dispatch_mode_stack()),
+        "transforms": len(torch._C._functorch.get_interpreter_stack() or ()),
+        "forward mode": torch.autograd.forward_ad._current_level,
+        "saved tensors": (
+            torch._C._autograd._saved_tensors_hooks_is_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True),
+        ),
+        "parametrisations": (parametrize._cache_enabled, id(parametrize._cache)),
+        "methods of tensors": (Tensor.register_hook, Tensor.backward, Tensor.__torch_function__.__func__),
+        "methods of modules": (nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__),
+        "interpreter": (
+            gc.isenabled(), sys.gettrace(), sys.getprofile(), sys.excepthook, sys.displayhook, sys.getrecursionlimit(),
+            signal.getsignal(signal.SIGINT),
+        ),
+        "filters of warnings": (list(warnings.filters), warnings.showwarning),
+        # the library's own notes of what it has lent
+        "evaluations": (len(nesting.state.running), len(nesting.state.open)),
+        "lent": (len(loans._lent), len(claims._claims), len(claims._waiting)),
+        "switched": [
+            value._users for value in vars(switches).values() if isinstance(value, switches.Counted)
+        ] + [value._users for value in vars(sys.modules["hodiff._core._hooks"]).values()
+             if isinstance(value, switches.Counted)],
+    }  # fmt: skip
+
+
+def of_tensor(tensor: Tensor) -> dict[str, Any]:
+    """What a tensor is: its identity, value, flags, hooks and `.grad`."""
+    inference = tensor.is_inference()
+    return {
+        "class": type(tensor),
+        "value": tensor.detach().clone(),
+        "memory": tensor.untyped_storage().data_ptr(),
+        "layout": (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device),
+        "version": None if inference else tensor._version,
+        "graph": (tensor.requires_grad, tensor.is_leaf, tensor.grad_fn, tensor.retains_grad),
+        "grad": (tensor.grad, None if tensor.grad is None else tensor.grad.clone()) if tensor.is_leaf else None,
+        "hooks": (dict(tensor._backward_hooks or {}), dict(tensor._post_accumulate_grad_hooks or {})),
+        "attributes": dict(vars(tensor)),
+    }
+
+
+def of_module(model: nn.Module) -> dict[str, Any]:
+    """What a module is: the identities of its parts, all attributes, modes, hooks; and each tensor by `of_tensor`."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found[path] = {
+            "class": type(module),
+            "attributes": {
+                name: dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+                for name, value in vars(module).items()
+            },
+        }
+    for kind, theirs in ("parameter", model.named_parameters()), ("buffer", model.named_buffers()):
+        found |= {f"{kind} {path}": (id(tensor), of_tensor(tensor)) for path, tensor in theirs}
+    return found
+
+
+def differences(before: Any, after: Any, path: str = "") -> list[str]:
+    """Where two records are not the same, tensors by identity or, where both are clones of ours, by value."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [*before, *(key for key in after if key not in before)]
+        gone = object()
+        return [
+            line
+            for key in keys
+            for line in differences(before.get(key, gone), after.get(key, gone), f"{path}/{key}")
+        ]
+    if isinstance(before, (list, tuple)) and type(before) is type(after) and len(before) == len(after):
+        return [
+            line
+            for index, pair in enumerate(zip(before, after, strict=True))
+            for line in differences(*pair, f"{path}[{index}]")
+        ]
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        same = before is after or (path.endswith(("value", "grad[1]")) and torch.equal(before, after))
+    else:
+        same = before is after or bool(type(before) is type(after) and before == after)
+    return [] if same else [f"{path}: {before!r} became {after!r}"]
+
+
+@contextmanager
+def unchanged(*things: nn.Module | Tensor, random: bool = False) -> Iterator[None]:
+    """Fail where the block changes the process, one of the things, or (`random`) draws from the default generator."""
+
+    def look() -> dict[str, Any]:
+        found: dict[str, Any] = {"process": process()}
+        for number, thing in enumerate(things):
+            found[str(number)] = of_module(thing) if isinstance(thing, nn.Module) else of_tensor(thing)
+        if random:
+            found["random state value"] = torch.get_rng_state()
+        return found
+
+    before = look()
+    yield
+    changed = differences(before, look())
+    assert not changed, "\n".join(changed)
+
+
+class Stream:
+    """The default generator's states where `f` begins and ends: what else draws, or where it is set, shows."""
+
+    def __init__(self) -> None:
+        self.begun = torch.get_rng_state()
+        self.seen = [self.begun]
+        self.strange = 0
+        self.calls = 0
+
+    def watched(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """`f`, watched."""
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.strange += not self._known()
+            try:
+                return f(*args, **kwargs)
+            finally:
+                self.seen.append(torch.get_rng_state())
+
+        return observed
+
+    def _known(self) -> bool:
+        now = torch.get_rng_state()
+        return any(torch.equal(now, state) for state in self.seen)
+
+    def check(self) -> None:
+        """Fail where anything but `f` drew. It may run again with the numbers that it drew: then the state is known."""
+        assert not self.strange, f"{self.strange} of {self.calls} calls of f began from a state that f did not leave"
+        assert self._known(), "the last state is none that f left"
+
+
+def left_behind(call: Callable[[], Any]) -> tuple[int, int, list[str]]:
+    """Bytes alive besides the result, and once it is gone, with no help of the collector; and what made those.
+
+    Bytes besides the result count only where no tensor of it has a graph, which holds what it needs.
+    """
+    with Ledger():
+        call()  # the first call inside such a mode imports half of torch, and imports keep frames alive
+    with without_collector():
+        with Ledger() as ledger:
+            result = call()
+        found = tensors(result)
+        graph = any(tensor.requires_grad for tensor in found)
+        known = {storage._cdata for storage in storages_of(found)}
+        besides = 0 if graph else sum(
+            size for address, (reference, size, _) in ledger.storages.items()
+            if address not in known and not reference.expired()
+        )  # fmt: skip
+        del result, found
+        return besides, ledger.alive(), ledger.makers()
