@@ -88,9 +88,10 @@ def test_cudnn_is_switched_back():
     try:
         for wanted in (True, False):
             torch.backends.cudnn.enabled = wanted
-            leave = _switches.no_cudnn.enter()
+            undo = []
+            _switches.no_cudnn.enter(undo)
             assert not torch.backends.cudnn.enabled
-            leave()
+            _switches.undo_all(undo)
             assert torch.backends.cudnn.enabled is wanted
     finally:
         torch.backends.cudnn.enabled = before

@@ -4,6 +4,7 @@ Beyond `ledger.snapshot` (a module's tensors, for tests that change them on purp
 library could touch: classes, `__dict__`s, every kind of hook, every switch of the process.
 """
 
+import functools
 import gc
 import signal
 import sys
@@ -48,8 +49,7 @@ def process() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "multithreaded": torch.autograd._is_multithreading_enabled() if hasattr(
-            torch.autograd, "_is_multithreading_enabled") else None,
+        "passes in several threads": torch._C._is_multithreading_enabled(),
         "autocast": [
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         ] + [torch.is_autocast_cache_enabled()],
@@ -68,7 +68,8 @@ def process() -> dict[str, Any]:
         "transforms": len(torch._C._functorch.get_interpreter_stack() or ()),
         "forward mode": torch.autograd.forward_ad._current_level,
         "saved tensors": (
-            torch._C._autograd._saved_tensors_hooks_is_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True),
+            torch._C._autograd._saved_tensors_hooks_is_enabled(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True),
         ),
         "parametrisations": (parametrize._cache_enabled, id(parametrize._cache)),
         "methods of tensors": (Tensor.register_hook, Tensor.backward, Tensor.__torch_function__.__func__),
@@ -126,9 +127,7 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
         keys = [*before, *(key for key in after if key not in before)]
         gone = object()
         return [
-            line
-            for key in keys
-            for line in differences(before.get(key, gone), after.get(key, gone), f"{path}/{key}")
+            line for key in keys for line in differences(before.get(key, gone), after.get(key, gone), f"{path}/{key}")
         ]
     if isinstance(before, (list, tuple)) and type(before) is type(after) and len(before) == len(after):
         return [
@@ -193,13 +192,21 @@ class Stream:
         assert self._known(), "the last state is none that f left"
 
 
+@functools.cache
+def _warm() -> None:
+    """The first call inside a dispatch mode imports half of torch, and imports keep frames alive."""
+    x = torch.ones(2, requires_grad=True)
+    with Ledger():
+        torch.vmap(torch.func.jacfwd(torch.sin))(x)
+        torch.autograd.grad(torch.autograd.grad((x**3).sum(), x, create_graph=True)[0].sum(), x)
+
+
 def left_behind(call: Callable[[], Any]) -> tuple[int, int, list[str]]:
     """Bytes alive besides the result, and once it is gone, with no help of the collector; and what made those.
 
     Bytes besides the result count only where no tensor of it has a graph, which holds what it needs.
     """
-    with Ledger():
-        call()  # the first call inside such a mode imports half of torch, and imports keep frames alive
+    _warm()
     with without_collector():
         with Ledger() as ledger:
             result = call()

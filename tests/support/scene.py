@@ -10,7 +10,7 @@ X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 
 
 class Table(nn.Module):
-    """Attributes of all kinds, parameters that are frozen or tied, buffers that move, that require grad, that are none."""
+    """Attributes of all kinds, parameters that are frozen or tied, buffers that move or are none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ def test_parameters_are_replaced_wherever_they_occur_and_come_back():
     m[1].weight = m[0].weight
     weight, alias = m[0].weight, torch.zeros(2, 2)
     loan = ParameterLoan(Where(m))
+    loan.take()
     loan.put([alias, *Where(m).tensors[1:]])
     assert m[0].weight is alias
     assert m[1].weight is alias
@@ -61,6 +62,7 @@ def test_another_thread_waits_and_reads_the_real_parameters():
     m = nn.Linear(2, 2)
     weight = m.weight
     loan = ParameterLoan(Where(m))
+    loan.take()
     loan.put([torch.zeros(2, 2), torch.zeros(2)])
     seen = []
 
@@ -83,10 +85,12 @@ def test_a_circle_of_waiting_threads_raises_instead_of_hanging():
     raised = []
 
     def take(mine, other):
-        loan = ParameterLoan(Where(mine))
+        loan, another = ParameterLoan(Where(mine)), ParameterLoan(others[other])
         try:
+            loan.take()
             ready.wait()
-            ParameterLoan(others[other]).close()
+            another.take()
+            another.close()
         except hodiff.GraphError as error:
             raised.append(str(error))
         finally:

@@ -18,37 +18,73 @@ def switch():
     log = []
 
     def turn():
-        log.append("on")
-        return lambda: log.append("off")
+        return lambda: log.append("on"), lambda: log.append("off")
 
     return Counted(turn), log
 
 
 def test_the_first_switches_and_the_last_restores():
     counted, log = switch()
-    counted.enter()
-    counted.enter()
-    counted.leave()
+    first, second = [], []
+    counted.enter(first)
+    counted.enter(second)
+    _switches.undo_all(first)
     assert log == ["on"]
-    counted.leave()
+    _switches.undo_all(second)
     assert log == ["on", "off"]
+
+
+def test_leaving_twice_is_leaving_once():
+    counted, log = switch()
+    first, second = [], []
+    counted.enter(first)
+    counted.enter(second)
+    first[0]()
+    first[0]()
+    assert log == ["on"]
+    _switches.undo_all(second)
+    first[0]()
+    assert log == ["on", "off"]
+
+
+def test_what_is_interrupted_is_undone_once_more_and_the_rest_too():
+    log, tries = [], []
+
+    def interrupted():
+        tries.append(1)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        log.append("second")
+
+    undo = [lambda: log.append("third"), interrupted, lambda: log.append("first")]
+    with pytest.raises(KeyboardInterrupt):
+        _switches.undo_all(undo)
+    assert log == ["first", "second", "third"] and not undo
+
+
+def test_a_lending_that_was_lost_is_closed_with_its_last_reference():
+    with torch.no_grad():
+        lending = Lending(asked(passes=2)).__enter__()
+        assert torch.is_grad_enabled() and _nesting.inside()
+        del lending
+        assert not torch.is_grad_enabled() and not _nesting.inside()
 
 
 def test_overlapping_threads_restore_once():
     counted, log = switch()
-    inside, leave = threading.Event(), threading.Event()
+    inside, leave, mine, theirs = threading.Event(), threading.Event(), [], []
 
     def stay():
-        counted.enter()
+        counted.enter(theirs)
         inside.set()
         leave.wait(10)
-        counted.leave()
+        _switches.undo_all(theirs)
 
     thread = threading.Thread(target=stay)
     thread.start()
     inside.wait(10)
-    counted.enter()
-    counted.leave()
+    counted.enter(mine)
+    _switches.undo_all(mine)
     assert log == ["on"]
     leave.set()
     thread.join(10)

@@ -1,7 +1,8 @@
 """A module on loan belongs to one thread at a time: the others wait.
 
 So each evaluation has leaves of its own, and starts from the user's buffers (the power iteration of
-spectral norm moves them). Claims of one thread nest.
+spectral norm moves them). Claims of one thread nest: each is known by the loan that makes it, which may release it
+twice, or before it is made.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from hodiff.errors import GraphError
 
 lock = threading.RLock()  # guards everything below
 _changed = threading.Condition(lock)  # notified when a module is given back
-_claims: dict[nn.Module, tuple[int, int]] = {}  # module -> (owning thread, depth)
+_claims: dict[nn.Module, tuple[int, dict[object, None]]] = {}  # module -> (owning thread, the loans that claim it)
 _waiting: dict[int, int] = {}  # thread -> the thread it waits for
 
 
-def claim(modules: Iterable[nn.Module]) -> None:
-    """Make `modules` this thread's, waiting until no other has any of them."""
+def claim(modules: Iterable[nn.Module], loan: object) -> None:
+    """Make `modules` this thread's, for a loan, waiting until no other has any of them."""
     with lock:
         me = threading.get_ident()
         for module in modules:
@@ -28,18 +29,22 @@ def claim(modules: Iterable[nn.Module]) -> None:
                 _wait(modules)
                 break
         for module in modules:
-            _claims[module] = (me, _claims[module][1] + 1 if module in _claims else 1)
+            if module in _claims:
+                _claims[module][1][loan] = None
+            else:
+                _claims[module] = (me, {loan: None})
 
 
-def release(modules: Iterable[nn.Module]) -> None:
-    """Undo one `claim`."""
+def release(modules: Iterable[nn.Module], loan: object) -> None:
+    """Undo a loan's `claim`."""
     with lock:
         for module in modules:
-            owner, depth = _claims[module]
-            if depth > 1:
-                _claims[module] = (owner, depth - 1)
-            else:
-                del _claims[module]
+            if module in _claims:
+                loans = _claims[module][1]
+                if loan in loans:
+                    del loans[loan]
+                if not loans:
+                    del _claims[module]
         if _waiting:
             _changed.notify_all()
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hodiff._core import _nesting
-from hodiff._core._switches import Counted
+from hodiff._core._switches import Counted, Undo
 
 Hook = Callable[..., Any]
 
@@ -38,22 +38,32 @@ class Hooks:
 
         return observe
 
-    def of_module(self, module: nn.Module) -> Callable[[], None]:
-        """Watch a module's backward hooks; what is returned lets go of them."""
+    def of_module(self, module: nn.Module, undo: Undo) -> None:
+        """Watch a module's backward hooks; `undo` is given what lets go of them."""
         theirs = module._backward_hooks
-        module._backward_hooks = OrderedDict((key, self.watched(hook)) for key, hook in theirs.items())
 
         def restore() -> None:
             module._backward_hooks = theirs
 
-        return restore
+        undo += [restore]
+        module._backward_hooks = OrderedDict((key, self.watched(hook)) for key, hook in theirs.items())
 
 
-def _watch_modules() -> Callable[[], None]:
+def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
     """Let the innermost evaluation know of each module that is called."""
+    handle = None
+
+    def switch() -> None:
+        nonlocal handle
+        handle = nn.modules.module.register_module_forward_pre_hook(_lend_module)
+
+    def restore() -> None:
+        if handle is not None:
+            handle.remove()
+
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
     # what it had looked up, and slows what comes after.
-    return nn.modules.module.register_module_forward_pre_hook(_lend_module).remove
+    return switch, restore
 
 
 def _lend_module(module: nn.Module, args: Any) -> None:
@@ -62,7 +72,7 @@ def _lend_module(module: nn.Module, args: Any) -> None:
         running[-1].borrow(module)
 
 
-def _watch_hooks() -> Callable[[], None]:
+def _watch_hooks() -> tuple[Callable[[], object], Callable[[], object]]:
     """Let the innermost evaluation know of each hook that is registered on a tensor."""
     register = Tensor.register_hook
 
@@ -70,12 +80,13 @@ def _watch_hooks() -> Callable[[], None]:
         running = _nesting.state.running
         return register(self, running[-1].hooks.watched(hook) if running else hook)
 
-    Tensor.register_hook = register_hook
+    def switch() -> None:
+        Tensor.register_hook = register_hook
 
     def restore() -> None:
         Tensor.register_hook = register
 
-    return restore
+    return switch, restore
 
 
 watch_modules = Counted(_watch_modules)

@@ -53,6 +53,7 @@ class Lending:
     """
 
     __slots__ = (
+        "__weakref__",
         "_normal",
         "_parameters",
         "_ran",
@@ -76,31 +77,27 @@ class Lending:
     # --- the state
 
     def __enter__(self) -> Lending:
-        call = self.call
+        call, undo = self.call, self._undo
         self._ran = False
         try:
             if torch.is_inference_mode_enabled():
                 normal = torch.inference_mode(False)
+                undo += [lambda: normal.__exit__(None, None, None)]
                 normal.__enter__()
-                self._undo += [lambda: normal.__exit__(None, None, None)]
             if not torch.is_grad_enabled():
+                undo += [_grad_off]
                 torch.set_grad_enabled(True)
-                self._undo += [_grad_off]
             if call.order >= 2:
-                self._undo += [_switches.plain_attention.enter()]
+                _switches.plain_attention.enter(undo)
             if "torch._dynamo" in sys.modules:
-                self._undo += [_switches.eager.enter()]
+                _switches.eager.enter(undo)
             self._state = StateLoan(call.cast)
             self.borrowed = self._state.attributes
-            self._undo += [self._state.close]
-            self._undo += [watch_modules.enter()]
+            undo += [self._state.close]
+            watch_modules.enter(undo)
             if call.order >= 2:
-                self._undo += [watch_hooks.enter()]
-            _nesting.state.running += [self]
-            self._undo += [_nesting.state.running.pop]
-            if call.order:
-                _nesting.state.open += [self]
-                self._undo += [_nesting.state.open.pop]
+                watch_hooks.enter(undo)
+            _nesting.enter(self, undo, differentiated=call.order > 0)
             if parametrize._cache_enabled:
                 self._set_aside_cache()
             if call.where.owned:
@@ -116,34 +113,36 @@ class Lending:
     def close(self) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
         self.ticket.open = False
-        undo = self._undo
+        _switches.undo_all(self._undo)
+
+    def __del__(self) -> None:
+        """Close what an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`."""
         try:
-            while undo:
-                last = undo[-1]
-                del undo[-1]
-                last()
-        finally:
-            if undo:
-                self.close()
+            undo = self._undo
+        except AttributeError:  # interrupted before it began
+            return
+        if undo:
+            self.close()
 
     def also(self, switch: _switches.Counted) -> None:
         """One more switch, left with the rest."""
-        self._undo += [switch.enter()]
+        switch.enter(self._undo)
 
     def _set_aside_cache(self) -> None:
         """Let `parametrize.cached()` fill a cache of this evaluation's own."""
         theirs = parametrize._cache
-        parametrize._cache = {}
 
         def restore() -> None:
             parametrize._cache = theirs
 
         self._undo += [restore]
+        parametrize._cache = {}
 
     def _lend(self) -> None:
         """Borrow the modules of the point, with all their parameters, buffers and attributes."""
         self._parameters = ParameterLoan(self.call.where)
         self._undo += [self._parameters.close]
+        self._parameters.take()
         if not self.call.create_graph:  # what is not differentiated need not be recorded
             self._parameters.put_others(self._still)
         self._borrow_point()
@@ -173,7 +172,7 @@ class Lending:
         if "max_norm" in module.__dict__ and module.max_norm is not None and not self._is_point(module):
             self._copy_table(module)
         if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule) and not self._ran:
-            self._undo += [self.hooks.of_module(module)]
+            self.hooks.of_module(module, self._undo)
 
     def _is_point(self, module: nn.Module) -> bool:
         return any(module in owned.assembly.modules for owned in self.call.where.owned)
@@ -183,12 +182,12 @@ class Lending:
         theirs: Any = module._parameters["weight"]
         copy = theirs.clone() if self.call.create_graph else theirs.detach().clone()
         _pass_for(copy, theirs)
-        module._parameters["weight"] = copy
 
         def restore() -> None:
             module._parameters["weight"] = theirs
 
         self._undo += [restore]
+        module._parameters["weight"] = copy
 
     # --- running f
 
@@ -284,8 +283,8 @@ class Lending:
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
         now = RandomState.of(self.random.device)
-        self.random.restore()
         try:
+            self.random.restore()
             return self.at(leaves)
         finally:
             now.restore()

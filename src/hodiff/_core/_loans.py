@@ -26,16 +26,18 @@ class _Clones:
 
     __slots__ = ("module", "originals", "users")
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.users = 0
+        self.users: dict[object, None] = {}
         self.originals = {
             name: buffer
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.requires_grad  # one that requires grad is an input of f
         }
+
+    def lend(self, dtype: torch.dtype | None) -> None:
         for name, buffer in self.originals.items():
-            module._buffers[name] = cast(buffer, dtype).clone()
+            self.module._buffers[name] = cast(buffer, dtype).clone()
 
     def give_back(self) -> None:
         self.module._buffers.update(self.originals)
@@ -73,16 +75,20 @@ class StateLoan:
     def take(self, module: nn.Module, *, root: bool = False) -> None:
         """Put clones in place of a module's buffers, and note its attributes; no other thread has it meanwhile."""
         if module._parameters or module._buffers:
-            _claims.claim((module,))
             self._claimed += [module]
+            _claims.claim((module,), self)
         hooked = module._forward_pre_hooks or module._forward_hooks
         plain = module.__class__ in _KEEP_NOTHING and not root and not hooked
         self.attributes[module] = None if plain else module.__dict__.copy()
         if module._buffers and not isinstance(module, torch.jit.ScriptModule):
-            if module not in _lent:
-                _lent[module] = _Clones(module, self._dtype)
-            _lent[module].users += 1
             self._cloned += [module]
+            if module in _lent:
+                _lent[module].users[self] = None
+            else:
+                clones = _Clones(module)
+                clones.users[self] = None
+                _lent[module] = clones
+                clones.lend(self._dtype)
 
     def tidy(self) -> None:
         """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
@@ -98,19 +104,21 @@ class StateLoan:
                     del now[name]
 
     def close(self) -> None:
-        """Return everything; the last borrower puts the original buffers back."""
+        """Return everything; the last borrower puts the original buffers back. It may be run again."""
         self.tidy()
         self.attributes.clear()
-        while self._cloned:
-            module = self._cloned.pop()
-            clones = _lent[module]
-            clones.users -= 1
-            if not clones.users:
-                clones.give_back()
-                del _lent[module]
-        claimed, self._claimed = self._claimed, []
-        if claimed:
-            _claims.release(claimed)
+        for module in self._cloned:
+            if module in _lent:
+                clones = _lent[module]
+                if self in clones.users:
+                    del clones.users[self]
+                if not clones.users:
+                    clones.give_back()
+                    del _lent[module]
+        self._cloned = []
+        if self._claimed:
+            _claims.release(self._claimed, self)
+            self._claimed = []
 
 
 def holds(value: Any) -> bool:
@@ -123,7 +131,7 @@ def holds(value: Any) -> bool:
 
 
 class ParameterLoan:
-    """The parameters of the modules of a point, to be replaced wherever they occur, until closed."""
+    """The parameters of the modules of a point, to be replaced wherever they occur, once taken and until closed."""
 
     __slots__ = ("_places", "_rest", "modules")
 
@@ -141,7 +149,10 @@ class ParameterLoan:
                 else:
                     self._rest += [(module, name, parameter)]
         self.modules = modules
-        _claims.claim(modules)
+
+    def take(self) -> None:
+        """Make the modules this thread's."""
+        _claims.claim(self.modules, self)
 
     def put(self, leaves: Sequence[Tensor]) -> None:
         """Put the leaves in place of the parameters of the point."""
@@ -157,7 +168,7 @@ class ParameterLoan:
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
 
     def close(self) -> None:
-        """Put the real parameters back, and let other threads have the modules."""
+        """Put the real parameters back, and let other threads have the modules. It may be run again."""
         for module, name, parameter, _ in self._places:
             module._parameters[name] = parameter  # type: ignore[assignment]
         for module, name, parameter in self._rest:
@@ -167,5 +178,5 @@ class ParameterLoan:
                 for name, parameter in [*module._parameters.items()]:
                     if isinstance(parameter, nn.Parameter):
                         setattr(module, name, parameter)
+        _claims.release(self.modules, self)
         self._places, self._rest = [], []
-        _claims.release(self.modules)

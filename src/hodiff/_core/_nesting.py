@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +13,33 @@ from hodiff.errors import InputError
 
 
 class _State(threading.local):
-    """What this thread is evaluating, innermost last."""
+    """What this thread is evaluating, innermost last: proxies of `Lending`s, which stand on this module.
+
+    Weak ones, so that a lending whose end an interrupt prevented is closed when nobody holds it any more.
+    """
 
     def __init__(self) -> None:
-        self.running: list[Any] = []  # of `Lending`, which stands on this module: whose f runs, differentiated or not
+        self.running: list[Any] = []  # those whose f runs, differentiated or not
         self.open: list[Any] = []  # those whose f is differentiated
 
 
 state = _State()
+
+
+def enter(lending: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
+    """Put a lending on the stacks; `undo` is given what takes it off."""
+    proxy, stacks = weakref.proxy(lending), (state.running, state.open) if differentiated else (state.running,)
+
+    def leave() -> None:
+        for stack in stacks:
+            if stack and stack[-1] is proxy:
+                del stack[-1]
+            else:
+                stack[:] = [other for other in stack if other is not proxy]
+
+    undo += [leave]
+    for stack in stacks:
+        stack += [proxy]
 
 
 def inside() -> bool:
@@ -48,7 +69,12 @@ def total_order(passes: int, create_graph: bool) -> int:
     """The highest derivative that a call's graph will see, those of an enclosing call included."""
     if not create_graph:
         return passes
-    return passes + (max(1, state.open[-1].call.order) if state.open else 1)
+    return passes + outer_order()
+
+
+def outer_order() -> int:
+    """The derivatives that the innermost enclosing call takes of what is made here; one, where there is none."""
+    return max(1, state.open[-1].call.order) if state.open else 1
 
 
 def recorded(create_graph: bool | None) -> bool:

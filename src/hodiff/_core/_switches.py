@@ -3,6 +3,9 @@
 They are *counted*: the first call that needs one switches it, the last one restores it. Nested context
 managers would race between threads and leave the process changed (measured: fused attention and cuDNN
 off for good).
+
+Here as everywhere in the road, what undoes a step is noted *before* the step is made, and may be run twice, or
+without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 """
 
 from __future__ import annotations
@@ -12,37 +15,65 @@ from collections.abc import Callable
 
 import torch
 
+Undo = list[Callable[[], object]]
+"""What is to be undone, the last step first."""
+
+Switch = Callable[[], tuple[Callable[[], object], Callable[[], object]]]
+"""Looks at a setting, changes nothing, and gives what switches it and what restores it."""
+
+
+def undo_all(undo: Undo) -> None:
+    """Undo everything. What fails, or is interrupted, is run once more, and does not keep the rest from it."""
+    try:
+        while undo:
+            undo[-1]()
+            del undo[-1]
+    except BaseException:
+        if undo:
+            again = undo.pop()
+            try:
+                again()
+            finally:
+                undo_all(undo)
+        raise
+
 
 class Counted:
     """A process-wide switch: on while anyone is inside, restored by the last one out."""
 
-    def __init__(self, switch: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, switch: Switch) -> None:
         self._switch = switch
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a lending that was lost may be closed by the collector, at any moment
         self._users = 0
-        self._restore: Callable[[], None] | None = None
+        self._restore: Callable[[], object] | None = None
 
-    def enter(self) -> Callable[[], None]:
-        """Switch it, unless someone has; what is returned leaves it."""
+    def enter(self, undo: Undo) -> None:
+        """Switch it, unless someone has; `undo` is given what leaves it."""
+        inside = False
+
+        def leave() -> None:
+            nonlocal inside
+            with self._lock:
+                if inside:
+                    inside = False
+                    self._users -= 1
+                if not self._users and self._restore is not None:
+                    self._restore()
+                    self._restore = None
+
+        undo += [leave]
         with self._lock:
-            if not self._users:
-                self._restore = self._switch()
+            inside = True
             self._users += 1
-        return self.leave
-
-    def leave(self) -> None:
-        """Restore it, unless someone still needs it."""
-        with self._lock:
-            self._users -= 1
-            if not self._users and self._restore is not None:
-                restore, self._restore = self._restore, None
-                restore()
+            if self._restore is None:
+                switch, self._restore = self._switch()
+                switch()
 
 
-def _plain_attention() -> Callable[[], None]:
+def _plain_attention() -> tuple[Callable[[], object], Callable[[], object]]:
     """Attention by matrix products: the fused kernels have no second derivative."""
     cuda = torch.backends.cuda
-    undo: list[tuple[Callable[[bool], None], bool]] = []
+    changes: list[tuple[Callable[[bool], None], bool, bool]] = []
     for enabled, enable, wanted in (
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
         (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
@@ -51,31 +82,41 @@ def _plain_attention() -> Callable[[], None]:
     ):
         before = enabled()
         if before is not wanted:
+            changes += [(enable, wanted, before)]
+
+    def switch() -> None:
+        for enable, wanted, _ in changes:
             enable(wanted)
-            undo += [(enable, before)]
 
     def restore() -> None:
-        for enable, before in undo:
+        for enable, _, before in changes:
             enable(before)
 
-    return restore
+    return switch, restore
 
 
-def _eager() -> Callable[[], None]:
+def _eager() -> tuple[Callable[[], object], Callable[[], object]]:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
-    stance = torch.compiler.set_stance("force_eager")
-    return lambda: stance.__exit__(None, None, None)
+    stances = []
+
+    def restore() -> None:
+        for stance in stances:
+            stance.__exit__(None, None, None)
+
+    return lambda: stances.append(torch.compiler.set_stance("force_eager")), restore
 
 
-def _no_cudnn() -> Callable[[], None]:
+def _no_cudnn() -> tuple[Callable[[], object], Callable[[], object]]:
     """Native RNN kernels: cuDNN's have no second derivative."""
     enabled = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
+
+    def switch() -> None:
+        torch.backends.cudnn.enabled = False
 
     def restore() -> None:
         torch.backends.cudnn.enabled = enabled
 
-    return restore
+    return switch, restore
 
 
 plain_attention = Counted(_plain_attention)

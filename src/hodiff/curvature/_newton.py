@@ -198,14 +198,14 @@ class _Point(NamedTuple):
 @contextmanager
 def _second_derivatives() -> Iterator[None]:
     """The state in which a closure's graph can be differentiated twice."""
-    _switches.plain_attention.enter()
-    _switches.eager.enter()
+    undo: _switches.Undo = []
     try:
+        _switches.plain_attention.enter(undo)
+        _switches.eager.enter(undo)
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        _switches.eager.leave()
-        _switches.plain_attention.leave()
+        _switches.undo_all(undo)
 
 
 def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:

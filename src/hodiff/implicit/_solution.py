@@ -83,7 +83,7 @@ def attached(
 def _order(order: int | None) -> int:
     if order is not None:
         return _checks.check_integer(order, "order", least=1)
-    return max(1, _nesting.state.open[-1].call.order) if _nesting.inside() else 1
+    return _nesting.outer_order()
 
 
 def _reaches(residual: Parts, leaves: Parts) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hodiff._core._switches import Counted
+from hodiff._core._switches import Counted, Undo, undo_all
 from hodiff.sparse._sets import Sets, TooMany
 
 Found = Sequence[Sets | None] | None
@@ -312,14 +312,22 @@ class Exits:
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
+        self._undo: Undo = []
 
     def __enter__(self) -> None:
+        self._undo.append(self._close)
         _open.tracers.append(self.tracer)
-        _watched.enter()
+        _watched.enter(self._undo)
 
     def __exit__(self, *exc: object) -> None:
-        _watched.leave()
-        _open.tracers.pop()
+        undo_all(self._undo)
+
+    def __del__(self) -> None:
+        undo_all(getattr(self, "_undo", []))
+
+    def _close(self) -> None:
+        if self.tracer in _open.tracers:
+            _open.tracers.remove(self.tracer)
 
 
 class _Open(threading.local):
@@ -332,19 +340,21 @@ _open = _Open()
 WAYS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 
 
-def _watch() -> Callable[[], None]:
+def _watch() -> tuple[Callable[[], object], Callable[[], object]]:
     before = {name: vars(Tensor).get(name) for name in WAYS}
-    for name in WAYS:
-        setattr(Tensor, name, _reporting(name, getattr(Tensor, name)))
+
+    def switch() -> None:
+        for name in WAYS:
+            setattr(Tensor, name, _reporting(name, getattr(Tensor, name)))
 
     def restore() -> None:
         for name, method in before.items():
-            if method is None:
-                delattr(Tensor, name)
-            else:
+            if method is not None:
                 setattr(Tensor, name, method)
+            elif name in vars(Tensor):
+                delattr(Tensor, name)
 
-    return restore
+    return switch, restore
 
 
 def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
