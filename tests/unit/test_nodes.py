@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+import hodiff
 from hodiff._core import _nodes
 
 
@@ -65,3 +67,29 @@ def test_functions_are_told_by_their_class():
 def test_the_largest_tensor_of_a_graph():
     x = torch.ones(3, requires_grad=True)
     assert _nodes.largest_output(_nodes.survey([(x[:, None] * torch.ones(3, 50)).sum()])) == 150
+
+
+def test_outputs_of_one_operation_are_told_apart():
+    """q and v come from one chunk: to close over v while differentiating by q is no bypass of q."""
+    x = torch.tensor([0.3, 0.7, -1.1, 0.4], dtype=torch.float64)
+
+    def loss(x):
+        q, v = x.chunk(2)
+        return (hodiff.grad(lambda q: (q**2 * v).sum(), q) ** 2).sum()
+
+    expected = torch.cat([8 * x[:2] * x[2:] ** 2, 8 * x[:2] ** 2 * x[2:]])
+    torch.testing.assert_close(hodiff.grad(loss, x), expected)
+
+    def bypassing(x):
+        q, v = x.chunk(2)
+        return hodiff.grad(lambda z: (z**2 * v * q).sum(), q).sum()
+
+    with pytest.raises(hodiff.GraphError, match="other than through its argument"):
+        hodiff.grad(bypassing, x)
+
+    def returning(x):
+        q, v = x.chunk(2)
+        return hodiff.grad(lambda z: v[0], q).sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"does not depend|other than through its argument"):
+        hodiff.grad(returning, x)

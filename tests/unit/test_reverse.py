@@ -110,3 +110,18 @@ def test_the_ends_of_the_chunks_of_a_diagonal(chunk_size, batch_ndim):
         f if batch_ndim else lambda x: f(x).sum(), x, batch_ndim=batch_ndim, chunk_size=chunk_size
     )
     torch.testing.assert_close(found, 6 * x + 2)
+
+
+def test_samples_scalars_where_a_mode_looks_on():
+    """A mode (torch.device is one, and the norms written out for third orders) leads past the engine's direct entry."""
+    x = torch.tensor([[0.5, -1.0], [2.0, 0.3]], dtype=torch.float64)
+    with torch.device("cpu"):
+        got = hodiff.grad(lambda z: (z**3).sum(-1), x, batch_ndim=1)
+    torch.testing.assert_close(got, 3 * x**2)
+
+    def penalised(z):
+        return hodiff.gradient_penalty(lambda y: (y**2).sum(-1), z, target=1.0, create_graph=True)
+
+    third = hodiff.grad(lambda z: hodiff.hvp(penalised, z, x).sum(), x)
+    flat = hodiff.grad(lambda z: hodiff.hvp(lambda y: (2 * y.norm(dim=1) - 1).square().mean(), z, x).sum(), x)
+    torch.testing.assert_close(third, flat)

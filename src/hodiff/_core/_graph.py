@@ -259,7 +259,7 @@ class Graph:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
         ids = set(map(id, foreign)) if foreign else ()
         for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
-            if tensor.grad_fn in survey.visited if tensor.grad_fn is not None else ids and id(tensor) in ids:
+            if survey.uses(tensor) if tensor.grad_fn is not None else ids and id(tensor) in ids:
                 raise _refusals.bypass(name)
 
     def _kept_by(self, ticket: Ticket) -> str:

@@ -116,6 +116,15 @@ class Survey:
         """Whether `tensor`, a leaf or not, is in the graph."""
         return tensor.grad_fn in self.visited if tensor.grad_fn is not None else id(tensor) in self.leaf_ids()
 
+    def uses(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, no leaf, is used: of the outputs of one operation (`chunk`, `unbind`) it may be another."""
+        node, number = tensor.grad_fn, tensor.output_nr
+        if node not in self.visited:
+            return False
+        edges = [edge for nodes in self.by_class.values() for each in nodes for edge in each.next_functions]
+        used = {output for child, output in edges if child is node}
+        return not used or number in used  # a root's own outputs are no edge of any node
+
 
 def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
     """Walk the graphs of `tensors`, not below the nodes in `stop`."""
