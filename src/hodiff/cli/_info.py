@@ -1,4 +1,4 @@
-"""`hodiff info`: the versions and settings that a bug report needs."""
+"""`hodiff info`: versions and settings, and the operations whose derivatives are missing or wrong on this PyTorch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import sys
 import torch
 
 import hodiff
+from hodiff.cli import _operations
 
-HELP = "print versions, devices and settings, for a bug report"
+HELP = "print versions, devices, and which operations have no second derivative, or a wrong one, on this PyTorch"
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra *== *['\"](?P<extra>[\w-]+)['\"]")
 
@@ -22,7 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one line per fact."""
+    """Print one line per fact, then what is known of operations; 1 where one does otherwise here than published."""
+    sweep = _operations.published(torch.__version__)
+    tried, others = _operations.spot_checks(sweep)
     facts = {
         "hodiff": hodiff.__version__,
         "torch": torch.__version__,
@@ -31,11 +34,25 @@ def run(options: argparse.Namespace) -> int:
         "threads": f"{torch.get_num_threads()}",
         "default dtype": f"{torch.get_default_dtype()}".removeprefix("torch."),
         **{f"extra {extra!r}": state for extra, state in extras().items()},
+        "operations": _swept(sweep),
+        "tried here": f"{tried} operations, {tried - len(others)} as published",
     }
     width = max(map(len, facts)) + 2
     for name, fact in facts.items():
         print(f"{name:<{width}}{fact}")
-    return 0
+    for other in others:
+        print(f"{'':<{width}}{other}")
+    print()
+    for line in _operations.lines(sweep):
+        print(line)
+    return 1 if others else 0
+
+
+def _swept(sweep: _operations.Sweep) -> str:
+    """Which sweep is shown."""
+    exact = torch.__version__.partition("+")[0] == sweep.release
+    nearest = "" if exact else " (the nearest release that was swept)"
+    return f"{sweep.operations} swept with torch {sweep.release}, {sweep.samples} samples{nearest}"
 
 
 def devices() -> list[str]:

@@ -1,0 +1,120 @@
+"""What `hodiff info` says of operations: as published, tried here, and loud where the two differ."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import hodiff
+from hodiff.__main__ import main
+from hodiff.cli import _info, _operations
+from tests.torch_ops import results, shipped
+
+
+def test_what_is_shipped_is_what_was_found():
+    assert shipped.FILE.read_text("utf-8") == shipped.text(), "run: python -m tests.torch_ops RESULTS --publish"
+
+
+@pytest.mark.parametrize(
+    ("installed", "shown"),
+    [
+        ("2.13.0", "2.13.0"),
+        ("2.13.1+cpu", "2.13.0"),
+        ("2.14.1+cu130", "2.15.0"),  # between two: the newer
+        ("2.15.0a0+git1234", "2.15.0"),
+        ("2.16.0", "2.15.0"),
+        ("2.11.0", "2.13.0"),
+        ("3.0", "2.15.0"),
+    ],
+)
+def test_the_nearest_release_is_shown(installed, shown):
+    assert _operations.published(installed).release == shown
+
+
+def test_what_the_sweep_of_213_says():
+    sweep = _operations.published("2.13.0")
+    assert sweep.operations == 536
+    assert sweep.refused["cdist"]["order"] == "2"
+    assert "use_mm_for_euclid_dist" in sweep.refused["cdist"]["why"]
+    assert sweep.refused["to_sparse"]["order"] == "3"
+    assert "nn.functional.layer_norm" not in sweep.refused  # written out: right at every order
+    assert {"autograd.grad thrice", "func.hessian"} <= set(sweep.wrong["nn.functional.layer_norm"])
+    assert "autograd.grad twice" not in sweep.wrong["nn.functional.layer_norm"]
+    assert "nn.functional.max_unpool2d" in sweep.defined
+    assert "nn.functional.max_unpool2d" not in sweep.wrong
+    assert "normal" in sweep.defined
+    assert "linalg.inv" not in {**sweep.refused, **sweep.wrong, **sweep.defined}
+    assert "cdist" not in _operations.published("2.15.0").refused
+
+
+def test_no_operation_that_is_wrong_is_left_out():
+    for release in results.releases():
+        sweep = _operations.published(release)
+        for name, routes in results.read(release)["operations"].items():
+            if any(verdict.startswith("wrong") for verdict in routes.values()):
+                assert name in {**sweep.wrong, **sweep.defined}, name
+            if any(verdict.startswith("refused: PyTorch has no second") for verdict in routes.values()):
+                refused = {**sweep.refused, **sweep.wrong}
+                assert name in refused or "tensor" in str(routes), name
+
+
+def test_spots_are_as_published_here():
+    sweep = _operations.published(torch.__version__)
+    found = {spot.name: _operations.here(spot) for spot in _operations.spots()}
+    assert {spot.name: _operations.expected(spot, sweep) for spot in _operations.spots()} == found
+    assert set(found.values()) == {"right", "refused", "wrong in plain PyTorch"}
+    assert found["linalg.inv"] == found["nn.functional.group_norm"] == "right"
+    assert found["nn.functional.layer_norm"] == found["_weight_norm"] == "wrong in plain PyTorch"
+    assert _operations.spot_checks(sweep) == (12, [])
+
+
+def test_spots_differ_from_a_sweep_of_another_release(monkeypatch, capsys):
+    sweep = _operations.published(torch.__version__)
+    refused = {name: why for name, why in sweep.refused.items() if name != "nn.functional.hardsigmoid"}
+    wrong = {**sweep.wrong, "linalg.inv": {"autograd.grad thrice": "1e-01"}}
+    monkeypatch.setattr(_operations, "published", lambda release: sweep._replace(refused=refused, wrong=wrong))
+    assert main(["info"]) == 1
+    printed = capsys.readouterr().out
+    assert "12 operations, 10 as published" in printed
+    assert "nn.functional.hardsigmoid, order 2: refused (published: right)" in printed
+    assert "linalg.inv, order 3: right (published: wrong in plain PyTorch)" in printed
+
+
+def test_a_nearest_release_is_said_to_be_one(monkeypatch):
+    sweep = _operations.published("2.13.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    assert _info._swept(sweep) == f"536 swept with torch 2.13.0, {sweep.samples} samples"
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    assert _info._swept(sweep).endswith("(the nearest release that was swept)")
+
+
+def test_every_operation_is_printed_with_its_reason(capsys):
+    main(["info"])
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    sweep = _operations.published(torch.__version__)
+    for name, found in sweep.refused.items():
+        assert name in printed
+        assert re.sub(r"\s+", " ", found["why"]) in printed
+    for name, routes in sweep.wrong.items():
+        assert name in printed
+        for route in routes:
+            assert route in printed
+    for name, why in sweep.defined.items():
+        assert name in printed
+        assert why in printed
+    assert all(len(line) <= _operations.WIDTH for line in _operations.lines(sweep))
+
+
+def test_spots_change_nothing():
+    state = torch.get_rng_state()
+    _operations.spot_checks(_operations.published("2.13.0"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert _operations.spot_checks(_operations.published(torch.__version__)) == (12, [])
+
+
+def test_the_file_is_read_from_the_package():
+    assert json.loads(shipped.FILE.read_text("utf-8")).keys() == set(results.releases())
+    assert shipped.FILE.parent == type(shipped.FILE)(hodiff.__file__).parent / "cli"
