@@ -33,7 +33,7 @@ def causes(evaluation: Evaluation, path: Sequence[Point], failed: Check, allow: 
     found += _isolated.functions(evaluation, failed.order, allow)
     if not found:
         found += _isolated.operations(evaluation, failed.order)
-    return found
+    return found or _inside_transforms(evaluation)
 
 
 # --- cuts
@@ -72,24 +72,37 @@ def _agree(point: Point, expected: float, numeric: Slope, failed: Check) -> bool
     return abs(expected - numeric.value) <= tolerance + 100 * epsilon(point)
 
 
+def _inside_transforms(evaluation: Evaluation) -> list[Cause]:
+    """The cuts whose values cannot be held."""
+    fix = "leave it out, if this value is to be trained through; or check the function that is transformed by itself."
+    return [
+        cause("cut", line, f"{_written(name)} inside a torch.func transform may be it: its value cannot be held", fix)
+        for line, name in dict.fromkeys((place.line, name) for name, place in evaluation.recorded().unheld)
+    ]
+
+
 _CALLS = {"__get__": ".data", "__set__": ".data", "__setitem__": "[...] ="} | {
     f"__{name}__": name for name in ("float", "int", "index", "array", "complex")
 }
 """How a call is written, where its name is another."""
 
 
+def _written(call: str) -> str:
+    word = _CALLS.get(call, call)
+    return word if word.startswith((".", "[")) else f"{word}()"
+
+
 def _of_cut(site: Site, part: float, failed: Check) -> Cause:
     line = site.place.line
     inside = f" in {site.place.inside}" if site.place.inside else ""
-    call = _CALLS.get(site.call, site.call)
-    word = call if call.startswith(".") else f"{call}()"
+    word = _written(site.call)
     how = {
         "no_grad": f"{word}{inside} runs while gradients are switched off (no_grad or inference_mode)",
         "gradient": f"the gradient{inside} is taken without create_graph=True",
     }.get(site.kind, f"{word}{inside} gives a value without its graph")
     reason = f"{how}: it counts as a constant, and {part:+.6e} of the derivative of order {failed.order} is missing"
     named = site.place.inside.partition(" ")[0] or str(line)
-    fix = _cut.fix_of(site.kind, None, call).replace("\n", " ").rstrip(".")
+    fix = _cut.fix_of(site.kind, None, word.rstrip("()")).replace("\n", " ").rstrip(".")
     meant = f'if it is meant as a constant, allow="{named}" checks the rest.'
     fix = f"{fix or 'write it with operations that are recorded'}; {meant}"
     return cause("cut", line, reason, fix)

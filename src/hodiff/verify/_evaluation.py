@@ -59,7 +59,6 @@ class Evaluation:
     def __init__(self, lending: Lending, generator: torch.Generator | None) -> None:
         self.lending = lending
         self.point: Point = tuple(leaf.detach().clone() for leaf in lending.leaves())
-        self._random = torch.get_rng_state()
         self._held: dict[Key, Any] = {}
         self._hooks, self._steady = True, False
         self.allowed: list[Site] = []
@@ -72,7 +71,7 @@ class Evaluation:
         """What the function returns: with a graph, for leaves that require grad."""
         if not any(leaf.requires_grad for leaf in leaves):  # f sees such leaves always
             return _detached(self.run(tuple(leaf.detach().clone().requires_grad_() for leaf in leaves)))
-        torch.set_rng_state(self._random)
+        self.lending.restart()
         if self._steady:
             self.attributes.restore()
         held = {site.key: site.value for site in self.allowed} | self._held
@@ -95,7 +94,7 @@ class Evaluation:
     def recorded(self, leaves: Point | None = None, **what: bool) -> Recorder:
         """What happens in an evaluation, at the point or elsewhere."""
         leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in leaves or self.point)
-        torch.set_rng_state(self._random)
+        self.lending.restart()
         self.attributes.restore()
         recorder = Recorder(**what)
         with torch.enable_grad(), recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import threading
 import warnings
@@ -134,6 +135,10 @@ def _of_operation(called: Called, wrong: Check) -> Cause:
     numbers = f"{wrong.computed:+.6e}, differences {wrong.differences:+.6e}"
     if called.name in KINKS:
         reason = f"{called.name} has a kink at its argument, where the two sides differ in slope: {numbers}."
+        fix = "check at another point (move x a little), or write a function that is smooth there."
+        return Cause("kink", line.file, line.number, text, reason, fix)
+    if not math.isfinite(wrong.computed) or not math.isfinite(wrong.differences):
+        reason = f"{called.name} has no finite derivative of order {wrong.order} at its argument: {numbers}."
         fix = "check at another point (move x a little), or write a function that is smooth there."
         return Cause("kink", line.file, line.number, text, reason, fix)
     reason = f"PyTorch's derivative of {called.name} is wrong at order {wrong.order} here, alone as well: {numbers}."

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Self, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -131,6 +132,7 @@ class Recorder(_Counting):
         batch_norms: Where a batch norm ran in training mode.
         calls: The operations on values with a graph.
         choices: What was decided on values: comparisons, indices, sides of kinks.
+        unheld: Cuts inside transforms of `torch.func`, whose values do not outlive them.
     """
 
     def __init__(self, *, operations: bool = False, choices: bool = False) -> None:
@@ -141,6 +143,7 @@ class Recorder(_Counting):
         self.batch_norms: list[Place] = []
         self.calls: list[Called] = []
         self.choices: dict[Key, tuple[Any, str, Place]] = {}
+        self.unheld: list[tuple[str, Place]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
@@ -151,6 +154,10 @@ class Recorder(_Counting):
         if kind != PASS and _is_ours(frame):
             return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            if kind == CUT or name in _COPIES:
+                self.unheld.append((name, self.place(frame)))
+            return func(*args, **kwargs)
         attached = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         before = None
         if self._operations and attached and kind not in (CUT, PASS) and torch.is_grad_enabled():
@@ -270,49 +277,74 @@ def _sides(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple(about(given, args, kwargs)) if about is not None and given else None
 
 
-def _sign(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
-    return (given[0].sign(),)
+Sides = Callable[[Sequence[Tensor], Sequence[Any], Mapping[str, Any]], Iterable[Tensor]]
 
 
-def _clamped(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+def _at(*points: float) -> Sides:
+    """Kinks at fixed points."""
+    return lambda given, args, kwargs: [(given[0] - point).sign() for point in points]
+
+
+def _beyond(default: float, *names: str) -> Sides:
+    """Kinks at plus and minus a number that is the second argument."""
+
+    def sides(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
+        bound = next((kwargs[name] for name in names if name in kwargs), args[1] if len(args) > 1 else default)
+        return (given[0] - bound).sign(), (given[0] + bound).sign()
+
+    return sides
+
+
+def _clamped(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
     bounds = [*args[1:], *(kwargs.get(name) for name in ("min", "max", "min_val", "max_val"))]
     return [(given[0] - bound).sign() for bound in bounds if isinstance(bound, (int, float, Tensor))]
 
 
-def _rounded(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+def _rounded(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
     return given[0].floor(), given[0].round(), given[0].sign()
 
 
-def _larger(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+def _larger(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
     if len(given) > 1:
         return ((given[0] - given[1]).sign(),)
-    flat, dim = given[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    whole, dim = given[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     if isinstance(dim, int):
-        return flat.argmax(dim), flat.argmin(dim)
-    return flat.flatten().argmax(), flat.flatten().argmin()
+        return whole.argmax(dim), whole.argmin(dim)
+    return whole.flatten().argmax(), whole.flatten().argmin()
 
 
-def _pooled(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
-    flat = given[0].flatten(2) if given[0].ndim > 2 else given[0]
-    return (flat.argsort(-1),)
+def _ordered(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
+    return (given[0].flatten().argsort(stable=True),)
 
 
-def _apart(given: Sequence[Tensor], args: Any, kwargs: Any) -> Iterable[Tensor]:
+def _pooled(name: str) -> Sides:
+    """The place of each maximum."""
+
+    def sides(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
+        options = {key: value for key, value in kwargs.items() if key != "return_indices"}
+        return (getattr(F, f"{name}_with_indices")(given[0], *args[1:], **options)[1],)
+
+    return sides
+
+
+def _apart(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
     return ((given[0] - given[1]).sign(),) if len(given) > 1 else ()
 
 
-KINKS: dict[str, Callable[[Sequence[Tensor], Any, Any], Iterable[Tensor]]] = {
-    **dict.fromkeys(
-        ("relu", "relu_", "leaky_relu", "abs", "abs_", "absolute", "__abs__", "prelu", "rrelu", "elu", "selu", "celu"),
-        _sign,
-    ),
-    **dict.fromkeys(("sign", "sgn", "hardshrink", "softshrink", "threshold", "norm", "vector_norm", "sqrt"), _sign),
-    **dict.fromkeys(("clamp", "clamp_", "clip", "clamp_min", "clamp_max", "clamp_min_", "hardtanh"), _clamped),
-    **dict.fromkeys(("relu6", "hardswish", "hardsigmoid"), lambda given, args, kwargs: (given[0].sign(),)),
+_POOLS = [f"{kind}max_pool{n}d" for n in (1, 2, 3) for kind in ("", "adaptive_")]
+
+KINKS: dict[str, Sides] = {
+    **dict.fromkeys(("relu", "relu_", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu"), _at(0)),
+    **dict.fromkeys(("abs", "abs_", "absolute", "__abs__", "sign", "sgn"), _at(0)),
+    **dict.fromkeys(("hardswish", "hardsigmoid"), _at(-3, 3)),
+    "relu6": _at(0, 6),
+    **dict.fromkeys(("hardshrink", "softshrink", "threshold"), _beyond(0.5, "lambd", "threshold")),
+    **dict.fromkeys(("clamp", "clamp_", "clip", "clamp_min", "clamp_max", "clamp_min_"), _clamped),
+    "hardtanh": lambda given, args, kwargs: [*_clamped(given, args, kwargs), *_at(-1, 1)(given, args, kwargs)],
     **dict.fromkeys(("floor", "ceil", "round", "trunc", "fix", "frac", "remainder", "fmod", "__mod__"), _rounded),
     **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum", "fmax", "fmin", "aminmax"), _larger),
-    **dict.fromkeys(("median", "nanmedian", "kthvalue", "quantile"), _pooled),
-    **dict.fromkeys((f"{kind}max_pool{n}d" for n in (1, 2, 3) for kind in ("", "adaptive_")), _pooled),
-    **dict.fromkeys(("l1_loss", "smooth_l1_loss", "huber_loss"), _apart),
+    **dict.fromkeys(("median", "nanmedian", "kthvalue", "quantile"), _ordered),
+    **{name: _pooled(name) for name in _POOLS},
+    "l1_loss": _apart,
 }
 """How each piecewise function's pieces are told apart, by the function's name."""

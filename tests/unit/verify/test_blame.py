@@ -325,3 +325,78 @@ def test_inside_another_call():
 
     x = point()
     assert torch.equal(hodiff.grad(outer, x), 2 * x)
+
+
+# --- functions of functions
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.func.hessian(lambda z: (z**4).sum())(x).sum(),
+        lambda x: torch.func.jacrev(lambda z: (z.relu() * z**2).sum(0))(x).sum(),
+        lambda x: torch.func.vmap(lambda z: (z**3).sum() + (z > 0).sum() + z.argmax() * 0)(x).sum(),
+        lambda x: hodiff.laplacian(lambda z: z.sin().prod(-1), x).sum(),
+    ],
+)
+def test_transforms_inside_f_pass(f):
+    assert hodiff.check_derivatives(f, point(2, 3)).ok
+
+
+def test_a_cut_inside_a_transform_is_named_as_what_may_be_it():
+    def f(x):
+        return torch.func.vmap(lambda z: (z.detach() * z).sum())(x).sum()  # mapped
+
+    report, text = failed(f, point(2, 3))
+    assert lines(report) == [("cut", number("mapped"))]
+    assert "detach() inside a torch.func transform may be it" in text
+
+
+def test_a_gradient_that_a_nested_call_detaches_is_a_cut():
+    def f(x):
+        g = hodiff.hvp(lambda z: z.pow(4).sum(), x, x, create_graph=False)  # nested
+        return (g * x).sum()
+
+    report, _ = failed(f, point())
+    assert lines(report) == [("cut", number("nested"))]
+
+
+def test_a_linear_layer_has_zero_second_derivative():
+    report = hodiff.check_derivatives(nn.Linear(3, 2).double(), point(2, 3), order=3)
+    assert report.ok
+    assert {check.computed for check in report.checks if check.order > 1} == {0.0}
+
+
+def test_where_a_derivative_is_not_finite_the_operation_is_named():
+    report, text = failed(lambda x: x.norm(), torch.zeros(3, dtype=torch.float64))  # norm0
+    assert lines(report) == [("kink", number("norm0"))]
+    assert "norm has no finite derivative of order 2" in text
+
+
+@pytest.mark.parametrize(
+    ("f", "x"),
+    [
+        (lambda x: F.max_pool2d(F.pad(x, (2, 2)), 2).square().sum(), torch.ones(1, 1, 4, 4)),
+        (lambda x: x.norm() + F.softshrink(x, 0.7).sum() + F.relu6(x).sum(), torch.tensor([0.0, 1.0, 2.0]) + 0.2),
+        (lambda x: x.norm() + x.square().median(), torch.tensor([0.0, 1.0, 2.0])),
+    ],
+)
+def test_what_is_smooth_at_the_point_is_no_kink(f, x):
+    x = x.double() + 0.01 * torch.arange(x.numel(), dtype=torch.float64).reshape(x.shape)
+    report = hodiff.check_derivatives(f, x)
+    assert report.ok
+    assert report.remarks == ()
+
+
+def test_hooks_are_put_on_again():
+    seen = []
+
+    def f(x):
+        h = x * 2
+        h.register_hook(lambda g: seen.append(g.shape) or 3 * g)
+        return h.square().sum()
+
+    failed(f, point())
+    before = len(seen)
+    hodiff.grad(f, point())
+    assert len(seen) == before + 1
