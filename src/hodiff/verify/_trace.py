@@ -96,7 +96,8 @@ class _Counting(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = f"get {getattr(getattr(func, '__self__', None), '__name__', '')}"
-        key = (*path_of(frame, self._entered), name)
+        path = path_of(frame, self._entered)
+        key = (*(path[:-2] if self._entered is not None else path), name)  # without the line of who asked
         self._counts[key] = number = self._counts.get(key, -1) + 1
         return (*key, number)
 

@@ -1,0 +1,48 @@
+"""An evaluation is the same function each time, but for what is held or taken off, and only while it is."""
+
+import pytest
+import torch
+
+from hodiff._core._call import call
+from hodiff._core._lending import Lending
+from hodiff.verify._evaluation import Evaluation
+
+
+@pytest.fixture
+def evaluation():
+    def f(x):
+        h = torch.nn.functional.dropout(x * 2, 0.5)
+        h.register_hook(lambda g: 3 * g)
+        return (h * x.detach()).sum()
+
+    with Lending(call(f, torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), passes=0)) as lending:
+        yield Evaluation(lending, torch.Generator().manual_seed(0))
+
+
+def gradient(evaluation):
+    x = evaluation.point[0].clone().requires_grad_()
+    evaluation.scalar((x,)).backward()
+    return x.grad
+
+
+def test_random_numbers_are_drawn_again(evaluation):
+    assert evaluation.drew
+    assert torch.equal(evaluation.scalar(evaluation.point), evaluation.scalar(evaluation.point))
+
+
+def test_hooks_are_off_inside_and_on_after(evaluation):
+    whole = gradient(evaluation)
+    with evaluation.without_hooks():
+        torch.testing.assert_close(gradient(evaluation), whole / 3)
+    torch.testing.assert_close(gradient(evaluation), whole)
+
+
+def test_values_are_held_inside_and_not_after(evaluation):
+    (site,) = evaluation.recorded().sites
+    moved = (evaluation.point[0] * 3,)
+    free, still = float(evaluation.scalar(moved)), float(evaluation.scalar(evaluation.point))
+    with evaluation.holding({site.key: site.value}):
+        assert float(evaluation.scalar(moved)) == pytest.approx(3 * still)
+    assert float(evaluation.scalar(moved)) == free == pytest.approx(9 * still)
+    evaluation.allow(["f"])
+    assert float(evaluation.scalar(moved)) == pytest.approx(3 * still)
