@@ -53,11 +53,11 @@ def test_what_is_interrupted_is_undone_once_more_and_the_rest_too():
     def interrupted():
         tries.append(1)
         if len(tries) == 1:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("now")
         log.append("second")
 
     undo = [lambda: log.append("third"), interrupted, lambda: log.append("first")]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="now"):
         _switches.undo_all(undo)
     assert log == ["first", "second", "third"] and not undo
 
