@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core._nodes import Node
+from hodiff.graph import _cells
 from hodiff.graph._names import Held, Names
 from hodiff.graph._source import Line, line_of, lines_of
 
@@ -141,6 +142,7 @@ class Record(Protocol):
 
 TITLE = "hodiff: why this"
 LIKELY = "likely; run `hodiff explain SCRIPT` to be sure"
+LIKELY_IN_CELLS = "likely; run the cells under hodiff.graph.watch() to be sure"
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,13 @@ class Explanation:
     watched: bool = False
 
     def __str__(self) -> str:
-        likely = "" if self.certain else " (likely)" if self.watched else f" ({LIKELY})"
+        likely = "" if self.certain else " (likely)" if self.watched else f" ({self._likely})"
         return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
+
+    @property
+    def _likely(self) -> str:
+        cell = self.failed is not None and _cells.number(self.failed.file)
+        return LIKELY_IN_CELLS if cell else LIKELY
 
     @property
     def body(self) -> str:

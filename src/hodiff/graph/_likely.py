@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _source
+from hodiff.graph import _cells, _predict, _saved, _source
 from hodiff.graph._case import Case
 from hodiff.graph._names import local_variables
 from hodiff.graph._source import Line
@@ -80,6 +80,14 @@ def infer(case: Case) -> Likely | None:
     """Nothing was recorded: judge by the variables in sight and the source."""
     if not case.roots or case.line is None:
         return None
+    found = _infer(case)
+    if found is None and _cells.number(case.line.file):
+        with _cells.reruns():
+            found = _infer(case)
+    return found
+
+
+def _infer(case: Case) -> Likely | None:
     needing = _needing(case.roots)
     twice = _same_twice(case)
     if twice is not None:
@@ -107,9 +115,31 @@ def infer(case: Case) -> Likely | None:
         name = _source.base(held)
         if "." in name and _writers(case, name):
             return _shared(case, None, name, "carried")
+    in_order = _in_order(case, spent) if not _loops(case) else None
+    if in_order is not None or _source.function_at(_line(case)) is None:
+        return in_order
     for node, name in spent.items():  # no loop is in sight: an optimizer calls this function again and again
         if not _source.assignments(_source.base(name), _line(case)):
             return _shared(case, node, name, "hoisted")
+    return None
+
+
+def _in_order(case: Case, spent: dict[Node, str]) -> Likely | None:
+    """No loop: statements ran as they stand, those of cells in the order of their runs."""
+    line = _line(case)
+    root = _source.target_of(line)
+    given = [number for number in _source.assignments(root, line) if number <= line.number] if root else []
+    if given and _source.extends(Line(line.file, given[-1]), root):
+        earlier = _source.passes(line, given[0])
+        of_it = [number for number in earlier if _source.target_of(Line(line.file, number)) == root]
+        if of_it:  # total = total + loss, and a pass of it before
+            return Likely(None, root, Line(line.file, given[-1]), Line(line.file, of_it[-1]), "carried")
+    for node, name in spent.items():
+        made = [number for number in _source.assignments(_source.base(name), line) if number < line.number]
+        earlier = _source.passes(line, made[-1]) if made else []
+        if earlier:
+            freed = Line(line.file, earlier[0]) if len(earlier) == 1 else None
+            return Likely(node, name, Line(line.file, made[-1]), freed, "two losses")
     return None
 
 
@@ -136,7 +166,7 @@ def _same_twice(case: Case) -> Likely | None:
     variable = case.names.nodes.get(root, "") or _source.target_of(_line(case))
     if not variable:
         return None
-    numbers = [number for number in _source.assignments(variable, _line(case)) if number <= _line(case).number]
+    numbers = [number for number in _source.made_at(variable, _line(case)) if number <= _line(case).number]
     passes = [
         statement.lineno
         for statement in _source.statements(_line(case))
@@ -144,10 +174,11 @@ def _same_twice(case: Case) -> Likely | None:
     ]
     earlier = [number for number in passes if not numbers or number >= numbers[-1]]
     loops = _source.loops(_line(case))
-    outside = bool(loops and numbers) and not any(_source.within(loops[0], number) for number in numbers)
+    a_name = _source.base(variable) == variable
+    outside = bool(a_name and loops and numbers) and not any(_source.within(loops[0], number) for number in numbers)
     if not earlier and not outside:
         return None
-    freed = Line(_line(case).file, earlier[-1]) if earlier else _line(case)
+    freed = Line(_line(case).file, earlier[0]) if earlier else _line(case)
     created = Line(_line(case).file, numbers[-1]) if numbers else None
     return Likely(root, variable, created, freed, "same loss twice", "" if earlier else EARLIER)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _saved
+from hodiff.graph import _cells, _saved
 
 DEPTH = 3
 FRAMES = 8
@@ -112,7 +112,9 @@ class Names:
     def _of_frame(self, frame: FrameType, names: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
         found = []
         for name, value in list(names.items()):
-            if not name.startswith("__") and name not in self.values and name.isidentifier():
+            if name.startswith("__") or _cells.is_kept(name, names):
+                continue
+            if name not in self.values and name.isidentifier():
                 self.values[name] = value
                 self.owners[name] = frame.f_code
                 found.append((name, value, 0))
@@ -187,6 +189,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     if (
         isinstance(value, (str, bytes, int, float, ModuleType, type, FunctionType, CodeType, FrameType))
         or value is None
+        or _cells.is_tool(value)
     ):
         return
     if isinstance(value, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import linecache
 import os
 import re
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
+
+from hodiff.graph import _cells
 
 
 class Line(NamedTuple):
@@ -21,10 +24,11 @@ class Line(NamedTuple):
     @property
     def text(self) -> str:
         """The source line, without its indentation."""
-        return linecache.getline(self.file, self.number).strip()
+        return _cells.resolve(self.file, self.number)[2]
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}"
+        cell, number, _ = _cells.resolve(self.file, self.number)
+        return f"In[{cell}]:{number}" if cell else f"{os.path.basename(self.file)}:{number}"
 
 
 def at(line: Line | None) -> str:
@@ -51,11 +55,25 @@ def _parsed(text: str) -> ast.Module | None:
 
 
 def _tree(file: str) -> ast.Module | None:
-    return _parsed("".join(linecache.getlines(file)))
+    text, before = "".join(linecache.getlines(file)), _cells.read(file)
+    return _joined(text, before) if before else _parsed(text)
+
+
+@lru_cache(maxsize=8)
+def _joined(text: str, before: tuple[tuple[int, str], ...]) -> ast.Module | None:
+    """A cell after those that ran before it, whose lines are numbered up to 0."""
+    own = _parsed(text)
+    if own is None:
+        return None
+    body: list[ast.stmt] = []
+    for offset, earlier in before:
+        tree = _parsed(earlier)
+        body += [ast.increment_lineno(copy.deepcopy(each), -offset) for each in (tree.body if tree else ())]
+    return ast.Module([*body, *own.body], [])
 
 
 def _holds(node: ast.AST, number: int) -> bool:
-    return getattr(node, "lineno", number + 1) <= number <= (getattr(node, "end_lineno", None) or -1)
+    return getattr(node, "lineno", number + 1) <= number <= getattr(node, "end_lineno", number - 1)
 
 
 def _scope(line: Line) -> ast.AST | None:
@@ -138,6 +156,14 @@ def assignments(name: str, line: Line) -> list[int]:
         for node in _inside(scope)
         if name in targets(node)
     )
+
+
+def made_at(expression: str, line: Line) -> list[int]:
+    """The lines that assign a variable in the function around a line; or any of those that an expression reads."""
+    named = _BASE.fullmatch(expression)
+    tree = None if named else _parsed(expression)
+    names = [each.id for each in ast.walk(tree) if isinstance(each, ast.Name)] if tree is not None else [expression]
+    return sorted(number for name in names for number in assignments(name, line))
 
 
 def assigned_in(name: str, file: str) -> set[str]:
@@ -337,6 +363,13 @@ def loaded(line: Line) -> list[str]:
     return [name for name in dict.fromkeys(names) if name not in given]
 
 
+def extends(line: Line, name: str) -> bool:
+    """Whether the statement at a line gives a name a value made from its own: `total += x`, `h = cell(x, h)`."""
+    node = _simple(line)
+    read = [ast.unparse(each) for each in ast.walk(getattr(node, "value", None) or ast.Pass())]
+    return node is not None and name in targets(node) and (isinstance(node, ast.AugAssign) or name in read)
+
+
 def stored_in(loop: ast.stmt) -> set[str]:
     """The names that a loop gives values to, its own variables and `with` and `del` included."""
     return {node.id for node in ast.walk(loop) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
@@ -398,6 +431,12 @@ def target_of(line: Line) -> str:
             if name in ("grad", "backward") and call.args and isinstance(call.args[0], (ast.Name, ast.Attribute)):
                 return ast.unparse(call.args[0])
     return ""
+
+
+def passes(line: Line, since: int) -> list[int]:
+    """The lines from one to another, in the same function, that ask for a pass which frees its graph."""
+    found = [each for each in statements(line) if since <= each.lineno < line.number]
+    return [each.lineno for each in found if (name := target_of(Line(line.file, each.lineno))) and frees(each, name)]
 
 
 def _is_module(node: ast.expr) -> bool:

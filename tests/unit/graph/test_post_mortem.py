@@ -1,0 +1,238 @@
+"""explain() after the fact where programs really run: scripts, IPython, Jupyter, pytest, exec."""
+
+import re
+import runpy
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from hodiff.graph import _cells, explain
+
+SETUP = "import torch, hodiff\na = torch.ones(2, requires_grad=True)\nt = torch.eye(2, requires_grad=True)"
+LOOP = "for step in range(3):\n    loss = (t @ y).square().mean()\n    loss.backward()"
+FEATURES = "loss = (features.sum() - 1) ** 2\nloss.backward()"
+TOTAL = "total = total + (a**2).sum()\ntotal.backward()"
+SESSIONS = {  # cells; the cause, the variable, the cells and lines that made and freed it
+    "a loop in a cell of its own": ([SETUP, "y = t @ a", LOOP], "hoisted", "y", "In[2]:1", "In[3]:3"),
+    "the same cell twice": (
+        [SETUP, "loss = a.exp().sum()", "loss.backward()", "loss.backward()"],
+        "same loss twice",
+        "loss",
+        "In[2]:1",
+        "In[3]:1",
+    ),
+    "two losses in two cells": (
+        [SETUP, "c = a.exp()\nd, e = c.mean(), c.sum()", "d.backward()", "e.backward()"],
+        "two losses",
+        "c",
+        "In[2]:1",
+        "In[3]:1",
+    ),
+    "two losses, and the second once more": (
+        [SETUP, "c = a.exp()\nd, e = c.mean(), c.sum()", "d.backward()", "e.backward()", "e.backward()"],
+        "two losses",
+        "c",
+        "In[2]:1",
+        "In[3]:1",
+    ),
+    "a cell run again that uses another": (
+        [SETUP, "features = (a * 2).tanh()", FEATURES, FEATURES],
+        "two losses",
+        "features",
+        "In[2]:1",
+        "In[3]:2",
+    ),
+    "a sum that goes on": ([SETUP, "total = 0", TOTAL, TOTAL], "carried", "total", "In[4]:1", "In[3]:2"),
+    "a state that a function returns": (
+        [
+            SETUP + "\ncell = torch.nn.RNNCell(2, 2)\nh = a[None]",
+            "def step(h):\n    h = cell(torch.ones(1, 2), h)\n    h.sum().backward()\n    return h",
+            "for _ in range(3):\n    h = step(h)",
+        ],
+        "carried",
+        "h",
+        "In[2]:2",
+        "In[2]:3",
+    ),
+    "the last output": (
+        [SETUP, "y = a.exp().sum()\ny.backward()\ny", "_.backward()"],
+        "same loss twice",
+        "y",
+        "In[2]:1",
+        "In[2]:2",
+    ),
+    "cut in another cell": ([SETUP, "b = a.detach() * 2", "b.sum().backward()"], "detached", "", "In[2]:1", None),
+}
+
+
+def strings(found):
+    return (
+        found.cause,
+        found.variable,
+        *(None if line is None else str(line) for line in (found.created, found.freed)),
+    )
+
+
+@pytest.fixture(scope="module")
+def shell():
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    made = interactive.InteractiveShell.instance(display_page=False)
+    yield made
+    made.history_manager.end_session()
+    interactive.InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def last_value(monkeypatch):
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        monkeypatch.setattr(sys, name, None, raising=False)
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_ipython(name, shell, last_value, capsys):
+    cells, *right = SESSIONS[name]
+    shell.reset(new_session=True)
+    for cell in cells:
+        shell.run_cell(cell, store_history=True)
+    assert isinstance(sys.last_value, RuntimeError)
+    shell.run_cell("print(hodiff.graph.explain())\nfound = hodiff.graph.explain()", store_history=True)
+    found = shell.user_ns["found"]
+    assert strings(found) == tuple(right)
+    said = capsys.readouterr().out
+    assert "(likely; run the cells under hodiff.graph.watch() to be sure)" in said
+    assert f"failing call In[{len(cells)}]" in said or name.startswith("a state")
+    assert not re.search(r"exit|Out\b|`_", said[said.index("hodiff: why") :])
+
+
+def test_ipython_tells_nothing_of_other_errors(shell, last_value, capsys):
+    shell.reset(new_session=True)
+    shell.run_cell("import hodiff", store_history=True)
+    shell.run_cell("1 / 0", store_history=True)
+    shell.run_cell("print(hodiff.graph.explain())", store_history=True)
+    assert capsys.readouterr().out.endswith("None\n")
+
+
+def test_a_watch_in_a_cell_names_cells(shell, last_value):
+    shell.reset(new_session=True)
+    shell.run_cell(SETUP, store_history=True)
+    cell = "with hodiff.graph.watch():\n    y = a.exp().sum()\n    y.backward()\n    y.backward()"
+    shell.run_cell(cell, store_history=True)
+    (note,) = sys.last_value.__notes__
+    assert re.search(r"created at +In\[2\]:2 +y = a\.exp\(\)\.sum\(\)", note)
+    assert "(likely" not in note
+
+
+def test_numbers_of_lines_in_earlier_cells(shell):
+    shell.reset(new_session=True)
+    file = "import sys\nfile = sys._getframe().f_code.co_filename"
+    shell.run_cell("x = 1\n\ny = 2\n", store_history=True)
+    shell.run_cell("z = 3", store_history=True)
+    shell.run_cell(file, store_history=True)
+    name = shell.user_ns["file"]
+    assert [_cells.resolve(name, line) for line in (2, 1, 0, -1, -2, -3)] == [
+        (3, 2, "file = sys._getframe().f_code.co_filename"),
+        (3, 1, "import sys"),
+        (2, 1, "z = 3"),
+        (1, 3, "y = 2"),
+        (1, 2, ""),
+        (1, 1, "x = 1"),
+    ]
+    assert _cells.number(__file__) == 0
+    assert _cells.resolve(__file__, 1)[0] == 0
+
+
+def test_a_silent_cell_is_not_taken_for_another(shell, last_value):
+    shell.reset(new_session=True)
+    shell.run_cell(SETUP, store_history=True)
+    shell.run_cell("y = a.exp().sum()\ny.backward()", store_history=True)
+    shell.run_cell("y.backward()", store_history=False)  # has the number of the next, which is another
+    found = explain(sys.last_value)
+    assert found is None or found.freed is None or found.variable == "y"
+
+
+def test_jupyter():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    sources = [
+        SETUP,
+        "y = t @ a",
+        LOOP,
+        "print(hodiff.graph.explain())",
+        "with hodiff.graph.lifetime() as picture:\n    a.exp().sum().backward()\npicture",
+        "hodiff.graph.inspect(a.exp())",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    nbclient.NotebookClient(notebook, timeout=120, allow_errors=True, kernel_name="python3").execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    assert outputs[2][0].ename == "RuntimeError"
+    said = outputs[3][0].text
+    assert "shared part: `y`" in said
+    assert re.search(r"created at +In\[2\]:1 +y = t @ a", said)
+    assert re.search(r"freed by +In\[3\]:3 +loss\.backward\(\)", said)
+    assert "ipykernel" not in said
+    assert outputs[4][0].data["image/svg+xml"].startswith("<svg")
+    assert "<table" in outputs[5][0].data["text/html"]
+
+
+# --- where there is no shell ------------------------------------------------------------------------------------------
+
+
+def test_pytest():
+    y = torch.ones(2, requires_grad=True).exp()
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        y.mean().backward()
+    found = explain(caught.value)
+    assert (found.cause, found.variable) == ("two losses", "y")
+    assert found.created.text.startswith("y = torch.ones(2")
+    assert found.freed.text == "y.sum().backward()"
+
+
+def test_a_value_that_is_made_again_between_is_not_the_same_loss():
+    a, y = torch.ones(2, requires_grad=True), None
+    y = a.exp()
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        for index in range(2):
+            y = a.exp() if index == 0 else y
+            y.sum().backward()
+    found = explain(caught.value)
+    assert (found.cause, found.variable) == ("carried", "y")
+
+
+SCRIPT = """
+import torch
+
+a = torch.ones(2, requires_grad=True)
+y = a.exp()
+d = y.mean()
+d.backward()
+e = y.sum()
+e.backward()
+"""
+
+
+def test_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, "utf-8")
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        runpy.run_path(str(script))
+    assert strings(explain(caught.value)) == ("two losses", "y", "script.py:5", "script.py:7")
+
+
+def test_exec_has_no_source_and_gets_no_guess():
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        exec(SCRIPT, {})
+    assert explain(caught.value) is None
+
+
+def test_exec_of_kept_source(monkeypatch):
+    import linecache
+
+    lines = textwrap.dedent(SCRIPT).splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, "<kept>", (len(SCRIPT), None, lines, "<kept>"))
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        exec(compile(SCRIPT, "<kept>", "exec"), {})
+    assert strings(explain(caught.value)) == ("two losses", "y", "<kept>:5", "<kept>:7")
