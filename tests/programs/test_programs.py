@@ -247,7 +247,7 @@ def test_a_module_and_a_picture(tmp_path):
     svg = (tmp_path / "p.svg").read_text("utf-8")
     assert svg.startswith("<svg")
     assert "y = t @ a" in svg
-    assert svg.count("#c22") == 1  # one cross: y's row, at the second pass
+    assert svg.count("#d33") == 2  # the legend's, and one cross: y's row, at the second pass
 
 
 def test_a_script_that_is_not_there(process, capsys):

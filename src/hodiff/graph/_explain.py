@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _cut, _forward, _missing, _saved, _second_time, _stale
+from hodiff.graph import _cut, _forward, _missing, _predict, _saved, _second_time, _stale
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._source import Line, line_of
@@ -129,7 +129,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
         raise InputError("exc: missing, and no exception is being handled. Give the one that backward() raised.")
     error: BaseException | None = exc
     while error is not None:
-        with _saved.without_modes():
+        with _saved.without_modes(), _predict.unchanging():
             found = _after_the_fact(error)
         if found is not None:
             return found

@@ -131,7 +131,8 @@ class Graph:
         head, *body = _rows(self)
         cells = lambda row, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)  # noqa: E731
         rows = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in body)
-        return f"<p>{html.escape(_summary(self))}</p><table><tr>{cells(head, 'th')}</tr>{rows}</table>"
+        table = f"<table><tr>{cells(head, 'th')}</tr>{rows}</table>"
+        return f'<p>{html.escape(_summary(self))}</p><div style="overflow-x:auto">{table}</div>'
 
 
 def _summary(graph: Graph) -> str:

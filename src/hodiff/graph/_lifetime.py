@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from hodiff._core._nodes import Node
@@ -15,6 +15,21 @@ from hodiff.graph._source import Line
 from hodiff.graph._watch import Watch
 
 ROWS = 40
+WIDTH, MARGIN, TOP, HEIGHT, LETTERS = 440, 8, 52, 32, 58
+"""Of the picture: a row's text stands above its bars, so that it can be narrow."""
+COLOURS = {"freed": "#3a7", "held": "#e90"}
+
+
+def _legend() -> list[str]:
+    """What the colours say."""
+    parts = []
+    for x, (state, text) in zip((MARGIN, 130), {"freed": "freed by a pass", "held": "kept by it"}.items(), strict=True):
+        parts.append(f'<rect x="{x}" y="6" width="10" height="8" fill="{COLOURS[state]}"/>')
+        parts.append(f'<text x="{x + 14}" y="14">{text}</text>')
+    parts.append('<path d="M 232 5 l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2"/>')
+    return [*parts, '<text x="248" y="14">needed, but gone</text>']
+
+
 _UNKNOWN = Line("(not recorded)", 0)
 
 
@@ -126,50 +141,56 @@ class Lifetime:
     def svg(self) -> str:
         """The picture: a row for each line that saved something, a vertical line for each pass.
 
-        Green: freed by the pass. Amber: kept by it. A red cross: needed by the pass, and freed before.
+        Green: freed by the pass. Amber: kept by it. A red cross: needed by the pass, and freed before. The text has
+        the colour of the page around it, and can be read on a phone.
         """
         rows = self._rows()
-        left, width, height, top = 320, 640, 20, 46
         end = max([call.place for call in self.passes] + [1]) + 1
-        shown = self.passes[-200:]
-        at = lambda place: left + width * place / end  # noqa: E731
-        bottom = top + height * len(rows)
+        at = lambda place: MARGIN + (WIDTH - 2 * MARGIN) * place / end  # noqa: E731
+        bottom = TOP + HEIGHT * len(rows)
         parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 30} {bottom + 30}" '
-            f'style="width:100%;max-width:{left + width + 30}px" fill="currentColor" '
-            f'font-family="monospace" font-size="11">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 8}" '
+            f'style="width:100%;max-width:{WIDTH * 4 // 3}px" fill="currentColor" '
+            f'font-family="monospace" font-size="12">',
             "<title>What was saved, by which line, and which backward pass freed it</title>",
-            f'<text x="4" y="16">green: freed by the pass; amber: kept; red cross: needed, and freed before</text>',  # noqa: F541
+            *_legend(),
         ]
+        if not self.passes:
+            parts.append(f'<text x="{MARGIN}" y="{TOP}">no backward pass was seen</text>')
+        shown = self.passes[-200:]
         for call in shown:
             x = at(call.place)
-            title = html.escape(str(call))
             parts.append(
-                f'<line x1="{x:.1f}" y1="{top - 8}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-dasharray="3">'
-                f"<title>{title}</title></line>"
+                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-dasharray="3">'
+                f"<title>{html.escape(str(call))}</title></line>"
             )
-            if len(shown) <= 40:
-                parts.append(f'<text x="{x - 3:.1f}" y="{top - 12}" fill-opacity="0.7">{call.number}</text>')
+            if len(shown) <= 20:
+                parts.append(f'<text x="{x:.1f}" y="{TOP - 14}" text-anchor="middle">{call.number}</text>')
         for index, line in enumerate(rows):
-            y = top + height * index
-            text = html.escape(f"{line} {line.text}"[:46])
-            parts.append(f'<text x="4" y="{y + 13}">{text}</text>')
-            parts += [self._bar(span, at, y) for span in self.spans if span.line == line]
+            y = TOP + HEIGHT * index
+            text = html.escape(f"{line} {line.text}"[:LETTERS])
+            parts.append(f'<text x="{MARGIN}" y="{y + 13}">{text}</text>')
+            parts += self._bars(line, at, y + 18)
         return "\n".join([*parts, "</svg>"])
 
-    def _bar(self, span: Span, at: Any, y: int) -> str:
-        x = at(self.passes[span.stop].place)
-        if span.state == "missing":
-            return (
-                f'<path d="M {x - 5:.1f} {y + 4} l 10 10 m 0 -10 l -10 10" stroke="#c22" stroke-width="2">'
-                f"<title>pass {span.stop} needs {span.nodes} nodes that were freed</title></path>"
+    def _bars(self, line: Line, at: Any, y: int) -> Iterator[str]:
+        """What one line saved: each bar begins where the last pass that kept the same left it."""
+        kept: dict[int, int] = {}
+        for span in [span for span in self.spans if span.line == line]:
+            x = at(self.passes[span.stop].place)
+            if span.state == "missing":
+                yield (
+                    f'<path d="M {x - 5:.1f} {y - 1} l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2">'
+                    f"<title>pass {span.stop} needs {span.nodes} nodes that were freed</title></path>"
+                )
+                continue
+            start = at(kept.get(span.start, span.start))
+            if span.state == "held":
+                kept[span.start] = self.passes[span.stop].place
+            yield (
+                f'<rect x="{start:.1f}" y="{y}" width="{max(x - start, 1):.1f}" height="8" '
+                f'fill="{COLOURS[span.state]}"><title>{span.nodes} nodes, {span.bytes:,} B</title></rect>'
             )
-        start = at(span.start)
-        colour = "#3a5" if span.state == "freed" else "#e90"
-        return (
-            f'<rect x="{start:.1f}" y="{y + 5}" width="{max(x - start, 1):.1f}" height="8" fill="{colour}" '
-            f'fill-opacity="0.6"><title>{span.nodes} nodes, {span.bytes:,} B</title></rect>'
-        )
 
     def _repr_svg_(self) -> str:
         return self.svg()

@@ -100,6 +100,19 @@ def slots(node: Node) -> list[Slot]:
     return _builtin_slots(node, names)
 
 
+def states(node: Node) -> list[str]:
+    """The states of a node's saved tensors; once one was freed, all were, and the others are not looked at."""
+    names, function, opaque = _plan(type(node))
+    if function or opaque or not works():
+        return [slot.state for slot in slots(node)]
+    found: list[str] = []
+    for each in names:
+        found += [slot[1] for slot in _builtin_slots(node, (each,))]
+        if found and found[-1] is FREED:
+            break
+    return found
+
+
 def _builtin_slots(node: Node, names: Iterable[tuple[str, str, str]]) -> list[Slot]:
     found: list[Slot] = []
     for name, raw_name, value_name in names:

@@ -364,13 +364,14 @@ class Watch(TorchFunctionMode):
         self, error: Exception, call: Pass, roots: list[Node], inputs: list[Any] | None, frame: FrameType
     ) -> None:
         """Explain, and then tag the nodes that the failing pass freed on its way."""
-        try:
-            explained = _explain.of_pass(error, call, roots, inputs, list(user_frames(frame)), self)
-        except Exception:  # an explanation must not hide what it explains
-            explained = None
-        if explained is not None:
-            _explain.attach(error, explained)
-        self._tag(call, self._spent(_predict.executed(roots, inputs)))
+        with _predict.unchanging():
+            try:
+                explained = _explain.of_pass(error, call, roots, inputs, list(user_frames(frame)), self)
+            except Exception:  # an explanation must not hide what it explains
+                explained = None
+            if explained is not None:
+                _explain.attach(error, explained)
+            self._tag(call, self._spent(_predict.executed(roots, inputs)))
         for listener in self._of_passes:
             listener.after(self, call, failed=True)
 

@@ -1,6 +1,7 @@
 """release, monitor and lifetime."""
 
 import contextlib
+import itertools
 import re
 import warnings
 import weakref
@@ -148,12 +149,31 @@ def test_the_picture_is_well_formed(tmp_path):
     picture = pictured()
     root = xml.etree.ElementTree.fromstring(picture.svg())
     kinds = [element.tag.rpartition("}")[2] for element in root]
-    assert kinds.count("rect") == 5
-    assert kinds.count("path") == 1
+    assert kinds.count("rect") == 5 + 2  # and the legend's
+    assert kinds.count("path") == 1 + 1
     assert kinds.count("line") == 3
     assert not re.search(r"(href|src)=", picture.svg())
     picture.save(tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_text("utf-8") == picture._repr_svg_()
+
+
+def test_the_picture_can_be_read():
+    picture = pictured()
+    root = xml.etree.ElementTree.fromstring(picture.svg())
+    x, y, width, height = map(float, root.get("viewBox").split())
+    assert (x, y) == (0, 0)
+    assert width <= 440  # which a phone shows at 10 px a letter
+    assert root.get("fill") == "currentColor"
+    bars = [bar for bar in root if bar.tag.endswith("rect") and bar.get("height") == "8" and float(bar.get("y")) > 40]
+    by_row = {}
+    for bar in bars:
+        by_row.setdefault(bar.get("y"), []).append((float(bar.get("x")), float(bar.get("x")) + float(bar.get("width"))))
+    assert len(by_row) >= 2
+    for row in by_row.values():
+        assert all(left < right <= width for left, right in row)
+        assert all(end <= start + 0.2 for (_, end), (start, _) in itertools.pairwise(sorted(row)))  # none hides another
+    assert all(0 < float(text.get("y")) < height for text in root if text.tag.endswith("text"))
+    assert "no backward pass" in lifetime().svg()
 
 
 def test_lifetime_keeps_no_graph_alive():
