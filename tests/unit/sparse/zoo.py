@@ -68,8 +68,34 @@ def steps(x: Tensor) -> Tensor:
     return total
 
 
+def views_written(x: Tensor) -> Tensor:
+    y = x.clone().view(3, 4)
+    y[:, ::2] = x[:6].reshape(3, 2) ** 2
+    y.t()[1].mul_(x[9:])
+    y.diagonal().copy_(x[3:6] * x[6:9])
+    y.as_strided((2, 3), (5, 1)).add_(x[:6].reshape(2, 3))
+    return (y**3).sum()
+
+
+def complex_written(x: Tensor) -> Tensor:
+    z = torch.complex(x[:6], x[6:]) * 1
+    torch.view_as_real(z)[:, 0].mul_(x[6:])
+    return z.abs().pow(2).sum()
+
+
 def sorted_part(x: Tensor) -> Tensor:
     return (x[:6].sort().values * torch.arange(6.0, dtype=D)).pow(2).sum() + x[6] * x[7]
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.reshape(3, 4)
+
+
+def hooked(y: Tensor) -> Tensor:
+    """The backward of this is not what its forward says."""
+    if y.requires_grad:
+        y.register_hook(lambda g: g * (torch.arange(12) % 3))
+    return (y**2).sum()
 
 
 def grid_energy(x: Tensor) -> Tensor:
@@ -119,7 +145,25 @@ ZOO: dict[str, Scalar] = {
     "topk": lambda x: (x.reshape(3, 4).topk(2, dim=1).values ** 3).sum(),
     "median": lambda x: x[:5].median() ** 3 + (x**2).sum(),
     "index by value": lambda x: (x[x.argsort()[:3]] ** 3).sum(),
+    "gather by value": lambda x: (x.reshape(3, 4).gather(0, x.reshape(3, 4).argsort(0)[:2, :3]) ** 3).sum(),
+    "select by value": lambda x: (x.reshape(3, 4).index_select(1, x[:4].argsort()[:2]) ** 3).sum(),
+    "scatter by value": lambda x: (rows(0 * x).scatter(1, rows(x).argsort(1)[:2, :3], x[:6].view(2, 3)) ** 3).sum(),
+    "add by value": lambda x: (rows(0 * x).index_add(1, x[:3].argsort(), rows(x)[:, :3] ** 2) * rows(x)).sum(),
+    "put by value": lambda x: (torch.zeros_like(x).index_put((x.argsort(),), x**2) * x).sum(),
+    "scatter products": lambda x: x[6:10].scatter_reduce(0, INDEX % 4, x[:6], "prod").pow(2).sum(),
     "in place": in_place,
+    "views written": views_written,
+    "complex written": complex_written,
+    "transposed convolution": lambda x: F.conv_transpose1d(x.reshape(1, 2, 6), A[:2, None, :3], stride=2).pow(3).sum(),
+    "grouped convolution": lambda x: F.conv1d(x.reshape(1, 2, 6), A[:4, None, :3], groups=2, dilation=2).pow(3).sum(),
+    "convolution by itself": lambda x: F.conv1d(x[:8].reshape(1, 2, 4), x[8:].reshape(1, 2, 2)).pow(2).sum(),
+    "grid sample": lambda x: F.grid_sample(x[:9].view(1, 1, 3, 3), x[9:11].view(1, 1, 1, 2), align_corners=True).sum(),
+    "fold": lambda x: F.fold(x.reshape(1, 4, 3), (2, 4), (2, 2)).pow(3).sum(),
+    "replicate": lambda x: F.pad(x.reshape(1, 1, 3, 4), (1, 2, 1, 0), mode="replicate").diff().pow(4).sum(),
+    "padded words": lambda x: F.embedding(torch.tensor([0, 1, 3]), x.reshape(4, 3), padding_idx=1).pow(3).sum(),
+    "triangles": lambda x: (x[:9].reshape(3, 3).tril() @ x[3:].reshape(3, 3).triu(1)).sum(),
+    "mapped": lambda x: torch.vmap(torch.func.grad(lambda row: row.prod()))(x.reshape(4, 3)).sum(),
+    "a hook": lambda x: hooked(x * 1),
     "steps": steps,
     "points of a network": lambda x: POINTS(x.reshape(4, 3)).pow(2).sum(),
     "layer norm": lambda x: NORMED(x.reshape(4, 3)).pow(2).sum(),
