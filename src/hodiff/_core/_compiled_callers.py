@@ -133,10 +133,11 @@ def _mark_all(functions: Iterable[Any]) -> None:
 
 
 def _methods(cls: type) -> list[Any]:
-    """The functions behind the methods and properties of a class."""
+    """The functions behind the methods and properties of a class; not the handler that the tracer goes through."""
     return [
         getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
-        for value in vars(cls).values()
+        for name, value in vars(cls).items()
+        if name != "__torch_function__"
     ]
 
 

@@ -88,8 +88,8 @@ def whose(e: Evidence) -> str | None:
 
 
 def from_new_values(e: Evidence) -> str | None:
-    """The second loss leads to nothing but the part, whose leaves have changed: it is computed again, from them."""
-    if not e.changed or e.reached or not all(e.moved(leaf) for leaf in e.below):
+    """The second loss leads to nothing but the part, some of whose leaves have changed: detached, it has no graph."""
+    if e.reached or not any(e.moved(leaf) for leaf in e.below):
         return None
     return f"compute {e.all_code} and `{_second(e)}` again before {at(e.call.stack[0])}, from the new values."
 

@@ -61,7 +61,8 @@ def _what(part: Part) -> str:
 
 def _callers(evidence: Evidence) -> list[Line]:
     """How the user's program came to the line that made the part: the nearest caller and the outermost."""
-    lines = [line for line in lines_of(evidence.first.path)[1:] if line not in evidence.call.stack]
+    known = (evidence.first.created, *evidence.call.stack)
+    lines = [line for line in lines_of(evidence.first.path)[1:] if line not in known]
     return list(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
 
