@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from benchmarks import curvature, fields, graph, hessian, hvp, memory, penalties, sparse
+from benchmarks import curvature, fields, graph, hessian, hvp, memory, penalties, scale, sparse
 from benchmarks.table import header, line
 
 SUBJECTS = {
@@ -16,6 +16,7 @@ SUBJECTS = {
     "hessian": hessian,
     "memory": memory,
     "penalties": penalties,
+    "scale": scale,
     "sparse": sparse,
 }
 

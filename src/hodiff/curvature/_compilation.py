@@ -59,6 +59,7 @@ class Compilation:
         for number, graph in self._graphs.kept_graphs().items():
             try:
                 found[number], own, extra = self._compiled(graph, apply)
+            # Of any kind: what tracer and compiler raise is not written down anywhere, and eager products go on.
             except Exception as reason:
                 eager[number] = _words(reason)
                 continue

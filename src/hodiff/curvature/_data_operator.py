@@ -185,11 +185,13 @@ class SummedOperator(DataOperator[G]):
             HodiffWarning: Some batches stay eager, among them all of them where there is no compiler.
 
         Cost:
-            Per shape 8 s (a small perceptron) to 40 s (a transformer), some 5 s where the code is on disk;
-            and for each batch a trace, 100 to 200 gradients. Measured, a product then takes 0.45 to 0.8 of
-            its time, of a tiny model 0.15, a Gauss-Newton product 0.4 to 0.6: it pays after some 5,000
-            products of a transformer or a convolutional network, 10,000 of a perceptron, and 500 where the
-            code is on disk. Memory: what the pass computes of the graph alone is kept, less than the graph.
+            Per shape 8 s (a small perceptron) to 50 s (a transformer), 0.3 to 5 s where the code is on disk;
+            and for each batch a trace, 100 to 200 gradients. The first one on a machine compiles headers too,
+            for some 40 s. Measured, a product then takes 0.5 of its time (transformer, tiny model) to 0.8
+            (convolutional network, perceptron), a Gauss-Newton product 0.4 to 0.45: it pays after some 5,000
+            products of a transformer, 7,000 of a convolutional network, 6,000 to 10,000 of a perceptron; and
+            after 400 of the latter where the code is on disk. Memory: what the pass computes of the graph
+            alone is kept, less than the graph.
 
         Examples:
             >>> import torch, hodiff
@@ -213,7 +215,7 @@ class SummedOperator(DataOperator[G]):
     def _passes_made(self) -> dict[int, Passes]:
         if self._compilation is None:
             return {}
-        self._graphs.check()
+        self._graphs.evaluate()  # values are compared where graphs are gone through
         return self._compilation.passes(self._apply)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:

@@ -23,7 +23,10 @@ class Digest:
         rows = 1 if count is None else count
         total, at = torch.zeros(rows, dtype=torch.int32, device=self._device), 0
         words = [_words(part.detach(), rows) for part in parts]
-        factors = self._up_to(max(rows, sum(word.shape[1] for word in words)))
+        size = sum(word.shape[1] for word in words)
+        factors = self._up_to(max(rows, size))
+        if rows * size <= _SMALL:  # of small leaves the calls take longer than the arithmetic
+            words = [torch.cat(words, 1)]
         for word in words:
             # The low bits of round numbers are all zero: fold the high ones onto them.
             mixed = (word >> 15).bitwise_xor_(word).mul_(factors[at : at + word.shape[1]])
@@ -37,6 +40,9 @@ class Digest:
             drawn = torch.randint(-(2**30), 2**30, (size,), generator=torch.Generator().manual_seed(0))
             self._factors = (2 * drawn + 1).to(self._device, torch.int32)
         return self._factors
+
+
+_SMALL = 2**20
 
 
 def _words(part: Tensor, rows: int) -> Tensor:
