@@ -107,6 +107,21 @@ def test_the_lower_triangle() -> None:
     assert torch.equal(lower.values(Y), plan.values(Y)[plan.rows >= plan.columns])
 
 
+def test_the_lower_triangle_still_says_what_has_no_rule() -> None:
+    f = lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(torch.eye(12, dtype=D)), x[:, None]).pow(3).sum()
+    assert plan_hessian(f, X).lower().pattern.without_rule == ("linalg_lu_solve",)
+
+
+@pytest.mark.parametrize("pattern", [None, "diagonal"])
+@pytest.mark.parametrize("plan", [plan_hessian, plan_jacobian])
+def test_planning_leaves_what_f_draws_to_the_evaluation(plan: Any, pattern: Any) -> None:
+    f = lambda x: (x**2 * torch.rand(())).sum() if plan is plan_hessian else x**2 * torch.rand(())
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    plan(f, X, pattern=None if pattern is None else (range(12), range(12)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_values_stand_where_rows_and_columns_say() -> None:
     plan = plan_hessian(chain, X)
     close(plan.values(Y), hodiff.hessian(chain, Y)[plan.rows, plan.columns])
@@ -166,6 +181,18 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 2, "auto"])
 def test_chunks(chunk_size: Any) -> None:
     close(hodiff.sparse_hessian(chain, X, chunk_size=chunk_size).to_dense(), hodiff.hessian(chain, X))
+
+
+def test_a_plan_passes_its_chunks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hodiff.sparse import _plan
+
+    seen, products = [], _plan._reverse.products
+    monkeypatch.setattr(_plan._reverse, "products", lambda *a, **k: seen.append(k["chunk_size"]) or products(*a, **k))
+    plan = plan_hessian(chain, X)
+    close(plan(X, chunk_size=2).to_dense(), hodiff.hessian(chain, X))
+    assert seen[0] == 2
+    with pytest.raises(hodiff.InputError, match="chunk_size: got 0"):
+        plan(X, chunk_size=0)
 
 
 # --- differentiable ---------------------------------------------------------------------------------------------------
