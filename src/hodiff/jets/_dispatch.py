@@ -19,6 +19,7 @@ from hodiff.errors import HodiffError
 from hodiff.jets._jet import JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
 from hodiff.jets._registry import (
     ALIASES,
+    COMPLEX,
     METADATA,
     RULES,
     NoRule,
@@ -113,14 +114,18 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
     if attribute in ("T", "mT", "data"):
         return perform({"T": "numpy_T", "mT": "mT", "data": "detach"}[attribute], args, {}, func)
-    if attribute in ("real", "H", "mH", "imag"):
+    if attribute in ("real", "imag") and args[0].dtype.is_complex:
+        return perform(attribute, args, {}, getattr(torch, attribute))
+    if attribute == "real":
+        return args[0]
+    if attribute in ("H", "mH", "imag"):
         raise NoRule(f".{attribute}", "the tensor is real")
     return _metadata(func, args, {})
 
 
 def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     """Apply the operation of that name, by its rule."""
-    expansion = _latest(args, kwargs)
+    expansion = _latest(name, args, kwargs)
     if not torch.compiler.is_compiling():
         expansion.meet(args)
         expansion.meet(kwargs.values())
@@ -141,10 +146,12 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     return _run(found, name, func, expansion, args, kwargs)
 
 
-def _latest(args: Any, kwargs: Any) -> Expansion:
+def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
     """The latest expansion among the jets of the arguments: it handles the operation."""
     found = None
     for jet in jets_among((*args, *kwargs.values()) if kwargs else args):
+        if jet.dtype.is_complex:
+            _check_complex(name)
         if found is None or jet.expansion.number > found.number:
             found = jet.expansion
     if found is None:
@@ -154,7 +161,7 @@ def _latest(args: Any, kwargs: Any) -> Expansion:
 
 def _run(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        return wrapped(found.apply(expansion, func, args, kwargs), expansion)
+        return wrapped(found.apply(expansion, func, args, kwargs), expansion, name)
     if found.kind == "composite":  # made of operations on jets, which are counted themselves
         return _with_shares(_applied(found, name, func, expansion, args, kwargs), args, kwargs)
     start = time.perf_counter() if expansion.tally is not None else 0.0
@@ -170,8 +177,8 @@ def _run(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwa
     if expansion.tally is not None:
         expansion.tally.count(name, found.kind, time.perf_counter() - start)
     if found.kind in _FRESH and name != "einsum":  # of one operand it may be a view
-        return wrapped(result, expansion)
-    return _with_shares(wrapped(result, expansion), args, kwargs)
+        return wrapped(result, expansion, name)
+    return _with_shares(wrapped(result, expansion, name), args, kwargs)
 
 
 _FRESH = frozenset(("elementwise", "bilinear"))
@@ -213,19 +220,29 @@ def _applied(found: Rule, name: str, func: Any, expansion: Expansion, args: Any,
     raise NoRule(name, f"with these arguments ({type(failed).__name__}: {failed})") from failed
 
 
-def wrapped(result: Any, expansion: Expansion) -> Any:
+def wrapped(result: Any, expansion: Expansion, name: str) -> Any:
     """What a rule returned, with series as jets."""
     if isinstance(result, list):
-        return wrap(_checked(result), expansion)
+        return wrap(_checked(result, name), expansion)
     if isinstance(result, Several):
-        return result.build([wrapped(part, expansion) for part in result.parts])
+        return result.build([wrapped(part, expansion, name) for part in result.parts])
     return result
 
 
-def _checked(series: Series) -> Series:
-    if series[0].dtype.is_complex:
-        raise NoRule("complex tensors", "use real arithmetic for real and imaginary parts")
-    return series
+def _checked(series: Series, name: str) -> Series:
+    dtype = series[0].dtype
+    if not dtype.is_complex:
+        return series
+    _check_complex(name)
+    return [c if c is None or c.dtype.is_complex else c.to(dtype) for c in series]
+
+
+def _check_complex(name: str) -> None:
+    """Raise unless the rule is right of complex coefficients (the derivative is by a real variable)."""
+    if torch.compiler.is_compiling():
+        raise NoRule("complex tensors", "under torch.compile")
+    if name not in COMPLEX and not name.startswith("fft_"):
+        raise NoRule(f"{name} of complex tensors", "use .real and .imag, and real arithmetic")
 
 
 def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:

@@ -116,7 +116,7 @@ def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any, exp
 def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -> Series:
     """The series of a single output, checked to be a real tensor with the batch in front."""
     value = _jet.value_of(output)
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.dtype.is_complex:
         _checks.check_output(value)
     if not _jet.is_jet(output):
         _checks.check_output(output)

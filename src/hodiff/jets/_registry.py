@@ -107,6 +107,21 @@ METADATA = frozenset(
 )
 
 
+COMPLEX = frozenset(
+    listed(
+        "add sub rsub radd neg mul rmul div rdiv matmul rmatmul mm bmm mv dot einsum linear sum mean clone contiguous "
+        "to type type_as cpu cuda alias cfloat cdouble complex real imag conj conj_physical resolve_conj resolve_neg "
+        "view_as_real view_as_complex "
+        "view view_as reshape reshape_as flatten unflatten ravel permute transpose swapaxes swapdims t mT movedim "
+        "moveaxis squeeze unsqueeze expand expand_as broadcast_to getitem select narrow index_select split chunk "
+        "unbind cat stack roll flip pad constant_pad_nd repeat tile diagonal index_add index_copy "
+        "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like eq ne isnan isinf isfinite "
+        "detach"
+    )
+)
+"""What is known to be right of complex coefficients: what is linear, or a product; and `fft_*`."""
+
+
 class Rules:
     """What Taylor mode does with operations: the rules by name, and those who apply them.
 
@@ -138,7 +153,7 @@ class Rules:
 
         `torch.compile` can look a function up, but not read its name.
         """
-        for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg):
+        for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft):
             for name in dir(home):
                 found = getattr(home, name, None)
                 if callable(found) and getattr(found, "__name__", None):

@@ -2,10 +2,14 @@
 
 import math
 import warnings
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 
 import hodiff
 from hodiff.curvature import _lanczos
@@ -208,6 +212,32 @@ def test_single_precision_and_structure() -> None:
     assert set(found.nodes[heavy].round(decimals=3).tolist()) == {6.0, 12.0}
     fraction, error = found.mean(lambda t: (t > 9).double())
     assert float(fraction) == pytest.approx(0.6, abs=1e-5) and float(error) < 1e-5
+
+
+def test_the_spectrum_of_a_classifier_of_digits_lies_in_its_band() -> None:
+    """Of a trained network: the density, the part of the spectrum in bins, the largest eigenvalue, two moments."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    inputs, targets = torch.tensor(digits.data[:300] / 16), torch.tensor(digits.target[:300])
+    model = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
+    optimiser = hodiff.NewtonCG(model.parameters())
+    for _ in range(6):
+        optimiser.step(lambda: F.cross_entropy(model(inputs), targets))
+    H = hodiff.HessianOperator(lambda model: F.cross_entropy(model(inputs), targets), model)
+    exact = torch.linalg.eigvalsh(H.dense())
+    found = hodiff.spectral_density(H, vectors=draw(len(exact), 8, seed=1).sign(), steps=50)
+    assert found.stderr is not None
+    true = gaussians(exact, found.grid, found.width)
+    outside = (found.value - true).abs() > 3 * found.stderr + 1e-3 * float(true.max())
+    assert outside.double().mean() < 0.05
+    assert float(found.nodes.max()) == pytest.approx(float(exact[-1]), rel=1e-6)
+    bins: list[Callable[[Tensor], Tensor]] = [torch.abs, torch.square]
+    for low, high in pairwise([-1.0, -0.01, 0.01, 0.1, 1.0, 10.0]):
+        bins.append(lambda t, low=low, high=high: ((t > low) & (t <= high)).double())
+    for f in bins:
+        value, error = found.mean(f)
+        assert error is not None
+        assert abs(float(value - f(exact).mean())) <= 4 * float(error) + 2 / len(exact)
 
 
 # --- logdet -----------------------------------------------------------------------------------------------------------

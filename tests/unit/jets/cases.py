@@ -118,6 +118,15 @@ OTHERS = {
     "softmax": lambda x: F.softmax(x, -1),
     "log_softmax": lambda x: F.log_softmax(x, 0),
     "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "fft": lambda x: _parts(torch.fft.fft(x.exp(), dim=0)) * x,
+    "rfft and irfft": lambda x: torch.fft.irfft(torch.fft.rfft(x.sin(), norm="ortho") * WAVES[:, :2], n=3) * x,
+    "fftn": lambda x: torch.fft.irfftn(torch.fft.rfftn(x * x), s=(5, 3)) * _parts(torch.fft.ifft2(x)),
+    "hfft": lambda x: torch.fft.hfft(torch.complex(x, x.sin()), n=4) * _parts(torch.fft.ihfft(x))[:, :1],
+    "fftshift": lambda x: torch.fft.fftshift(x.sin(), dim=1) * torch.fft.ifftshift(x),
+    "spectral derivative": lambda x: torch.fft.ifft(1j * torch.arange(3) * torch.fft.fft(x**2)).real,
+    "complex arithmetic": lambda x: _parts(_rational(torch.fft.fft(x))) * x,
+    "complex and real": lambda x: (x.to(torch.complex128) * 1j * x.cdouble() + (x + 2j)).imag * x,
+    "complex views": lambda x: torch.view_as_real(torch.fft.ifft(_as_complex(x))).sum(-1),
     "group_norm": lambda x: F.group_norm(x.repeat(1, 2), 2),
     "rms_norm": lambda x: F.rms_norm(x, (3,)),
     "batch_norm": lambda x: F.batch_norm(x.sin(), torch.zeros(3, dtype=D), torch.ones(3, dtype=D)),
@@ -151,6 +160,23 @@ NORMS = {
     "weight_norm, columns": lambda x: torch._weight_norm(x, x.exp()[:1], 1),
     "weight_norm of a constant": lambda x: torch._weight_norm(torch.ones(5, 3, dtype=D), x.exp()[:, :1], 0),
 }
+
+
+WAVES = torch.complex(torch.arange(15, dtype=D).reshape(5, 3) / 10, torch.ones(5, 3, dtype=D))
+
+
+def _parts(z):
+    return z.real * z.imag + z.imag
+
+
+def _rational(z):
+    """Sums, products and shapes that complex values may pass."""
+    z = torch.cat([z[:, :1], -z[:, 1:].flip(1)], 1) * WAVES
+    return (z @ z.mT / 20 + z.conj().mean()).sum(0)[:3] - 1 / (3 + z)
+
+
+def _as_complex(x):
+    return torch.view_as_complex(torch.stack([x, x * x], -1))
 
 
 def _augmented(x):

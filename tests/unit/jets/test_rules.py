@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hodiff
 from hodiff._core import _norms
 from hodiff.jets import _push
 from hodiff.jets._registry import RULES
@@ -106,7 +107,11 @@ def test_collapsing_is_summing(name, order, x, path):
     assert error(_push.entry(_push.coefficients(output, expansion), order, 1), expected) < 1e-10
 
 
-NESTING = [name for name in EVERY if name not in BY_FALLBACK and name not in ("max_pool", "nan_to_num", "interpolate")]
+NESTING = [
+    name
+    for name in EVERY
+    if name not in BY_FALLBACK and name not in ("max_pool", "nan_to_num", "interpolate", "complex views")
+]
 
 
 @pytest.mark.parametrize("name", NESTING)
@@ -136,3 +141,34 @@ def test_every_rule_is_used():
     proven = {RULES.known[name].apply for name in used if name in RULES.known}
     unproven = {n for n, r in RULES.known.items() if r.kind in ("elementwise", "bilinear") and r.apply not in proven}
     assert not unproven
+
+
+REFUSED_OF_COMPLEX = {
+    "abs": lambda z: z.abs(),
+    "angle": lambda z: z.angle(),
+    "norm": lambda z: z.norm(),
+    "vdot": lambda z: torch.vdot(z[0], z[1]).real,
+    "exp": lambda z: z.exp().real,
+    "pow": lambda z: (z**2).real,
+    "var": lambda z: z.var(),
+    "mH": lambda z: z.mH.real,
+    "to real": lambda z: z.to(D),
+    "where": lambda z: torch.where(z.real > 0, z, 0).real,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_COMPLEX)
+def test_what_no_rule_is_right_of_with_complex_values_is_refused(name, x, path):
+    with pytest.raises(hodiff.GraphError, match=r"no rule for .*(real|complex)"):
+        pushed(lambda x: REFUSED_OF_COMPLEX[name](torch.fft.fft(x)), x, path, 2)
+
+
+def test_a_complex_output_is_refused(x):
+    with pytest.raises(hodiff.InputError, match="is complex; return a real quantity"):
+        hodiff.laplacian(lambda x: torch.fft.fft(x)[:, 0], x)
+
+
+def test_a_real_value_made_complex_is_no_constant(x):
+    """Beside another term that depends on x, a part that is lost is not seen."""
+    f = lambda x: x.square().sum(-1) + x.to(torch.complex128).real.square().sum(-1)
+    assert torch.equal(hodiff.laplacian(f, x, method="jets"), torch.full((5,), 12.0, dtype=D))

@@ -53,14 +53,17 @@ def each(series: Series, function: Callable[[Any], Any]) -> Series:
     return [None if c is None else function(c) for c in series]
 
 
-@rule("linear", "neg", "positive", "clone", "contiguous", "deg2rad", "rad2deg", "float", "double", "half", "bfloat16")
+@rule(
+    "linear", "neg", "positive", "clone", "contiguous", "deg2rad", "rad2deg", "float", "double", "half", "bfloat16",
+    "cfloat", "cdouble",
+)  # fmt: skip
 def pointwise(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The operation, coefficient by coefficient, whatever their shape."""
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     return each(series_of(args[0], expansion), lambda c: func(c, **kwargs))
 
 
-@rule("linear", "to", "type_as", "type", "cpu", "cuda", "alias", "view_as_real")
+@rule("linear", "to", "type_as", "type", "cpu", "cuda", "alias")
 def converted(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Another dtype or device."""
     x, *rest = args
@@ -68,7 +71,9 @@ def converted(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     target = func(torch.empty(0, dtype=x.dtype, device=x.device), *rest, **kwargs)
     if not isinstance(target, torch.Tensor):
         return target
-    if not target.dtype.is_floating_point:
+    if x.dtype.is_complex and not target.dtype.is_complex:
+        raise NoRule(operation(func), "of complex numbers to real ones", "Take .real of it.")
+    if not (target.dtype.is_floating_point or target.dtype.is_complex):
         return func(_jet.series_of(x, expansion)[0], *rest, **kwargs)
     return each(series_of(x, expansion), lambda c: c.to(target.dtype).to(target.device))
 

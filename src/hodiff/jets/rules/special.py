@@ -202,7 +202,7 @@ unsupported(
 )
 unsupported(
     "its result is not real",
-    *listed("view_as_complex complex polar fft_fft fft_rfft fft_ifft stft hilbert to_sparse"),
+    *listed("polar stft hilbert to_sparse"),
 )
 unsupported("jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function")
 unsupported("it reads memory as it lies; use slices", "as_strided", "as_strided_scatter", "as_strided_copy")
