@@ -23,11 +23,11 @@ COLOURS = {"freed": "#3a7", "held": "#e90"}
 def _legend() -> list[str]:
     """What the colours say."""
     parts = []
-    for x, (state, text) in zip((MARGIN, 130), {"freed": "freed by a pass", "held": "kept by it"}.items(), strict=True):
+    for x, (state, text) in zip((MARGIN, 150), {"freed": "freed by a pass", "held": "kept by it"}.items(), strict=True):
         parts.append(f'<rect x="{x}" y="6" width="10" height="8" fill="{COLOURS[state]}"/>')
         parts.append(f'<text x="{x + 14}" y="14">{text}</text>')
-    parts.append('<path d="M 232 5 l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2"/>')
-    return [*parts, '<text x="248" y="14">needed, but gone</text>']
+    parts.append('<path d="M 256 5 l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2"/>')
+    return [*parts, '<text x="272" y="14">needed, but gone</text>']
 
 
 _UNKNOWN = Line("(not recorded)", 0)
@@ -161,7 +161,7 @@ class Lifetime:
         for call in shown:
             x = at(call.place)
             parts.append(
-                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-dasharray="3">'
+                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-opacity="0.5" stroke-dasharray="3">'
                 f"<title>{html.escape(str(call))}</title></line>"
             )
             if len(shown) <= 20:
