@@ -161,7 +161,8 @@ class Lifetime:
         for call in shown:
             x = at(call.place)
             parts.append(
-                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-opacity="0.5" stroke-dasharray="3">'
+                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-opacity="0.5" '
+                f'stroke-dasharray="3">'
                 f"<title>{html.escape(str(call))}</title></line>"
             )
             if len(shown) <= 20:
