@@ -6,6 +6,7 @@ last pass inside it has run. What operators keep of it afterwards is the graph a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -95,6 +96,12 @@ class Graph:
                 # must go on requiring grad, for an activation checkpoint records as much again as at first.
                 if leaf.is_leaf:
                     leaf.register_post_accumulate_grad_hook(_forget)
+
+    def kept(self) -> Graph:
+        """The same graph, for passes whose results are detached and that leave it as it is."""
+        other = copy.copy(self)
+        other.create_graph, other.call = False, self.call._replace(keep=True)
+        return other
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ per node.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -246,7 +247,7 @@ def _elements(metadata: Any) -> int:
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
     for kind, nodes in graph.by_class.items():
-        names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        names = _raw_saved(kind)
         for node in nodes:
             for name in names:
                 raw = getattr(node, name)
@@ -254,6 +255,12 @@ def runs_hooks(graph: Survey) -> bool:
                     if getattr(saved, "unpack_hook", None) is not None:
                         return True
     return False
+
+
+@functools.cache
+def _raw_saved(kind: type) -> tuple[str, ...]:
+    """The attributes under which nodes of a class show what they saved, packed."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:

@@ -98,14 +98,19 @@ def products(
     inputs: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
-    own_backward = not ev.kinds <= _without_functions and _has_functions(ev)  # which may write into what it is given
-    vectors = [vector.clone() if own_backward or vector.is_inference() else vector for vector in vectors]
+    vectors = writable(ev, vectors)
     if count is None:
         return _results.finite(ev, _results.own(pull(ev, outputs, vectors, inputs=inputs), vectors))
     inputs = ev.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     chunks = pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
     return stacked(ev, chunks, count, inputs)
+
+
+def writable(ev: Graph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
+    own_backward = not ev.kinds <= _without_functions and _has_functions(ev)
+    return [vector.clone() if own_backward or vector.is_inference() else vector for vector in vectors]
 
 
 def pushforward(
@@ -125,7 +130,7 @@ def transposed(ev: Graph, outputs: list[Tensor], cotangents: list[Tensor]) -> li
     That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
     """
     pulled = pull(ev, outputs, cotangents, differentiated=True)
-    functions = [kind for kind in ev.kinds if issubclass(kind, BackwardCFunction)]
+    functions = [kind for kind in ev.kinds if issubclass(kind, BackwardCFunction) and not _is_ours(kind)]
     if not functions:
         return pulled
     given = [part.detach() for part in pulled]
@@ -145,6 +150,10 @@ def transposed(ev: Graph, outputs: list[Tensor], cotangents: list[Tensor]) -> li
             f"(J'u, by hodiff.vjp or hodiff.jacobian, does not need that.)"
         )
     return pulled
+
+
+def _is_ours(kind: type) -> bool:
+    return _nodes.function_of(kind, kind).__module__.startswith("hodiff.")
 
 
 def pull_many(

@@ -35,26 +35,27 @@ def conjugate_gradients(
     if rz <= 0:
         raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
     largest = 0.0
-    size = least = float(r.norm())
+    size = least = dot(r, r) ** 0.5
     best = x
     while left() > 0:
         image = product(d)
-        curvature, length = dot(d, image), float(d.norm())
+        curvature, length = dot(d, image), dot(d, d)
         # Along a null vector the curvature is what rounding leaves of the largest, and steps towards it are huge.
-        largest = max(largest, float(image.norm()) / length)
-        if not curvature > eps * largest * length**2:
+        largest = max(largest, (dot(image, image) / length) ** 0.5)
+        if not curvature > eps * largest * length:
             return Run(best, "negative curvature", least, d)
         step = rz / curvature
         x = torch.add(x, d, alpha=step)
         r = torch.add(r, image, alpha=-step)
-        size = float(r.norm())
+        square = dot(r, r)
+        size = square**0.5
         show(lambda x=x: x, size)
         if size <= tolerance:
             return Run(x, "converged", size)
         if size < least:
             best, least = x, size
-        z = inverse(r)
-        before, rz = rz, dot(r, z)
+        z, before = inverse(r), rz
+        rz = square if z is r else dot(r, z)
         if rz <= 0:
             return Run(x, "stagnation", size)
         d = torch.add(z, d, alpha=rz / before)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hodiff._core._spellings import SupportsArray
 from hodiff.curvature import _export
-from hodiff.curvature._apply import apply, columns_of
+from hodiff.curvature._apply import apply, columns_of, refuse_differentiation
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space
@@ -174,6 +174,12 @@ class LinearOperator(ABC):
         if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
             return (self.T @ u.T).T
         return self.T @ u
+
+    def _times(self, flat: Tensor) -> Tensor:
+        """The product with one flat vector of the operator's own, whose spelling need not be recognised."""
+        refuse_differentiation()
+        with together(self):
+            return self._range.join(self._product(self._domain.split(flat), None), None)
 
     def _product(self, parts: Parts, count: int | None) -> Parts:
         self._count(1 if count is None else count)

@@ -168,7 +168,8 @@ def attempt(
         def show(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
             watch(lambda spent: record(base + current(), least / size, "running", None, spent))
 
-        system = System(_method(method, operator, restart), _damped(operator, damping), inverse, eps, show)
+        looks = show if callback is not None or progress else _unseen
+        system = System(_method(method, operator, restart), _damped(operator, damping), inverse, eps, looks)
         if size == 0:
             found = Found(torch.zeros_like(right), 0.0, "converged")
         elif limits.steps is None:
@@ -178,6 +179,10 @@ def attempt(
         failed = found.status not in ("converged", "iterations")
         trouble = _explanation(found, limits, watch.spent) if failed else None
         return record(found.x, found.residual, found.status, found.direction, watch.spent), trouble
+
+
+def _unseen(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
+    """Who looks at the iterates, where nobody does."""
 
 
 def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
@@ -209,7 +214,7 @@ def _damped(operator: LinearOperator, damping: float) -> Product:
 
 def _rounded(operator: LinearOperator) -> Product:
     """Its product with vectors of the precision of sums; it rounds as the operator does."""
-    return lambda v: check_finite((operator @ v.to(operator.dtype)).to(v.dtype), "solve")
+    return lambda v: check_finite(operator._times(v.to(operator.dtype)).to(v.dtype), "solve")
 
 
 def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product:

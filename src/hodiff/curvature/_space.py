@@ -170,6 +170,9 @@ class Space:
     def split(self, flat: Tensor) -> Parts:
         """The parts of flat vectors, `(D,)` or rows `(K, D)`: views, unless dtypes are mixed."""
         lead = flat.shape[:-1]
+        if len(self._likes) == 1:
+            whole = flat.reshape((*lead, *self.shapes[0]))
+            return [whole if whole.dtype == self.dtype else whole.to(self.dtype)]
         return [
             piece.reshape((*lead, *like.shape)).to(like.dtype)
             for piece, like in zip(self.pieces(flat), self._likes, strict=True)
@@ -202,7 +205,8 @@ class Space:
         """Parts as one flat vector `(D,)`, or as rows `(K, D)`."""
         lead = () if count is None else (count,)
         if len(parts) == 1:
-            return parts[0].reshape((*lead, self.size)).to(self.dtype)
+            whole = parts[0].reshape((*lead, self.size))
+            return whole if whole.dtype == self.dtype else whole.to(self.dtype)
         pieces = [part.reshape((*lead, size)).to(self.dtype) for part, size in zip(parts, self._sizes, strict=True)]
         return torch.cat(pieces, dim=-1)
 

@@ -28,28 +28,40 @@ class Chain:
     Attributes:
         system: The systems with its Jacobian.
         values: The solution.
+        scale: Of what links are given.
     """
 
     def __init__(self, system: System, values: Parts) -> None:
-        self.system, self.values = system, values
-        self._least = 0.0
+        self.system, self.values, self.scale = system, values, Scale()
 
     def link(self, number: int, before: Sequence[Tensor], residual: Sequence[Tensor]) -> Parts:
         """The next x, from the last one and the residual there."""
         return list(_Link.apply(self, number, *before, *residual))
 
-    def noted(self, number: int, v: Sequence[Tensor]) -> float:
-        """How large the cotangent of the link after was, in this pass.
 
-        What an inner link is given of it is what the outer one left: small, and to be solved for relative to the whole.
-        """
-        before = self._least if number < self.system.order else 0.0
-        self._least = max(before, sum(float(part.detach().double().square().sum()) for part in v) ** 0.5)
+class Scale:
+    """How large the right-hand sides are that a reverse pass meets one after the other.
+
+    What an inner link is given is, but for a new part, what the solve of the outer one left: small, and to be solved
+    for relative to the whole. The same holds, from the inside out, where the pass is differentiated.
+
+    Attributes:
+        derived: The scale of the derivatives of what this pass solves.
+    """
+
+    derived: Scale
+
+    def __init__(self) -> None:
+        self._pass, self._largest = -1, 0.0
+
+    def met(self, v: Sequence[Tensor]) -> float:
+        """The largest before in this pass; this one counts from now on."""
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:
+            self._pass, self._largest, self.derived = now, 0.0, Scale()
+        before = self._largest
+        self._largest = max(before, sum(float(part.detach().double().square().sum()) for part in v) ** 0.5)
         return before
-
-    def passed(self) -> None:
-        """The innermost link has run: the next pass begins."""
-        self._least = 0.0
 
 
 class _Link(torch.autograd.Function):
@@ -63,18 +75,19 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
-        chain = ctx.chain
+        chain, residual = ctx.chain, ctx.saved_tensors
         if any(map(torch._C._functorch.is_batchedtensor, v)):  # pyright: ignore[reportAttributeAccessIssue]
             raise InputError(
                 f"{chain.system.name}: its backward pass solves a linear system, which torch.vmap cannot batch. Use "
                 f"hodiff.jacobian or hodiff.hessian, which then take one vector at a time."
             )
-        least = chain.noted(ctx.number, v)
-        u = list(_Solve.apply(chain.system, True, least, *v))
+        if not torch.is_grad_enabled():
+            # All links have the same first derivative: the innermost solves once for what they all are given.
+            u = chain.system.solved(v, transposed=True) if ctx.number == 1 else None
+            return None, None, *v, *((None for _ in residual) if u is None else (-part for part in u))
+        u = list(_Solve.apply(chain.system, True, chain.scale, *v))
         if ctx.number == 1:
-            chain.passed()
-            if torch.is_grad_enabled():
-                u = _limited(chain.system, chain.system.order - 1, u, ctx.saved_tensors)
+            u = _limited(chain.system, chain.system.order - 1, u, residual)
         return None, None, *v, *(-part for part in u)
 
 
@@ -82,13 +95,14 @@ class _Solve(torch.autograd.Function):
     """J⁻ᵀ v, or J⁻¹ v: linear in v, so that its derivative is the other one."""
 
     @staticmethod
-    def forward(ctx: Any, system: System, transposed: bool, least: float, *v: Tensor) -> tuple[Tensor, ...]:
-        ctx.system, ctx.transposed = system, transposed
+    def forward(ctx: Any, system: System, transposed: bool, scale: Scale, *v: Tensor) -> tuple[Tensor, ...]:
+        least = scale.met(v)
+        ctx.system, ctx.transposed, ctx.scale = system, transposed, scale.derived
         return tuple(system.solved(v, transposed=transposed, least=least))
 
     @staticmethod
     def backward(ctx: Any, *w: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_Solve.apply(ctx.system, not ctx.transposed, 0.0, *w)
+        return None, None, None, *_Solve.apply(ctx.system, not ctx.transposed, ctx.scale, *w)
 
 
 def _limited(system: System, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]) -> Parts:

@@ -49,35 +49,42 @@ def attached(
         raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
     order = _order(given.order)
     _checks.check_integer(given.polish, "polish", least=0)
-    record = torch.is_grad_enabled()
-    plain = call(f, where, passes=2, create_graph=False, keep=True, args=args, kwargs=kwargs)
+    # The residual at the values alone; and in a differentiable result with as many derivatives as there are links.
+    linked = call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
+    plain = linked._replace(create_graph=False, keep=True, order=2)
+    problem = Problem(kind, where, given, order, line)
     values = [tensor.detach().clone() for tensor in where.tensors]
     for name, value in zip(where.names, values, strict=True):
         if not bool(value.isfinite().all()):
             raise InputError(f"{name}: has entries that are not finite, so it is no solution.")
-    problem = Problem(kind, plain, given, order, line)
     for _ in range(given.polish):
-        values = problem.polished(values)
-    system, residual = problem.system(values)
-    problem.check_solved(system, values, residual)
-    if not record:
+        values = problem.polished(plain, values)
+    if not torch.is_grad_enabled():
+        problem.solved(*problem.residual(plain, _leaves(values)), values)
         return where.result(values)
-    chain = Chain(system, values)
-    # A differentiable result, and as many derivatives of it as there are links.
-    linked = call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
-    x = [value.clone().requires_grad_() for value in values]
-    for number in range(1, order + 1):
-        residual, leaves = problem.residual(linked, x, differentiated=True)
-        if number == 1 and not _reaches(residual, leaves):
-            if _nesting.state.running and not _nesting.inside():
-                return where.result(values)  # a value is asked for: by `check_derivatives`, beside the point
-            raise GraphError(
-                f"{kind}: the solution does not depend on anything: f reaches no tensor that requires grad besides "
-                f"its argument. {_refusals.USUAL_CAUSES} For the value alone, call it under torch.no_grad()."
-            )
-        x = chain.link(number, x if number > 1 else [leaf.detach() for leaf in x], residual)
+    x = _leaves(values)
+    ev, residual = problem.residual(linked, x)
+    # Passes for a first derivative free this graph after their linear system, so that it may serve for both.
+    first = (ev.kept(), residual) if order == 1 else problem.residual(plain, _leaves(values))
+    chain = Chain(problem.solved(*first, values), values)
+    survey = _nodes.survey([part for part in residual if part.requires_grad])
+    if survey.leaf_ids() <= set(map(id, ev.leaves)):
+        if _nesting.state.running and not _nesting.inside():
+            return where.result(values)  # a value is asked for: by `check_derivatives`, beside the point
+        raise GraphError(
+            f"{kind}: the solution does not depend on anything: f reaches no tensor that requires grad besides "
+            f"its argument. {_refusals.USUAL_CAUSES} For the value alone, call it under torch.no_grad()."
+        )
+    x = chain.link(1, values, residual)
+    for number in range(2, order + 1):
+        _, residual = problem.residual(linked, x)
+        x = chain.link(number, x, problem.held(residual, x, values))
     _nodes.mark_results(x)
     return where.result(x)
+
+
+def _leaves(values: Parts) -> Parts:
+    return [value.clone().requires_grad_() for value in values]
 
 
 def _order(order: int | None) -> int:
@@ -86,26 +93,26 @@ def _order(order: int | None) -> int:
     return _nesting.outer_order()
 
 
-def _reaches(residual: Parts, leaves: Parts) -> bool:
-    """Whether a residual depends on more than its leaves."""
-    own = set(map(id, leaves))
-    found = _nodes.survey([part for part in residual if part.requires_grad]).variables()
-    return any(id(variable) not in own for variable in found)
-
-
 class Problem:
     """The residual whose zero is the solution: a gradient, F(x), or x - g(x)."""
 
-    def __init__(self, kind: Kind, plain: Call, given: Given, order: int, line: Line) -> None:
+    def __init__(self, kind: Kind, where: Where, given: Given, order: int, line: Line) -> None:
         self.kind: Kind = kind
-        self._random = RandomState.of(plain.where.tensors[0].device)  # each evaluation draws what the first one drew
-        self._plain, self._given, self._order, self._line = plain, given, order, line
+        self._random = RandomState.of(where.tensors[0].device)  # each evaluation draws what the first one drew
+        self._given, self._order, self._line = given, order, line
 
-    def residual(self, asked: Call, at: Sequence[Tensor], *, differentiated: bool) -> tuple[Parts, Parts]:
-        """The residual at some leaves, with its graph; and the leaves."""
+    def residual(self, asked: Call, at: Sequence[Tensor]) -> tuple[Graph, Parts]:
+        """The residual at some leaves, and its graph."""
         self._random.restore()
         with Graph(asked, at) as ev:
-            return self._residual(ev), ev.leaves
+            return ev, self._residual(ev)
+
+    def held(self, residual: Parts, x: Parts, values: Parts) -> Parts:
+        """The residual of the solution that `damping` holds near where it is."""
+        damping = self._given.damping
+        if not damping:
+            return residual
+        return [r + damping * (part - value) for r, part, value in zip(residual, x, values, strict=True)]
 
     def _residual(self, ev: Graph) -> Parts:
         if self.kind == "argmin":
@@ -131,15 +138,10 @@ class Problem:
             )
         return outputs
 
-    def system(self, values: Parts) -> tuple[System, Parts]:
-        """The linear system at a point, through a graph that is kept; and the residual."""
-        self._random.restore()
-        with Graph(self._plain, [value.clone().requires_grad_() for value in values]) as ev:
-            residual = self._residual(ev)
-        operator = Transposed(ev, residual, symmetric=self.kind == "argmin")
+    def _system(self, ev: Graph, residual: Parts) -> System:
         given = self._given
-        system = System(
-            operator,
+        return System(
+            Transposed(ev, residual, symmetric=self.kind == "argmin"),
             self.kind,
             self._line,
             method=given.method,
@@ -149,16 +151,21 @@ class Problem:
             products=given.products,
             order=self._order,
         )
-        return system, [part.detach() for part in residual]
 
-    def polished(self, values: Parts) -> Parts:
+    def polished(self, plain: Call, values: Parts) -> Parts:
         """A step of Newton's method."""
-        system, residual = self.system(values)
-        step = system.solved(residual, transposed=False)
+        ev, residual = self.residual(plain, _leaves(values))
+        step = self._system(ev, residual).solved(residual, transposed=False)
         return [value - part for value, part in zip(values, step, strict=True)]
 
-    def check_solved(self, system: System, values: Parts, residual: Parts) -> None:
-        """Warn where the point is not a solution: derivatives are then off by about as much."""
+    def solved(self, ev: Graph, residual: Parts, values: Parts) -> System:
+        """The linear system at a point. Warn where that is not a solution."""
+        system = self._system(ev, residual)
+        self._check(system, values, [part.detach() for part in residual])
+        return system
+
+    def _check(self, system: System, values: Parts, residual: Parts) -> None:
+        """Warn where derivatives are off by about as much as the residual is, relatively."""
         space = system.operator._domain
         r, x = space.join(residual, None), space.join(values, None)
         size = float(r.norm())
@@ -169,7 +176,7 @@ class Problem:
         if not bool(x.any()):
             x = torch.ones_like(x)
         with torch.no_grad():
-            scale = float((system.operator @ x).norm())  # of a linear problem, the residual at zero
+            scale = float(system.operator._times(x).norm())  # of a linear problem, the residual at zero
         limit = self._given.gradient_tol
         if limit is None:
             limit = 1e-3 if torch.finfo(r.dtype).bits > 16 else 0.1

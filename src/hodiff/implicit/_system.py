@@ -78,6 +78,13 @@ class Transposed(LinearOperator):
         with self.ready():
             return _reverse.products(self._ev, self._residual, parts, count, chunk_size=None)
 
+    def _times(self, flat: Tensor) -> Tensor:
+        """As for any operator; but what it gives is read alone, and need not be memory of its own."""
+        self._count(1)
+        with self.ready():
+            parts = _reverse.writable(self._ev, self._space.split(flat))
+            return self._space.join(_reverse.pull(self._ev, self._residual, parts), None)
+
     def push(self, parts: Parts, count: int | None) -> Parts:
         """J v."""
         with self.ready():

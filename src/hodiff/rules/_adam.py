@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hodiff.rules._arithmetic import minus_ratio, mixed, plus, plus_product, present, root
+from hodiff.rules._arithmetic import decayed, minus_ratio, mixed, plus_product, present, root
 from hodiff.rules._rule import Hyper, Rule, State
 
 
@@ -23,11 +23,9 @@ class _Moments(Rule):
 
     def _decayed(self, p: Tensor, g: Tensor, *, decoupled: bool) -> tuple[Tensor, Tensor]:
         """The parameter and the gradient, with the decay in one or the other."""
-        if not present(self.weight_decay):
-            return p, g
-        if decoupled:
+        if decoupled and present(self.weight_decay):
             return p * (1 - self.lr * self.weight_decay), g
-        return p, plus(g, self.weight_decay, p)
+        return p, g if decoupled else decayed(g, self.weight_decay, p)
 
     def _moments(self, g: Tensor, state: State) -> tuple[Tensor, Tensor]:
         beta1, beta2 = self.betas

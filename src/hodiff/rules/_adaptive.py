@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hodiff.rules._arithmetic import minus, minus_ratio, mixed, plus, plus_product, present, root
+from hodiff.rules._arithmetic import decayed, minus, minus_ratio, mixed, plus_product, present, root
 from hodiff.rules._rule import Hyper, Rule, State
 
 
@@ -43,8 +43,7 @@ class RMSprop(Rule):
     centered: bool = False
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        if present(self.weight_decay):
-            g = plus(g, self.weight_decay, p)
+        g = decayed(g, self.weight_decay, p)
         zeros = torch.zeros_like(g)
         square = plus_product(state.get("square", zeros) * self.alpha, 1 - self.alpha, g, g)
         new, spread = {"square": square}, square
@@ -88,8 +87,7 @@ class Adagrad(Rule):
     eps: Hyper = 1e-10
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        if present(self.weight_decay):
-            g = plus(g, self.weight_decay, p)
+        g = decayed(g, self.weight_decay, p)
         before = state["sum"] if "sum" in state else torch.zeros_like(g) + self.initial_accumulator_value
         total = torch.addcmul(before, g, g)
         p = minus_ratio(p, self.lr / (1 + (step - 1) * self.lr_decay), g, root(total) + self.eps)
@@ -123,8 +121,7 @@ class Adadelta(Rule):
     weight_decay: Hyper = 0.0
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        if present(self.weight_decay):
-            g = plus(g, self.weight_decay, p)
+        g = decayed(g, self.weight_decay, p)
         zeros = torch.zeros_like(g)
         square = plus_product(state.get("square", zeros) * self.rho, 1 - self.rho, g, g)
         moved = state.get("moved", zeros)

@@ -40,8 +40,21 @@ def root(v: Tensor) -> Tensor:
     (below a layer that begins at zero) would make every derivative through Adam NaN. There v = (1 - b) g², so
     its own derivative is zero, and with it that of the update's denominator.
     """
+    if _can_be_read(v) and bool(v.all()):
+        return v.sqrt()
     zero = v == 0
     return v.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
+def _can_be_read(v: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device; inside transforms and traces there are none."""
+    plain = v.is_cpu and v.__class__ is Tensor and not torch.compiler.is_compiling()
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(v)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def decayed(g: Tensor, a: Any, p: Tensor) -> Tensor:
+    """The gradient g of a loss to which a |p|² / 2 is added."""
+    return plus(g, a, p) if present(a) else g
 
 
 def present(a: Any) -> bool:

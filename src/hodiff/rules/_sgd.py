@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor
 
 from hodiff.errors import InputError
-from hodiff.rules._arithmetic import minus, plus, present
+from hodiff.rules._arithmetic import decayed, minus, plus, present
 from hodiff.rules._rule import Hyper, Rule, State
 
 
@@ -52,8 +52,7 @@ class SGD(Rule):
             raise InputError("nesterov: looks ahead along a momentum; give momentum= greater than 0, and no dampening.")
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        if present(self.weight_decay):
-            g = plus(g, self.weight_decay, p)
+        g = decayed(g, self.weight_decay, p)
         if not present(self.momentum):
             return minus(p, self.lr, g), {}
         before = state.get("momentum")

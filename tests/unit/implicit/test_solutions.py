@@ -11,6 +11,7 @@ from torch.func import functional_call
 import hodiff
 from hodiff import ConvergenceWarning, GraphError, InputError
 from hodiff.implicit import argmin, fixed_point, root
+from hodiff.implicit._system import System
 from tests.support.differences import first_difference, relative_error
 
 D = torch.float64
@@ -363,6 +364,74 @@ def test_damping_and_a_preconditioner() -> None:
     (damped,) = torch.autograd.grad(attached(theta, damping=5.0).sum(), theta)
     expected = -THETA.exp() * x * torch.linalg.solve(H + 5 * torch.eye(12, dtype=D), torch.ones(12, dtype=D))
     assert relative_error(damped, expected) < 1e-8
+
+
+def test_damping_is_one_problem_at_every_order() -> None:
+    """The solution that is held where it is: F(x, θ) + λ (x - x*) = 0, x* constant."""
+    held = closed(THETA)
+
+    def moved(theta: Tensor) -> Tensor:
+        return torch.linalg.solve(A.T @ A + torch.diag(theta.exp()) + 5 * torch.eye(12, dtype=D), A.T @ Y + offset)
+
+    offset = (A.T @ A + torch.diag(THETA.exp()) + 5 * torch.eye(12, dtype=D)) @ held - A.T @ Y
+    got, expected = lambda t: OUTER["cubic"](attached(t, damping=5.0)), lambda t: OUTER["cubic"](moved(t))
+    once = hodiff.grad(lambda t: OUTER["cubic"](attached(t, damping=5.0, order=1)), THETA)
+    twice = hodiff.grad(lambda t: OUTER["cubic"](attached(t, damping=5.0, order=2)), THETA)
+    assert relative_error(once, hodiff.grad(expected, THETA)) < 1e-7
+    assert relative_error(twice, hodiff.grad(expected, THETA)) < 1e-9
+    assert relative_error(hodiff.hessian(got, THETA), hodiff.hessian(expected, THETA)) < 1e-8
+    third = lambda f: hodiff.grad(lambda t: hodiff.hvp(f, t, C) @ C, THETA)
+    assert relative_error(third(got), third(expected)) < 1e-8
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+class Count:
+    """Evaluations of f, and the linear systems solved with their products."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.evaluations, self.systems = 0, []
+        solved = System.solved
+
+        def counted(system: System, v: object, **options: object) -> list[Tensor]:
+            before = system.operator.products
+            found = solved(system, v, **options)
+            self.systems += [system.operator.products - before]
+            return found
+
+        monkeypatch.setattr(System, "solved", counted)
+
+    def f(self, x: Tensor, theta: Tensor) -> Tensor:
+        self.evaluations += 1
+        return ridge(x, theta)
+
+
+def test_the_backward_pass_is_one_system_and_one_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, theta = Count(monkeypatch), THETA.clone().requires_grad_()
+    x = argmin(count.f, closed(THETA), args=(theta,))
+    assert count.evaluations == 1 and not count.systems
+    OUTER["cubic"](x).backward()
+    assert count.evaluations == 1
+    (products,) = count.systems
+    assert products <= 15  # 12 unknowns, and a look at the residual
+
+
+def test_a_product_with_the_hessian_takes_three_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adjoint; how the solution moves; how the adjoint moves. Four and a half were taken once."""
+    count = Count(monkeypatch)
+    outer = lambda t: OUTER["cubic"](argmin(count.f, closed(t.detach()), args=(t,), order=2))
+    theta = THETA.clone().requires_grad_()
+    torch.autograd.grad(outer(theta), theta)
+    assert sum(p > 0 for p in count.systems) == 1
+    first, count.systems = sum(count.systems), []
+    hodiff.hvp(outer, THETA, C)
+    assert sum(p > 0 for p in count.systems) == 3
+    assert sum(count.systems) <= 3.3 * first
+    assert count.evaluations == 2 * 3
+    count.systems = []
+    hodiff.jvp(lambda t: argmin(count.f, closed(t.detach()), args=(t,)), THETA, C)
+    assert sum(p > 0 for p in count.systems) == 2  # of which one, along ones, is there to be differentiated
 
 
 X2 = torch.ones(2, dtype=D)
