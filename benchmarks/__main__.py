@@ -5,10 +5,11 @@ import sys
 
 import torch
 
-from benchmarks import curvature, fields, graph, hessian, hvp, memory, penalties, scale, sparse
+from benchmarks import bilevel, curvature, fields, graph, hessian, hvp, memory, penalties, scale, sparse
 from benchmarks.table import header, line
 
 SUBJECTS = {
+    "bilevel": bilevel,
     "fields": fields,
     "curvature": curvature,
     "graph": graph,

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hodiff
 from hodiff._core._loans import ParameterLoan, StateLoan
@@ -237,3 +237,45 @@ def test_a_second_run_of_f_begins_as_the_first_one_did(point):
     assert model.calls == 0
     assert model.kept is None
     torch.testing.assert_close(value, Counting.forward(model, x).detach())
+
+
+class Within(torch.autograd.Function):
+    """The identity; its backward is a reverse pass inside the reverse pass, as that of an activation checkpoint."""
+
+    @staticmethod
+    def forward(ctx: object, held: list[Tensor], x: Tensor) -> Tensor:
+        ctx.held, ctx.x = held, x
+        return held[0].detach()
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> tuple[None, Tensor]:
+        return None, *torch.autograd.grad(ctx.held[0], ctx.x, g)
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.CustomFunctionWarning")
+def test_a_pass_in_a_thread_of_the_engine_s_has_the_modules_of_the_one_that_waits_for_it() -> None:
+    """On a GPU that is every pass. On a processor the engine goes to another thread from the 60th pass in a pass on."""
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(6, 3)
+    threads = set()
+
+    def inner(m: nn.Module, weights: Tensor) -> Tensor:
+        threads.add(threading.get_ident())
+        return (weights * m(inputs)[:, 0].square()).mean()
+
+    def outer(weights: Tensor, depth: int) -> Tensor:
+        final = hodiff.unroll(inner, model, hodiff.rules.SGD(lr=0.1), 4, segments=2, args=(weights,))
+        value = torch.func.functional_call(model, final, (inputs,)).square().sum()  # lends the model
+        for _ in range(depth):
+            value = Within.apply([value], weights)
+        return value
+
+    expected = hodiff.grad(outer, torch.ones(6), args=(0,))
+    assert len(threads) == 1
+    found: list[Tensor] = []
+    call = lambda: found.append(hodiff.grad(outer, torch.ones(6), args=(70,)))
+    thread = threading.Thread(target=call, daemon=True)  # so that a deadlock fails, and does not hang
+    thread.start()
+    thread.join(60)
+    assert found and torch.equal(found[0], expected)
+    assert len(threads) == 3

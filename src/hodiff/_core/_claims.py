@@ -3,13 +3,18 @@
 So each evaluation has leaves of its own, and starts from the user's buffers (the power iteration of
 spectral norm moves them). Claims of one thread nest: each is known by the loan that makes it, which may release it
 twice, or before it is made.
+
+What runs in a reverse pass counts as the thread's that began the pass: on a GPU the engine has threads of its own, and
+their nodes may evaluate `f` once more while that one waits.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
 
 from hodiff.errors import GraphError
@@ -20,10 +25,21 @@ _claims: dict[nn.Module, tuple[int, dict[object, None]]] = {}  # module -> (owni
 _waiting: dict[int, int] = {}  # thread -> the thread it waits for
 
 
+_torch: Any = torch._C
+_KEY = "hodiff: the thread that waits for what runs here"
+
+
+def _me() -> int:
+    """This thread; in one of the engine's, the one that began the pass, whose PyTorch-local values it has."""
+    if not _torch._is_key_in_tls(_KEY):
+        _torch._stash_obj_in_tls(_KEY, threading.get_ident())
+    return _torch._get_obj_in_tls(_KEY)
+
+
 def claim(modules: Iterable[nn.Module], loan: object) -> None:
     """Make `modules` this thread's, for a loan, waiting until no other has any of them."""
     with lock:
-        me = threading.get_ident()
+        me = _me()
         for module in modules:
             if module in _claims and _claims[module][0] != me:
                 _wait(modules)
@@ -62,7 +78,7 @@ def claimed(modules: Iterable[nn.Module]) -> bool:
 
 def _wait(modules: Iterable[nn.Module]) -> None:
     """Wait until no other thread has any of `modules`; the lock is held. A circle of waiting threads raises."""
-    me = threading.get_ident()
+    me = _me()
     while True:
         owner = next((_claims[module][0] for module in modules if module in _claims and _claims[module][0] != me), None)
         if owner is None:
