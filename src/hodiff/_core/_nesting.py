@@ -52,10 +52,14 @@ def nested() -> bool:
     return len(state.open) > 1
 
 
-def refuse_transforms() -> None:
-    """Raise inside a transform of `torch.func` that differentiates: a detached result would count as a constant."""
+def refuse_transforms(*, batched: bool = False) -> None:
+    """Raise inside a transform of `torch.func` that differentiates: a detached result would count as a constant.
+
+    Args:
+        batched: Whether to raise inside `vmap` as well.
+    """
     stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
-    if stack and any(level.key().name in ("Grad", "Jvp") for level in stack):
+    if stack and (batched or any(level.key().name in ("Grad", "Jvp") for level in stack)):
         raise InputError(INSIDE_A_TRANSFORM)
 
 

@@ -72,7 +72,8 @@ def argmin(
         order: How many derivatives the result has. None: as many as the enclosing hodiff call takes; else 1. One
             more raises.
         method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is no minimum); `"gmres"`.
-        damping: Added to *H*: another derivative, of a solution that is held near where it is.
+        damping: Added to *H*: another derivative, of a solution that is held near where it is (by the gradient of
+            half *damping* times its squared distance from there).
         preconditioner: An operator close to the inverse of *H*, as for `hodiff.solve`.
         rtol: The tolerance of linear systems, relative to their right-hand side. None: that of `hodiff.solve`;
             for second and higher derivatives a hundredth of it.
@@ -97,8 +98,9 @@ def argmin(
             names the line of this call.
 
     Cost:
-        Here `order + 1` gradients, and a product with *H*. In the backward pass a linear system (a reverse pass for
-        each product) and one pass. Memory: as many graphs of a gradient, whatever the solver took.
+        Here one gradient (`order + 1` for higher orders), and a product with *H*. In the backward pass a linear system
+        (a reverse pass for each product) and one pass; with a product with the Hessian, three systems in all.
+        Memory: as many graphs of a gradient, whatever the solver took.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
@@ -172,8 +174,9 @@ def root(
         ConvergenceWarning: As for `argmin`.
 
     Cost:
-        Here `order + 1` evaluations, and a product with \(J^\top\). In the backward pass a linear system (a reverse
-        pass for each product) and one pass; products with *J*, which higher derivatives take, have one as well.
+        Here one evaluation (`order + 1` for higher orders), and a product with \(J^\top\). In the backward pass a
+        linear system (a reverse pass for each product) and one pass; products with *J*, which higher derivatives take,
+        have one as well.
 
     Examples:
         The square root of \(\theta\), whose derivative is \(1 / (2 \sqrt\theta)\):

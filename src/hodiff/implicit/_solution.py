@@ -43,7 +43,7 @@ def attached(
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return attached(kind, f, x_star, args, kwargs, given)
-    _nesting.refuse_transforms()
+    _nesting.refuse_transforms(batched=True)
     where, line = Where(x_star, "x_star"), Line.now()
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")

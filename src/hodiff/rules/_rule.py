@@ -104,6 +104,8 @@ def _check_pair(value: Any, name: str) -> None:
         raise InputError(f"{name}: betas: got {value!r}, expected a pair (beta1, beta2).")
     for beta in value:
         _check_kind(beta, (int, float, Tensor), f"{name}: betas")
+        if isinstance(beta, (int, float)) and not 0 <= beta < 1:
+            raise InputError(f"{name}: betas: got {value!r}, expected two numbers of 0 or more, below 1.")
 
 
 def _check_kind(value: Any, kinds: Any, name: str) -> None:

@@ -443,6 +443,9 @@ REFUSED = {
     "another shape": (lambda: root(lambda x: x[:1] - THETA2[:1], X2), InputError, r"equations.*\(1,\), expected"),
     "another structure": (lambda: root(lambda x: (x - THETA2,), X2), InputError, r"like x_star.*tuple"),
     "another dtype": (lambda: fixed_point(lambda x: (x * THETA2).float(), X2), InputError, "float32, .*expected"),
+    "a transform": (
+        lambda: torch.vmap(lambda t: argmin(lambda x: (x - t).square().sum(), X2))(X2), InputError, "inside a torch"
+    ),
     "a method": (lambda: argmin(lambda x: x.sum(), X2, method="newton"), InputError, "method: got 'newton', expected"),
     "an order": (lambda: argmin(lambda x: x.sum(), X2, order=0), InputError, "order: got 0"),
     "nothing reached": (lambda: argmin(lambda x: x @ x, 0 * X2), GraphError, "does not depend on any.*no_grad"),

@@ -173,12 +173,25 @@ def test_one_number_for_each_leaf() -> None:
     assert torch.autograd.grad(new["b"].sum(), lr["b"])[0] == 3
 
 
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad", "Adadelta"])
+def test_a_rule_is_a_pure_function_also_in_transforms(name: str) -> None:
+    """Where values cannot be looked at; one row of gradients holds a zero."""
+    rule, g = getattr(rules, name)(lr=0.1, eps=1e-2), torch.tensor([[0.3, -1.2], [0.0, 2.0]], dtype=D)
+    step = lambda g: rule(torch.ones(2, dtype=D), g, None, 1)[0]
+    rows = torch.stack([step(row) for row in g])
+    assert torch.equal(torch.vmap(step)(g), rows)
+    jacobian = torch.func.vmap(torch.func.jacrev(step))(g)
+    torch.testing.assert_close(jacobian, torch.stack([hodiff.jacobian(step, row) for row in g]))
+    torch.testing.assert_close(torch.compile(step, backend="eager")(g[1]), rows[1])
+
+
 BAD = {
     "a word": (lambda: rules.SGD(lr="0.1"), r"SGD: lr: got '0.1', expected a number"),
     "a flag for a number": (lambda: rules.SGD(lr=True), r"lr: got True"),
     "a number for a flag": (lambda: rules.SGD(momentum=0.9, nesterov=1), r"nesterov: got 1, expected True or False"),
     "nesterov alone": (lambda: rules.SGD(nesterov=True), r"nesterov: .*momentum"),
     "one beta": (lambda: rules.Adam(betas=(0.9,)), r"betas: got \(0.9,\), expected a pair"),
+    "a beta of one": (lambda: rules.Adam(betas=(0.9, 1.0)), r"betas: got \(0.9, 1.0\), expected two numbers .*below 1"),
     "a beta that is none": (lambda: rules.Adam(betas=(0.9, None)), r"betas: got None"),
     "another structure": (
         lambda: rules.SGD(lr={"a": 0.1})({"a": torch.ones(1), "b": torch.ones(1)}, {"a": 0, "b": 0}, None, 1),
