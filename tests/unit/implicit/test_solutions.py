@@ -331,13 +331,19 @@ def test_a_backward_that_does_not_converge_names_the_call() -> None:
     assert caught[0].filename == __file__
 
 
-def test_passes_of_different_sizes_have_their_own_tolerance() -> None:
-    """A tolerance left over from a large pass would make the next one zero."""
+@pytest.mark.parametrize("again", [False, True])
+def test_passes_of_different_sizes_have_their_own_tolerance(again: bool) -> None:
+    """A tolerance left over from a large pass would make the next one zero; so in passes that are differentiated."""
     theta = THETA.clone().requires_grad_()
     x = attached(theta, order=2)
+    expected = hodiff.grad(lambda t: OUTER["cubic"](closed(t)), THETA)
+    product = hodiff.hvp(lambda t: OUTER["cubic"](closed(t)), THETA, C)
     for size in (1e9, 1.0, 1e-9):
-        (got,) = torch.autograd.grad(size * OUTER["cubic"](x), theta, retain_graph=True)
-        assert relative_error(got / size, hodiff.grad(lambda t: OUTER["cubic"](closed(t)), THETA)) < 1e-9
+        (got,) = torch.autograd.grad(size * OUTER["cubic"](x), theta, retain_graph=True, create_graph=again)
+        assert relative_error(got.detach() / size, expected) < 1e-9
+        for other in (1e9, 1e-9) if again else ():
+            (found,) = torch.autograd.grad(other * (got @ C), theta, retain_graph=True)
+            assert relative_error(found / size / other, product) < 1e-8
 
 
 def test_single_precision() -> None:
