@@ -25,7 +25,7 @@ class _Moments(Rule):
         """The parameter and the gradient, with the decay in one or the other."""
         if decoupled and present(self.weight_decay):
             return p * (1 - self.lr * self.weight_decay), g
-        return p, g if decoupled else decayed(g, self.weight_decay, p)
+        return p, decayed(g, self.weight_decay, p)
 
     def _moments(self, g: Tensor, state: State) -> tuple[Tensor, Tensor]:
         beta1, beta2 = self.betas
