@@ -323,6 +323,15 @@ def test_polish_squares_the_error(kind: object) -> None:
     assert torch.autograd.grad(x, theta)[0] == pytest.approx(0.25, rel=1e-6)
 
 
+def test_polish_takes_the_jacobian_not_its_transpose() -> None:
+    M = torch.triu(randn(5, 5, seed=10), 1) * 3 + torch.eye(5, dtype=D)
+    theta = randn(5, seed=11)
+    exact = torch.linalg.solve(M, theta)
+    with torch.no_grad():
+        found = root(lambda x: M @ x - theta, exact + 0.1, polish=1)
+    assert relative_error(found, exact) < 1e-7
+
+
 def test_a_backward_that_does_not_converge_names_the_call() -> None:
     theta = THETA.clone().requires_grad_()
     x = attached(theta, products=3)
