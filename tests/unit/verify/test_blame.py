@@ -184,6 +184,11 @@ def test_a_kink_beside_the_point_is_none():
     assert report.remarks == ()
 
 
+def test_a_kink_that_every_first_step_reaches_over_is_none():
+    x = torch.tensor([2e-5, -3e-5, 3.0], dtype=torch.float64)
+    assert hodiff.check_derivatives(lambda x: (x.abs() + x.relu()).sum(), x).ok
+
+
 def test_what_no_mode_sees_is_said_to_be_unseen():
     def f(x):
         return (nn.Parameter(x * 2) * x).sum()
