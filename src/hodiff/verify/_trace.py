@@ -252,6 +252,19 @@ def _still(value: Any) -> Any:
     return _copied(value, recorded=False)
 
 
+def _in_function(frame: FrameType | None) -> bool:
+    """Whether code runs in the forward of an `autograd.Function`; of its `apply`, since 2.14, no frame tells."""
+    kinds: list[Any] = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    codes = {getattr(kind.forward, "__code__", None) for kind in kinds}
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _lost(result: Any) -> bool:
     """Whether a result is, or holds, real numbers and no graph."""
     found = tensors_in(result)
