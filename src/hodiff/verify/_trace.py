@@ -195,7 +195,7 @@ class Recorder(_Counting):
         elif torch.is_grad_enabled():
             found = "constant"
         else:
-            found = _calls.surroundings(frame)[0] or "no_grad"
+            found = "inside a Function" if _in_function(frame) else _calls.surroundings(frame)[0] or "no_grad"
         if found and found not in ("inside a Function", "checkpoint"):
             self.sites.append(Site(key, found, name, self.place(frame), _still(result)))
 
