@@ -105,3 +105,43 @@ def test_whoever_names_the_recorder_still_has_compiled_code():
     with watch():
         compiled(torch.ones(3))
     assert len(graphs) == 1
+
+
+def test_a_state_that_alone_leads_to_a_leaf_is_not_cut(said):
+    note = said("""
+w = torch.randn(3, requires_grad=True)
+x = torch.randn(5, 3)
+fast = w
+for _ in range(2):
+    inner = (x @ fast).square().mean()
+    (g,) = torch.autograd.grad(inner, fast, create_graph=True)
+    fast = fast - 0.1 * g
+    (x @ fast).square().mean().backward()
+""")
+    assert "state from a previous step" in note
+    assert "fix" not in note
+    assert "where the gradient of w is to end" in note
+
+
+def test_a_line_is_not_moved_where_it_would_read_something_else(said):
+    note = said("""
+w = nn.Linear(3, 3)
+x = torch.randn(3)
+y = w(x).tanh()
+for x in torch.randn(2, 3):
+    (y * x).sum().backward()
+""")
+    assert "built once, outside the loop" in note
+    assert "move program.py" not in note
+
+
+def test_a_line_that_ran_before_the_value_was_made_makes_no_rounds(said):
+    note = said("""
+w, x = nn.Linear(3, 3), torch.randn(3)
+for i in range(2):
+    y = w(x).tanh()
+    if i:
+        y.sum().backward()
+    y.square().sum().backward()
+""")
+    assert "belongs to both losses" in note
