@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from hodiff._core import _claims
+from hodiff.errors import InputError
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -45,6 +47,11 @@ class Assembly(NamedTuple):
         modules, slots = self
         modules[module] = None
         own, below = module._parameters, module._modules
+        if own.__class__ is not dict and isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{prefix.removesuffix('.') or 'x'}: is a TorchScript module, whose parameters cannot be replaced; use "
+                f"the eager module in its place."
+            )
         for name in own:
             parameter = own[name]
             if parameter is not None:

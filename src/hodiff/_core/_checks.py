@@ -85,7 +85,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def check_chunk_size(value: int | str) -> int | None:
     """The chunk size as an int, or None for `"auto"`."""
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f'chunk_size: got {value!r}, expected an integer of at least 1, or "auto".')
@@ -130,7 +130,7 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
 
 def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> torch.Size:
     """The shape of the batch that all `tensors` share in their leading dimensions."""
-    if batch_ndim == 0 and batch_ndim is not False:
+    if batch_ndim.__class__ is int and batch_ndim == 0:
         return torch.Size()
     check_integer(batch_ndim, "batch_ndim", least=0)
     first = tensors[0].shape[:batch_ndim]

@@ -108,9 +108,12 @@ def products(
 
 
 def writable(ev: Graph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
-    own_backward = not ev.kinds <= _without_functions and _has_functions(ev)
-    return [vector.clone() if own_backward or vector.is_inference() else vector for vector in vectors]
+    """Vectors for a pass through Functions that may write into what they are given; and none of inference mode.
+
+    Nor one that begins inside of its memory: `as_strided_scatter` reads the memory of its cotangent from the beginning.
+    """
+    copied = not ev.kinds <= _without_functions and _has_functions(ev)
+    return [v.clone() if copied or v.is_inference() or v.storage_offset() else v for v in vectors]
 
 
 def pushforward(

@@ -9,6 +9,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from hodiff.errors import InputError
+
 
 class Branch(NamedTuple):
     """How one container is put together: its kind, the keys of its children, and their shapes."""
@@ -22,6 +24,9 @@ Tree = Branch | None
 """The shape of a container; None is a leaf."""
 
 LEAF: None = None
+
+DEEPEST = 100
+"""Containers may be nested so deep; one that holds itself would be walked for ever."""
 
 
 def is_container(value: Any) -> bool:
@@ -39,11 +44,15 @@ def flatten(value: Any, name: str = "x") -> tuple[list[Any], list[str], Tree]:
     return leaves, names, tree
 
 
-def _walk(value: Any, path: str, leaves: list[Any], names: list[str]) -> Tree:
+def _walk(value: Any, path: str, leaves: list[Any], names: list[str], depth: int = 0) -> Tree:
     if not is_container(value):
         leaves.append(value)
         names.append(path)
         return LEAF
+    if depth > DEEPEST:
+        raise InputError(
+            f"{path[: path.find('[')]}: containers are nested deeper than {DEEPEST}; is one inside itself?"
+        )
     if isinstance(value, dict):
         keys = tuple(value)
         paths = [f"{path}[{key!r}]" for key in keys]
@@ -53,7 +62,7 @@ def _walk(value: Any, path: str, leaves: list[Any], names: list[str]) -> Tree:
         fields = getattr(value, "_fields", None)
         keys = fields if fields else tuple(range(len(items)))
         paths = [f"{path}.{key}" if fields else f"{path}[{key}]" for key in keys]
-    children = tuple(_walk(item, at, leaves, names) for item, at in zip(items, paths, strict=True))
+    children = tuple(_walk(item, at, leaves, names, depth + 1) for item, at in zip(items, paths, strict=True))
     return Branch(_template(value), keys, children)
 
 

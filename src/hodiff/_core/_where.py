@@ -85,7 +85,8 @@ class Where:
         if not pairs:
             raise InputError(
                 f"{path}: {type(module).__name__} has no trainable parameter "
-                f"(none that is floating point with requires_grad=True)."
+                f"(none that is floating point with requires_grad=True). To differentiate in frozen ones, call "
+                f"requires_grad_(True) on them before."
             )
         check_real(pairs)
         names = tuple([name for name, _ in pairs])

@@ -95,7 +95,8 @@ def check_data(data: Any) -> None:
     if isinstance(data, (Tensor, str, Mapping)) or (isinstance(data, tuple) and _all_tensors(data)):
         what = f"a {type(data).__name__}" + (" of tensors" if isinstance(data, tuple) else "")
         raise InputError(f"data: is {what}, which looks like one batch; expected an iterable of batches: data=[batch].")
-    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+    scalar = getattr(data, "ndim", None) == 0  # one of NumPy's has `__getitem__`
+    if scalar or (not hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
         raise InputError(f"data: is a {type(data).__name__}; expected an iterable of batches, a list or a DataLoader.")
     if inspect.isgenerator(data) or iter(data) is data:
         raise InputError(
@@ -119,7 +120,11 @@ class Weighted:
     """Turns what a user's function returns for a batch into `(sum, weight)`."""
 
     def __init__(self, batches: Batches, batch_weight: BatchWeight, name: str = "f", *, bare: bool = True) -> None:
-        if not (batch_weight is None or callable(batch_weight) or batch_weight == "equal"):
+        if not (
+            batch_weight is None
+            or callable(batch_weight)
+            or (isinstance(batch_weight, str) and batch_weight == "equal")
+        ):
             raise InputError(
                 f"batch_weight: got {batch_weight!r}; expected a function of the batch (its number of samples), or "
                 f'"equal".'

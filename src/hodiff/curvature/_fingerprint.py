@@ -57,8 +57,8 @@ class Fingerprint:
 
 
 def _bits(tensor: Tensor) -> Tensor | None:
-    """The memory of a tensor as a line of integers, a view; None where there is no such thing to look at."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
+    """The memory of a tensor as a line of integers, a view; None where there is none, as of a negated view."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_neg():
         return None
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
     if bits.is_contiguous():

@@ -227,7 +227,7 @@ def _check_kind(kind: Any, loss: Any) -> None:
             'kind: is missing. kind="exact": the expectation over labels of the model\'s own distribution; "mc": the '
             'same, by samples= labels drawn; "empirical": the labels of the data, which is not the Fisher information.'
         )
-    if kind not in get_args(Kind):
+    if not isinstance(kind, str) or kind not in get_args(Kind):
         raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}.")
     if kind == "empirical":
         return

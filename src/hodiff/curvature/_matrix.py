@@ -41,6 +41,10 @@ class MatrixOperator(LinearOperator):
     def __init__(self, A: Tensor, *, symmetric: bool | None = None) -> None:
         super().__init__()
         fits = isinstance(A, Tensor) and A.layout is torch.strided and A.is_floating_point()
+        if fits and (A.is_nested or A.is_meta):
+            raise InputError(
+                f"A: is {'nested' if A.is_nested else 'on the meta device'}; expected a dense real matrix."
+            )
         if not fits or A.ndim not in (1, 2) or not A.numel():
             kind = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")

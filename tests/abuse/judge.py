@@ -1,0 +1,96 @@
+"""Whether a call with bad input ended as it must."""
+
+import signal
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import hodiff
+from hodiff._core._lending import Lending
+from tests.abuse.calls import FUNCTIONS, Target, perform
+from tests.abuse.values import LAYOUTS, VALUES
+from tests.support.callers import tensors
+
+SECONDS = 10
+NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "not enough memory", "exceeds the limit")
+
+
+class HangError(BaseException):
+    """A call did not come back."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raise in a call that computes longer than `SECONDS`; the caller looks after those that sleep."""
+
+    def late(*_: Any) -> None:
+        raise HangError
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def of_the_user(error: BaseException) -> bool:
+    """Whether an exception comes out of the user's function."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    builtin = frames[-1].f_code is Lending.at.__code__  # f itself, where it is written in C
+    return builtin or any(frame.f_code in FUNCTIONS for frame in frames)
+
+
+def outcome(target: Target, replaced: dict[str, Any]) -> tuple[str, Any]:
+    """`"answer"`, `"error of ours"`, `"of f"`, `"no memory"`, or what went wrong; and the answer or the exception."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with limited():
+                return "answer", perform(target, replaced)
+        except hodiff.HodiffError as error:
+            return "error of ours", error
+        except HangError as error:
+            return f"hangs, more than {SECONDS} s", error
+        except BaseException as error:
+            if of_the_user(error):
+                return "of f", error
+            if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+                return "no memory", error
+            return f"raises {type(error).__name__}: {str(error)[:200]}", error
+
+
+GOOD = ("answer", "error of ours", "of f", "no memory")
+
+
+def bad_value(target: Target, argument: str, value: str) -> str:
+    """What becomes of a call in which one argument is replaced by a bad value."""
+    return outcome(target, {argument: VALUES[value]()})[0]
+
+
+def other_layout(target: Target, argument: str, layout: str) -> str | None:
+    """What becomes of it where a tensor lies otherwise in memory: its answer is held against that of a plain one."""
+    given = target.given().get(argument)
+    if type(given) is not torch.Tensor or not given.is_floating_point() or given.layout is not torch.strided:
+        return None
+    if given.requires_grad:
+        return None
+    strange = LAYOUTS[layout](given)
+    plain = torch.empty(given.shape, dtype=given.dtype)
+    plain.copy_(strange.detach().clone().as_subclass(torch.Tensor))
+    torch.manual_seed(3)
+    verdict, found = outcome(target, {argument: strange})
+    if verdict != "answer":
+        return verdict
+    torch.manual_seed(3)
+    expected = outcome(target, {argument: plain})[1]
+    for a, b in zip(tensors(found), tensors(expected), strict=True):
+        a, b = (t.detach().as_subclass(torch.Tensor).to_dense() if t.is_sparse else t.detach() for t in (a, b))
+        if not torch.allclose(a.as_subclass(torch.Tensor).clone(), b.clone(), rtol=1e-9, atol=1e-12, equal_nan=True):
+            return "another answer than for a plain tensor"
+    return "answer"

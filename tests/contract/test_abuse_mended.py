@@ -1,0 +1,118 @@
+"""What bad input of every kind (tests/abuse) and odd calls once found: each is an error in words, or right."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import hodiff
+
+D = torch.float64
+X = torch.tensor([[0.3, -0.8], [1.4, 0.9], [0.2, 0.5]], dtype=D)
+
+
+def patched(z: Tensor) -> Tensor:
+    """Its backward reads the cotangent's memory from the beginning."""
+    return torch.as_strided_scatter(z.flatten() ** 3, z.flatten()[:4].reshape(2, 2) ** 2, (2, 2), (2, 1), 1)
+
+
+def test_a_cotangent_that_begins_inside_of_its_memory() -> None:
+    u = torch.arange(12, dtype=D)
+    expected = hodiff.vjp(patched, X, u[6:].clone())
+    x = X.clone().requires_grad_()
+    for found in (
+        hodiff.vjp(patched, X, u[6:]),
+        hodiff.vjp(patched(x), x, u[6:]),
+        (hodiff.JacobianOperator(patched, X).T @ u[6:]).reshape(X.shape),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_tangent_of_forward_mode_is_not_lost() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, torch.ones_like(X))
+        with pytest.raises(hodiff.InputError, match=r"tangent .* hodiff\.jvp"):
+            hodiff.grad(lambda z: (z**3).sum(), dual)
+        found = hodiff.grad(lambda z: (z**3 * dual).sum(), X)
+        torch.testing.assert_close(forward_ad.unpack_dual(found).tangent, 3 * X**2)
+
+
+def test_a_scripted_module_inside_of_the_point_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(torch.jit.script(nn.Linear(2, 1, dtype=D)), nn.Linear(1, 1, dtype=D))
+    with pytest.raises(hodiff.InputError, match=r"^0: is a TorchScript module, .* eager module"):
+        hodiff.grad(lambda m: m(X).sum(), model)
+
+
+def test_a_frozen_module_names_the_way_out() -> None:
+    with pytest.raises(hodiff.InputError, match=r"no trainable parameter .* requires_grad_\(True\)"):
+        hodiff.grad(lambda m: m(X).sum(), nn.Linear(2, 1, dtype=D).requires_grad_(False))
+
+
+@pytest.mark.parametrize("depth", ["in itself", "deep"])
+def test_a_container_without_end(depth: str) -> None:
+    point: list = [X]
+    if depth == "deep":
+        for _ in range(200):
+            point = [point]
+    else:
+        point.append(point)
+    with pytest.raises(hodiff.InputError, match="x: containers are nested deeper"):
+        hodiff.grad(lambda z: X.sum(), point)
+
+
+@pytest.mark.parametrize(
+    ("option", "call"),
+    [
+        ("chunk_size", lambda v: hodiff.hessian(lambda z: (z**3).sum(), X, chunk_size=v)),
+        ("reduction", lambda v: hodiff.gradient_penalty(lambda z: (z**3).sum(-1), X, reduction=v)),
+        ("batch_weight", lambda v: hodiff.HessianOperator(lambda z, b: (z**3).sum(), X, data=[0], batch_weight=v)),
+        ("kind", lambda v: hodiff.FisherOperator(lambda z, b: z, nn.MSELoss(), X, data=[(X, X)], kind=v)),
+    ],
+)
+def test_an_array_where_a_word_is_expected(option: str, call) -> None:
+    with pytest.raises(hodiff.InputError, match=f"{option}: "):
+        call(np.ones((2, 3)))
+
+
+def test_a_number_of_numpy_is_no_data() -> None:
+    with pytest.raises(hodiff.InputError, match="data: is a float64"):
+        hodiff.HessianOperator(lambda z, b: (z**3).sum(), X, data=np.float64(1.5))
+
+
+def test_an_operator_at_a_negated_view() -> None:
+    x = torch._neg_view(-X)
+    found = hodiff.HessianOperator(lambda z: (z**3).sum(), x) @ torch.ones_like(X)
+    torch.testing.assert_close(found, 6 * X)
+
+
+def test_a_nested_matrix() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(hodiff.InputError, match=r"A: is nested"):
+        hodiff.MatrixOperator(nested)
+
+
+def test_one_point_given_twice_to_a_tensor_already_computed() -> None:
+    x = X.clone().requires_grad_()
+    with pytest.raises(hodiff.InputError, match=r"x\[1\]: the same tensor is given twice"):
+        hodiff.grad((x**2).sum(), (x, x))
+
+
+@pytest.mark.parametrize("option", ["create_graph", "batch_ndim"])
+def test_a_tensor_where_a_flag_or_a_number_is_expected(option: str) -> None:
+    with pytest.raises(hodiff.InputError, match=f"{option}: "):
+        hodiff.grad(lambda z: (z**3).sum(), X, **{option: torch.ones(3)})
+
+
+def test_a_nested_vector() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2, dtype=D), torch.ones(3, dtype=D)])
+    with pytest.raises(hodiff.InputError, match="v: is a nested tensor; give a dense one"):
+        hodiff.hvp(lambda z: (z**3).sum(), X, nested)
