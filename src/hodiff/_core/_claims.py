@@ -10,6 +10,7 @@ their nodes may evaluate `f` once more while that one waits.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -27,19 +28,23 @@ _waiting: dict[int, int] = {}  # thread -> the thread it waits for
 
 _torch: Any = torch._C
 _KEY = "hodiff: the thread that waits for what runs here"
+_known = functools.partial(_torch._get_obj_in_tls, _KEY)  # raises a RuntimeError where nobody has asked before
 
 
 def _me() -> int:
     """This thread; in one of the engine's, the one that began the pass, whose PyTorch-local values it has."""
     if not _torch._is_key_in_tls(_KEY):
         _torch._stash_obj_in_tls(_KEY, threading.get_ident())
-    return _torch._get_obj_in_tls(_KEY)
+    return _known()
 
 
 def claim(modules: Iterable[nn.Module], loan: object) -> None:
     """Make `modules` this thread's, for a loan, waiting until no other has any of them."""
     with lock:
-        me = _me()
+        try:
+            me = _known()  # instead of asking first: this is on the way of every call
+        except RuntimeError:
+            me = _me()
         for module in modules:
             if module in _claims and _claims[module][0] != me:
                 _wait(modules)

@@ -66,6 +66,6 @@ class ChunkedBatched(Chunked, Batched, total=False):
 def check_option(value: Any, vocabulary: Any, name: str) -> None:
     """Raise unless `value` is a word of the vocabulary, one of the `Literal`s above."""
     words = vocabulary.__args__
-    if not isinstance(value, str) or value not in words:
+    if value.__class__ is not str or value not in words:  # an array would compare by entries
         *others, final = [f'"{word}"' for word in words]
         raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")
