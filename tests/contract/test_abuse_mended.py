@@ -65,6 +65,13 @@ def test_a_container_without_end(depth: str) -> None:
         hodiff.grad(lambda z: X.sum(), point)
 
 
+def test_a_vector_in_itself() -> None:
+    v: list = []
+    v.append(v)
+    with pytest.raises(hodiff.InputError, match="v: containers are nested deeper"):
+        hodiff.MatrixOperator(torch.eye(3)) @ v
+
+
 @pytest.mark.parametrize(
     ("option", "call"),
     [

@@ -41,6 +41,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("no tensor", "PathLengthPenalty"): "the same",
     ("hook", "check_derivatives"): "it finds the hook by its differences",
     ("cached", "jets.report"): "the same",
+    ("cached", "check_derivatives"): "it checks the function that f has become, and says that f keeps something",
     ("once", "jets.report"): "the same: it says that there is no rule",
     ("dropout", "jets.report"): "the same",
     ("function", "jets.report"): "the same",

@@ -23,12 +23,14 @@ class SupportsArray(Protocol):
 def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Any:
     """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            raise InputError(f"{name}: is a nested tensor; give a dense one.")
         return value
     if isinstance(value, Mapping) and not isinstance(value, dict):
         value = dict(value)
     if _is_array(value) or _is_numbers(value):
         return _tensor(value, dtype, device, name)
-    if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value)[0])):
+    if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value, name)[0])):
         return _tree.tree_map(lambda leaf: _tensor(leaf, dtype, device, name) if _is_array(leaf) else leaf, value)
     return value
 
@@ -62,8 +64,10 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _is_numbers(value: Any) -> bool:
-    """Whether this is a list of numbers, or of such lists."""
-    if not isinstance(value, (list, tuple)) or not value:
+def _is_numbers(value: Any, depth: int = 0) -> bool:
+    """Whether this is a list of numbers, or of such lists, and no list in itself."""
+    if not isinstance(value, (list, tuple)) or not value or depth > _tree.DEEPEST:
         return False
-    return all(_is_numbers(item) or (isinstance(item, numbers.Real) and type(item) is not bool) for item in value)
+    return all(
+        _is_numbers(item, depth + 1) or (isinstance(item, numbers.Real) and type(item) is not bool) for item in value
+    )
