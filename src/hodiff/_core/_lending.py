@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from hodiff._core import _binding, _nesting, _refusals, _sharded, _switches, _translate
@@ -324,12 +323,7 @@ def _aliases(
 
 def _leaf(tensor: Tensor, dtype: torch.dtype | None, copied: bool) -> Tensor:
     """A leaf of its own, with the tensor's value."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        _nesting.refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
-        raise InputError(
-            "x: carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a detached result would "
-            "lose. Give its primal, and take the outer derivative by hodiff.jvp."
-        )
+    _nesting.refuse_tangent(tensor)
     if copied or tensor.is_inference():
         tensor = tensor.clone()
     if dtype is not None:

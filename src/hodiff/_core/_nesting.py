@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from hodiff.errors import InputError
 
@@ -79,6 +81,16 @@ def total_order(passes: int, create_graph: bool) -> int:
 def outer_order() -> int:
     """The derivatives that the innermost enclosing call takes of what is made here; one, where there is none."""
     return max(1, state.open[-1].call.order) if state.open else 1
+
+
+def refuse_tangent(x: Tensor) -> None:
+    """Raise for a point that carries a tangent of PyTorch's forward mode: a detached result would lose it."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
+        raise InputError(
+            "x: carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a detached result would "
+            "lose. Give its primal, and take the outer derivative by hodiff.jvp."
+        )
 
 
 def recorded(create_graph: bool | None) -> bool:
