@@ -62,7 +62,8 @@ def diagonal(
 
     Returns:
         A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None where one vector
-        says nothing about it); `converged`, None without `rtol`; `products`.
+        says nothing about it; XDiag's is up to a third too small where the spectrum does not decay); `converged`, None
+        without `rtol`; `products`.
 
     Raises:
         InputError: The operator is not square, XDiag's probes are not signs, or an unknown method.
