@@ -24,7 +24,7 @@ QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-backgroun
 INTERNALS = {"explain/how-it-works/", "explain/versions/", "explain/operations/"}  # pages about what is inside
 
 LOOK = (Path(__file__).parent / "browser_check.js").read_text("utf-8")
-_PRIVATE = re.compile(r"\bhodiff(?:\.\w+)*\._\w+|\b_\w+\.MISSING\b")
+_PRIVATE = re.compile(r"\bhodiff(?:\.\w+)*\._(?!_)\w+|\b_\w+\.MISSING\b")
 
 
 def browser() -> str | None:

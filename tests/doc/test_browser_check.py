@@ -20,7 +20,7 @@ FAULTS = {
     '<div style="overflow-x: auto"><table style="width: 3000px"><tr><td>wide</td></tr></table></div>': None,
     '<div class="highlight"><pre><code> \n</code></pre></div>': "an empty output box",
     "<p>hodiff._core._checks</p>": "a private name",
-    "<p>hodiff.hvp, a_b, _x</p>": None,
+    "<p>hodiff.hvp, hodiff.__version__, a_b, _x</p>": None,
     '<p style="color: #999">pale</p>': "contrast",
     '<p style="color: #666">fair</p>': None,
     '<div style="background: #333"><p style="color: #444">dark</p></div>': "contrast",

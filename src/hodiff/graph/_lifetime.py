@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from hodiff._core._nodes import Node
@@ -15,6 +16,7 @@ from hodiff.graph._source import Line
 from hodiff.graph._watch import Watch
 
 ROWS = 40
+MADE = sys.maxsize  # after the passes at the same place, which is that of the next node to be made
 WIDTH, MARGIN, TOP, HEIGHT, LETTERS = 440, 8, 52, 32, 58
 """Of the picture: a row's text stands above its bars, so that it can be narrow."""
 COLOURS = {"freed": "#3a7", "held": "#e90"}
@@ -145,8 +147,7 @@ class Lifetime:
         the colour of the page around it, and can be read on a phone.
         """
         rows = self._rows()
-        end = max([call.place for call in self.passes] + [1]) + 1
-        at = lambda place: MARGIN + (WIDTH - 2 * MARGIN) * place / end  # noqa: E731
+        at = self._axis()
         bottom = TOP + HEIGHT * len(rows)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 8}" '
@@ -159,7 +160,7 @@ class Lifetime:
             parts.append(f'<text x="{MARGIN}" y="{TOP}">no backward pass was seen</text>')
         shown = self.passes[-200:]
         for call in shown:
-            x = at(call.place)
+            x = at[call.place, call.number]
             parts.append(
                 f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-opacity="0.5" '
                 f'stroke-dasharray="3">'
@@ -174,20 +175,31 @@ class Lifetime:
             parts += self._bars(line, at, y + 18)
         return "\n".join([*parts, "</svg>"])
 
-    def _bars(self, line: Line, at: Any, y: int) -> Iterator[str]:
+    def _axis(self) -> dict[tuple[int, int], float]:
+        """Where each event is drawn, in their order and equally far apart: `(place, pass)`, or `(place, MADE)`.
+
+        To the scale of the places a picture would begin with whatever the program did before, and passes that follow
+        each other with nothing made between them would be one.
+        """
+        events = {(span.start, MADE) for span in self.spans} | {(call.place, call.number) for call in self.passes}
+        step = (WIDTH - 2 * MARGIN) / (len(events) + 1)
+        return {event: MARGIN + step * number for number, event in enumerate(sorted(events), 1)}
+
+    def _bars(self, line: Line, at: Mapping[tuple[int, int], float], y: int) -> Iterator[str]:
         """What one line saved: each bar begins where the last pass that kept the same left it."""
-        kept: dict[int, int] = {}
+        kept: dict[int, tuple[int, int]] = {}
         for span in [span for span in self.spans if span.line == line]:
-            x = at(self.passes[span.stop].place)
+            stop = self.passes[span.stop].place, span.stop
+            x = at[stop]
             if span.state == "missing":
                 yield (
                     f'<path d="M {x - 5:.1f} {y - 1} l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2">'
                     f"<title>pass {span.stop} needs {span.nodes} nodes that were freed</title></path>"
                 )
                 continue
-            start = at(kept.get(span.start, span.start))
+            start = at[kept.get(span.start, (span.start, MADE))]
             if span.state == "held":
-                kept[span.start] = self.passes[span.stop].place
+                kept[span.start] = stop
             yield (
                 f'<rect x="{start:.1f}" y="{y}" width="{max(x - start, 1):.1f}" height="8" '
                 f'fill="{COLOURS[span.state]}"><title>{span.nodes} nodes, {span.bytes:,} B</title></rect>'
