@@ -1,6 +1,8 @@
 """What every test shares: one thread, seeded randomness, the device, Hypothesis profiles, --slow."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only compete
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -36,6 +38,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def seed() -> None:
     """Each test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def main_module() -> Iterator[None]:
+    """`hodiff explain` leaves its program as `__main__`, as Python does; a process started later would run it again."""
+    before = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = before
 
 
 @pytest.fixture(scope="session")

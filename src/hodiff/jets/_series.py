@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hodiff._core import _nesting
+
 Series = list[Any]
 """Coefficients: tensors (or jets of an outer expansion), numbers among derivatives, None for zero."""
 
@@ -55,11 +57,14 @@ class Turn:
     """
 
     def __enter__(self) -> int:
-        _open.count += 1
         self._forward: bool | None = None
-        if _open.count == 1 and not torch.compiler.is_compiling():
-            self._forward = torch._C._is_fwd_grad_enabled()
-            torch._C._set_fwd_grad_enabled(True)
+        if not torch.compiler.is_compiling():
+            if len(_nesting.state.running) <= 1:  # this one alone: an interrupt kept another from being counted out
+                _open.count = 0
+            if _open.count == 0:
+                self._forward = torch._C._is_fwd_grad_enabled()
+                torch._C._set_fwd_grad_enabled(True)
+        _open.count += 1
         return _open.count
 
     def __exit__(self, *error: object) -> None:

@@ -1,5 +1,6 @@
 """explain() after the fact where programs really run: scripts, IPython, Jupyter, pytest, exec."""
 
+import builtins
 import re
 import runpy
 import sys
@@ -88,6 +89,7 @@ def shell():
 def last_value(monkeypatch):
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         monkeypatch.setattr(sys, name, None, raising=False)
+    monkeypatch.delattr(builtins, "_", raising=False)  # left by doctests; IPython takes it for a translation, and keeps
 
 
 @pytest.mark.parametrize("name", SESSIONS)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.jets import _dispatch, _push
+from hodiff.jets import _dispatch, _push, _series
 from hodiff.jets._registry import RULES
 from tests.support.properties import agree
 
@@ -206,6 +206,12 @@ def test_taylor_mode_inside_the_forward_of_a_function(x):
 
     agree(Calls.apply(x).detach(), 12 * x.square().sum(-1))
     assert seen == [False] and torch._C._is_fwd_grad_enabled()
+
+
+def test_an_expansion_that_an_interrupt_left_open_is_forgotten(x):
+    _series._open.count += 1
+    test_taylor_mode_inside_the_forward_of_a_function(x)
+    assert _series._open.count == 0
 
 
 def test_no_grad_and_detach_are_part_of_the_function(x):
