@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hodiff._core._versions import RELEASE
 from hodiff.cli._main import main
 from hodiff.graph import watch
 from tests.programs.foretold import FORETOLD, swap
@@ -155,8 +154,6 @@ def test_each_program_was_foretold_and_has_its_address():
 
 @pytest.mark.parametrize("name", FORETOLD)
 def test_variable_line_and_cause_are_those_foretold(name, notes):
-    if name == "optimised_in_a_function" and RELEASE >= (2, 14):
-        pytest.skip("from 2.14 on nothing tells here that a Function's forward, and no no_grad, switched gradients off")
     want, note = FORETOLD[name], notes(name)
     assert any(sentence in note for sentence in SENTENCES[want.cause]), note
     assert any(variable in note for variable in want.variables), note

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hodiff._core import _nodes
@@ -95,11 +96,20 @@ def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> tupl
 
 def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:
     """What of PyTorch runs code with gradients switched off, `checkpoint` or `inside a Function`, and its frame."""
+    forwards = _forwards()
     while frame is not None:
         file = frame.f_code.co_filename
         if file.endswith("checkpoint.py") and "torch" in file:
             return "checkpoint", frame
-        if file.endswith("function.py") and "autograd" in file and frame.f_code.co_name == "apply":
+        if frame.f_code in forwards:
             return "inside a Function", frame
         frame = frame.f_back
     return "", None
+
+
+def _forwards() -> set[Any]:
+    """The code of each Function's forward: from PyTorch 2.14 on, `apply`, which runs it, has no frame."""
+    kinds: list[Any] = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {getattr(kind.forward, "__code__", None) for kind in kinds}

@@ -22,8 +22,8 @@ from hodiff.graph._names import user_frames
 from hodiff.graph._source import Line, line_of
 from hodiff.verify._compare import Point, Scalar, compare, derived, inner, random_direction
 from hodiff.verify._evaluation import Evaluation
-from hodiff.verify._report import Cause, Check
-from hodiff.verify._trace import KINKS, Called
+from hodiff.verify._report import Cause, Check, cause
+from hodiff.verify._trace import KINKS, Called, copied
 
 CALLS = 300
 """Operations that are tried; there may be thousands, and a report must come."""
@@ -72,7 +72,7 @@ def _watched(kind: type) -> Iterator[list[_Use]]:
         if threading.get_ident() == mine:
             given = args[1:] if args and hasattr(args[0], "save_for_backward") else args
             frame = next(user_frames(sys._getframe(1)), None)
-            uses.append(_Use(tuple(map(_copy, given)), line_of(frame) if frame is not None else Line("", 0)))
+            uses.append(_Use(tuple(map(copied, given)), line_of(frame) if frame is not None else Line("", 0)))
         return theirs(*args, **kwargs)
 
     kind.forward = staticmethod(forward)  # type: ignore[attr-defined]
@@ -83,13 +83,6 @@ def _watched(kind: type) -> Iterator[list[_Use]]:
             del kind.forward  # type: ignore[attr-defined]
         else:
             kind.forward = own  # type: ignore[attr-defined]
-
-
-def _copy(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    copy = value.detach().clone()
-    return copy.requires_grad_(value.requires_grad) if value.is_floating_point() else copy
 
 
 def _of_function(kind: type, used: Line, wrong: Check) -> Cause:
@@ -131,19 +124,17 @@ def operations(evaluation: Evaluation, order: int) -> list[Cause]:
 
 
 def _of_operation(called: Called, wrong: Check) -> Cause:
-    line, text = called.place.line, called.place.line.text if called.place.lines else ""
     numbers = f"{wrong.computed:+.6e}, differences {wrong.differences:+.6e}"
+    elsewhere = "check at another point (move x a little), or write a function that is smooth there."
     if called.name in KINKS:
-        reason = f"{called.name} has a kink at its argument, where the two sides differ in slope: {numbers}."
-        fix = "check at another point (move x a little), or write a function that is smooth there."
-        return Cause("kink", line.file, line.number, text, reason, fix)
+        reason = f"{called.name} has a kink at its argument, where the two sides differ in slope: {numbers}"
+        return cause("kink", called.place.line, reason, elsewhere)
     if not math.isfinite(wrong.computed) or not math.isfinite(wrong.differences):
-        reason = f"{called.name} has no finite derivative of order {wrong.order} at its argument: {numbers}."
-        fix = "check at another point (move x a little), or write a function that is smooth there."
-        return Cause("kink", line.file, line.number, text, reason, fix)
-    reason = f"PyTorch's derivative of {called.name} is wrong at order {wrong.order} here, alone as well: {numbers}."
+        reason = f"{called.name} has no finite derivative of order {wrong.order} at its argument: {numbers}"
+        return cause("kink", called.place.line, reason, elsewhere)
+    reason = f"PyTorch's derivative of {called.name} is wrong at order {wrong.order} here, alone as well: {numbers}"
     fix = "write it with other operations; `hodiff info` lists what is known to be wrong on this installation."
-    return Cause("operation", line.file, line.number, text, reason, fix)
+    return cause("operation", called.place.line, reason, fix)
 
 
 def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, allow: Sequence[type]) -> Check | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff.verify._evaluation import Evaluation
-from hodiff.verify._report import Cause
+from hodiff.verify._report import Cause, cause
 
 SHOWN = 4
 
@@ -54,9 +54,7 @@ def remarks(evaluation: Evaluation, surroundings: Surroundings) -> list[Cause]:
     """All that can be told, after the first run; `f` runs three times more."""
     found = _kept(evaluation, surroundings)
     if evaluation.drew:
-        found.append(
-            Cause("random", "", 0, "", "it draws random numbers.", "each evaluation draws the same ones (dropout).")
-        )
+        found.append(cause("random", None, "it draws random numbers", "each evaluation draws the same ones (dropout)."))
     return [*found, *_mixing(evaluation)]
 
 
@@ -74,7 +72,7 @@ def _kept(evaluation: Evaluation, surroundings: Surroundings) -> list[Cause]:
     )
     value = "; its value at the same point is another then, so that differences mean nothing" if differs else ""
     fix = "let f compute what it needs each time, and return what it would keep."
-    return [Cause("state", "", 0, "", f"{what}{value}.", fix)]
+    return [cause("state", None, f"{what}{value}", fix)]
 
 
 def _mixing(evaluation: Evaluation) -> list[Cause]:
@@ -82,8 +80,8 @@ def _mixing(evaluation: Evaluation) -> list[Cause]:
     fix = "with batch_ndim= it has no derivatives of each sample alone: use model.eval(), or another norm."
     norms = dict.fromkeys(place.line for place in evaluation.recorded().batch_norms)
     if norms:
-        reason = "a batch norm in training mode mixes the samples of a batch."
-        return [Cause("mixing", line.file, line.number, line.text, reason, fix) for line in norms if line.file]
+        reason = "a batch norm in training mode mixes the samples of a batch"
+        return [cause("mixing", line, reason, fix) for line in norms if line.file]
     x, y = evaluation.point[0], evaluation.output
     if len(evaluation.point) > 1 or x.ndim < 2 or y.ndim < 1 or y.shape[0] != x.shape[0] or len(x) < 2:
         return []
@@ -92,5 +90,5 @@ def _mixing(evaluation: Evaluation) -> list[Cause]:
     others = evaluation.run((moved,))[1:] - y[1:]
     if not bool((others.abs() > 1e-12 * (1 + y[1:].abs())).any()):
         return []
-    reason = "each row of f(x) depends on other rows of x: if rows are samples, they are not independent."
-    return [Cause("mixing", "", 0, "", reason, "look for an operation over the wrong dimension.")]
+    reason = "each row of f(x) depends on other rows of x: if rows are samples, they are not independent"
+    return [cause("mixing", None, reason, "look for an operation over the wrong dimension.")]

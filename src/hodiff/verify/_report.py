@@ -71,8 +71,10 @@ class Cause:
         return "\n".join([*place, *(f"    {each}" for each in (self.reason, self.fix) if each)])
 
 
-def cause(kind: Kind, line: Line, reason: str, fix: str) -> Cause:
-    """A cause at a line of the user's code."""
+def cause(kind: Kind, line: Line | None, reason: str, fix: str) -> Cause:
+    """A cause at a line of the user's code; None where no line is to blame."""
+    if line is None:
+        return Cause(kind, "", 0, "", f"{reason}.", fix)
     return Cause(kind, line.file, line.number, line.text if line.file else "", f"{reason}.", fix)
 
 

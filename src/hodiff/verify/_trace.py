@@ -91,6 +91,12 @@ class _Counting(TorchFunctionMode):
         self._entered = next(user_frames(sys._getframe(1)), None)
         return super().__enter__()
 
+    def concerns(self, func: Function, kind: int, frame: FrameType) -> bool:
+        """Whether a call is one of the user's that can cut: no attribute is set, and the library did not ask."""
+        if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
+            return False
+        return kind == PASS or not _is_ours(frame)
+
     def key(self, func: Function, frame: FrameType) -> Key:
         """The user's lines, the function, and how often it was called there before."""
         name = getattr(func, "__name__", "")
@@ -150,9 +156,7 @@ class Recorder(_Counting):
         """Run one call, and note what it did."""
         kwargs, frame = kwargs or {}, sys._getframe(1)
         kind = _calls.kind_of(func)
-        if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
-            return func(*args, **kwargs)
-        if kind != PASS and _is_ours(frame):
+        if not self.concerns(func, kind, frame):
             return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
         if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
@@ -162,7 +166,7 @@ class Recorder(_Counting):
         attached = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         before = None
         if self._operations and attached and kind not in (CUT, PASS) and torch.is_grad_enabled():
-            before = _copied(args), _copied(kwargs)
+            before = copied(args), copied(kwargs)
         sides = _sides(name, args, kwargs) if self._choices else None
         result = func(*args, **kwargs)
         if name == "register_hook":
@@ -195,7 +199,7 @@ class Recorder(_Counting):
         elif torch.is_grad_enabled():
             found = "constant"
         else:
-            found = "inside a Function" if _in_function(frame) else _calls.surroundings(frame)[0] or "no_grad"
+            found = _calls.surroundings(frame)[0] or "no_grad"
         if found and found not in ("inside a Function", "checkpoint"):
             self.sites.append(Site(key, found, name, self.place(frame), _still(result)))
 
@@ -212,9 +216,7 @@ class Holder(_Counting):
         """Run one call, and put the value in the place of its result."""
         kwargs, frame = kwargs or {}, sys._getframe(1)
         kind = _calls.kind_of(func)
-        if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
-            return func(*args, **kwargs)
-        if kind != PASS and _is_ours(frame):
+        if not self.concerns(func, kind, frame):
             return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
         result = func(*args, **kwargs)
@@ -235,34 +237,21 @@ def _changed(name: str, args: Sequence[Any], result: Any) -> Any:
     return args[0] if name in ("__setitem__", "__set__") else result
 
 
-def _copied(value: Any, recorded: bool = True) -> Any:
+def copied(value: Any, recorded: bool = True) -> Any:
     """A value with copies of the tensors in it, which nothing changes any more; they say whether they had a graph."""
     if isinstance(value, Tensor):
         copy = value.detach().clone()
         return copy.requires_grad_(recorded and value.requires_grad) if value.is_floating_point() else copy
     if isinstance(value, dict):
-        return {name: _copied(item, recorded) for name, item in value.items()}
+        return {name: copied(item, recorded) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_copied(item, recorded) for item in value)
+        return type(value)(copied(item, recorded) for item in value)
     return value
 
 
 def _still(value: Any) -> Any:
     """The same, as constants."""
-    return _copied(value, recorded=False)
-
-
-def _in_function(frame: FrameType | None) -> bool:
-    """Whether code runs in the forward of an `autograd.Function`; of its `apply`, since 2.14, no frame tells."""
-    kinds: list[Any] = [torch.autograd.Function]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    codes = {getattr(kind.forward, "__code__", None) for kind in kinds}
-    while frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back
-    return False
+    return copied(value, recorded=False)
 
 
 def _lost(result: Any) -> bool:
