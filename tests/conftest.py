@@ -1,5 +1,6 @@
 """What every test shares: one thread, seeded randomness, the device, Hypothesis profiles, --slow."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,13 @@ def main_module() -> Iterator[None]:
     before = sys.modules["__main__"]
     yield
     sys.modules["__main__"] = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """A collection looks at what a module's tests make, and not at all that was ever imported: many tests collect."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Inside `torch.compile` each public function is right, breaks the graph, or says in our words why it cannot run."""
 
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -171,9 +172,15 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 BY_NAME = {caller.name: caller for caller in CALLERS}
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("caller", [BY_NAME[name] for name in WHOLE if name in BY_NAME], ids=repr)
+REFUSALS = [
+    pytest.param(BY_NAME[name], wrong, fullgraph, marks=() if number == 3 * place % 8 else pytest.mark.slow)
+    for place, name in enumerate(name for name in WHOLE if name in BY_NAME)
+    for number, (wrong, fullgraph) in enumerate(itertools.product(WRONG, (False, True)))
+]
+"""Each function with one of the eight, and each of the eight with two functions; the rest are slow."""
+
+
+@pytest.mark.parametrize(("caller", "wrong", "fullgraph"), REFUSALS, ids=repr)
 def test_what_is_refused_outside_is_refused_inside(caller: Caller, wrong: str, fullgraph: bool) -> None:
     g, kind, words = WRONG[wrong]
     with pytest.raises(Exception if fullgraph else kind, match=words):  # of one graph Dynamo wraps what was raised

@@ -6,7 +6,6 @@ their rows in `test_road.py`; what single networks leave behind is in `test_grap
 are interrupted or share a module between threads are in `test_interrupted.py` and `test_threads.py`.
 """
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,15 +43,6 @@ MODES: dict[str, tuple[Callable[[], Any], ...]] = {
     ),
 }  # fmt: skip
 """Modes that a call has to leave for its own time, together: each is looked at by itself afterwards."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_objects() -> Iterator[None]:
-    """A collection looks at what these tests make, and not at all that was ever imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # --- the rows --------------------------------------------------------------------------------------------------------
