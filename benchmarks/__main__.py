@@ -5,11 +5,26 @@ import sys
 
 import torch
 
-from benchmarks import bilevel, curvature, fields, graph, hessian, hvp, memory, penalties, scale, sparse
+from benchmarks import (
+    bilevel,
+    calibration,
+    curvature,
+    estimators,
+    fields,
+    graph,
+    hessian,
+    hvp,
+    memory,
+    penalties,
+    scale,
+    sparse,
+)
 from benchmarks.table import header, line
 
 SUBJECTS = {
     "bilevel": bilevel,
+    "calibration": calibration,
+    "estimators": estimators,
     "fields": fields,
     "curvature": curvature,
     "graph": graph,

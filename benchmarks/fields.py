@@ -36,6 +36,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from few_dimensions(2 * rounds)
     yield from plates(rounds)
     yield from high_orders(rounds)
+    yield from navier_stokes(rounds)
     yield from overhead(20 * rounds)
     yield from compiled(rounds)
 
@@ -70,6 +71,40 @@ def by_jvp_of_grad(f: nn.Module, x: Tensor, train: bool) -> Tensor:
 
 
 STOCK: dict[str, Route] = {LOOP: by_loop, "vmap(hessian)": by_hessian, "vmap(jvp(grad))": by_jvp_of_grad}
+
+
+def navier_stokes(rounds: int) -> Iterator[Row]:
+    """Three outputs and their derivatives, as PINO's residual takes them, with the loss's gradient."""
+
+    def residual(o: Tensor, x: Tensor, y: Tensor, t: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
+        u, v = o[:, :1], o[:, 1:2]
+        momentum = t[:, :2] + u * x[:, :2] + v * y[:, :2] - 0.01 * (xx + yy)[:, :2]
+        pressure = torch.stack([x[:, 2], y[:, 2]], 1)
+        return (momentum + pressure).square().sum(1).mean() + (x[:, 0] + y[:, 1]).square().mean()
+
+    def by_hand(net: nn.Module, x: Tensor) -> Tensor:
+        """Seven passes: three outputs by all coordinates, and the two velocities twice by two of them."""
+        z = x.clone().requires_grad_()
+        o = net(z)
+        by = lambda column: torch.autograd.grad(column.sum(), z, create_graph=True)[0]  # noqa: E731
+        first = torch.stack([by(column) for column in o.T], 1)
+        second = [torch.stack([by(first[:, i, k])[:, k] for i in (0, 1)], 1) for k in (0, 1)]
+        return residual(o, *first.unbind(2), *second)
+
+    def step(f: Callable[[nn.Module, Tensor], Tensor], net: nn.Module, x: Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(f(net, x), list(net.parameters()))
+
+    def ours(net: nn.Module, x: Tensor) -> Tensor:
+        return residual(*hodiff.partials(net, x, [(), 0, 1, 2, (0, 0), (1, 1)]))
+
+    for width, number in ((50, 1000), (128, 500)):
+        net, x = network(3, width)[:-1].append(nn.Linear(width, 3)), torch.rand(number, 3)
+        assert torch.allclose(ours(net, x), by_hand(net, x), rtol=1e-4)
+        times = race({"ours": step(ours, net, x), "by hand": step(by_hand, net, x)}, rounds=rounds)
+        found = ratios(times, "ours", "by hand")
+        case = f"three outputs, width {width}, {number} points"
+        met = statistics.median(found) <= 1
+        yield Row("Navier-Stokes by partials and its gradient / by hand", case, spread(found), "1", met)
 
 
 def peer(f: nn.Sequential, dimension: int) -> tuple[Route, float] | None:

@@ -62,7 +62,7 @@ def diagonal(
 
     Returns:
         A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None where one vector
-        says nothing about it; XDiag's is up to a third too small where the spectrum does not decay); `converged`, None
+        says nothing about it; XDiag's is up to 1.6 times too large where the spectrum decays fast); `converged`, None
         without `rtol`; `products`.
 
     Raises:

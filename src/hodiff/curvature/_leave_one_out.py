@@ -95,15 +95,37 @@ def _with_error(estimates: Callable[[Tensor], Tensor], number: int) -> tuple[Ten
 
 
 def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard error of the diagonal, each `(D,)`; two products for each random vector."""
+    """Mean and standard error of the diagonal, each `(D,)`; two products for each random vector.
+
+    Of one eigenvalue the error is a sum over pairs of vectors, each pair alike in the estimates of both. So their
+    spread says half of the variance, and leaving out a vector twice of it: the geometric mean is right.
+    """
     omega, images = _doubled(operator, rows)
     q, r = torch.linalg.qr(images)
     s = _directions(r)
     z = flat_product(operator.T, q.T).T.to(q)
     p, m, length = q @ s, z @ s, (s * r).sum(0)
-    # diag(Q Q'A) without i, and ω times what is left of A ω
-    found = (q * z).sum(1, keepdim=True) - p * m + omega * p * length
-    return found.mean(1), found.std(1) / found.shape[1] ** 0.5
+    known = (q * z).sum(1, keepdim=True)  # diag(Q Q'A)
+    mine = omega * p * length  # ω times what the others leave of A ω
+    found = known - p * m + mine
+    number = len(rows)
+    means = known + _without_two(p, m, omega * length, mine, s.T @ s) / (number - 1)
+    jackknife = (number - 1) / number * (means - means.mean(1, keepdim=True)).square().sum(1)
+    return found.mean(1), (jackknife * found.var(1) / number).sqrt().sqrt()
+
+
+def _without_two(p: Tensor, m: Tensor, scaled: Tensor, mine: Tensor, cosines: Tensor) -> Tensor:
+    """Column i: what the estimates of all others add up to without vector i, beyond diag(Q Q'A).
+
+    The range of Y without i and j is orthogonal in Q to s_i and to t, the part of s_j outside s_i. Both parts are
+    written out and summed over j, so that no vector is left out by another factorisation.
+    """
+    eye = torch.eye(len(cosines), dtype=p.dtype, device=p.device)
+    c = cosines - cosines.diagonal() * eye
+    weight = (1 - eye) / (1 - c.square()).clamp_min(torch.finfo(p.dtype).eps ** 0.5)
+    cross = weight * c
+    along = p * (m @ cross - scaled @ cross) + m * (p @ cross)
+    return (mine - p * m) @ weight + along - p * m * (len(c) - 1 + (cross * c).sum(0))
 
 
 def _doubled(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor]:

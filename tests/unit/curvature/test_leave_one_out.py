@@ -23,24 +23,38 @@ def signs(number: int, seed: int = 0) -> Tensor:
     return draw(N, number, seed=seed).sign()
 
 
+def without(columns: Tensor, i: int) -> Tensor:
+    return torch.cat([columns[:, :i], columns[:, i + 1 :]], 1)
+
+
+def leaving_one_out(A: Tensor, omega: Tensor) -> Tensor:
+    """XDiag's estimates by their definition, as rows."""
+    found = []
+    for i in range(omega.shape[1]):
+        q, _ = torch.linalg.qr(A @ without(omega, i))
+        left = A - q @ (q.T @ A)
+        found.append((q @ (q.T @ A)).diagonal() + omega[:, i] * (left @ omega[:, i]))
+    return torch.stack(found)
+
+
 @pytest.mark.parametrize("A", [DECAYING, INDEFINITE, SKEWED], ids=["decaying", "indefinite", "not symmetric"])
 def test_xtrace_and_xdiag_are_what_the_definition_says(A: Tensor) -> None:
     """For each vector: the part in the range of A times the others exactly, and the rest by that vector alone."""
     omega = signs(7)
-    traces, diagonals = [], []
+    traces = []
     for i in range(7):
-        others = torch.cat([omega[:, :i], omega[:, i + 1 :]], 1)
-        q, _ = torch.linalg.qr(A @ others)
+        q, _ = torch.linalg.qr(A @ without(omega, i))
         rest = omega[:, i] - q @ (q.T @ omega[:, i])
         traces.append((q.T @ A @ q).trace() + rest @ A @ rest)
-        left = A - q @ (q.T @ A)
-        diagonals.append((q @ (q.T @ A)).diagonal() + omega[:, i] * (left @ omega[:, i]))
+    diagonals = leaving_one_out(A, omega)
     found = hodiff.trace(hodiff.MatrixOperator(A), method="xtrace", vectors=omega)
     agree(found.value, torch.stack(traces).mean(), 1e-10)
     assert found.products == 14 and found.stderr > 0 and found.converged is None
     entries = hodiff.diagonal(hodiff.MatrixOperator(A), method="xdiag", vectors=omega)
-    agree(entries.value, torch.stack(diagonals).mean(0), 1e-10)
-    agree(entries.stderr, torch.stack(diagonals).std(0) / 7**0.5, 1e-10)
+    agree(entries.value, diagonals.mean(0), 1e-10)
+    fewer = torch.stack([leaving_one_out(A, without(omega, i)).mean(0) for i in range(7)])
+    jackknife, spread = 6 / 7 * (fewer - fewer.mean(0)).square().sum(0), diagonals.var(0) / 7
+    agree(entries.stderr, (jackknife * spread) ** 0.25, 1e-10)
 
 
 def test_xnystrace_is_what_the_definition_says() -> None:
@@ -72,6 +86,29 @@ def test_their_standard_errors_are_calibrated(method: str, probes: str) -> None:
     plain = [hodiff.trace(A, samples=20, probes=probes, generator=seeded(s)) for s in range(80)]
     worse = torch.tensor([float(run.value) - truth for run in plain])
     assert errors.square().mean().sqrt() < worse.square().mean().sqrt() / (1.5 if method == "xtrace" else 5)
+
+
+FLAT = {"one eigenvalue": torch.ones(N, dtype=D), "two": torch.cat([torch.ones(30), 5 * torch.ones(30)]).to(D)}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_xdiag_knows_its_error_where_the_spectrum_does_not_decay(name: str) -> None:
+    """The spread of its estimates alone says 0.7 of it: they share what each pair of vectors does."""
+    A = hodiff.MatrixOperator((Q * FLAT[name]) @ Q.T)
+    runs = [hodiff.diagonal(A, method="xdiag", samples=10, generator=seeded(s)) for s in range(40)]
+    errors = torch.stack([run.value - A.dense().diagonal() for run in runs])
+    bars = torch.stack([run.stderr for run in runs])
+    assert 0.9 <= float(bars.norm() / errors.norm()) <= 1.15
+    assert float((errors.abs() <= 2 * bars).double().mean()) >= 0.85  # of few vectors: a t distribution
+
+
+def test_xdiag_of_two_vectors_is_estimated_each_from_the_other() -> None:
+    omega = signs(2)
+    found = hodiff.diagonal(hodiff.MatrixOperator(INDEFINITE), method="xdiag", vectors=omega)
+    agree(found.value, leaving_one_out(INDEFINITE, omega).mean(0), 1e-10)
+    fewer = torch.stack([omega[:, i] * (INDEFINITE @ omega[:, i]) for i in (1, 0)])
+    jackknife, spread = fewer.var(0) / 2, leaving_one_out(INDEFINITE, omega).var(0) / 2
+    agree(found.stderr, (jackknife * spread) ** 0.25, 1e-10)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
