@@ -24,12 +24,16 @@ class Modules:
     def __init__(self, where: Where, modes_count: bool) -> None:
         self.modes_count = modes_count
         roots = [owned.module for owned in where.owned]
-        self._assemblies = {module: self._assembly(module) for module in modules_below(roots)}
+        with _claims.lock:  # `modules_below` waits for other threads; after it none of them puts leaves in
+            self._assemblies = {module: self._assembly(module) for module in modules_below(roots)}
 
     def check(self) -> None:
         """Raise where a module is put together otherwise than it was."""
-        same = all(self._assembly(module) == assembly for module, assembly in self._assemblies.items())
-        if same or _claims.claimed(self._assemblies):
+        with _claims.lock:  # what is lent just now is looked at another time; what is not, stays so while it is read
+            if _claims.claimed(self._assemblies):
+                return
+            same = all(self._assembly(module) == assembly for module, assembly in self._assemblies.items())
+        if same:
             return
         raise GraphError(
             "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
