@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from benchmarks import (
     scale,
     sparse,
 )
-from benchmarks.table import header, line
+from benchmarks.table import header, line, write
 
 SUBJECTS = {
     "bilevel": bilevel,
@@ -41,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"any of {', '.join(SUBJECTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="a few rounds each: a trial run, not a measurement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the rows into this file: docs/benchmarks.json")
     options = parser.parse_args()
     unknown = set(options.subjects) - set(SUBJECTS)
     if unknown:
@@ -50,9 +52,13 @@ def main() -> int:
     print(header())
     missed = 0
     for name in options.subjects or SUBJECTS:
+        rows = []
         for row in SUBJECTS[name].rows(options.quick):
             print(line(row), flush=True)
+            rows.append(row)
             missed += row.met is False
+            if options.json:  # after each row: what was measured before an interrupt is not lost
+                write(options.json, name, rows, quick=options.quick)
     return 1 if missed else 0
 
 

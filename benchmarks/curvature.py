@@ -36,9 +36,9 @@ def rows(quick: bool) -> Iterator[Row]:
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' deprecations
         for problem in networks():
-            yield from against_gradients(problem, 5 if quick else 31)
+            yield from against_gradients(problem, 5 if quick else 15)
         for problem, bars in ((networks()[0], SMALL), (large(), LARGE)):
-            yield from against_peers(problem, bars, 3 if quick else 15)
+            yield from against_peers(problem, bars, 3 if quick else 9)
         yield from memory(large())
         yield from eigenpairs(networks()[0], 1 if quick else 5)
 
@@ -96,7 +96,7 @@ def against_gradients(problem: Problem, rounds: int) -> Iterator[Row]:
     )
     found = ratios(times, "hodiff", "gradient")
     met = statistics.median(found) <= 2.2
-    yield Row("cached H @ v / gradient", problem.name, spread(found), "2.2", met)
+    yield Row("cached H @ v / gradient", problem.name, spread(found), "2.2", met, times)
     for name in ("by hand, cached", "by hand, fresh", "jvp(grad)", "Gauss-Newton"):
         yield Row(f"  {name} / gradient", problem.name, spread(ratios(times, name, "gradient")))
 
@@ -155,7 +155,9 @@ def compared(subject: str, case: str, times: Times, key: str, peer: str, bar: fl
     found = ratios(times, key, f"{key}, {peer}")
     ours, theirs = (statistics.median(times[name]) * 1e3 for name in (key, f"{key}, {peer}"))
     met = None if bar is None else statistics.median(found) <= bar
-    return Row(subject, case, f"{spread(found)}; {ours:.2f} ms, {theirs:.2f} ms", "" if bar is None else f"{bar}", met)
+    measured = f"{spread(found)}; {ours:.2f} ms, {theirs:.2f} ms"
+    pair = {"hodiff": times[key], peer: times[f"{key}, {peer}"]}
+    return Row(subject, case, measured, "" if bar is None else f"{bar}", met, pair)
 
 
 def curvlinops(peer: Any, problem: Problem, kind: str) -> Any:

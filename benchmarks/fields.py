@@ -159,7 +159,7 @@ def against(times: dict, others: list[str], subject: str, case: str, bar: float)
     found = ratios(times, fastest, "hodiff")
     milliseconds = {name: statistics.median(times[name]) * 1e3 for name in ("hodiff", fastest)}
     measured = f"{spread(found)}; {milliseconds['hodiff']:.1f} ms, {fastest} {milliseconds[fastest]:.1f}"
-    return Row(f"{subject}: other / ours", case, measured, f"{bar}", statistics.median(found) >= bar)
+    return Row(f"{subject}: other / ours", case, measured, f"{bar}", statistics.median(found) >= bar, times)
 
 
 def memory() -> Iterator[Row]:

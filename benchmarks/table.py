@@ -1,6 +1,19 @@
-"""One row per claim."""
+"""One row per claim, as a line of a table and as what a page draws."""
 
-from typing import NamedTuple
+import json
+import os
+import platform
+import statistics
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.timing import Times
+
+PEERS = ("curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "torchopt", "higher", "asdex", "jet-for-pytorch")
 
 
 class Row(NamedTuple):
@@ -9,6 +22,7 @@ class Row(NamedTuple):
     measured: str
     bar: str = ""
     met: bool | None = None  # None: shown for comparison, no bar
+    times: Times | None = None  # of the contenders, where a page draws them
 
 
 def header() -> str:
@@ -18,3 +32,45 @@ def header() -> str:
 def line(row: Row) -> str:
     verdict = {True: "yes", False: "**no**", None: ""}[row.met]
     return f"| {row.subject} | {row.case} | {row.measured} | {row.bar} | {verdict} |"
+
+
+def write(path: Path, subject: str, rows: list[Row], *, quick: bool) -> None:
+    """Puts a subject's rows into the file, in the place of those that were there; the other subjects stay."""
+    found = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    found[subject] = {"where": where() | {"quick": quick}, "rows": [_plain(row) for row in rows]}
+    path.write_text(json.dumps(dict(sorted(found.items())), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def where() -> dict[str, Any]:
+    """What was compared, where and when."""
+    return {
+        "date": date.today().isoformat(),
+        "processor": _processor(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one thread",
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "peers": {name: found for name in PEERS if (found := _version(name))},
+    }
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    times = {name: [1e3 * f(of) for f in (min, statistics.median, max)] for name, of in (row.times or {}).items()}
+    rounded = {name: [float(f"{value:.4g}") for value in of] for name, of in times.items()}
+    return row._asdict() | {"times": rounded}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
+
 
 def on_startup(*, command: str, dirty: bool) -> None:
     """The code of the pages imports `docs.figures`, as it does under pytest.
@@ -11,6 +13,15 @@ def on_startup(*, command: str, dirty: bool) -> None:
     Not at import: MkDocs puts the path back after loading this file.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def on_files(files: Any, *, config: Any) -> None:
+    """Notebooks beside the pages that they are made of."""
+    from docs import notebooks
+
+    for page in notebooks.PAGES:
+        name = f"notebooks/{Path(page).name}.ipynb"
+        files.append(File.generated(config, name, content=notebooks.notebook(page)))
 
 
 def on_nav(nav: Any, *, config: Any, files: Any) -> None:

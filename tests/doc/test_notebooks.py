@@ -1,0 +1,41 @@
+"""The notebooks of the site are whole, and run."""
+
+import json
+import posixpath
+import re
+
+import pytest
+from docs.notebooks import PAGES, notebook
+
+from tests.doc.snippets import ROOT
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_fence_is_a_cell_and_no_link_is_lost(page):
+    cells = json.loads(notebook(page))["cells"]
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    assert sum(cell["cell_type"] == "code" for cell in cells) == len(re.findall(r"^```python", text, re.MULTILINE))
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            compile(cell["source"], page, "exec")
+            assert "docs.figures" not in cell["source"]
+        else:
+            assert ".md" not in cell["source"] and "exec=" not in cell["source"]
+            for where in re.findall(
+                r"\]\(https://hodiff\.github\.io/hodiff/([\w./-]+?)/(?:#[\w-]+)?\)", cell["source"]
+            ):
+                assert (ROOT / "docs" / f"{posixpath.normpath(where)}.md").is_file(), where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_it_runs(page, tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    written = nbformat.reads(notebook(page), as_version=4)
+    nbclient.NotebookClient(
+        written, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    shown = [output for cell in written.cells for output in cell.get("outputs", [])]
+    assert shown
+    if "subplots" in notebook(page):
+        assert any("image/png" in output.get("data", {}) for output in shown)
