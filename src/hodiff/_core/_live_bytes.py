@@ -8,10 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from hodiff._core._dispatch_mode import DispatchMode
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts the storages that operations make while it is on, those of reverse passes included.
 
     A storage that only a graph holds counts too: its weak reference ends when the memory goes.

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hodiff._core._dispatch_mode import DispatchMode
 from hodiff._core._switches import Counted, Undo, undo_all
 from hodiff.sparse._sets import Sets, TooMany
 
@@ -92,7 +92,7 @@ def _united(parts: Sequence[Sets], width: int) -> Sets:
     return whole.grouped(torch.zeros(len(whole), dtype=torch.int64), 1)
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(DispatchMode):
     """The mode. Enter it before `f` runs, so that it learns what is variable, and `begin` before the pass to follow.
 
     Attributes:

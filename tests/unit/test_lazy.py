@@ -1,4 +1,4 @@
-"""`import hodiff` loads nothing of what explains; each name and each explanation loads it when asked for."""
+"""What is loaded when: `import hodiff` nothing of what explains, operators no compiler."""
 
 import subprocess
 import sys
@@ -49,3 +49,14 @@ def test_another_name_is_not():
 def test_importing_loads_nothing_of_sparse_either():
     loaded = "[name for name in sys.modules if name.startswith('hodiff.sparse.')]"
     assert run(f"print({loaded})") == "['hodiff.sparse._matrices']"
+
+
+def test_operators_and_patterns_load_no_compiler():
+    """PyTorch's class of modes imports Dynamo, for two seconds, when one of its modes sees the first operation."""
+    program = (
+        "x = torch.ones(3)\n"
+        "hodiff.HessianOperator(lambda x: (x.sin() * x).sum(), x).dense()\n"
+        "hodiff.sparse_jacobian(lambda x: x.sin() * x, x)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    assert run(program) == "False"
