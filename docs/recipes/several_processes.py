@@ -8,10 +8,9 @@ from sklearn.datasets import load_digits
 import hodiff
 
 
-def main() -> None:
-    """Trace, top eigenvalues and a natural-gradient step."""
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+def main(group: dist.ProcessGroup | None) -> None:
+    """Trace, top eigenvalues and a natural-gradient step; without a group, of all the data in this process."""
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
     digits = load_digits()
     inputs = torch.tensor(digits.data[:300] / 16)
     targets = torch.tensor(digits.target[:300])
@@ -22,14 +21,14 @@ def main() -> None:
     def loss(model, batch):
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 
-    share = batches[rank::world]  # rank 0 has three batches, rank 1 two
-    H = hodiff.HessianOperator(loss, model, data=share, process_group=dist.group.WORLD)
+    share = batches[rank::world]  # of two ranks the first has three batches, the other one two
+    H = hodiff.HessianOperator(loss, model, data=share, process_group=group)
     trace = hodiff.trace(H, samples=20, generator=torch.Generator().manual_seed(0))
     top = hodiff.eigsh(H, 2, generator=torch.Generator().manual_seed(0))
 
     cross_entropy = torch.nn.CrossEntropyLoss()
     predict = lambda model, batch: model(batch[0])  # noqa: E731
-    G = hodiff.GaussNewtonOperator(predict, cross_entropy, model, data=share, process_group=dist.group.WORLD)
+    G = hodiff.GaussNewtonOperator(predict, cross_entropy, model, data=share, process_group=group)
     step = hodiff.solve(G, G.gradient, damping=0.1).value
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -41,7 +40,9 @@ def main() -> None:
     after = H.value  # on every rank: all take part
     if rank == 0:
         print(f"loss after a natural-gradient step {after:.6f}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main(dist.group.WORLD)
     dist.destroy_process_group()
-
-
-main()

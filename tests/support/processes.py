@@ -34,7 +34,7 @@ class Ranks:
 
     def __init__(self, world: int, module: str, timeout: float = TIMEOUT) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, module])
+        context.set_forkserver_preload([__name__, module, "torch._dynamo"])  # imported once
         self._folder = tempfile.TemporaryDirectory()
         self.timeout = timeout
         pipes = [context.Pipe() for _ in range(world)]
