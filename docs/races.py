@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.figures import INK, subplots, svg
+from matplotlib.ticker import LogLocator, NullFormatter
 
 _FILE = Path(__file__).with_name("benchmarks.json")
 _COLORS = ("#5c6bc0", "#e57373", "#66a966", "#c99a2e", "#9c6bc0", "#5aa0b8")
@@ -32,6 +33,9 @@ def chart(subject: str, start: str | tuple[str, ...], *, says: str, leave_out: t
         row["case"] if len({r["subject"] for r in rows}) == 1 else f"{row['subject']}: {row['case']}" for row in rows
     ]
     axes.set(xscale="log", xlabel="milliseconds, CPU time", yticks=range(len(rows)), yticklabels=labels)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(len(rows) - 0.5, -0.5)
     figure.legend(loc="outside upper center", ncols=3, fontsize=8)
     return svg(figure, says=says)
