@@ -1,73 +1,96 @@
 """`python -m tests.abuse`: every bad value for every argument of every public name; prints what went wrong, and counts.
 
-python -m tests.abuse                      # all of it: some minutes
-python -m tests.abuse --only hvp laplacian
-python -m tests.abuse --publish            # and docs/generated/abuse.md
+python -m tests.abuse build/abuse.jsonl                       # all; continues where it was stopped
+python -m tests.abuse build/abuse.jsonl --only hvp laplacian  # these once more
+python -m tests.abuse build/abuse.jsonl --publish             # the counts, as docs/generated/abuse.md
 """
 
 import argparse
+import json
 import multiprocessing
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-import hodiff
 from tests.abuse import judge
-from tests.abuse.calls import arguments, targets
+from tests.abuse.calls import Target, arguments, targets
 from tests.abuse.values import LAYOUTS, VALUES
 from tests.meta.source import ROOT
 
 PAGE = ROOT / "docs" / "generated" / "abuse.md"
+NONE = "does not apply"
+PATIENCE = 30 * judge.SECONDS
+"""How long the process may be silent, on a busy machine."""
 
 
-def judged(name: str, pipe: Any) -> None:
-    """All values for one name; each is announced before it is tried, so that a crash can be told."""
+def judged(name: str, begin: int, pipe: Any) -> None:
+    """The cases of one name from `begin` on; each is announced before it is tried, so that a crash can be told."""
     torch.set_num_threads(1)
     target = targets()[name]
-    for argument in arguments(target):
-        for value in VALUES:
-            pipe.send((argument, value, None))
-            pipe.send((argument, value, judge.bad_value(target, argument, value)))
-        for layout in LAYOUTS:
-            pipe.send((argument, layout, None))
-            pipe.send((argument, layout, judge.other_layout(target, argument, layout) or "does not apply"))
+    for number, (argument, value) in enumerate(cases(target)[begin:], begin):
+        pipe.send((number, None))
+        if value in VALUES:
+            pipe.send((number, judge.bad_value(target, argument, value)))
+        else:
+            pipe.send((number, judge.other_layout(target, argument, value) or NONE))
     pipe.send(None)
 
 
-def run(names: list[str]) -> tuple[Counter[str], list[str]]:
+def cases(target: Target) -> list[tuple[str, str]]:
+    """Each argument with each bad value, and with each layout."""
+    return [(argument, value) for argument in arguments(target) for value in (*VALUES, *LAYOUTS)]
+
+
+def verdicts(name: str, begin: int) -> Iterator[tuple[int, str]]:
+    """What became of each case, by its number; the last is one at which the process ended, if it did."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=judged, args=(name, begin, theirs))
+    process.start()
+    theirs.close()
+    number, verdict = begin, None
+    try:
+        while True:
+            if not ours.poll(PATIENCE):  # inside of PyTorch, where no signal is looked at
+                process.kill()
+            found = ours.recv()
+            if found is None:
+                break
+            number, verdict = found
+            if verdict is not None:
+                yield number, verdict
+    except EOFError:
+        yield number, "the process ended, or had to be"
+    process.join()
+
+
+def run(name: str) -> tuple[Counter[str], list[str]]:
     """How often each outcome, and the lines of what went wrong."""
-    context, counts, wrong = multiprocessing.get_context("fork"), Counter[str](), []
-    for name in names:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=judged, args=(name, theirs))
-        process.start()
-        theirs.close()
-        last: Any = None
-        try:
-            while True:
-                if not ours.poll(30 * judge.SECONDS):  # inside of PyTorch, where no signal is looked at
-                    process.kill()
-                found = ours.recv()
-                if found is None:
-                    break
-                last = found
-                argument, value, verdict = found
-                if verdict is None or verdict == "does not apply":
-                    continue
-                counts[verdict if verdict in judge.GOOD else "wrong"] += 1
-                if verdict not in judge.GOOD:
-                    wrong.append(f"{name}({argument}={value}): {verdict}")
-                    print(wrong[-1], flush=True)
-        except EOFError:
-            counts["wrong"] += 1
-            wrong.append(f"{name}{last}: the process ended, or had to be")
-            print(wrong[-1], flush=True)
-        process.join()
+    counts, wrong = Counter[str](), []
+    every, done = cases(targets()[name]), 0
+    while done < len(every):
+        for number, verdict in verdicts(name, done):
+            done = number + 1
+            if verdict == NONE:
+                continue
+            counts[verdict if verdict in judge.GOOD else "wrong"] += 1
+            if verdict not in judge.GOOD:
+                wrong.append("{}({}={}): {}".format(name, *every[number], verdict))
+                print(wrong[-1], flush=True)
     return counts, wrong
 
 
-def page(counts: Counter[str]) -> str:
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """What a file holds: name -> its counts, and what was wrong; of several runs of a name the last."""
+    lines = [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
+    return {line["name"]: line for line in lines}
+
+
+def page(found: Iterable[dict[str, Any]]) -> str:
+    counts = sum((Counter(line["counts"]) for line in found), Counter[str]())
     release = torch.__version__.partition("+")[0]
     return (
         "# Bad input\n\n"
@@ -80,14 +103,18 @@ def page(counts: Counter[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.abuse")
-    parser.add_argument("--only", nargs="+", metavar="NAME")
-    parser.add_argument("--publish", action="store_true")
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these, and once more if they were tried before")
+    parser.add_argument("--publish", action="store_true", help="write the counts to the documentation")
     options = parser.parse_args()
-    print(f"hodiff {hodiff.__version__ if hasattr(hodiff, '__version__') else ''}, torch {torch.__version__}")
-    counts, _ = run(options.only or list(targets()))
-    print(f"{counts.total()} bad inputs: {dict(counts)}")
     if options.publish:
-        PAGE.write_text(page(counts), encoding="utf-8")
+        PAGE.write_text(page(read(options.results).values()), encoding="utf-8")
+        return
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    for name in options.only or [name for name in targets() if name not in read(options.results)]:
+        counts, wrong = run(name)
+        with options.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, "counts": counts, "wrong": wrong}) + "\n")
 
 
 if __name__ == "__main__":

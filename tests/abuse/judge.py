@@ -5,12 +5,14 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import hodiff
 from hodiff._core._lending import Lending
+from hodiff.curvature._watch import Watch
 from tests.abuse.calls import FUNCTIONS, Target, perform
 from tests.abuse.values import LAYOUTS, VALUES
 from tests.support.callers import tensors
@@ -39,11 +41,26 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+CALLING = {Lending.at.__code__, Watch.__call__.__code__}
+"""What calls the user's code: `f`, and `callback=`."""
+HERE = str(Path(hodiff.__file__).parent)
+
+
 def of_the_user(error: BaseException) -> bool:
-    """Whether an exception comes out of the user's function."""
+    """Whether an exception comes out of the user's code: the last of our frames is one that calls it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    builtin = frames[-1].f_code is Lending.at.__code__  # f itself, where it is written in C
-    return builtin or any(frame.f_code in FUNCTIONS for frame in frames)
+    ours = [frame.f_code for frame in frames if frame.f_code.co_filename.startswith(HERE)]
+    return (bool(ours) and ours[-1] in CALLING) or any(frame.f_code in FUNCTIONS for frame in frames)
+
+
+def of_the_value(error: BaseException, replaced: dict[str, Any]) -> bool:
+    """Whether what is given as a function raises the same by itself: written in C, it has no frame of its own."""
+    for value in filter(callable, replaced.values()):
+        try:
+            value(torch.ones(2, 3, dtype=torch.float64))
+        except Exception as own:
+            return type(own) is type(error) and str(own) == str(error)
+    return False
 
 
 def outcome(target: Target, replaced: dict[str, Any]) -> tuple[str, Any]:
@@ -58,7 +75,7 @@ def outcome(target: Target, replaced: dict[str, Any]) -> tuple[str, Any]:
         except HangError as error:
             return f"hangs, more than {SECONDS} s", error
         except BaseException as error:
-            if of_the_user(error):
+            if of_the_user(error) or of_the_value(error, replaced):
                 return "of f", error
             if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
                 return "no memory", error

@@ -79,6 +79,10 @@ def test_a_vector_in_itself() -> None:
         ("reduction", lambda v: hodiff.gradient_penalty(lambda z: (z**3).sum(-1), X, reduction=v)),
         ("batch_weight", lambda v: hodiff.HessianOperator(lambda z, b: (z**3).sum(), X, data=[0], batch_weight=v)),
         ("kind", lambda v: hodiff.FisherOperator(lambda z, b: z, nn.MSELoss(), X, data=[(X, X)], kind=v)),
+        ("method", lambda v: hodiff.laplacian(lambda z: (z**3).sum(-1), X, method=v)),
+        ("method", lambda v: hodiff.solve(hodiff.MatrixOperator(torch.eye(2)), torch.ones(2), method=v)),
+        ("probes", lambda v: hodiff.trace(hodiff.MatrixOperator(torch.eye(2)), probes=v)),
+        ("ord", lambda v: hodiff.gradient_penalty(lambda z: (z**3).sum(-1), X, ord=v)),
     ],
 )
 def test_an_array_where_a_word_is_expected(option: str, call) -> None:
@@ -111,7 +115,7 @@ def test_one_point_given_twice_to_a_tensor_already_computed() -> None:
         hodiff.grad((x**2).sum(), (x, x))
 
 
-@pytest.mark.parametrize("option", ["create_graph", "batch_ndim"])
+@pytest.mark.parametrize("option", ["create_graph", "batch_ndim", "check_independence", "allow"])
 def test_a_tensor_where_a_flag_or_a_number_is_expected(option: str) -> None:
     with pytest.raises(hodiff.InputError, match=f"{option}: "):
         hodiff.grad(lambda z: (z**3).sum(), X, **{option: torch.ones(3)})
@@ -123,3 +127,86 @@ def test_a_nested_vector() -> None:
         nested = torch.nested.nested_tensor([torch.ones(2, dtype=D), torch.ones(3, dtype=D)])
     with pytest.raises(hodiff.InputError, match="v: is a nested tensor; give a dense one"):
         hodiff.hvp(lambda z: (z**3).sum(), X, nested)
+
+
+FLAGS = {
+    "matrix": lambda v: hodiff.hessian(lambda z: (z**3).sum(), X, matrix=v),
+    "matrix=": lambda v: hodiff.jacobian(lambda z: z**3, X, matrix=v),
+    "has_aux": lambda v: hodiff.laplacian(lambda z: (z**3).sum(-1), X, has_aux=v),
+    "return_outputs": lambda v: hodiff.gradient_penalty(
+        lambda z: (z**3).sum(-1), X, return_outputs=v, create_graph=False
+    ),
+    "symmetric": lambda v: hodiff.MatrixOperator(torch.eye(2), symmetric=v),
+}
+
+
+@pytest.mark.parametrize("option", FLAGS)
+def test_an_array_where_a_flag_is_expected(option: str) -> None:
+    with pytest.raises(hodiff.InputError, match=f"{option.rstrip('=')}: is a ndarray, expected True or False"):
+        FLAGS[option](np.ones(2))
+
+
+@pytest.mark.parametrize("call", [hodiff.hessian, hodiff.cross_hessian])
+def test_a_number_of_dimensions_that_is_none(call) -> None:
+    where = (X, X) if call is hodiff.cross_hessian else (X,)
+    with pytest.raises(hodiff.InputError, match=r"batch_ndim: got 1\.5, expected an integer"):
+        call(lambda *z: sum((each**3).sum() for each in z), *where, batch_ndim=1.5)
+
+
+@pytest.mark.parametrize("option", ["weight", "target", "power", "grad_scale"])
+def test_a_number_beyond_what_pytorch_takes(option: str) -> None:
+    with pytest.raises(hodiff.InputError, match=f"{option}: got {2**70}, expected a number"):
+        hodiff.gradient_penalty(lambda z: (z**3).sum(-1), X, **{option: 2**70})
+
+
+def test_an_order_beyond_what_pytorch_takes() -> None:
+    with pytest.raises(hodiff.InputError, match=f"n: got {2**70}, expected an integer of 64 bits at most"):
+        hodiff.derivatives(lambda z: z.sin(), X, 2**70)
+    A = hodiff.MatrixOperator(torch.eye(2))
+    with pytest.raises(hodiff.InputError, match="damping: got"):
+        hodiff.solve(A, torch.ones(2), damping=2**70)
+
+
+@pytest.mark.parametrize("call", [
+    lambda g: hodiff.check_derivatives(lambda z: (z**3).sum(), X, generator=g),
+    lambda g: hodiff.interpolate(X, X, generator=g),
+    lambda g: hodiff.dragan_penalty(lambda z: (z**3).sum(-1), X, generator=g),
+])  # fmt: skip
+def test_a_seed_in_the_place_of_a_generator(call) -> None:
+    with pytest.raises(hodiff.InputError, match="generator: is a int"):
+        call(7)
+
+
+def test_a_matrix_that_is_a_view_of_one_number() -> None:
+    with pytest.raises(hodiff.InputError, match=r"A: is an expanded view of shape .* 7,451 GiB"):
+        hodiff.MatrixOperator(torch.ones((), dtype=D).expand(10**6, 10**6))
+    found = hodiff.MatrixOperator(torch.ones(()).expand(3, 3)) @ torch.ones(3)
+    torch.testing.assert_close(found, torch.full((3,), 3.0))
+
+
+def test_parameters_of_an_optimizer_and_names_of_a_selection() -> None:
+    with pytest.raises(hodiff.InputError, match=r"params: .* expected model\.parameters\(\)"):
+        hodiff.NewtonCG(nn.Linear(2, 1))
+    with pytest.raises(hodiff.InputError, match=r"names: is a int, .* hodiff\.select"):
+        hodiff.Selection(nn.Linear(2, 1), 3)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: hodiff.select(nn.Linear(2, 1), 3), lambda: hodiff.select(nn.Linear(2, 1), exclude=["bias", 3]),
+])  # fmt: skip
+def test_a_pattern_is_a_word(call) -> None:
+    with pytest.raises(hodiff.InputError, match=r"is a int, expected words"):
+        call()
+
+
+def test_what_a_graph_is_kept_for() -> None:
+    with pytest.raises(hodiff.InputError, match="keep: "):
+        hodiff.graph.release((X.clone().requires_grad_() ** 2).sum(), keep=3)
+
+
+def test_a_callbacks_exception_is_the_users() -> None:
+    def seen(record: object) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        hodiff.solve(hodiff.MatrixOperator(torch.eye(2) * 2), torch.ones(2), callback=seen)

@@ -6,12 +6,15 @@ library could touch: classes, `__dict__`s, every kind of hook, every switch of t
 
 import functools
 import gc
+import importlib
+import pkgutil
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import sympy  # torch imports it when it first traces something, and it adds a filter of warnings  # noqa: F401
@@ -20,17 +23,54 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 
+import hodiff
 from tests.support.callers import tensors
 from tests.support.ledger import Ledger, storages_of, without_collector
+
+REMEMBERED = {
+    "_SEPARATE", "_cleared", "_without_functions",  # classes of nodes
+    "_warned", "_state",  # what was said
+    "KNOWN", "SCRIPTS", "_decompositions", "RULES",  # code and operations
+}  # fmt: skip
+"""What the library knows better after a call, and is meant to; it holds no tensors, or weakly."""
+
+
+@functools.cache
+def _own() -> dict[str, Any]:
+    """What can change in the library's own modules: containers, counters, switches; no global is bound anew."""
+    found: dict[str, Any] = {}
+    for module in pkgutil.walk_packages(hodiff.__path__, "hodiff."):
+        if module.name.endswith("__main__"):
+            continue
+        for name, value in vars(importlib.import_module(module.name)).items():  # also what a call would load first
+            ours = type(value).__module__.startswith("hodiff.") and hasattr(value, "__dict__")
+            if (ours or isinstance(value, (dict, list, set, ContextVar))) and not name.startswith("__"):
+                found.setdefault(f"{module.name.removeprefix('hodiff.')}.{name}", value)
+    return {path: value for path, value in found.items() if path.rpartition(".")[2] not in REMEMBERED}
+
+
+def library() -> dict[str, Any]:
+    """All of that as it is now."""
+    found: dict[str, Any] = {}
+    for path, value in _own().items():
+        if isinstance(value, ContextVar):
+            found[path] = _seen(value.get())
+        elif isinstance(value, (dict, list, set)):
+            found[path] = _seen(value)
+        else:
+            found[path] = {part: _seen(inner) for part, inner in vars(value).items() if part != "_lock"}
+    return found
+
+
+def _seen(value: Any) -> Any:
+    """A container by what is in it now, anything else as it is."""
+    return [id(item) for item in value] if isinstance(value, (dict, list, set)) else value
 
 
 def process() -> dict[str, Any]:
     """Every switch of the process and of this thread that a derivative might be tempted to turn."""
     cuda, module = torch.backends.cuda, nn.modules.module
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    claims, loans, nesting, switches = (
-        sys.modules[f"hodiff._core.{name}"] for name in ("_claims", "_loans", "_nesting", "_switches")
-    )
     return {
         "attention": (
             cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
@@ -79,13 +119,7 @@ def process() -> dict[str, Any]:
             signal.getsignal(signal.SIGINT),
         ),
         "filters of warnings": (list(warnings.filters), warnings.showwarning),
-        # the library's own notes of what it has lent
-        "evaluations": (len(nesting.state.running), len(nesting.state.open)),
-        "lent": (len(loans._lent), len(claims._claims), len(claims._waiting)),
-        "switched": [
-            value._users for value in vars(switches).values() if isinstance(value, switches.Counted)
-        ] + [value._users for value in vars(sys.modules["hodiff._core._hooks"]).values()
-             if isinstance(value, switches.Counted)],
+        "hodiff's own": library(),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _checks, _nesting
-from hodiff._core._options import Allowed
+from hodiff._core._options import Allowed, allowed
 from hodiff._core._where import Where, plain
 from hodiff.errors import InputError
 
@@ -91,7 +91,7 @@ def call(
         _checks.check_batch(where.tensors, where.names, batch_ndim),
         args,
         kwargs or {},
-        (allow,) if isinstance(allow, (str, type)) else allow,
+        allowed(allow),
         strict,
         has_aux,
         spread,

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from hodiff._core import _sharded, _tree
 from hodiff.errors import InputError
 
+LARGEST = 2**63 - 1
+"""The largest integer that PyTorch takes."""
+
 
 class Missing:
     """The default of a point that was not given."""
@@ -71,16 +74,19 @@ def _not_a_tensor(value: Any) -> str:
 
 def check_integer(value: Any, name: str, *, least: int) -> int:
     """Raise unless `value` is an int of at least `least`."""
-    if value.__class__ is int and value >= least:  # as nearly always
+    if value.__class__ is int and least <= value <= LARGEST:  # as nearly always
         return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}: got {value!r}, expected an integer of at least {least}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        bound = f"at least {least}" if not isinstance(value, int) or value < least else "64 bits at most"
+        raise InputError(f"{name}: got {value!r}, expected an integer of {bound}.")
     return value
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is an int or a float, and finite."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+    """Whether `value` is a finite float, or an int that PyTorch takes."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def check_chunk_size(value: int | str) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from hodiff._core._options import is_set
 from hodiff.errors import InputError
 
 
@@ -97,19 +98,11 @@ def recorded(create_graph: bool | None) -> bool:
     """Whether a result of the calculus keeps its graph: by default, inside the `f` of another call."""
     if create_graph is None:
         return bool(state.open) and torch.is_grad_enabled()
-    return create_graph if create_graph is True or create_graph is False else _flag(create_graph)
+    return create_graph if create_graph is True or create_graph is False else is_set(create_graph, "create_graph")
 
 
 def loss_recorded(create_graph: bool | None) -> bool:
     """Whether a loss (a penalty, a field) keeps its graph: by default, where the caller's grad mode is on."""
     if create_graph is True or create_graph is False:
         return create_graph
-    return torch.is_grad_enabled() if create_graph is None else _flag(create_graph)
-
-
-def _flag(create_graph: Any) -> bool:
-    """The option as a bool: a tensor of several entries is neither."""
-    try:
-        return bool(create_graph)
-    except Exception as error:
-        raise InputError(f"create_graph: is a {type(create_graph).__name__}; expected True, False or None.") from error
+    return torch.is_grad_enabled() if create_graph is None else is_set(create_graph, "create_graph")

@@ -69,3 +69,21 @@ def check_option(value: Any, vocabulary: Any, name: str) -> None:
     if value.__class__ is not str or value not in words:  # an array would compare by entries
         *others, final = [f'"{word}"' for word in words]
         raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")
+
+
+def allowed(allow: Any) -> Sequence[str | type]:
+    """`allow=` as a sequence; raise unless it holds names and classes."""
+    if allow.__class__ is tuple and not allow:  # as nearly always
+        return allow
+    found = (allow,) if isinstance(allow, (str, type)) else allow
+    if not isinstance(found, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in found):
+        raise InputError(f"allow: is a {type(allow).__name__}, expected names or classes of autograd.Functions.")
+    return tuple(found)
+
+
+def is_set(value: Any, name: str) -> bool:
+    """Whether a flag is on; raise for what is neither true nor false, as an array."""
+    try:
+        return bool(value)
+    except Exception as error:
+        raise InputError(f"{name}: is a {type(value).__name__}, expected True or False.") from error

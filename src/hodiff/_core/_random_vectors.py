@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from hodiff._core._options import Probes
+from hodiff._core._options import Probes, check_option
 from hodiff.errors import InputError
 
 
 def check_probes(probes: object) -> None:
     """Raise unless the law is known."""
-    if probes not in get_args(Probes):
-        raise InputError(f"probes: got {probes!r}, expected {' or '.join(map(repr, get_args(Probes)))}.")
+    check_option(probes, Probes, "probes")
 
 
 def check_generator(generator: object) -> None:

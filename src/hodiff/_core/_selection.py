@@ -29,6 +29,8 @@ class Selection(Mapping[str, Tensor]):
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self.module = module
+        if not isinstance(names, Iterable) or isinstance(names, Tensor):
+            raise InputError(f"names: is a {type(names).__name__}, expected names; hodiff.select makes a Selection.")
         self._names = tuple(names)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -82,7 +84,11 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"module: is a {type(module).__name__}, expected an nn.Module.")
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    exclude = (exclude,) if isinstance(exclude, str) else exclude
+    for name, given in ("pattern", patterns), ("exclude", exclude):
+        for each in given if isinstance(given, (tuple, list, set)) else (given,):
+            if not isinstance(each, str):
+                raise InputError(f'{name}: is a {type(each).__name__}, expected words: "head.*", "*.weight".')
     assembly = Assembly.of(module)
     first_names = _first_names(assembly)
     pairs = assembly.trainable()

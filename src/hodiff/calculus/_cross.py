@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hodiff._core import _checks, _independence, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, ChunkedBatched, ChunkSize
+from hodiff._core._options import Allowed, ChunkedBatched, ChunkSize, is_set
 from hodiff._core._where import Selection, Where
 
 V = TypeVar("V")
@@ -88,7 +88,7 @@ def cross_hvp(
     chunk = _checks.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
     vectors, count, *_ = second.vectors(v, "v")
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hodiff._core import _checks, _dense, _independence, _reverse, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, Batched, Chunked, ChunkedBatched, ChunkSize
+from hodiff._core._options import Allowed, Batched, Chunked, ChunkedBatched, ChunkSize, is_set
 from hodiff._core._selection import Selection
 from hodiff._core._vectors import match
 from hodiff.calculus import _forward
@@ -163,7 +163,7 @@ def value_and_grad(
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
     """
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     with Graph(
         call(
@@ -316,7 +316,7 @@ def jacobian(
                 [4., 0.]])
     """
     chunk = _checks.check_chunk_size(chunk_size)
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
@@ -335,7 +335,7 @@ def jacobian(
         _check_output_batch(outputs, ev)
         _dense.check_fits(outputs, ev.leaves, batch_ndim, JACOBIAN_WAY_OUT)
         table = _forward.tall_jacobian(ev, outputs, chunk_size=chunk) or _dense.blocks(ev, outputs, chunk_size=chunk)
-    if matrix:
+    if is_set(matrix, "matrix"):
         return _dense.matrix(table, outputs, ev.leaves, batch_ndim)
     _, _, tree = _tree.flatten(ev.outputs)
     return _tree.rebuild(tree, iter([ev.where.result(row) for row in table]))

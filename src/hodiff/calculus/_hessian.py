@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hodiff._core import _checks, _dense, _independence, _results, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, ChunkedBatched, ChunkSize
+from hodiff._core._options import Allowed, ChunkedBatched, ChunkSize, is_set
 from hodiff._core._where import Selection, Where
 
 K = TypeVar("K")
@@ -234,8 +234,9 @@ def value_grad_and_hessian(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
+    _checks.check_batch(where.tensors, where.names, batch_ndim)
     _dense.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
@@ -253,7 +254,7 @@ def value_grad_and_hessian(
         gradient = _reverse.gradient(ev, differentiated=True)
         table = _dense.blocks(ev, gradient, chunk_size=chunk)
         gradient = _results.own(gradient if ev.create_graph else [part.detach() for part in gradient])
-    if matrix:
+    if is_set(matrix, "matrix"):
         second = _dense.matrix(table, where.tensors, where.tensors, batch_ndim)
     else:
         second = where.result([where.result(row) for row in table])
@@ -330,8 +331,9 @@ def cross_hessian(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
+    _checks.check_batch(first.tensors, first.names, batch_ndim)
     _dense.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(

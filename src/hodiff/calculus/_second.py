@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hodiff._core import _checks, _dense, _independence, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, ChunkedBatched, ChunkSize
+from hodiff._core._options import Allowed, ChunkedBatched, ChunkSize, is_set
 from hodiff._core._where import Selection, Where
 
 V = TypeVar("V")
@@ -85,7 +85,7 @@ def hvp(
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
     given = where.vectors(v, "v")
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(
@@ -156,7 +156,7 @@ def hessian_diagonal(
         tensor([16., 12.])
     """
     chunk = _checks.check_chunk_size(chunk_size)
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
         call(

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from hodiff._core import _reverse
 from hodiff._core._checks import check_real_tensor
+from hodiff._core._options import is_set
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Parts, Space, as_given
 from hodiff.errors import InputError
+
+LARGEST_VIEW = 2**36
+"""Bytes that a matrix may have beyond those that its memory holds."""
 
 
 @final
@@ -24,7 +28,8 @@ class MatrixOperator(LinearOperator):
         symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at.
 
     Raises:
-        InputError: *A* is not a real floating point matrix or vector, or `symmetric=True` is not true.
+        InputError: *A* is not a real floating point matrix or vector, is an expanded view of more than 64 GiB, or
+            `symmetric=True` is not true.
 
     Cost:
         A product is a matrix product. The matrix is not copied.
@@ -49,7 +54,14 @@ class MatrixOperator(LinearOperator):
             kind = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
         check_real_tensor(A, "A")
+        written = A.numel() * A.element_size()
+        if written > max(LARGEST_VIEW, A.untyped_storage().nbytes()):
+            raise InputError(
+                f"A: is an expanded view of shape {tuple(A.shape)}, {written / 2**30:,.0f} GiB when written out, and "
+                "each product reads all of it; give hodiff.JacobianOperator a function that computes the product."
+            )
         self._matrix = A.detach()
+        symmetric = None if symmetric is None else is_set(symmetric, "symmetric")
         diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
         self._symmetric = symmetric is not False and (diagonal or (square and _is_symmetric(self._matrix)))
         if symmetric and not self._symmetric:

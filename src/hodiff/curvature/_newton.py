@@ -92,7 +92,10 @@ class NewtonCG(torch.optim.Optimizer):
         self._limit = 50 if products is None else _checks.check_integer(products, "products", least=1)
         self._rtol, self._first_radius = rtol, float(radius)
         self.last: NewtonRecord | None = None
-        super().__init__(params, {"damping": damping})
+        try:
+            super().__init__(params, {"damping": damping})
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"params: {error}; expected model.parameters(), or a list of groups.") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its `damping` checked."""

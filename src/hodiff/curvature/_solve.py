@@ -145,8 +145,8 @@ def attempt(
     progress: bool = False,
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has something else to say than a warning."""
-    check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
     check_option(method, Method, "method")
+    check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
     check_rtol(rtol)
     _check_damping(damping)
     limits = _limits(operator, rtol, products, iterations)
@@ -209,7 +209,7 @@ def _check_damping(damping: Any) -> None:
 
 def _damped(operator: LinearOperator, damping: float) -> Product:
     product = _rounded(operator)
-    return (lambda v: torch.add(product(v), v, alpha=damping)) if damping else product
+    return (lambda v: torch.add(product(v), v, alpha=float(damping))) if damping else product
 
 
 def _rounded(operator: LinearOperator) -> Product:

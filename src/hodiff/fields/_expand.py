@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _independence, _nesting, _nodes, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
-from hodiff._core._options import ChunkSize
+from hodiff._core._options import ChunkSize, check_option, is_set
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.fields._extra import WithExtra
 from hodiff.jets import _jet, _push
@@ -72,17 +72,16 @@ class FieldCall:
             raise InputError(f"x: has points of shape {self.event}, without coordinates to differentiate by.")
         _checks.check_arguments(self.args, self.kwargs)
         _checks.check_chunk_size(self.chunk_size)
-        if self.method not in get_args(Method):
-            raise InputError(f'method: got {self.method!r}, expected "auto", "jets" or "reverse".')
+        check_option(self.method, Method, "method")
         if isinstance(self.f, Tensor) and self.method == "jets":
             raise InputError('method: "jets" needs the function, and f is a tensor already computed.')
         if not callable(self.f) and not isinstance(self.f, Tensor):
             raise InputError(
                 f"f: is a {type(self.f).__name__}; expected a function of x, or a tensor computed from it."
             )
-        if self.has_aux and isinstance(self.f, Tensor):
+        if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
             raise InputError("has_aux: is about what a function returns, and f is a tensor already computed.")
-        if self.check_independence and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and is_set(self.check_independence, "check_independence"):
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
             )

@@ -53,7 +53,7 @@ def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = (
         ('fail', 'ok')
     """
     given = _predict.tensors(loss, "loss")
-    kept = [] if not isinstance(keep, Tensor) and not len(keep) else _predict.tensors(keep, "keep")
+    kept = [] if isinstance(keep, (tuple, list)) and not keep else _predict.tensors(keep, "keep")
     with _saved.without_modes():
         stay = set(_nodes.walk([_nodes.node_of(tensor) for tensor in kept]))
         return drop(node for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given]) if node not in stay)

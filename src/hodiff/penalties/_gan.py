@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _checks, _nesting, _tree
 from hodiff._core._options import Allowed, PatchReduction, Reduction
+from hodiff._core._random_vectors import check_generator
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 from hodiff.penalties._loss import check_number
 from hodiff.penalties._points import apart, interpolate
@@ -264,4 +265,5 @@ def dragan_penalty(
 
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    check_generator(generator)
     return torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core import _checks, _independence, _nesting, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, PatchReduction, Reduction, check_option
+from hodiff._core._options import Allowed, PatchReduction, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _compiled, _loss, _norm
@@ -168,13 +168,13 @@ def gradient_penalty(
         outputs, gradient = outputs_and_gradient(
             critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
         )
-        if check_independence:
+        if is_set(check_independence, "check_independence"):
             _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.recording(record):
         penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
         if not traced:
             penalty = _loss.finished(penalty, f, outputs, gradient, record)
-    return (penalty, outputs) if return_outputs else penalty
+    return (penalty, outputs) if is_set(return_outputs, "return_outputs") else penalty
 
 
 class Rule(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _checks, _independence, _nesting
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option
+from hodiff._core._options import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.calculus._along import by_lines
@@ -144,7 +144,7 @@ def hessian_penalty(
     directions = _points.vectors_like(where, vectors, samples, "rademacher", generator)
     if directions[0].shape[0] < 2:
         raise InputError("vectors: holds one vector, expected at least two: a variance is taken over them.")
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     record = _nesting.loss_recorded(create_graph)
     along = Along(_one_draw(f, where, args, kwargs or {}), where, batch_ndim, record, allow)
@@ -157,7 +157,7 @@ def hessian_penalty(
             seconds = [along.difference(v, output, epsilon) for v in zip(*directions, strict=True)]
         loss = _loss.reduce(_norm.wide(torch.stack(seconds)).var(0), reduction, weight)
         loss = _loss.finished(loss, f, output, seconds, record)
-    return (loss, output) if return_outputs else loss
+    return (loss, output) if is_set(return_outputs, "return_outputs") else loss
 
 
 def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
@@ -282,7 +282,7 @@ def curvature_penalty(
     _loss.check_function(f)
     critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0)
     critic.check()
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     options = {"create_graph": record, "strict": False, "allow": allow, "args": args, "kwargs": kwargs}
     where = Where(x)
@@ -299,4 +299,4 @@ def curvature_penalty(
         change = [_norm.wide(b) - _norm.wide(a) for a, b in zip(here, moved, strict=True)]
         loss = _loss.reduce(_norm.squares(change, batch_ndim), reduction, weight)
         loss = _loss.finished(loss, f, outputs, change, record)
-    return (loss, outputs) if return_outputs else loss
+    return (loss, outputs) if is_set(return_outputs, "return_outputs") else loss

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _dense, _independence, _nesting
-from hodiff._core._options import Allowed, Probes, Reduction, check_option
+from hodiff._core._options import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
@@ -120,7 +120,7 @@ def jacobian_penalty(
     if samples is not None:
         _checks.check_integer(samples, "samples", least=1)
     record = _nesting.loss_recorded(create_graph)
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
@@ -144,4 +144,4 @@ def jacobian_penalty(
             values = _norm.squares(parts, batch_ndim + 1).mean(0)
         loss = _loss.reduce(values, reduction, weight / 2)
         loss = _loss.finished(loss, f, output, parts, record)
-    return (loss, ev.value()) if return_outputs else loss
+    return (loss, ev.value()) if is_set(return_outputs, "return_outputs") else loss

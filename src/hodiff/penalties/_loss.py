@@ -17,7 +17,7 @@ from hodiff._core._assembly import plain
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._lending import mark_of
-from hodiff._core._options import Allowed, ExtremeReduction
+from hodiff._core._options import Allowed, ExtremeReduction, allowed
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 
@@ -41,9 +41,7 @@ def _recording_again() -> Iterator[None]:
 
 def accepted(allow: Allowed) -> list[str | type]:
     """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
-    if not allow:
-        return ["_DDPSink"]
-    return [*([allow] if isinstance(allow, (str, type)) else allow), "_DDPSink"]
+    return [*allowed(allow), "_DDPSink"]
 
 
 def check_critic(f: Any) -> None:
@@ -109,7 +107,7 @@ def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], re
 
 def check_number(value: Any, name: str, *, least: float) -> None:
     """Raise unless `value` is a finite number of at least `least`."""
-    if (value.__class__ is float or value.__class__ is int) and least <= value < math.inf:  # as nearly always
+    if value.__class__ is float and least <= value < math.inf:  # as nearly always
         return
     if not _checks.is_number(value) or value < least:
         bound = "" if least == -math.inf else f" of at least {least}"

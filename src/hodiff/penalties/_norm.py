@@ -51,7 +51,7 @@ def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
 
 def check_ord(ord: float) -> None:
     """Raise unless the norm is one whose derivatives are known to be safe."""
-    if ord not in (1, 2, float("inf")):
+    if not isinstance(ord, (int, float)) or ord not in (1, 2, float("inf")):
         raise InputError(f'ord: got {ord!r}, expected 2, 1 or float("inf").')
 
 

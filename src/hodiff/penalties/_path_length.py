@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _checks, _nesting, _reverse
-from hodiff._core._options import Allowed, Reduction, check_option
+from hodiff._core._options import Allowed, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
@@ -131,7 +131,7 @@ class PathLengthPenalty(nn.Module):
                     self.mean_length.copy_(mean)
             loss = _loss.reduce((lengths - mean).square(), reduction, self.weight)
             loss = _loss.finished(loss, f, images, gradient, record)
-        return (loss, outputs) if return_outputs else loss
+        return (loss, outputs) if is_set(return_outputs, "return_outputs") else loss
 
     def extra_repr(self) -> str:
         """The settings."""

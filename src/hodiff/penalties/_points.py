@@ -58,6 +58,7 @@ def interpolate(
     Reference:
         Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028, section 4.
     """
+    check_generator(generator)
     recorded = torch.is_grad_enabled()
     a, b = apart(a, detach, "a", recorded), apart(b, detach, "b", recorded)
     batch, firsts, seconds, tree = _pairs(a, b, batch_ndim)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _checks, _independence, _nesting, _reverse
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, Probes, Reduction, check_option
+from hodiff._core._options import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _loss, _norm, _points
@@ -126,7 +126,7 @@ def sliced_score_matching_loss(
     where = Where(x)
     passes = 2 if log_density else 1
     drawn = _points.vectors_like(where, vectors, samples, probes, generator)
-    if check_independence:
+    if is_set(check_independence, "check_independence"):
         _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.evaluation(
         f, where, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
@@ -143,7 +143,7 @@ def sliced_score_matching_loss(
             size = _norm.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
         loss = _loss.reduce(trace + size / 2, reduction, 1.0)
         loss = _loss.finished(loss, f, first, score, record)
-    return (loss, ev.value()) if return_outputs else loss
+    return (loss, ev.value()) if is_set(return_outputs, "return_outputs") else loss
 
 
 def _score(ev: Graph, where: Where) -> list[Tensor]:

@@ -18,6 +18,7 @@ from hodiff._core import _checks
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
 from hodiff._core._options import Allowed
+from hodiff._core._random_vectors import check_generator
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError
 from hodiff.verify._compare import Point, compare, derived, epsilon, random_direction
@@ -96,6 +97,7 @@ def check_derivatives(
     """
     _checks.check_integer(order, "order", least=1)
     _checks.check_integer(directions, "directions", least=1)
+    check_generator(generator)
     where = Where(x)
     try:
         report = _run(f, where, torch.float64, order, allow, directions, generator, args, kwargs)
@@ -179,7 +181,7 @@ def _because(report: Report) -> str:
     """The causes in words, or where to look if none was found."""
     return _known(report) or (
         "No cut, Function, hook or operation was found that explains it alone. What remains: values that leave "
-        "PyTorch unseen (NumPy, another library), a gradient taken inside f"
+        "PyTorch unseen (NumPy, another library, `nn.Parameter(y)`), a gradient taken inside f"
         + ("." if report.dtype == torch.float64 else "; in this precision also a kink close to x.")
     )
 

@@ -1,0 +1,1 @@
+"""Bugs planted by rule in the library, and whether a test sees them: `python -m tests.mutants`."""
