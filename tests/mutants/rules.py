@@ -57,11 +57,19 @@ def of_file(path: Path) -> Iterator[Mutant]:
     if path.stem.endswith(WORDS):
         return
     source, file = path.read_text("utf-8"), path.relative_to(SOURCE).as_posix()
+    lines = source.encode().splitlines(keepends=True)
     for node, arguments in _inside(ast.parse(source), ()):
         for place, rule, after in _changes(node, arguments):
             last, end = place.end_lineno or 0, place.end_col_offset or 0
-            before = ast.get_source_segment(source, place) or ""
+            before = _between(lines, place)
             yield Mutant(file, place.lineno, last, place.col_offset, end, rule, before, after)
+
+
+def _between(lines: list[bytes], place: "Node") -> str:
+    """What stands in a place; `ast.get_source_segment` would split the file each time."""
+    first, last = place.lineno - 1, place.end_lineno or place.lineno
+    part = b"".join(lines[first:last])
+    return part[place.col_offset : len(part) - len(lines[last - 1]) + (place.end_col_offset or 0)].decode()
 
 
 Node = ast.expr | ast.stmt

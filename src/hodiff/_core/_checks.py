@@ -38,6 +38,8 @@ def check_real_tensor(value: Any, name: str) -> None:
     if _sharded.LOADED_BY in sys.modules:
         _sharded.check_tensor(value, name)
     if value.dtype.is_floating_point:
+        if value.dtype.itemsize == 1:
+            raise InputError(f"{name}: has dtype {value.dtype}, in which PyTorch only stores; convert it (x.half()).")
         if value.is_meta:
             raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")
         if value.layout is not torch.strided or value.is_nested:

@@ -45,19 +45,24 @@ def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, mean
         _sharded.check_vectors(value, name)
     if not isinstance(value, Tensor) and not (value.__class__ is dict and all(map(_is_tensor, value.values()))):
         value = as_tensors(value, promoted(likes), likes[0].device, name)
-    if isinstance(value, Tensor) and not value.is_nested and _is_flat(value, tree, likes):
+    if isinstance(value, Tensor) and _is_plain(value) and _is_flat(value, tree, likes):
         return _split(value, likes, name)
     ordered = tree and listing(value, tree, len(likes))
     leaves, count = structured(value, ordered or tree, likes, name, meaning)
     return Vectors(leaves, count, ordered or tree, False)
 
 
+def _is_plain(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_nested
+
+
 def structured(
     value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str
 ) -> tuple[list[Tensor], int | None]:
     """Check a vector (or several, with one extra leading dimension) against the tensors it must resemble."""
-    if isinstance(value, Tensor) and value.is_nested:
-        raise InputError(f"{name}: is a nested tensor; give a dense one, {meaning}.")
+    if isinstance(value, Tensor) and not _is_plain(value):
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise InputError(f"{name}: is a {kind} tensor; give a dense one, {meaning}.")
     if tree is None and isinstance(value, Tensor):
         return [value], _count(value, likes[0], name)
     if tree is not None and value.__class__ is dict and tree.template is dict and tuple(value) == tree.keys:

@@ -331,9 +331,11 @@ def together(operator: LinearOperator) -> AbstractContextManager[None]:
 def as_number(value: object, sign: str) -> float:
     """A scalar operand as a float."""
     if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.requires_grad:
+        single = not value.is_nested and value.numel() == 1
+        if single and not value.requires_grad:
             return float(value)
-        what = "a tensor that requires grad" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+        kind = "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
+        what = "a tensor that requires grad" if single else kind
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
     else:

@@ -99,8 +99,14 @@ def _most_used(nodes: list[Any]) -> str:
     return f" One parameter is used {most} times in it." if most > 1 else ""
 
 
-def _tensors(root: Any, name: str) -> list[Tensor]:
+DEEPEST = 100
+"""Containers in containers; more is a list in itself."""
+
+
+def _tensors(root: Any, name: str, depth: int = 0) -> list[Tensor]:
     """The tensors of a root: it may be a tensor, a container, a module (its gradients), or a function of these."""
+    if depth > DEEPEST:
+        raise InputError(f"{name}: containers are nested deeper than {DEEPEST}.")
     if isinstance(root, nn.Module):
         return [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
     if isinstance(root, Tensor):
@@ -108,9 +114,9 @@ def _tensors(root: Any, name: str) -> list[Tensor]:
     if isinstance(root, dict):
         root = list(root.values())
     if isinstance(root, (list, tuple)):
-        return [tensor for item in root for tensor in _tensors(item, name)]
+        return [tensor for item in root for tensor in _tensors(item, name, depth + 1)]
     if callable(root):
-        return _tensors(root(), name)
+        return _tensors(root(), name, depth + 1)
     if root is None or isinstance(root, (int, float)):
         return []
     raise InputError(f"{name}: is a {type(root).__name__}; expected tensors, a module, or a function that gives them.")

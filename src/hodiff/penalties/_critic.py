@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _tree
+from hodiff._core._checks import check_real_tensor
 from hodiff._core._options import PatchReduction, check_option
 from hodiff.errors import InputError
 from hodiff.penalties import _norm
@@ -28,6 +29,8 @@ class Critic(NamedTuple):
         check_number(self.grad_scale, "grad_scale", least=0)
         if not self.grad_scale:
             raise InputError("grad_scale: is 0, expected a positive number.")
+        if isinstance(self.f, Tensor):
+            check_real_tensor(self.f, "f")
         check_critic(self.f)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
