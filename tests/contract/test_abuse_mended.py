@@ -210,3 +210,22 @@ def test_a_callbacks_exception_is_the_users() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         hodiff.solve(hodiff.MatrixOperator(torch.eye(2) * 2), torch.ones(2), callback=seen)
+
+
+def test_vectors_that_are_sparse() -> None:
+    with pytest.raises(hodiff.InputError, match=r"vectors: is a torch\.sparse_coo tensor; give a dense one"):
+        hodiff.diagonal(hodiff.MatrixOperator(torch.eye(3)), vectors=torch.eye(3).to_sparse())
+    with pytest.raises(hodiff.InputError, match=r"v: is a torch\.sparse_coo tensor; give a dense one"):
+        hodiff.cross_hvp(lambda a, b: (a * b).sum(), torch.ones(3), torch.ones(3), torch.eye(3).to_sparse())
+
+
+def test_a_list_in_itself_is_no_root_of_a_graph() -> None:
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(hodiff.InputError, match="a: containers are nested deeper"):
+        hodiff.graph.monitor().step(a=endless)
+
+
+def test_an_eight_bit_float_is_for_storage() -> None:
+    with pytest.raises(hodiff.InputError, match=r"x: has dtype torch\.float8_e4m3fn, in which PyTorch only stores"):
+        hodiff.grad(lambda z: z.float().sum(), torch.ones(3).to(torch.float8_e4m3fn))

@@ -24,8 +24,8 @@ WHAT = ["tests/unit", "tests/contract", "tests/property", "tests/cost"]
 def run(results: Path, count: int, seed: int, seconds: float, again: bool) -> None:
     """Try each bug, with tests that take so many seconds without it."""
     choice, copy = Choice(MAP), Copy()
-    lines = page.read(results) if results.exists() else []
-    done = {line["name"] for line in lines if not (again and line["outcome"] == "lives")}
+    lines = page.read(results)
+    done = {line["name"] for line in lines if not (again and line["outcome"] not in page.KILLED)}
     kept = [line for line in lines if line["name"] in done]
     results.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     with results.open("a", encoding="utf-8") as file:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _checks, _nesting
-from hodiff._core._options import Allowed, allowed
+from hodiff._core._options import Allowed, allowed, is_set
 from hodiff._core._where import Where, plain
 from hodiff.errors import InputError
 
@@ -93,7 +93,7 @@ def call(
         kwargs or {},
         allowed(allow),
         strict,
-        has_aux,
+        is_set(has_aux, "has_aux"),
         spread,
         keep,
         cast,

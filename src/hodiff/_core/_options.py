@@ -83,6 +83,8 @@ def allowed(allow: Any) -> Sequence[str | type]:
 
 def is_set(value: Any, name: str) -> bool:
     """Whether a flag is on; raise for what is neither true nor false, as an array."""
+    if value is True or value is False:  # as nearly always
+        return value
     try:
         return bool(value)
     except Exception as error:

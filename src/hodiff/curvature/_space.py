@@ -147,6 +147,8 @@ class Space:
         return as_tensors(value, self.dtype, self.device, name)
 
     def _parse_flat(self, value: Tensor, name: str) -> Vectors:
+        if value.layout is not torch.strided:
+            raise InputError(f"{name}: is a {value.layout} tensor; give a dense one.")
         if value.ndim not in (1, 2) or value.shape[0] != self.size:
             raise InputError(f"{name}: {self._wrong_shape(value)}")
         if value.dtype != self.dtype or value.device != self.device:

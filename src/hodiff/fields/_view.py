@@ -57,7 +57,7 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
             f"u: is a {type(u).__name__}; expected a tensor computed from x: u = f(x). For a function: "
             f"hodiff.partials(f, x, [...])."
         )
-    _checks.check_output(u, "u")
+    _checks.check_real_tensor(_checks.check_output(u, "u"), "u")
     _checks.check_real_tensor(x, "x")
     batch = _checks.check_batch([x], ["x"], batch_ndim)
     if x.ndim != batch_ndim + 1:

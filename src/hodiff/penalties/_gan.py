@@ -243,7 +243,7 @@ def dragan_penalty(
     for leaf, name in zip(leaves, names, strict=True):
         _checks.check_real_tensor(leaf, name)
     with torch.no_grad():  # a constant to the derivative, the batch's standard deviation included
-        noise = [std * leaf.std(correction=0) * _uniform(leaf, generator) for leaf in leaves]
+        noise = [_uniform(leaf, generator) * (std * leaf.std(correction=0)) for leaf in leaves]
     far = _tree.rebuild(tree, map(torch.add, leaves, noise))
     points = interpolate(real, far, batch_ndim=batch_ndim, detach=False, generator=generator)
     return gradient_penalty(

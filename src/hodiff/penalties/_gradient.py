@@ -193,8 +193,11 @@ class Rule(NamedTuple):
         check_option(self.reduction, Reduction, "reduction")
         _loss.check_number(self.weight, "weight", least=-math.inf)
         _loss.check_number(self.power, "power", least=1)
+        is_set(self.one_sided, "one_sided")
         if not isinstance(self.target, Tensor):
             _loss.check_number(self.target, "target", least=0)
+        elif self.target.is_nested:
+            raise InputError("target: is a nested tensor, expected a number or one entry per sample.")
 
     def penalty(self, gradient: list[Tensor], batch_ndim: int) -> Tensor:
         """The penalty of each sample's gradient, reduced."""

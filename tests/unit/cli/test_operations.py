@@ -21,7 +21,8 @@ def test_what_is_shipped_is_what_was_found():
     [
         ("2.13.0", "2.13.0"),
         ("2.13.1+cpu", "2.13.0"),
-        ("2.14.1+cu130", "2.15.0"),  # between two: the newer
+        ("2.14.0", "2.15.0"),  # between two: the newer
+        ("2.14.1+cu130", "2.15.0"),
         ("2.15.0a0+git1234", "2.15.0"),
         ("2.16.0", "2.15.0"),
         ("2.11.0", "2.13.0"),
@@ -30,6 +31,13 @@ def test_what_is_shipped_is_what_was_found():
 )
 def test_the_nearest_release_is_shown(installed, shown):
     assert _operations.published(installed).release == shown
+
+
+def test_a_refusal_counts_from_its_order_on():
+    second, third = (next(spot for spot in _operations.spots() if spot.order == order) for order in (2, 3))
+    refused = {spot.name: {"order": "3", "why": "here"} for spot in (second, third)}
+    sweep = _operations.Sweep("2.13.0", 2, 2, refused, {}, {})
+    assert [_operations.expected(spot, sweep) for spot in (second, third)] == ["right", "refused"]
 
 
 def test_what_the_sweep_of_213_says():

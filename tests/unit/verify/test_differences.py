@@ -1,7 +1,9 @@
 import math
 
 import pytest
+import torch
 
+from hodiff.verify._compare import norm, random_direction
 from hodiff.verify._differences import slope
 
 
@@ -29,3 +31,16 @@ def test_a_kink_has_no_small_error_unless_symmetric():
 def test_each_extrapolation_takes_away_its_order(power, levels):
     """Of t^3 one is exact, of t^5 two are, where a third agrees; with another factor some of the order would stay."""
     assert abs(slope(lambda t: t**power + t, 0.5, levels=levels).value - 1) < 1e-12
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e8])
+def test_the_error_covers_what_rounding_can_do(offset):
+    found = slope(lambda t: offset + t, 1e-3)
+    assert abs(found.value - 1) <= found.error <= 1e-10 * offset
+
+
+def test_a_random_direction_has_length_one():
+    point = torch.zeros(50, dtype=torch.float64), torch.zeros(2, 30, dtype=torch.float64)
+    found = random_direction(point, torch.Generator().manual_seed(0))
+    assert [part.shape for part in found] == [part.shape for part in point]
+    assert float(norm(found)) == pytest.approx(1)
