@@ -86,7 +86,10 @@ def _defined(runs: dict[str, Any]) -> str:
                 if kind(verdict) == "defined":
                     why[verdict.removeprefix("defined: ").partition(" (in ")[0]] |= {name}
     told = "; ".join(f"{_names(sorted(names))}: {reason}" for reason, names in sorted(why.items()))
-    return f"Not counted, since PyTorch defines a gradient that is no derivative, and hodiff passes it on: {told}."
+    return (
+        "Not counted, since PyTorch's gradient is no derivative of its values, by definition or by rounding, and "
+        f"hodiff passes it on: {told}."
+    )
 
 
 def _refused(runs: dict[str, Any]) -> str:
