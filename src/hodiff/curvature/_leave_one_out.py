@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import flat_product
+from hodiff.curvature._probes import flat_product, power_of_two
 from hodiff.errors import InputError
 
 
 def xtrace(operator: LinearOperator, rows: Tensor, *, gaussian: bool) -> tuple[Tensor, Tensor | None]:
     """The trace and its standard error, by two products for each random vector."""
-    omega, images = _doubled(operator, rows)
+    omega, images, unit = _doubled(operator, rows)
     q, r = torch.linalg.qr(images)
-    z = flat_product(operator, q.T).T.to(q)
+    z = flat_product(operator, q.T).T.to(q) / unit
     w, h, t = q.T @ omega, q.T @ z, z.T @ omega
     squares = omega.square().sum(0) if gaussian else None
 
@@ -29,7 +29,7 @@ def xtrace(operator: LinearOperator, rows: Tensor, *, gaussian: bool) -> tuple[T
         parts = (turn.T @ w[:, some], turn.T @ h @ turn, turn.T @ t[:, some])
         return _xtrace(own, *parts, None if squares is None else squares[some], len(omega))
 
-    return _with_error(estimates, len(rows))
+    return _in_units(_with_error(estimates, len(rows)), unit)
 
 
 def _xtrace(r: Tensor, w: Tensor, h: Tensor, t: Tensor, squares: Tensor | None, size: int) -> Tensor:
@@ -46,7 +46,7 @@ def _xtrace(r: Tensor, w: Tensor, h: Tensor, t: Tensor, squares: Tensor | None, 
 
 def xnystrace(operator: LinearOperator, rows: Tensor, *, gaussian: bool) -> tuple[Tensor, Tensor | None]:
     """The same for a positive semidefinite operator, from its Nyström approximation; one product each."""
-    omega, images = _doubled(operator, rows)
+    omega, images, unit = _doubled(operator, rows)
     size = len(omega)
     shift = float(torch.finfo(operator.dtype).eps * images.norm() / size**0.5) or torch.finfo(omega.dtype).tiny
     y = images + shift * omega  # A + shift is definite, and its trace is known
@@ -58,7 +58,7 @@ def xnystrace(operator: LinearOperator, rows: Tensor, *, gaussian: bool) -> tupl
         return _xnystrace(h[some][:, some], r[:, some], None if gram is None else gram[some][:, some], size)
 
     value, error = _with_error(estimates, len(rows))
-    return value - shift * size, error
+    return _in_units((value - shift * size, error), unit)
 
 
 def _xnystrace(h: Tensor, r: Tensor, gram: Tensor | None, size: int) -> Tensor:
@@ -100,10 +100,10 @@ def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor]:
     Of one eigenvalue the error is a sum over pairs of vectors, each pair alike in the estimates of both. So their
     spread says half of the variance, and leaving out a vector twice of it: the geometric mean is right.
     """
-    omega, images = _doubled(operator, rows)
+    omega, images, unit = _doubled(operator, rows)
     q, r = torch.linalg.qr(images)
     s = _directions(r)
-    z = flat_product(operator.T, q.T).T.to(q)
+    z = flat_product(operator.T, q.T).T.to(q) / unit
     p, m, length = q @ s, z @ s, (s * r).sum(0)
     known = (q * z).sum(1, keepdim=True)  # diag(Q Q'A)
     mine = omega * p * length  # ω times what the others leave of A ω
@@ -111,7 +111,8 @@ def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor]:
     number = len(rows)
     means = known + _without_two(p, m, omega * length, mine, s.T @ s) / (number - 1)
     jackknife = (number - 1) / number * (means - means.mean(1, keepdim=True)).square().sum(1)
-    return found.mean(1), (jackknife * found.var(1) / number).sqrt().sqrt()
+    error = (jackknife.sqrt() * found.std(1) / number**0.5).sqrt()
+    return found.mean(1) * unit, error * unit
 
 
 def _without_two(p: Tensor, m: Tensor, scaled: Tensor, mine: Tensor, cosines: Tensor) -> Tensor:
@@ -128,10 +129,17 @@ def _without_two(p: Tensor, m: Tensor, scaled: Tensor, mine: Tensor, cosines: Te
     return (mine - p * m) @ weight + along - p * m * (len(c) - 1 + (cross * c).sum(0))
 
 
-def _doubled(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The random vectors and their images as columns, in double precision."""
+def _doubled(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The random vectors and their images as columns, in double precision, and the unit that images are measured in."""
     double = torch.float64 if operator.device.type != "mps" else torch.float32
-    return rows.T.to(double), flat_product(operator, rows).T.to(double)
+    images = flat_product(operator, rows).T.to(double)
+    unit = power_of_two(images) or 1.0
+    return rows.T.to(double), images / unit, unit
+
+
+def _in_units(found: tuple[Tensor, Tensor | None], unit: float) -> tuple[Tensor, Tensor | None]:
+    value, error = found
+    return value * unit, None if error is None else error * unit
 
 
 def _directions(r: Tensor) -> Tensor:

@@ -123,6 +123,16 @@ def test_matrices_of_low_rank_are_known(method: str, rank: int) -> None:
     agree(hodiff.diagonal(A, method="xdiag", vectors=signs(8)).value, A.dense().diagonal(), 1e-8)
 
 
+@pytest.mark.parametrize("scale", [1e-150, 1e150])
+def test_very_small_and_very_large_matrices(scale: float) -> None:
+    A, one, omega = hodiff.MatrixOperator(DECAYING * scale), hodiff.MatrixOperator(DECAYING), signs(7)
+    for estimate, methods in ((hodiff.trace, ("xtrace", "xnystrace")), (hodiff.diagonal, ("xdiag",))):
+        for method in methods:
+            found, expected = (estimate(operator, method=method, vectors=omega) for operator in (A, one))
+            agree(found.value / scale, expected.value, 1e-8)
+            agree(found.stderr / scale, expected.stderr, 1e-6)
+
+
 def test_enough_vectors_are_exact_and_one_says_nothing_about_its_error() -> None:
     A = hodiff.MatrixOperator(INDEFINITE)
     for samples in (30, 60):
