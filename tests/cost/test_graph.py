@@ -13,8 +13,8 @@ import hodiff
 from hodiff.graph import watch
 from tests.support.calls import count
 
-PER_NODE = {"inspect": 37, "predict": 18, "explain": 62, "explain, after the fact": 28}
-PER_OPERATION = 15
+PER_NODE = {"inspect": 37, "predict": 18, "explain": 20, "explain, after the fact": 17}
+PER_OPERATION = 14
 """Calls of the recorder for each operation under a watch."""
 
 

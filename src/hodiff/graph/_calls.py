@@ -12,7 +12,6 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph._case import PASSES
-from hodiff.graph._names import KNOWN, is_users
 
 OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS = range(6)  # what is recorded comes first
 
@@ -22,6 +21,8 @@ def kind_of(func: Callable[..., Any]) -> int:
     if func in PASSES:
         return PASS
     name = getattr(func, "__name__", "")
+    if name in _ASKING or (name.startswith("is_") and name != "is_nonzero"):
+        return PLAIN
     if name == "__get__":
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute in ("data", "grad"):
@@ -36,6 +37,10 @@ def kind_of(func: Callable[..., Any]) -> int:
     if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
         return INPLACE
     return OPERATION
+
+
+_ASKING = frozenset({"size", "dim", "numel", "stride", "storage_offset", "element_size", "get_device", "__len__"})
+"""What tells of a tensor what is none of its values."""
 
 
 def is_gradient(func: Any) -> bool:
@@ -74,24 +79,6 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif isinstance(item, (tuple, list, dict)):
             found += tensors_in(item)
     return found
-
-
-def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> tuple[Any, ...]:
-    """The user's frames from `frame` outwards, to `outermost`: codes and line numbers in turn."""
-    # Each operation under a watch pays for this loop.
-    found: list[Any] = []
-    known = KNOWN
-    while frame is not None:
-        code = frame.f_code
-        mine = known.get(code)
-        if mine is None:
-            mine = is_users(code)
-        if mine:
-            found += (code, frame.f_lineno or 0)
-        if frame is outermost:
-            break
-        frame = frame.f_back
-    return tuple(found)
 
 
 def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:

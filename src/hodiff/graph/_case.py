@@ -13,7 +13,7 @@ from torch import Tensor
 from hodiff._core._nodes import Node
 from hodiff.graph import _cells
 from hodiff.graph._names import Held, Names
-from hodiff.graph._source import Line, line_of, lines_of
+from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
     Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),
@@ -54,7 +54,7 @@ class Pass(NamedTuple):
 
     def __str__(self) -> str:
         line = self.stack[0] if self.path else Line("?", 0)
-        return f"{line}   {line.text}" + (f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else "")
+        return f"{quoted(line)}" + (f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else "")
 
 
 class Change(NamedTuple):
@@ -80,8 +80,8 @@ class Lost(NamedTuple):
     call: str
 
 
-class Record(Protocol):
-    """What a watch can tell of a program."""
+class Marks(Protocol):
+    """What passes left on nodes."""
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
@@ -93,6 +93,40 @@ class Record(Protocol):
 
     def held_at(self, node: Node) -> Pass | None:
         """The last pass after which a variable held a node's output."""
+        ...
+
+    def version_then(self, leaf_node: Node) -> int:
+        """A leaf's version when the pass that is its tag ran."""
+        ...
+
+    def untouched(self, leaf: Tensor, call: Pass) -> bool:
+        """Whether a leaf's `.grad` is as a pass left it."""
+        ...
+
+
+class Endings(Protocol):
+    """Where graphs ended."""
+
+    def of(self, tensor: Tensor) -> Lost | None:
+        """Where a tensor without a graph lost it."""
+        ...
+
+    def latest(self) -> Lost | None:
+        """Where a value last left PyTorch: as a number, or for NumPy."""
+        ...
+
+
+class Record(Protocol):
+    """What a watch can tell of a program."""
+
+    @property
+    def marks(self) -> Marks:
+        """What passes left on nodes."""
+        ...
+
+    @property
+    def endings(self) -> Endings:
+        """Where graphs ended."""
         ...
 
     def path(self, node: Node) -> tuple[Any, ...]:
@@ -107,14 +141,6 @@ class Record(Protocol):
         """Whether the lines that made a node made others after it."""
         ...
 
-    def lost(self, tensor: Tensor) -> Lost | None:
-        """Where a tensor without a graph lost it."""
-        ...
-
-    def latest_cut(self) -> Lost | None:
-        """Where a value last left PyTorch: as a number, or for NumPy."""
-        ...
-
     def once(self) -> Sequence[tuple[str, Line | None]]:
         """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
         ...
@@ -123,16 +149,8 @@ class Record(Protocol):
         """What last changed a tensor's memory in place."""
         ...
 
-    def untouched(self, leaf: Tensor, call: Pass) -> bool:
-        """Whether a leaf's `.grad` is as a pass left it."""
-        ...
-
     def read_since(self, call: Pass) -> bool:
         """Whether the user has read some `.grad` since a pass."""
-        ...
-
-    def version_then(self, leaf_node: Node) -> int:
-        """A leaf's version when the pass that is its tag ran."""
         ...
 
     def passes_since(self, call: Pass) -> list[Pass]:
@@ -184,6 +202,10 @@ class Explanation:
     def __str__(self) -> str:
         likely = "" if self.certain else " (likely)" if self.watched else f" ({self._likely})"
         return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In IPython and Jupyter: what print() shows."""
+        printer.text(str(self))
 
     @property
     def _likely(self) -> str:

@@ -73,11 +73,17 @@ _KEPT = re.compile(r"_+|_i*|_i?\d+|_[iod]h|In|Out|exit|quit|get_ipython")
 _TOOLS = ("IPython", "ipykernel", "traitlets", "_pytest", "pluggy")
 
 
-def is_kept(name: str, names: Any) -> bool:
-    """Whether a name is the shell's: `_`, `Out`, `_12` and their like, among the user's own."""
-    return "get_ipython" in names and _KEPT.fullmatch(name) is not None
+def is_shell(names: Any) -> bool:
+    """Whether names are those of a shell's session."""
+    return "get_ipython" in names
+
+
+def is_kept(name: str) -> bool:
+    """Whether a name of a session is the shell's: `_`, `Out`, `_12` and their like, among the user's own."""
+    return _KEPT.fullmatch(name) is not None
 
 
 def is_tool(value: Any) -> bool:
-    """Whether an object belongs to the shell, or to a runner of tests, which hold all that the user has."""
-    return type(value).__module__.partition(".")[0] in _TOOLS
+    """Whether an object belongs to the shell, or to a runner of tests, which hold all that the user has; or is ours."""
+    module = type(value).__module__
+    return module.partition(".")[0] in _TOOLS or module.startswith("hodiff.graph")

@@ -9,7 +9,7 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff.graph import _saved, _source
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line
+from hodiff.graph._source import Line, at, quoted
 
 KINDS = {
     "detached": "it was detached there, so nothing below is part of the graph.",
@@ -33,29 +33,29 @@ _ROUNDING = ("long", "int", "to", "type", "short", "round", "bool")
 
 def fix_of(kind: str, line: Line | None, call: str) -> str:
     """What can be done where the graph was cut."""
-    at = f" at {line} ({line.text})" if line is not None else ""
+    where = f" at {at(line)}" if line is not None else ""
     if kind == "discrete":
         if call in _INDICES:
             return (
-                f"give the loss the scores that {call} picks from{at}: cross_entropy takes logits;\n"
+                f"give the loss the scores that {call} picks from{where}: cross_entropy takes logits;\n"
                 "softmax and gumbel_softmax are smooth."
             )
         if call in _ROUNDING:
-            return f"leave the values as they are{at}: rounded, they have no derivative."
-        return f"write a smooth function for `{call}`{at}: sigmoid(x / t) for x > 0, abs or square for a difference."
+            return f"leave the values as they are{where}: rounded, they have no derivative."
+        return f"write a smooth function for `{call}`{where}: sigmoid(x / t) for x > 0, abs or square for a difference."
     if kind == "constant":
         if call in ("tensor", "as_tensor"):
-            return f"put the tensors together with torch.stack{at}: torch.{call} copies values alone."
-        return f"stay with tensor operations{at}: {call or 'that'} gives a constant."
+            return f"put the tensors together with torch.stack{where}: torch.{call} copies values alone."
+        return f"stay with tensor operations{where}: {call or 'that'} gives a constant."
     return {
-        "detached": f"leave out the detach() or .data{at}, if this value is to be trained through.",
-        "no_grad": f"compute it outside the no_grad block, or under torch.enable_grad(){at}.",
+        "detached": f"leave out the detach() or .data{where}, if this value is to be trained through.",
+        "no_grad": f"compute it outside the no_grad block, or under torch.enable_grad(){where}.",
         "checkpoint": "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         "inside a Function": (
             f"compute it outside the Function; or, if a gradient is needed in its forward,\n"
-            f"under torch.enable_grad(){at} from a copy that requires grad (x.detach().requires_grad_())."
+            f"under torch.enable_grad(){where} from a copy that requires grad (x.detach().requires_grad_())."
         ),
-        "inside a pass": f"compute it under torch.enable_grad(){at}, from what requires grad.",
+        "inside a pass": f"compute it under torch.enable_grad(){where}, from what requires grad.",
         "gradient": "take it with hodiff.grad(f, x, create_graph=True), or autograd.grad(..., create_graph=True).",
         "constant gradient": "its derivative is zero; hodiff.nth_derivative and hodiff.hvp return that.",
     }.get(kind, "")
@@ -73,10 +73,10 @@ def no_graph(case: Case) -> Explanation | None:
     text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
     made = _only_line(case, variable) if line is None else None
     if line is not None:
-        text.append(f"  cut at       {line}   {line.text}")
+        text.append(f"  cut at       {quoted(line)}")
     elif made is not None:
-        text.append(f"  computed at  {made}   {made.text}")
-    text.append(f"  failing call {case.line}   {case.line.text}")
+        text.append(f"  computed at  {quoted(made)}")
+    text.append(f"  failing call {quoted(case.line)}")
     silenced = _silenced(line)
     if silenced:
         text.append(f"  no gradient reaches: {', '.join(silenced)}")
@@ -101,8 +101,8 @@ def within_pass(case: Case) -> Explanation | None:
     variable = case.names.of(tensor)
     line = _only_line(case, variable)
     text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
-    text += [f"  cut at       {line}   {line.text}"] if line is not None else []
-    text.append(f"  failing call {case.line}   {case.line.text}")
+    text += [f"  cut at       {quoted(line)}"] if line is not None else []
+    text.append(f"  failing call {quoted(case.line)}")
     return case.explanation(
         "inside a pass",
         variable=variable,
@@ -126,8 +126,8 @@ def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
         values = {name: case.names.values.get(name) for name in given}
         tensors = {name: each for name, each in values.items() if isinstance(each, Tensor) and each.is_floating_point()}
         if tensors and not any(tensor.requires_grad for tensor in tensors.values()):
-            shown = " and ".join(f"`{name}`" for name in tensors)
-            return f"what it should depend on. It was computed from {shown}: no grad is required there."
+            listed = " and ".join(f"`{name}`" for name in tensors)
+            return f"what it should depend on. It was computed from {listed}: no grad is required there."
         return "what it should depend on: look for an input that requires no grad; hodiff.graph.inspect shows graphs."
     at = f" at {line}" if line is not None else ""
     return f"whether that cut{at} is the one. Under `hodiff explain` most cuts are recorded."
@@ -135,10 +135,10 @@ def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
 
 def _where_lost(case: Case, tensor: Tensor, variable: str) -> tuple[str, Line | None, str, bool]:
     if case.record is not None:
-        lost = case.record.lost(tensor)
+        lost = case.record.endings.of(tensor)
         if lost is not None:
             return lost.kind, lost.line, lost.call, True
-        left = case.record.latest_cut()
+        left = case.record.endings.latest()
         if left is not None:
             return left.kind, left.line, left.call, False
     name = variable or _source.target_of(case.line) if case.line is not None else variable
@@ -179,14 +179,14 @@ def not_used(case: Case) -> Explanation | None:
         return None
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
     there = [case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None]
-    shown = ", ".join(f"`{name}`" for name in names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
-    text = [f"not in the graph: {shown}"]
+    listed = ", ".join(f"`{name}`" for name in names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+    text = [f"not in the graph: {listed}"]
     if any(there):
         text.append(f"  in the graph: {', '.join(f'`{name}`' for name in sorted(filter(None, there))[:SHOWN])}")
     made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", _loss_made(case))]
-    text += [f"  {what} made {line}   {line.text}" for what, line in made if line is not None]
+    text += [f"  {what} made {quoted(line)}" for what, line in made if line is not None]
     if case.line is not None:
-        text.append(f"  failing call {case.line}   {case.line.text}")
+        text.append(f"  failing call {quoted(case.line)}")
     if len(missing) < len(given):
         fix = (
             f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"

@@ -102,10 +102,12 @@ def stored(e: Evidence) -> str | None:
     if cut_states(e) is not None:
         return None
     base = _source.base(e.first.variable)
+    where = f" ({e.first.created})" if e.first.created is not None else ""
     return (
-        f"whether what earlier steps put into `{base}` is to count again. If it is, keep what it was computed from,\n"
-        f"and compute it again in each step. If it is a record only, put {_one(e)}.detach() into `{base}`\n"
-        f"({e.first.created}): it then gives no gradient in later steps."
+        f"whether what earlier steps put into `{base}` is to count again. If not, empty `{base}`\n"
+        f"after each step's last pass ({e.last_pass.stack[0]}). If it is, keep what it was computed from,\n"
+        f"and compute it again in each step. If it is a record that is only read,\n"
+        f"put {_one(e)}.detach() into it{where}: no gradient then goes that way."
     )
 
 

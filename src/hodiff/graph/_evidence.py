@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _names, _predict, _saved, _source
+from hodiff.graph import _predict, _saved, _source
 from hodiff.graph._case import Case, Pass, Record
-from hodiff.graph._names import Held
 from hodiff.graph._source import Line, lines_of
 
 
@@ -73,10 +71,15 @@ class Evidence:
         """The part to speak of."""
         return self.parts[0]
 
+    @property
+    def under(self) -> dict[Node, list[Node]]:
+        """The nodes of the part, and below it, with the nodes that each leads to."""
+        return _predict.below([part.node for part in self.parts])
+
     @cached_property
     def below(self) -> list[Tensor]:
         """The leaves below the part."""
-        return _leaves(_nodes.walk([part.node for part in self.parts]))
+        return _leaves(self.under)
 
     @cached_property
     def reached(self) -> list[Tensor]:
@@ -106,7 +109,9 @@ class Evidence:
         if change is not None and change.passes > self.freed_by.number:
             return True
         node = _nodes.node_of(leaf)
-        return self.record.tag(node) == self.freed_by and self.record.version_then(node) != _saved.version(leaf)
+        return self.record.marks.tag(node) == self.freed_by and self.record.marks.version_then(node) != _saved.version(
+            leaf
+        )
 
     @cached_property
     def in_sight(self) -> list[Tensor]:
@@ -120,7 +125,7 @@ class Evidence:
 
     def was_reached(self, leaf: Tensor) -> bool:
         """Whether the freeing pass is the last that reached a leaf."""
-        return self.record.tag(_nodes.node_of(leaf)) == self.freed_by
+        return self.record.marks.tag(_nodes.node_of(leaf)) == self.freed_by
 
     @cached_property
     def others(self) -> tuple[list[Tensor], Pass] | None:
@@ -143,7 +148,7 @@ class Evidence:
     @cached_property
     def memo(self) -> str:
         """The function, kept by functools, that made the part; empty if there is none."""
-        return "" if self.first.kept else _memo(self.case, self.first.path)
+        return "" if self.first.kept else memoised(self.case, self.first.path)
 
     @cached_property
     def discarded(self) -> bool:
@@ -157,7 +162,7 @@ class Evidence:
         """Whether the gradients of the freeing pass still lie in `.grad`, unread, for the failing one to add to."""
         if self.record.read_since(self.freed_by):
             return False
-        return not self.stepped and all(self.record.untouched(leaf, self.freed_by) for leaf in self.below)
+        return not self.stepped and all(self.record.marks.untouched(leaf, self.freed_by) for leaf in self.below)
 
     def name(self, leaf: Tensor) -> str:
         """A leaf for a sentence."""
@@ -247,160 +252,10 @@ def _leaves(nodes: Any) -> list[Tensor]:
     return [leaf for node in nodes if (leaf := _saved.leaf(node)) is not None]
 
 
-def gather(case: Case) -> Evidence | None:
-    """The facts of a case that was recorded; None if the record does not show which pass freed what."""
-    record, call = case.record, case.call
-    if record is None or call is None:
-        return None
-    nodes = _predict.executed(case.roots, case.inputs)
-    spent = [node for node in nodes if _is_spent(node, record)]
-    if not spent:
-        return None
-    places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
-    needing = _nodes.leading_to({node: list(_saved.children(node)) for node in nodes}, spent)
-    again = [root for root in case.roots if root in needing and record.tag(root) is not None]
-    begin = again[:1] or _begin(case, record, nodes, needing, places)
-    if not begin:
-        return None
-    found: dict[Node, Part] = {}
-    for node in begin:
-        part = _part(case, record, node, places)
-        found.setdefault(part.node, part)
-    parts = sorted(found.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
-    freed_by = _freeing(record, parts[0].node)
-    return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
-
-
-def _is_spent(node: Node, record: Record) -> bool:
-    """Whether a pass freed what a node needs, or it was changed."""
-    if _saved.leaf(node) is not None:
-        return False
-    trouble = _predict.trouble(node)
-    return trouble == "stale" or (trouble in ("freed", "unknown") and record.tag(node) is not None)
-
-
-def _freeing(record: Record, node: Node) -> Pass | None:
-    """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met."""
-    below = _nodes.walk([node])
-    tags = [tag for each in below if _saved.leaf(each) is None and (tag := record.tag(each)) is not None]
-    return tags[0] if tags else record.held_at(node)
-
-
-def _begin(
-    case: Case, record: Record, nodes: Sequence[Node], needing: set[Node], places: dict[str, Tensor]
-) -> list[Node]:
-    """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
-
-    What a pass did not run counts as well (the state beside a recurrent module's output), if the variable that
-    held it has another value by now, or if the lines that made it have run again: then it is what a step left.
-    """
-    old = [
-        node
-        for node in nodes
-        if node in needing
-        and node not in case.roots
-        and _saved.leaf(node) is None
-        and (record.tag(node) is not None or _is_left(case, record, node, places))
-    ]
-    return [_named(case, record, node) for node in _nodes.topmost(case.roots, old)]
-
-
-def _is_left(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
-    held = record.held(node)
-    return bool(held) and (any(_replaced(case, one, node, places) for one in held) or record.ran_again(node))
-
-
-def _named(case: Case, record: Record, node: Node) -> Node:
-    """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
-    here = node
-    for _ in range(NEAR):
-        if record.held(here) or here in case.names.nodes or _parametrized(here):
-            return here
-        children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
-        if len(children) != 1 or _saved.slots(here):
-            return node
-        here = children[0]
-    return node
-
-
-NEAR = 8
-
-
-def _replaced(case: Case, held: Held, node: Node, places: dict[str, Tensor]) -> bool:
-    """Whether the variable that held a node's output holds something else now."""
-    if case.names.owners.get(_names.root(held.path)) is not held.code:
-        return False
-    now = places.get(held.path)
-    return now is None or now.grad_fn is not node
-
-
-def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> Part:
-    path, again = record.path(node), record.ran_again(node)
-    cached = _parametrized(node)
-    if cached:
-        return Part(node, cached, None, True, False, path, again)
-    if not _holding(case, node) and not again and (memo := _memo(case, path)):
-        return Part(node, memo, None, False, False, path, again)
-    now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
-    then = [held for held in record.held(node) if _replaced(case, held, node, places)]
-    call = record.tag(node)
-    likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
-    if now and not likely:  # the shortest way to it
-        best, replaced = min(now, key=lambda held: _steps(held.path)), False
-    elif then:
-        best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
-    else:
-        before = record.held(node)
-        best, replaced = (before[0] if before else Held(*_assigned(path))), False
-    if not path and best.path:
-        path = _only_assignment(case, best.path)
-    return Part(node, best.path, best.code, bool(now), replaced, path, again)
-
-
-def _only_assignment(case: Case, variable: str) -> tuple[Any, ...]:
-    """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
-    for frame in case.frames:
-        numbers = _source.assignments(variable, _source.line_of(frame))
-        if numbers:
-            return (frame.f_code, numbers[0]) if len(numbers) == 1 else ()
-    return ()
-
-
-def _holding(case: Case, node: Node) -> list[str]:
-    """The variables that hold a node's output now."""
-    found = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
-    return [path for tensor in found for path in case.names.paths[id(tensor)]]
-
-
-def _steps(path: str) -> tuple[int, int]:
-    return path.count(".") + path.count("["), len(path)
-
-
-HANDED_ON, MEMBER, OTHER = range(3)
-
-
-def _unlikely(held: Held, call: Pass | None) -> tuple[int, int, int]:
-    """How unlikely it is that a variable hands its value to the next step: one that is read first, or is a member."""
-    member = held.path != _names.root(held.path)
-    if member:
-        return MEMBER, *_steps(held.path)
-    for code, line in zip(call.path[::2], lines_of(call.path), strict=True) if call is not None else ():
-        if code is held.code and _source.hands_on(held.path, line):
-            return HANDED_ON, *_steps(held.path)
-    return OTHER, *_steps(held.path)
-
-
-def _parametrized(node: Node) -> str:
-    """The context that keeps computed parameters, if it holds a node's output."""
-    module = sys.modules.get("torch.nn.utils.parametrize")
-    kept = [value for value in getattr(module, "_cache", {}).values() if isinstance(value, Tensor)]
-    return PARAMETRIZED if any(value.grad_fn is node for value in kept) else ""
-
-
 PARAMETRIZED = "parametrize.cached()"
 
 
-def _memo(case: Case, path: tuple[Any, ...]) -> str:
+def memoised(case: Case, path: tuple[Any, ...]) -> str:
     """The function behind functools' cache that was running when something was made, and has returned."""
     codes = set(path[::2]).difference(case.call.path[::2] if case.call is not None else ())
     for value in [*case.names.values.values(), *map(type, case.names.values.values())]:
@@ -409,18 +264,3 @@ def _memo(case: Case, path: tuple[Any, ...]) -> str:
             if code in codes and hasattr(each, "cache_clear"):
                 return each.__qualname__
     return ""
-
-
-def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
-    """The one name that the line that made a value gives it; or that the line gives which called a `return` of it."""
-    for number, (code, line) in enumerate(zip(path[::2], lines_of(path), strict=True)):
-        if number and not _source.is_call(line):
-            return "", None  # the line goes on computing with what it was returned
-        if code.co_name.startswith("<") and code.co_name != "<module>":
-            return "", None  # a lambda's line assigns the lambda
-        names = _source.given_by(line)
-        if len(names) == 1:
-            return names[0], code
-        if not _source.returns(line):
-            return "", None
-    return "", None

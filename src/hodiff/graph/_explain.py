@@ -14,7 +14,7 @@ from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _forward, _missing, _predict, _saved, _second_time, _stale
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
 from hodiff.graph._names import is_users, user_frames
-from hodiff.graph._source import Line, line_of
+from hodiff.graph._source import Line, line_of, quoted
 
 
 def of_pass(
@@ -170,9 +170,9 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
     line = line_of(frames[-1])
     variable, freed = _freed_node(frames[-1], record)
     text = [f"what `{variable}` saved was read after it was freed" if variable else "a saved tensor was read too late"]
-    text.append(f"  at           {line}   {line.text}")
+    text.append(f"  at           {quoted(line)}")
     outer = line_of(frames[0])
-    text += [f"  called from  {outer}   {outer.text}"] if outer != line else []
+    text += [f"  called from  {quoted(outer)}"] if outer != line else []
     text += [f"  freed by     {freed}"] if freed is not None else []
     case = Case(error, "reading a saved tensor", [], [], None, frames[::-1], record)
     return case.explanation(
@@ -193,7 +193,7 @@ def _freed_node(frame: Any, record: Record | None) -> tuple[str, Pass | None]:
         if (
             isinstance(value, torch.autograd.graph.Node)
             and record is not None
-            and (call := record.tag(value)) is not None
+            and (call := record.marks.tag(value)) is not None
         ):
             return name, call
     return "", None

@@ -22,10 +22,11 @@ from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff._core._why import Failure
 from hodiff.graph import _cut, _predict, _saved, _second_time, _stale
-from hodiff.graph._calls import is_gradient, path_of, tensors_in
+from hodiff.graph._calls import is_gradient, tensors_in
 from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
 from hodiff.graph._names import Names, user_frames
-from hodiff.graph._source import Line, line_of
+from hodiff.graph._paths import path_of
+from hodiff.graph._source import Line, line_of, quoted
 from hodiff.graph._watch import Watch, recording
 
 SHOWN = 3
@@ -108,7 +109,7 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
 def _bypass(failure: Failure, clues: _Clues) -> str:
     """Where `f` used the caller's own tensor."""
     lines = {clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used}
-    return "\n".join(f"  used at      {line}   {line.text}" for line in sorted(lines)[:SHOWN])
+    return "\n".join(f"  used at      {quoted(line)}" for line in sorted(lines)[:SHOWN])
 
 
 _WAYS_OUT = {
@@ -142,11 +143,11 @@ def _lost(
     clues: _Clues,
 ) -> str:
     """Where `f` cut its argument off; or that it never used it, and what the result was computed from."""
-    last = next((lost for output in outputs if (lost := record.lost(output)) is not None), None)
+    last = next((lost for output in outputs if (lost := record.endings.of(output)) is not None), None)
     cuts = sorted(clues.cuts, key=lambda lost: lost != last)[:SHOWN]
     if cuts:
         kind, line = cuts[0].kind, cuts[0].line
-        lines = [f"  cut at       {lost.line}   {lost.line.text}" for lost in cuts]
+        lines = [f"  cut at       {quoted(lost.line)}" for lost in cuts]
         return "\n".join([*lines, f"    => {_cut.KINDS[kind]}", f"    fix: {_way_out(kind, line)}"])
     steps = [line for line, concerned in clues.steps.items() if concerned]
     if clues.walks == WALKS:
@@ -155,7 +156,7 @@ def _lost(
         line = steps[-1]
         return "\n".join(
             [
-                f"  cut at       {line}   {line.text}",
+                f"  cut at       {quoted(line)}",
                 "    => its result is integer or boolean, which has no derivative.",
                 "    fix: use a smooth substitute (softmax, sigmoid, a soft mask) where a derivative is wanted.",
             ]
@@ -266,13 +267,17 @@ def _freed(case: Case) -> str:
 
 def _freed_by_f(case: Case) -> str:
     """The pass that `f` ran itself."""
-    tags = [tag for node in _freed_part(case) if case.record is not None and (tag := case.record.tag(node)) is not None]
+    tags = [
+        tag
+        for node in _freed_part(case)
+        if case.record is not None and (tag := case.record.marks.tag(node)) is not None
+    ]
     if not tags:
         return ""
     line = tags[0].stack[0]
     return "\n".join(
         [
-            f"  freed by     {line}   {line.text}",
+            f"  freed by     {quoted(line)}",
             "    => f differentiates by itself, and frees what its result needs.",
             "    fix: leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True).",
         ]
@@ -286,12 +291,12 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: Names, record: W
         line = record.made(node) if record is not None else None
         if _is_blamed(failure, node):
             if line is not None:
-                found[f"  recorded at  {line}   {line.text}"] = None
+                found[f"  recorded at  {quoted(line)}"] = None
             elif node in names.nodes:
                 found[f"  recorded as  {_predict.label(node, names)}"] = None
         # `Function.apply` is no torch function, which a watch could see: but what is done with its result is.
         elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
-            found[f"  its result is used at  {line}   {line.text}"] = None
+            found[f"  its result is used at  {quoted(line)}"] = None
     return "\n".join(list(found)[:SHOWN])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff.graph import _calls, _source
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line, at
+from hodiff.graph._source import Line, at, quoted
 from hodiff.graph._stale import ACTIVATIONS
 
 
@@ -117,10 +117,10 @@ def explain(refused: Refused) -> Explanation | None:
     variable = _changed(refused) if in_place else _which(refused)
     text = [
         f"refused: {refused.call}" + (f", of `{variable}`" if variable else ""),
-        f"  at           {line}   {line.text}",
+        f"  at           {quoted(line)}",
     ]
     text += [
-        f"  called from  {outer}   {outer.text}"
+        f"  called from  {quoted(outer)}"
         for outer in dict.fromkeys(refused.lines[1:2] + refused.lines[-1:])
         if outer != line
     ]

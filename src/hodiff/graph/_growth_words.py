@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hodiff.graph._case import Pass, indented
 from hodiff.graph._holders import Holder
+from hodiff.graph._source import quoted
 
 TITLE = "hodiff: graphs that grow from iteration to iteration"
 
@@ -29,10 +30,10 @@ class Grown:
         facts = {"variable": holder.variable, "count": holder.iterations, "bytes": f"{holder.bytes:,}"}
         lines = ["  " + kind.what.format(**facts)]
         if holder.line is not None:
-            lines.append(f"    grows at     {holder.line}   {holder.line.text}")
+            lines.append(f"    grows at     {quoted(holder.line)}")
         if self.call is not None and self.call.path:
             line = self.call.stack[0]
-            lines.append(f"    pass         {line}   {line.text}")
+            lines.append(f"    pass         {quoted(line)}")
         lines.append(f"    => {kind.reason.format(**facts)}")
         lines += [line for fix in kind.fixes[:1] for line in indented("    fix: ", fix.format(**facts))]
         lines += [line for text in kind.unknown for line in indented("    not known: ", text.format(**facts))]

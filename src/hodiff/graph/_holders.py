@@ -13,7 +13,7 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved, _source
-from hodiff.graph._names import KNOWN, Names, root
+from hodiff.graph._names import USERS, Names, root
 from hodiff.graph._source import Line, lines_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _same(variable: str, written: Collection[str]) -> bool:
 def _filling(variable: str) -> Iterator[Line]:
     """The lines of the user's files that put something into a container."""
     also = {variable, re.sub(r"^.*\.", "self.", variable)}
-    for file in {code.co_filename: None for code, users in KNOWN.items() if users}:
+    for file in [file for file, users in USERS.items() if users]:
         yield from (Line(file, number) for name in also for number in _source.filled_at(name, file))
 
 

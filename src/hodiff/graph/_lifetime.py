@@ -12,13 +12,15 @@ from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved
 from hodiff.graph._case import Pass
 from hodiff.graph._growth import Growth
-from hodiff.graph._source import Line
+from hodiff.graph._source import Line, quoted
 from hodiff.graph._watch import Watch
 
 ROWS = 40
 MADE = sys.maxsize  # after the passes at the same place, which is that of the next node to be made
 WIDTH, MARGIN, TOP, HEIGHT, LETTERS = 440, 8, 52, 32, 58
 """Of the picture: a row's text stands above its bars, so that it can be narrow."""
+ALONE = 366
+"""Its width as an image of its own, which notebooks make of it: that of a phone, as it then cannot shrink."""
 COLOURS = {"freed": "#3a7", "held": "#e90"}
 
 
@@ -133,7 +135,7 @@ class Lifetime:
             f"  pass {call.number}: {call}{'   retained' if call.retained else ''}" for call in self.passes[:ROWS]
         ]
         for line in self._rows():
-            lines.append(f"{line}   {line.text}")
+            lines.append(f"{quoted(line)}")
             for span in [span for span in self.spans if span.line == line][:ROWS]:
                 verb = {"freed": "freed by", "held": "kept by", "missing": "MISSING in"}[span.state]
                 size = f", {span.bytes:,} B" if span.state != "missing" else ""
@@ -144,16 +146,18 @@ class Lifetime:
         """The picture: a row for each line that saved something, a vertical line for each pass.
 
         Green: freed by the pass. Amber: kept by it. A red cross: needed by the pass, and freed before. The text has
-        the colour of the page around it, and can be read on a phone.
+        the colour of the page around it (as an image of its own a grey that is seen on light and dark), and can be
+        read on a phone.
         """
         rows = self._rows()
         at = self._axis()
         bottom = TOP + HEIGHT * len(rows)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 8}" '
-            f'style="width:100%;max-width:{WIDTH * 4 // 3}px" fill="currentColor" '
+            f'width="{ALONE}" style="width:100%;max-width:{WIDTH * 4 // 3}px;height:auto" fill="currentColor" '
             f'font-family="monospace" font-size="12">',
             "<title>What was saved, by which line, and which backward pass freed it</title>",
+            "<style>svg:root{color:#777}</style>",  # an image of its own has no page around it
             *_legend(),
         ]
         if not self.passes:

@@ -145,7 +145,7 @@ def _in_order(case: Case, spent: dict[Node, str]) -> Likely | None:
 
 def _in_sight(case: Case) -> list[str]:
     """The variables whose values belong to the failing graph."""
-    below = set(_nodes.walk(case.roots))
+    below = _predict.below(case.roots)
     found = [tensor for tensor in case.names.all_tensors() if tensor.grad_fn is not None and tensor.grad_fn in below]
     return [path for tensor in found for path in case.names.paths[id(tensor)]]
 
@@ -205,5 +205,5 @@ def _other_loss(case: Case, needing: set[Node]) -> Likely | None:
 
 def _needing(roots: list[Node]) -> set[Node]:
     """The nodes below some roots that cannot run: those that were freed, and all that lead to one."""
-    graph = _nodes.walk(roots)
+    graph = _predict.below(roots)
     return _nodes.leading_to(graph, [node for node in graph if _predict.trouble(node) == "freed"])

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
-
-Key = tuple[Any, ...]
-"""Where something ran: codes and line numbers in turn, the innermost of the user's frames first."""
 
 LOG = 200_000
 """Entries of the log; then its older half goes, but for each line's first."""
 
 
 class Log:
-    """Intervals of places, each with the line that ran; in ascending order."""
+    """Intervals of places, each with the path that ran, by its number; in ascending order."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._lines: list[Key] = []
-        self._last: dict[Key, int] = {}
+        self._lines: list[int] = []
+        self._last: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._lines)
 
-    def add(self, start: int, end: int, line: Key) -> None:
+    def add(self, start: int, end: int, line: int) -> None:
         """The nodes `start` ... `end - 1` were made at `line`."""
         if self._lines and self._lines[-1] == line and start >= self._ends[-1]:
             self._ends[-1] = end
@@ -36,7 +32,7 @@ class Log:
                 self._shorten()
         self._last[line] = end
 
-    def line(self, place: int) -> Key | None:
+    def line(self, place: int) -> int | None:
         """The line that made the node at a place; None if it was not seen."""
         index = self._index(place)
         return self._lines[index] if index >= 0 and place < self._ends[index] else None

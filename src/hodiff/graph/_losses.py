@@ -40,8 +40,8 @@ def first_detached(e: Evidence) -> str | None:
     if line is None:
         return None
     return (
-        f"give the loss that {at(e.freed_by.stack[0])} differentiates {e.first.variable}.detach(), at {line}\n"
-        f"({line.text}): that pass was for {e.names(others)};\n"
+        f"give the loss that {at(e.freed_by.stack[0])} differentiates {e.first.variable}.detach(), at\n"
+        f"{at(line)}: that pass was for {e.names(others)};\n"
         f"what it gave {e.names(e.below)} was thrown away unused."
     )
 

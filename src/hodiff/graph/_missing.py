@@ -8,7 +8,7 @@ from hodiff._core import _nodes, _translate
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _source
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line, lines_of
+from hodiff.graph._source import Line, lines_of, quoted
 
 TEXTS = (
     "does not currently support double backward",
@@ -30,9 +30,9 @@ def second_derivative(case: Case) -> Explanation | None:
     line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
     text = [f"no second derivative: {operation}"]
     if line is not None:
-        text.append(f"  recorded at  {line}   {line.text}")
+        text.append(f"  recorded at  {quoted(line)}")
     if case.line is not None:
-        text.append(f"  failing call {case.line}   {case.line.text}")
+        text.append(f"  failing call {quoted(case.line)}")
     way = _translate.way_out("compiledfunction" if compiled else operation)
     at = f" at {line}" if line is not None else ""
     if way is not None:
@@ -106,8 +106,8 @@ def recomputed(case: Case) -> Explanation | None:
         + " than in the forward."
     )
     outer, changes = _checkpointed(case)
-    text = [f"  at           {outer}   {outer.text}"] if outer is not None else []
-    text += [f"  it changes   {line}   {line.text}" for line in changes[:SHOWN]]
+    text = [f"  at           {quoted(outer)}"] if outer is not None else []
+    text += [f"  it changes   {quoted(line)}" for line in changes[:SHOWN]]
     text.append(f"  failing call {case.call or case.line}")
     return case.explanation(
         "recomputed otherwise",
@@ -141,7 +141,7 @@ SHOWN = 4
 
 def unpacked_twice(case: Case, line: Line | None) -> Explanation | None:
     """The explanation of a Function that reads what it saved twice, under a checkpoint."""
-    text = [f"  at           {line}   {line.text}"] if line is not None else []
+    text = [f"  at           {quoted(line)}"] if line is not None else []
     return case.explanation(
         "recomputed otherwise",
         variable="ctx.saved_tensors",

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -40,19 +41,22 @@ _TOOLS = (
     "<eval_with_key>",  # what torch.fx and torch.compile write; the line that called it is the user's
 )
 _CODE_OPTIMIZED = 0x1
-KNOWN: dict[CodeType, bool] = {}
-"""Code that was asked about, and whether it is the user's."""
-SCRIPTS: set[str] = set()
-"""Files that the user runs, wherever they lie."""
+
+
+class _Users(dict[str, bool]):
+    """Files that were asked about, and whether what is in them is the user's."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = users = not file.startswith(_TOOLS)
+        return users
+
+
+USERS = _Users()
 
 
 def is_users(code: CodeType) -> bool:
     """Whether code is the user's: of a script, a cell, `exec`, or a file outside the folders of installed packages."""
-    known = KNOWN.get(code)
-    if known is None:
-        file = code.co_filename
-        known = KNOWN[code] = file in SCRIPTS or not file.startswith(_TOOLS)
-    return known
+    return USERS[code.co_filename]
 
 
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -84,10 +88,15 @@ class Held(NamedTuple):
 
 
 class Names:
-    """The tensors that variables lead to within three steps, by what they are and hold."""
+    """The tensors that variables lead to within three steps, by what they are and hold; `results`: no leaves."""
 
     def __init__(
-        self, frames: Iterable[FrameType] = (), roots: Mapping[str, Any] | None = None, budget: int = BUDGET
+        self,
+        frames: Iterable[FrameType] = (),
+        roots: Mapping[str, Any] | None = None,
+        budget: int = BUDGET,
+        *,
+        results: bool = False,
     ) -> None:
         self.tensors: dict[int, str] = {}
         self.paths: dict[int, list[str]] = {}
@@ -99,9 +108,10 @@ class Names:
         self._kept: list[Tensor] = []  # identities stay true while this lives
         self._seen: set[int] = set()
         self._budget = budget
+        self._results = results
         start: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in (roots or {}).items()]
         modules: dict[int, FrameType] = {}
-        for frame in list(frames)[:FRAMES]:
+        for frame in islice(frames, FRAMES):
             start += self._of_frame(frame, local_variables(frame))
             modules.setdefault(id(frame.f_globals), frame)
         for frame in modules.values():
@@ -110,13 +120,19 @@ class Names:
             self._search(deque(start))
 
     def _of_frame(self, frame: FrameType, names: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
-        found = []
+        found, values, owners, code = [], self.values, self.owners, frame.f_code
+        in_shell = _cells.is_shell(names)
         for name, value in list(names.items()):
-            if name.startswith("__") or _cells.is_kept(name, names):
+            if (
+                name in values
+                or name.startswith("__")
+                or (in_shell and _cells.is_kept(name))
+                or not name.isidentifier()
+            ):
                 continue
-            if name not in self.values and name.isidentifier():
-                self.values[name] = value
-                self.owners[name] = frame.f_code
+            values[name] = value
+            owners[name] = code
+            if value.__class__ not in _PLAIN:
                 found.append((name, value, 0))
         return found
 
@@ -125,12 +141,16 @@ class Names:
             self._budget -= 1
             path, value, depth = queue.popleft()
             if isinstance(value, Tensor):
-                self._add(path, value)
+                if not self._results or value.grad_fn is not None:
+                    self._add(path, value)
             elif depth <= DEPTH and id(value) not in self._seen:
                 self._seen.add(id(value))
                 if isinstance(value, torch.optim.Optimizer):
+                    if self._results:
+                        continue
                     self.optimizers.append(value)
-                queue.extend((f"{path}{step}", item, depth + 1) for step, item in _inside(value))
+                inside = islice(_inside(value, leaves=not self._results), self._budget)
+                queue.extend((path + step, item, depth + 1) for step, item in inside)
 
     def _add(self, path: str, tensor: Tensor) -> None:
         self.paths.setdefault(id(tensor), []).append(path)
@@ -140,7 +160,7 @@ class Names:
         self.tensors[id(tensor)] = path
         try:
             node = tensor.grad_fn
-            self.storages.setdefault(_saved.storage(tensor)[0], path)
+            self.storages.setdefault(_saved.memory(tensor), path)
         except (RuntimeError, ValueError):  # a functorch wrapper, or one without memory
             return
         if node is not None:
@@ -172,7 +192,7 @@ class Names:
 
     def memory(self, tensor: Tensor) -> str:
         """A variable that holds this tensor's memory; empty if none was found."""
-        return self.tensors.get(id(tensor)) or self.storages.get(_saved.storage(tensor)[0], "")
+        return self.tensors.get(id(tensor)) or self.storages.get(_saved.memory(tensor), "")
 
 
 _ROOT = re.compile(r"\w*")
@@ -184,41 +204,59 @@ def root(path: str) -> str:
     return found.group() if found else path
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container, a module or an object holds, each with its step of the path."""
-    if (
-        isinstance(value, (str, bytes, int, float, ModuleType, type, FunctionType, CodeType, FrameType))
-        or value is None
-        or _cells.is_tool(value)
-    ):
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None), ModuleType, type, FunctionType, CodeType, FrameType})
+"""What holds no tensors, or not the user's: most of what there is, so that it is told by its class."""
+_PLAIN_TOO = tuple(_PLAIN)
+
+
+def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
+    """What a container, a module or an object holds, each with its step of the path; with `leaves`, parameters too."""
+    if isinstance(value, _PLAIN_TOO) or _cells.is_tool(value):
         return
     if isinstance(value, Mapping):
         if len(value) <= BUDGET and isinstance(value, dict):
-            yield from ((f"[{key!r}]", item) for key, item in list(value.items()) if _is_plain(key))
-    elif isinstance(value, (list, tuple, deque)):
+            found = list(value.items())
+            yield from ((f"[{key!r}]", item) for key, item in found if item.__class__ not in _PLAIN and _is_plain(key))
+    elif isinstance(value, (list, tuple, deque)):  # copied, as another thread may change it
         names = getattr(value, "_fields", None)
-        for index, item in enumerate(list(value)[:1000]):
-            yield (f".{names[index]}" if names else f"[{index}]"), item
+        for index, item in enumerate(list(islice(value, 1000))):
+            if item.__class__ not in _PLAIN:
+                yield (f".{names[index]}" if names else f"[{index}]"), item
     elif isinstance(value, nn.Module):
-        yield from ((f".{name}", item) for name, item in value.named_parameters())
-        yield from ((f".{name}", item) for name, item in value.named_buffers())
+        if leaves:
+            yield from ((f".{name}", item) for name, item in value.named_parameters())
         for prefix, module in value.named_modules():
-            dot = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in prefix.split(".") if part)
-            yield from ((f"{dot}.{name}", item) for name, item in vars(module).items() if name not in HIDDEN)
-            yield from ((f"{dot}.{name}", item) for name, item in _of_class(module))
+            yield from _of_module(prefix, module)
     else:
         try:
             members = vars(value)
         except TypeError:
             return
-        yield from ((f".{name}", item) for name, item in list(members.items()) if not name.startswith("__"))
+        found = [(name, item) for name, item in list(members.items()) if item.__class__ not in _PLAIN]
+        yield from ((f".{name}", item) for name, item in found if not name.startswith("__"))
         yield from ((f".{name}", item) for name, item in _of_class(value))
+
+
+def _of_module(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What one module holds beside parameters and modules: buffers, the attributes of its class and its own."""
+    own = vars(module)
+    added, buffers = own.keys() - HIDDEN, own.get("_buffers")
+    if not added and not buffers and _is_torchs(type(module)):  # as most are
+        return
+    dot = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in prefix.split(".") if part)
+    held = [*(buffers or {}).items(), *[(name, item) for name, item in list(own.items()) if name in added]]
+    yield from ((f"{dot}.{name}", item) for name, item in held if item.__class__ not in _PLAIN)
+    yield from ((f"{dot}.{name}", item) for name, item in _of_class(module))
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith(("torch", "builtins", "collections"))
 
 
 def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
     """Tensors and containers that the user's class holds for all its objects: a cache, say."""
     kind = type(value)
-    if not kind.__module__.startswith(("torch", "builtins", "collections")):
+    if not _is_torchs(kind):
         for name, item in list(vars(kind).items()):
             if isinstance(item, (Tensor, dict, list)) and not name.startswith("__"):
                 yield name, item

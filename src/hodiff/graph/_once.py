@@ -131,7 +131,7 @@ def made_again(e: Evidence) -> str | None:
             )
         return (
             f"what {e.code} reads when it is computed: something there may change from step to step.\n"
-            f"It is to be computed again for each pass (made at {at(e.first.created)}), "
+            f"It is to be computed again for each pass{_made(e)}, "
             f"from what it was computed from then.{e.because}"
         )
     return (
@@ -140,6 +140,11 @@ def made_again(e: Evidence) -> str | None:
         f"{e.names(e.below)} then get none through it.\n"
         f"If so, compute it again for each pass, from what it was computed from.{e.because}"
     )
+
+
+def _made(e: Evidence) -> str:
+    """Where the part was made, if that was seen: it was not, if it is from before the watch."""
+    return "" if e.first.created is None else f" (made at {at(e.first.created)})"
 
 
 # --- kept by an object ------------------------------------------------------------------------------------------------
@@ -205,6 +210,6 @@ def cache(e: Evidence) -> str | None:
     if any(fix(e) is not None for fix in (cleared, object_again, parametrized)):
         return None
     return (
-        f"how {e.code} is emptied. It is to be computed anew in each step (made at {at(e.first.created)});\n"
+        f"how {e.code} is emptied. It is to be computed anew in each step{_made(e)};\n"
         f"detached, it would give {e.names(e.below)} no gradient through it."
     )

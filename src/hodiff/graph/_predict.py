@@ -134,9 +134,10 @@ def trouble(node: Node) -> str:
     known = _known.get()
     if known is None:
         return _trouble(node)
-    found = known.get(node)
+    found = known.troubles.get(node)
     if found is None:
-        found = known[node] = _trouble(node)
+        freed = _saved.works() and _saved.is_freed_like_others(node)
+        found = known.troubles[node] = _saved.FREED if freed else _trouble(node)
     return found
 
 
@@ -147,20 +148,52 @@ def _trouble(node: Node) -> str:
     return min(found, key=_TROUBLES.index) if found else ""
 
 
-_known: ContextVar[dict[Node, str] | None] = ContextVar("known", default=None)
+class _Known:
+    """What was found out while nothing changes: each node's trouble, and what lies below which roots."""
+
+    def __init__(self) -> None:
+        self.troubles: dict[Node, str] = {}
+        self.below: dict[tuple[Node, ...], dict[Node, list[Node]]] = {}
+
+
+_known: ContextVar[_Known | None] = ContextVar("known", default=None)
 
 
 @contextmanager
 def unchanging() -> Iterator[None]:
-    """A context in which no pass runs and nothing is changed: each node is looked at once.
-
-    To see that a tensor was freed is to catch an exception of PyTorch's, at some 30 µs.
-    """
-    token = _known.set({})
+    """A context in which no pass runs and nothing is changed: each graph is walked, and each node looked at, once."""
+    token = _known.set(_Known())
     try:
         yield
     finally:
         _known.reset(token)
+
+
+def below(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
+    """The nodes below some roots, outputs first, with the nodes that each leads to. Not to be changed."""
+    known = _known.get()
+    if known is None:
+        return _nodes.walk(roots)
+    key = tuple(root for root in roots if root is not None)
+    found = known.below.get(key)
+    if found is None:
+        larger = next((graph for graph in known.below.values() if all(root in graph for root in key)), None)
+        found = known.below[key] = _nodes.walk(key) if larger is None else _part(larger, key)
+    return found
+
+
+def _part(graph: dict[Node, list[Node]], roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """The part of a graph below some of its nodes, without asking PyTorch again."""
+    found: dict[Node, list[Node]] = {}
+    level = list(roots)
+    while level:
+        following: list[Node] = []
+        for node in level:
+            if node not in found:
+                found[node] = children = graph[node]
+                following += children
+        level = following
+    return found
 
 
 _TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
@@ -169,7 +202,7 @@ _TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
 
 def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
     """The nodes that the engine would run: all below `roots`, or those above one of `inputs`."""
-    nodes = _nodes.walk(roots)
+    nodes = below(roots)
     if inputs is None:
         return list(nodes)
     targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges

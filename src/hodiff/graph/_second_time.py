@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _evidence, _likely, _predict, _saved
+from hodiff.graph import _causes, _likely, _predict, _saved
 from hodiff.graph._case import Case, Explanation
 from hodiff.graph._evidence import Evidence, Part
-from hodiff.graph._source import Line, lines_of
+from hodiff.graph._gather import gather
+from hodiff.graph._source import Line, lines_of, quoted
 
 
 def explain(case: Case) -> Explanation | None:
     """The explanation of "Trying to backward through the graph a second time"."""
-    evidence = _evidence.gather(case)
+    evidence = gather(case)
     return _recorded(case, evidence) if evidence is not None else _inferred(case)
 
 
 def left_behind(case: Case) -> Explanation | None:
     """The explanation of a pass that meets what an earlier step left, if that is the cause."""
-    evidence = _evidence.gather(case)
+    evidence = gather(case)
     if evidence is None or _causes.told(evidence).name not in ("carried", "stored"):
         return None
     return _recorded(case, evidence)
@@ -30,8 +30,8 @@ def _recorded(case: Case, evidence: Evidence) -> Explanation:
     cause, part, freed = _causes.told(evidence), evidence.first, evidence.freed_by
     text = [f"shared part: {', '.join(_what(each) for each in evidence.parts[:SHOWN])}"]
     if part.created is not None:
-        text.append(f"  created at   {part.created}   {part.created.text}")
-        text += [f"  called from  {line}   {line.text}" for line in _callers(evidence)]
+        text.append(f"  created at   {quoted(part.created)}")
+        text += [f"  called from  {quoted(line)}" for line in _callers(evidence)]
     text += [
         f"  freed by     {freed}",
         f"  failing call {case.call}",
@@ -67,8 +67,7 @@ def _callers(evidence: Evidence) -> list[Line]:
 
 
 def _freed_below(evidence: Evidence) -> str:
-    nodes = _nodes.walk([part.node for part in evidence.parts])
-    counts = Counter(type(each).__name__ for each in nodes if _predict.trouble(each) == "freed")
+    counts = Counter(type(each).__name__ for each in evidence.under if _predict.trouble(each) == "freed")
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
@@ -81,11 +80,11 @@ def _inferred(case: Case) -> Explanation | None:
         return None
     text = [f"shared part: {_of(found.node, found.variable)}"]
     if found.created is not None:
-        text.append(f"  created at   {found.created}   {found.created.text}")
+        text.append(f"  created at   {quoted(found.created)}")
     if found.freed is not None:
-        text.append(f"  freed by     {found.freed}   {found.freed.text}{found.earlier}")
+        text.append(f"  freed by     {quoted(found.freed)}{found.earlier}")
     if case.line is not None:
-        text.append(f"  failing call {case.line}   {case.line.text}")
+        text.append(f"  failing call {quoted(case.line)}")
     return case.explanation(
         found.cause,
         variable=found.variable,

@@ -28,12 +28,21 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         cell, number, _ = _cells.resolve(self.file, self.number)
+        if not self.number and not cell:
+            return self.file
         return f"In[{cell}]:{number}" if cell else f"{os.path.basename(self.file)}:{number}"
 
 
 def at(line: Line | None) -> str:
     """A line for a sentence: where it is, and what it says."""
-    return f"{line} ({line.text})" if line is not None else "the failing call"
+    if line is None:
+        return "the failing call"
+    return f"{line} ({text})" if (text := line.text) else str(line)
+
+
+def quoted(line: Line) -> str:
+    """A line for a list: where it is, and what it says; the text alone is missing where no source is at hand."""
+    return f"{line}   {line.text}".rstrip()
 
 
 def line_of(frame: FrameType) -> Line:

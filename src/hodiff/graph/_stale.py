@@ -9,7 +9,7 @@ from torch import Tensor
 from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved, _second_time, _source
 from hodiff.graph._case import Case, Change, Explanation
-from hodiff.graph._source import Line, lines_of
+from hodiff.graph._source import Line, at, lines_of, quoted
 
 ACTIVATIONS = frozenset(
     {"relu_", "relu6", "relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "rrelu_", "threshold_", "hardtanh"}
@@ -46,11 +46,11 @@ def explain(case: Case) -> Explanation | None:
     what = f"`{stale.variable}`" if stale.variable else f"a tensor of shape {tuple(stale.value.shape)}"
     text = [f"{what} was changed in place, after {type(stale.node).__name__} had saved it (as {stale.slot!r})"]
     if made is not None:
-        text.append(f"  saved at     {made}   {made.text}")
+        text.append(f"  saved at     {quoted(made)}")
     if change is not None:
-        text.append(f"  changed at   {change.line}   {change.line.text}")
-        text += [f"  called from  {line}   {line.text}" for line in _callers(case, change)]
-    text.append(f"  failing call {case.call or (f'{case.line}   {case.line.text}' if case.line is not None else '?')}")
+        text.append(f"  changed at   {quoted(change.line)}")
+        text += [f"  called from  {quoted(line)}" for line in _callers(case, change)]
+    text.append(f"  failing call {case.call or (f'{quoted(case.line)}' if case.line is not None else '?')}")
     fixes, unknown = _advice(case, stale, change, made)
     return case.explanation(
         "changed in place",
@@ -82,9 +82,7 @@ def _advice(case: Case, stale: _Stale, change: Change | None, made: Line | None)
     if change is None:
         return [], ["which line changed it: run the program under `hodiff explain`, which records that."]
     if change.call in ACTIVATIONS:
-        return [
-            f"let the module or function at {change.line} ({change.line.text}) not work in place: inplace=False."
-        ], []
+        return [f"let the module or function at {at(change.line)} not work in place: inplace=False."], []
     fix = _copied(case, stale, change)
     if fix is not None:
         return [fix], []
@@ -107,7 +105,7 @@ def _copied(case: Case, stale: _Stale, change: Change) -> str | None:
     holders = {path for path, tensor in _holders(case) if _shares(tensor, stale.value)}
     if holders - {name} or name in _source.parameters(line) or not _source.is_alone(name, line):
         return None
-    return f"change a copy: before {line} ({line.text}), write\n    {name} = {name}.clone()"
+    return f"change a copy: before {at(line)}, write\n    {name} = {name}.clone()"
 
 
 def _holders(case: Case) -> list[tuple[str, Tensor]]:
@@ -122,7 +120,7 @@ def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str
     """A parameter has moved on: the loss is computed again, from there on, with all else that is spent."""
     loss = _loss(case)
     change = _last_change(case, change)
-    after = f" after {change.line} ({change.line.text})" if change is not None else " after the change"
+    after = f" after {at(change.line)}" if change is not None else " after the change"
     if case.record is None:
         return [], [f"where the loss is to be computed again: after the line that changed `{stale.variable}`."]
     return [f"compute {loss} again{after}, from the forward pass on.{_chain(case)}"], [

@@ -1,12 +1,15 @@
 """What is advised, where programs of no report showed that it could harm; and evidence that advice stands on."""
 
+import re
 import runpy
+import sys
 
 import pytest
 import torch
 
 import hodiff
-from hodiff.graph import watch
+from hodiff.graph import _paths, _predict, watch
+from hodiff.graph._names import Names
 
 START = "import torch\nfrom torch import nn\n\ntorch.manual_seed(0)\n"
 
@@ -145,3 +148,142 @@ for i in range(2):
     y.square().sum().backward()
 """)
     assert "belongs to both losses" in note
+
+
+def test_a_state_is_cut_behind_the_last_pass_of_the_step(said):
+    note = said("""
+cell, other = nn.RNNCell(2, 3), nn.Linear(2, 1)
+h = torch.zeros(1, 3)
+for step in range(3):
+    h = cell(torch.ones(1, 2), h)
+    h.sum().backward()
+    loss = other(torch.ones(1, 2)).sum()
+    loss.backward()
+""")
+    assert "freed by     program.py:10 " in note
+    assert "after program.py:12 (loss.backward()), write\n           " in note
+
+
+def test_a_pass_that_ran_before_is_in_rounds_though_another_freed_the_part(said):
+    note = said("""
+w, v = nn.Linear(3, 3), nn.Linear(3, 1)
+x = torch.ones(1, 3)
+y = w(x).tanh()
+for step in range(3):
+    if step == 0:
+        y.square().sum().backward()
+    loss = v(y if step == 2 else x).sum()
+    loss.backward()
+""")
+    assert "freed by     program.py:11 " in note
+    assert "it was built once, outside the loop" in note
+
+
+def test_a_pass_that_retained_freed_nothing(said):
+    note = said("""
+y = nn.Linear(3, 3)(torch.ones(1, 3)).tanh()
+u = y.exp()
+u.sum().backward(retain_graph=True)
+y.square().sum().backward()
+u.mean().backward()
+""")
+    assert "shared part: `y`" in note
+    assert "freed by     program.py:9 " in note
+
+
+def test_the_last_of_several_changes_counts(said):
+    note = said("""
+p = nn.Parameter(torch.ones(3))
+y = p.square().sum()
+with torch.no_grad():
+    p.add_(1)
+    p.mul_(2)
+y.backward()
+""")
+    assert "changed at   program.py:10 " in note
+    assert "compute `y` again after program.py:10 (p.mul_(2))" in note
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v = nn.Linear(3, 3)(torch.ones(2, 3)).sigmoid().select(0, 0)\nv += 1\nv.sum().backward()",
+        "b = nn.Linear(3, 3)(torch.ones(2, 3)) * 2\nu = b.view(-1).sin()\nb += 1\nu.sum().backward()",
+    ],
+    ids=["a view is changed", "a view was saved"],
+)
+def test_of_views_no_copy_is_advised(said, text):
+    note = said(text)
+    assert "was changed in place" in note
+    assert "clone()" not in note
+    assert "which value the later lines are to have" in note
+
+
+def test_another_tensor_at_the_same_address_lost_nothing():
+    a = torch.ones(2, requires_grad=True)
+    with watch() as record:
+        cut, other = a.detach(), torch.zeros(2)
+        record.endings._lost[id(other)] = record.endings._lost[id(cut)]
+    assert record.endings.of(cut).kind == "detached"
+    assert record.endings.of(other) is None
+
+
+def test_what_a_shell_keeps_is_no_name():
+    space = {"sys": sys, "_": (t := torch.ones(2)), "_12": t, "Out": {3: t}, "here": t, "get_ipython": None}
+    exec("def frame():\n    return sys._getframe()", space)
+    assert Names([space["frame"]()]).paths[id(t)] == ["here"]
+    del space["get_ipython"]
+    assert Names([space["frame"]()]).paths[id(t)] == ["_", "_12", "here", "Out[3]"]
+
+
+def test_a_line_without_source_is_only_placed():
+    a = torch.ones(3, requires_grad=True)
+    code = compile("y = a.exp()\ny.sum().backward()\ny.mean().backward()", "nowhere.py", "exec")
+    with watch(), pytest.raises(RuntimeError, match="second time") as caught:
+        exec(code, {"a": a})
+    (note,) = caught.value.__notes__
+    assert "created at   nowhere.py:1\n" in note
+    assert "()" not in note
+    assert not re.search(r" \n| $", note)
+
+
+def test_what_was_made_before_the_watch_is_not_said_to_be_made_at_the_failing_call(said):
+    a = torch.ones(3, requires_grad=True)
+    y = a.exp()
+    with watch(), pytest.raises(RuntimeError, match="second time") as caught:
+        for _ in range(2):
+            y.square().sum().backward()
+            with torch.no_grad():
+                a -= 0.1
+    assert "made at" not in caught.value.__notes__[0]
+
+
+def test_nodes_of_one_kind_are_freed_alike_but_each_is_looked_at():
+    x = torch.ones(3, requires_grad=True)
+    spent, kept, other = x.sin(), x.sin(), x.sin() * 2
+    (spent.sum() + other.sum()).backward()
+    kept_through_hooks = None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        kept_through_hooks = x.sin()
+    with _predict.unchanging():
+        troubles = [_predict.trouble(value.grad_fn) for value in (spent, kept, other, kept_through_hooks)]
+        assert _predict.trouble(other.grad_fn.next_functions[0][0]) == "freed"
+    assert troubles == ["freed", "", "freed", ""]
+    with torch.no_grad():
+        x += 1
+    with _predict.unchanging():
+        assert _predict.trouble(kept.grad_fn) == "stale"
+
+
+def test_paths_are_found_again_and_forgotten(monkeypatch):
+    monkeypatch.setattr(_paths, "REMEMBERED", 3)
+    paths = _paths.Paths()
+    space = {"sys": sys}
+    numbers = []
+    for line in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5):  # code that is compiled anew each time, but equal
+        exec("\n" * line + "frame = sys._getframe()", space)
+        numbers.append(paths.number(space.pop("frame"), None))
+    assert numbers[:5] == numbers[5:]
+    assert len(set(numbers)) == 5
+    assert len(paths._numbers) <= 3
+    assert [paths[number][1] for number in numbers[:5]] == [2, 3, 4, 5, 6]

@@ -268,7 +268,7 @@ def test_the_self_test_runs_outside_the_callers_hooks():
 
 def test_private_attributes_of_pytorch_stay_in_one_module():
     """Those of our own objects, of Python's, and of named tuples are no PyTorch internals."""
-    ours = {"_replace", "_getframe", "_repr_html_", "_repr_svg_", "_asdict", "_facts"}
+    ours = {"_replace", "_getframe", "_repr_html_", "_repr_pretty_", "_repr_svg_", "_asdict", "_facts"}
     for path in sorted((PACKAGE / "graph").glob("*.py")):
         if path.name == "_saved.py":
             continue

@@ -248,7 +248,7 @@ def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
 
 def test_the_log_itself(monkeypatch):
     monkeypatch.setattr(_log, "LOG", 8)
-    log, lines = _log.Log(), [(test_the_log_itself.__code__, number) for number in range(3)]
+    log, lines = _log.Log(), range(3)
     log.add(0, 2, lines[0])
     log.add(2, 3, lines[0])  # the same line goes on: one entry
     assert len(log) == 1
@@ -279,8 +279,8 @@ def test_what_was_cut_is_forgotten_with_its_tensor():
         kept = a.detach()
         for _ in range(100):
             a.exp().detach()
-    assert len(record._lost) == 1
-    assert record.lost(kept).kind == "detached"
+    assert len(record.endings) == 1
+    assert record.endings.of(kept).kind == "detached"
 
 
 def test_a_subclass_is_refused():

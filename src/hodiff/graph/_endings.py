@@ -1,0 +1,86 @@
+"""Where graphs ended while a program was recorded: what was detached, made constant, or made with gradients off."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hodiff.graph import _calls
+from hodiff.graph._calls import CUT, OPERATION, tensors_in
+from hodiff.graph._case import Lost
+from hodiff.graph._names import user_frames
+from hodiff.graph._paths import Key
+from hodiff.graph._source import Line, line_of, lines_of
+
+
+@final
+class Endings:
+    """The tensors without a graph whose sources had one, and where they lost it."""
+
+    def __init__(self, path: Callable[[FrameType], Key], tell: Callable[[Lost, Any], None]) -> None:
+        self._path = path
+        self._tell = tell
+        self._lost: dict[int, tuple[Any, Lost]] = {}
+        self._off: dict[Key, tuple[str, Line | None]] = {}
+        self._latest: Lost | None = None
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def of(self, tensor: Tensor) -> Lost | None:
+        """Where a tensor without a graph lost it."""
+        found = self._lost.get(id(tensor))
+        return found[1] if found and found[0]() is tensor else None
+
+    def latest(self) -> Lost | None:
+        """Where a value last left PyTorch: as a number, or for NumPy."""
+        return self._latest
+
+    def note(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
+        """The result has no graph: was one cut here, or before?"""
+        name, line = getattr(func, "__name__", ""), None
+        if kind == CUT:
+            lost = "detached" if name in ("detach", "detach_", "__get__") else "constant"
+        else:
+            inherited = None
+            for tensor in tensors_in(arguments):
+                if tensor.requires_grad:
+                    lost, line = self._reason(result, frame)
+                    break
+                inherited = inherited or self._lost.get(id(tensor))
+            else:
+                if inherited is not None:
+                    self.remember(result, inherited[1])
+                return
+        if kind == OPERATION or arguments[0][0].requires_grad:
+            found = Lost(lost, line or lines_of(self._path(frame))[0], name)
+            if kind == CUT and name != "__get__":
+                self._latest = found
+            self.cut(result, found, arguments)
+
+    def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
+        """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""
+        if torch.is_grad_enabled():
+            return "discrete" if isinstance(result, Tensor) and not result.is_floating_point() else "constant", None
+        path = self._path(frame)
+        if path not in self._off:
+            kind, around = _calls.surroundings(frame)
+            user = next(user_frames(around), None) if kind == "checkpoint" else None
+            self._off[path] = kind or "no_grad", None if user is None else line_of(user)
+        return self._off[path]
+
+    def cut(self, result: Any, lost: Lost, sources: Any) -> None:
+        """Here the graph of `sources` ended: the result, a tensor or a number, is not in it."""
+        if isinstance(result, Tensor):
+            self.remember(result, lost)
+        self._tell(lost, sources)
+
+    def remember(self, tensor: Tensor, lost: Lost) -> None:
+        """A tensor that lost its graph, or what was computed from it."""
+        key, table = id(tensor), self._lost
+        table[key] = (weakref.ref(tensor, lambda _: table.pop(key, None)), lost)

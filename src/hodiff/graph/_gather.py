@@ -1,0 +1,221 @@
+"""From a record to evidence: which part of a failing pass's graph is old, what held it, and which pass freed it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+from torch import Tensor
+
+from hodiff._core._nodes import Node
+from hodiff.graph import _names, _predict, _saved, _source
+from hodiff.graph._case import Case, Pass, Record
+from hodiff.graph._evidence import PARAMETRIZED, Evidence, Part, memoised
+from hodiff.graph._names import Held
+from hodiff.graph._source import lines_of
+
+
+def gather(case: Case) -> Evidence | None:
+    """The facts of a case that was recorded; None if the record does not show which pass freed what."""
+    record, call = case.record, case.call
+    if record is None or call is None:
+        return None
+    nodes = _predict.executed(case.roots, case.inputs)
+    places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
+    needing = _Needing(nodes, _predict.below(case.roots), record)
+    again = [root for root in case.roots if record.marks.tag(root) is not None and root in needing]
+    begin = again[:1] or _begin(case, record, needing, places)
+    if not begin:
+        return None
+    found: dict[Node, Part] = {}
+    for node in begin:
+        part = _part(case, record, node, places)
+        found.setdefault(part.node, part)
+    parts = sorted(found.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
+    freed_by = _freeing(record, parts[0].node)
+    return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
+
+
+def _is_spent(node: Node, record: Record) -> bool:
+    """Whether a pass freed what a node needs, or it was changed."""
+    if _saved.leaf(node) is not None:
+        return False
+    trouble = _predict.trouble(node)
+    if not trouble:
+        return False
+    return trouble == "stale" or (trouble in ("freed", "unknown") and record.marks.tag(node) is not None)
+
+
+def _freeing(record: Record, node: Node) -> Pass | None:
+    """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met."""
+    inner = (each for each in _predict.below([node]) if _saved.leaf(each) is None)
+    tags = (tag for each in inner if (tag := record.marks.tag(each)) is not None)
+    return next(tags, None) or record.marks.held_at(node)
+
+
+class _Needing:
+    """The nodes of a pass that lead to one which cannot run: told for those that are asked for, each node once."""
+
+    def __init__(self, nodes: Sequence[Node], below: dict[Node, list[Node]], record: Record) -> None:
+        self._run = set(nodes)
+        self._below = below
+        self._record = record
+        self._known: dict[Node, bool] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        way: list[tuple[Node, Iterator[Node]]] = []
+        if self._look(node, way):
+            return True
+        while way:
+            child = next(way[-1][1], None)
+            if child is None:
+                way.pop()  # nothing was found below: as was noted of it
+            elif self._look(child, way):
+                self._known.update((each, True) for each, _ in way)
+                return True
+        return False
+
+    def _look(self, node: Node, way: list[tuple[Node, Iterator[Node]]]) -> bool:
+        """Whether a node is known to be one; else the way goes on through it."""
+        known = self._known.get(node)
+        if known is None and node in self._run:
+            known = self._known[node] = _is_spent(node, self._record)
+            if not known:
+                way.append((node, iter(self._below[node])))
+        return bool(known)
+
+
+def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tensor]) -> list[Node]:
+    """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
+
+    What a pass did not run counts as well (the state beside a recurrent module's output), if the variable that
+    held it has another value by now, or if the lines that made it have run again: then it is what a step left.
+    """
+    below = _predict.below(case.roots)
+    found: list[Node] = []
+    seen: set[Node] = set()
+    level = [root for root in case.roots if root is not None]
+    while level:
+        following: list[Node] = []
+        for node in level:
+            if node in seen or _saved.leaf(node) is not None:
+                continue
+            seen.add(node)
+            old = node not in case.roots and (
+                record.marks.tag(node) is not None or _is_left(case, record, node, places)
+            )
+            if old and node in needing:
+                found.append(node)
+            else:
+                following += below[node]
+        level = following
+    return [_named(case, record, node) for node in found]
+
+
+def _is_left(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
+    held = record.marks.held(node)
+    return bool(held) and (any(_replaced(case, one, node, places) for one in held) or record.ran_again(node))
+
+
+def _named(case: Case, record: Record, node: Node) -> Node:
+    """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
+    here = node
+    for _ in range(NEAR):
+        if record.marks.held(here) or here in case.names.nodes or _parametrized(here):
+            return here
+        children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
+        if len(children) != 1 or _saved.slots(here):
+            return node
+        here = children[0]
+    return node
+
+
+NEAR = 8
+
+
+def _replaced(case: Case, held: Held, node: Node, places: dict[str, Tensor]) -> bool:
+    """Whether the variable that held a node's output holds something else now."""
+    if case.names.owners.get(_names.root(held.path)) is not held.code:
+        return False
+    now = places.get(held.path)
+    return now is None or now.grad_fn is not node
+
+
+def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> Part:
+    path, again = record.path(node), record.ran_again(node)
+    cached = _parametrized(node)
+    if cached:
+        return Part(node, cached, None, True, False, path, again)
+    if not _holding(case, node) and not again and (kept := memoised(case, path)):
+        return Part(node, kept, None, False, False, path, again)
+    now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
+    then = [held for held in record.marks.held(node) if _replaced(case, held, node, places)]
+    call = record.marks.tag(node)
+    likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
+    if now and not likely:  # the shortest way to it
+        best, replaced = min(now, key=lambda held: _steps(held.path)), False
+    elif then:
+        best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
+    else:
+        before = record.marks.held(node)
+        best, replaced = (before[0] if before else Held(*_assigned(path))), False
+    if not path and best.path:
+        path = _only_assignment(case, best.path)
+    return Part(node, best.path, best.code, bool(now), replaced, path, again)
+
+
+def _only_assignment(case: Case, variable: str) -> tuple[Any, ...]:
+    """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
+    for frame in case.frames:
+        numbers = _source.assignments(variable, _source.line_of(frame))
+        if numbers:
+            return (frame.f_code, numbers[0]) if len(numbers) == 1 else ()
+    return ()
+
+
+def _holding(case: Case, node: Node) -> list[str]:
+    """The variables that hold a node's output now."""
+    found = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
+    return [path for tensor in found for path in case.names.paths[id(tensor)]]
+
+
+def _steps(path: str) -> tuple[int, int]:
+    return path.count(".") + path.count("["), len(path)
+
+
+HANDED_ON, MEMBER, OTHER = range(3)
+
+
+def _unlikely(held: Held, call: Pass | None) -> tuple[int, int, int]:
+    """How unlikely it is that a variable hands its value to the next step: one that is read first, or is a member."""
+    member = held.path != _names.root(held.path)
+    if member:
+        return MEMBER, *_steps(held.path)
+    for code, line in zip(call.path[::2], lines_of(call.path), strict=True) if call is not None else ():
+        if code is held.code and _source.hands_on(held.path, line):
+            return HANDED_ON, *_steps(held.path)
+    return OTHER, *_steps(held.path)
+
+
+def _parametrized(node: Node) -> str:
+    """The context that keeps computed parameters, if it holds a node's output."""
+    module = sys.modules.get("torch.nn.utils.parametrize")
+    kept = [value for value in getattr(module, "_cache", {}).values() if isinstance(value, Tensor)]
+    return PARAMETRIZED if any(value.grad_fn is node for value in kept) else ""
+
+
+def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
+    """The one name that the line that made a value gives it; or that the line gives which called a `return` of it."""
+    for number, (code, line) in enumerate(zip(path[::2], lines_of(path), strict=True)):
+        if number and not _source.is_call(line):
+            return "", None  # the line goes on computing with what it was returned
+        if code.co_name.startswith("<") and code.co_name != "<module>":
+            return "", None  # a lambda's line assigns the lambda
+        names = _source.given_by(line)
+        if len(names) == 1:
+            return names[0], code
+        if not _source.returns(line):
+            return "", None
+    return "", None
