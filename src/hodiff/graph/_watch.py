@@ -301,7 +301,8 @@ def watch() -> Watch:
 
     Cost:
         Some 10 µs per operation: 1.15 times the time of plain training for a transformer, 1.2 to 1.35 times for
-        an MLP of small layers. No pass, and no memory of tensors: one number and one line per operation, one small dict per node that a pass freed.
+        an MLP of small layers. No pass, and no memory of tensors: one number and one line per operation, one
+        small dict per node that a pass freed.
 
     Examples:
         >>> import torch, hodiff
