@@ -110,6 +110,18 @@ def test_a_result_may_be_written_into(replay: list[Any]) -> None:
         assert relative_error(H @ v, expected) < 1e-14
 
 
+def test_parts_of_a_result_share_no_memory(replay: list[Any]) -> None:
+    """One tensor of the pass is both parts, each of which is divided by the weight."""
+    loss = lambda p, batch: ((p[0] + p[1]).square().sum(), 4.0)
+    H = hodiff.HessianOperator(loss, (draw(3), draw(3, seed=1)), data=[X]).compile()
+    assert H.compiled.compiled == 1
+    v = draw(3, seed=2)
+    for found in (H @ (v, 2 * v), [part[7] for part in H @ (v.expand(9, 3), 2 * v.expand(9, 3))]):
+        torch.testing.assert_close(found[0], 1.5 * v)
+        found[0].zero_()
+        torch.testing.assert_close(found[1], 1.5 * v)
+
+
 STAYS_EAGER = {"its passes run Python"}
 """Reasons that modules of the zoo may have."""
 
