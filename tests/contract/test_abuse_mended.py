@@ -137,6 +137,9 @@ FLAGS = {
         lambda z: (z**3).sum(-1), X, return_outputs=v, create_graph=False
     ),
     "symmetric": lambda v: hodiff.MatrixOperator(torch.eye(2), symmetric=v),
+    "release": lambda v: hodiff.multi_grad([lambda z: (z**3).sum()], X, release=v),
+    "return_used": lambda v: hodiff.multi_grad([lambda z: (z**3).sum()], X, return_used=v),
+    "scaled": lambda v: hodiff.jet(torch.sin, X, [X], scaled=v),
 }
 
 
@@ -144,6 +147,25 @@ FLAGS = {
 def test_an_array_where_a_flag_is_expected(option: str) -> None:
     with pytest.raises(hodiff.InputError, match=f"{option.rstrip('=')}: is a ndarray, expected True or False"):
         FLAGS[option](np.ones(2))
+
+
+@pytest.mark.parametrize("solution", [hodiff.implicit.argmin, hodiff.implicit.root, hodiff.implicit.fixed_point])
+@pytest.mark.parametrize("limit", [1j, "small", float("nan"), -1.0, np.ones(2), True], ids=repr)
+def test_a_tolerance_that_is_no_number(solution, limit) -> None:
+    with pytest.raises(hodiff.InputError, match=r"gradient_tol: got .*, expected a number of 0 or more, or None"):
+        solution(lambda z: z**2, torch.zeros(2), gradient_tol=limit)
+
+
+def test_paths_that_are_none() -> None:
+    with pytest.raises(hodiff.InputError, match="primals: is a NoneType; expected a tensor, or a tuple"):
+        hodiff.jet(torch.sin, None, [X])
+    with pytest.raises(hodiff.InputError, match="series: is a int; expected a list of tensors"):
+        hodiff.jet(torch.sin, (X,), 3)
+
+
+def test_a_keyword_that_is_no_word() -> None:
+    with pytest.raises(hodiff.InputError, match="kwargs: has a key of type int; expected names of arguments"):
+        hodiff.hessian_penalty(lambda z: (z**3).sum(-1), X, kwargs={1: X})
 
 
 @pytest.mark.parametrize("call", [hodiff.hessian, hodiff.cross_hessian])

@@ -183,6 +183,9 @@ def check_arguments(args: Any, kwargs: Any) -> None:
         raise InputError(f"args: is a {type(args).__name__}; expected a tuple of arguments for f: args=(data,).")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError(f"kwargs: is a {type(kwargs).__name__}; expected a dict of keyword arguments for f.")
+    for name in kwargs or ():
+        if not isinstance(name, str):
+            raise InputError(f"kwargs: has a key of type {type(name).__name__}; expected names of arguments of f.")
 
 
 def check_container(tree: _tree.Tree, count: int, name: str) -> None:

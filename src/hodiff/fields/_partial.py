@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _checks, _compiled_callers, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
+from hodiff._core._options import is_set
 from hodiff._core._random_state import RandomState
 from hodiff.calculus._along import entries
 from hodiff.errors import InputError
@@ -337,7 +338,12 @@ def jet(
     Reference:
         Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13. doi:10.1137/1.9780898717761.
     """
+    if not isinstance(primals, (Tensor, tuple, list)) and not _jet.is_jet(primals):
+        raise InputError(f"primals: is a {type(primals).__name__}; expected a tensor, or a tuple of tensors.")
+    if not isinstance(series, (tuple, list)):
+        raise InputError(f"series: is a {type(series).__name__}; expected a list of tensors for each primal.")
     points, given = ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
+    scaled = is_set(scaled, "scaled")
     order = _check_series(points, given)
     record = _nesting.loss_recorded(create_graph)
     with torch.set_grad_enabled(record):

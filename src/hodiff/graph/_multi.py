@@ -12,6 +12,7 @@ from hodiff._core import _checks, _nesting, _nodes, _refusals, _results, _revers
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._nodes import Node
+from hodiff._core._options import is_set
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
 
@@ -143,6 +144,7 @@ def multi_grad(
     """
     names, items = _items(losses)
     functions = _are_functions(items)
+    release, return_used = is_set(release, "release"), is_set(return_used, "return_used")
     options = _Options(_nesting.recorded(create_graph), strict, return_used, [])
     if shared is not None and not functions:
         raise InputError("shared: is for losses that are functions of (where, shared(where)); these are tensors.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +50,9 @@ def attached(
         raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
     order = _order(given.order)
     _checks.check_integer(given.polish, "polish", least=0)
+    limit = given.gradient_tol
+    if limit is not None and not ((_checks.is_number(limit) and limit >= 0) or limit == math.inf):
+        raise InputError(f"gradient_tol: got {limit!r}, expected a number of 0 or more, or None.")
     # The residual at the values alone; and in a differentiable result with as many derivatives as there are links.
     linked = call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
     plain = linked._replace(create_graph=False, keep=True, order=2)
