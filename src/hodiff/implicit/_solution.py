@@ -51,7 +51,8 @@ def attached(
     order = _order(given.order)
     _checks.check_integer(given.polish, "polish", least=0)
     limit = given.gradient_tol
-    if limit is not None and not ((_checks.is_number(limit) and limit >= 0) or limit == math.inf):
+    number = _checks.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
+    if limit is not None and not (number and limit >= 0):
         raise InputError(f"gradient_tol: got {limit!r}, expected a number of 0 or more, or None.")
     # The residual at the values alone; and in a differentiable result with as many derivatives as there are links.
     linked = call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
