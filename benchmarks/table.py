@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ def where() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "peers": {name: found for name in PEERS if (found := _version(name))},
+        "peers": {name: version(name) for name in PEERS if list(distributions(name=name))},
     }
 
 
@@ -61,16 +61,9 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
+    facts = Path("/proc/cpuinfo")  # Linux's
+    if not facts.exists():
         return platform.processor() or platform.machine()
+    lines = facts.read_text("utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hodiff.jets._series import Turn
 from tests.support.audit import unchanged
 from tests.support.callers import CALLERS, SCALE, tensors
 from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_module
@@ -47,6 +48,8 @@ def interrupt(call: Call, moments: int | None) -> None:
                     interrupter(run)
                 except KeyboardInterrupt as stopped:
                     stopped.__traceback__ = None
+                    with Turn():  # the next expansion forgets that one was not counted out
+                        pass
         except AssertionError as error:
             raise AssertionError(f"interrupted at {interrupter.place}:\n{error}") from None
     assert not model.fired

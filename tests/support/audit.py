@@ -30,7 +30,7 @@ from tests.support.ledger import Ledger, storages_of, without_collector
 REMEMBERED = {
     "_SEPARATE", "_cleared", "_without_functions",  # classes of nodes
     "_warned", "_state",  # what was said
-    "KNOWN", "SCRIPTS", "_decompositions", "RULES",  # code and operations
+    "KNOWN", "USERS", "_decompositions", "RULES",  # code, files and operations
 }  # fmt: skip
 """What the library knows better after a call, and is meant to; it holds no tensors, or weakly."""
 

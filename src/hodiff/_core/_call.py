@@ -93,7 +93,7 @@ def call(
         kwargs or {},
         allowed(allow),
         strict,
-        is_set(has_aux, "has_aux"),
+        has_aux is not False and is_set(has_aux, "has_aux"),
         spread,
         keep,
         cast,

@@ -47,6 +47,38 @@ ACCUMULATE: type = torch._C._functions.AccumulateGrad  # pyright: ignore[reportA
 """The class of the nodes that stand for leaves."""
 
 
+MANY = 10_000
+"""So many nodes may hang on each other and be freed one from within the other."""
+
+_STRIDE = 4_999
+"""Every so manyth node holds all older ones; a prime, so that of chains beside each other none is passed over."""
+
+_HELD = "hodiff: older nodes, in the order in which they are freed"
+
+
+def free_one_by_one(roots: Collection[Node], nodes: Collection[Node]) -> None:
+    """See that a large graph whose nodes Python has seen can be freed; `nodes` are all those below the roots.
+
+    PyTorch frees graphs without recursion, but for nodes that have a Python object: that one goes with its node, and
+    frees the next from within, until after some 40,000 the stack is full and the process ends. So the roots, and some
+    nodes below, in case that a tensor in the middle lives longest, hold the objects of all older nodes, in blocks that
+    they share. A list lets go of its last entry first, here the newest: each node is freed while all that it leads to
+    is still held, alone.
+    """
+    whole = max((root.metadata.get(_HELD, (0,))[0] for root in roots), default=0)
+    if whole + 1 >= sum(node.__class__ is not ACCUMULATE for node in nodes):  # as an earlier walk has left it
+        return
+    ordered = sorted((node for node in nodes if node.__class__ is not ACCUMULATE), key=lambda node: node._sequence_nr())
+    ends = range(0, len(ordered), _STRIDE)
+    blocks = [ordered[end : end + _STRIDE] for end in ends]
+    places = {node: place for place, node in enumerate(ordered)}
+    for head in {*roots, *(ordered[end] for end in ends[1:])}:
+        place = places.get(head, 0)
+        if head.metadata.get(_HELD, (0,))[0] < place:
+            block, rest = divmod(place, _STRIDE)
+            head.metadata[_HELD] = place, [*blocks[:block], blocks[block][:rest]]
+
+
 class Survey:
     """The nodes below some roots, grouped by class. Strong references: drop it before a pass that frees.
 
@@ -66,6 +98,7 @@ class Survey:
             if root not in visited:
                 visited[root] = True
                 found += [root]
+        tops = [*found]
         for node in found:
             kind = node.__class__
             if kind in by_class:
@@ -78,6 +111,8 @@ class Survey:
                 if below not in visited:
                     visited[below] = True
                     found += [below]
+        if found[MANY:]:
+            free_one_by_one(tops, found)
         self.by_class = by_class
         self.visited = visited
         self._leaf_ids: set[int] | None = None
@@ -134,7 +169,8 @@ def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
 
 def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaf tensors in the graphs of `tensors`, as they are met: for who needs no more than the first of a kind."""
-    stack: list[Any] = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
+    roots: list[Any] = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
+    stack, met = [*roots], 0
     visited: dict[Node, bool] = {None: True}
     while stack:
         node = stack[-1]
@@ -142,6 +178,9 @@ def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         if node in visited:
             continue
         visited[node] = True
+        met += 1
+        if met == MANY:
+            Survey(roots)  # which sees that all of it can be freed
         if node.__class__ is ACCUMULATE:
             yield node.variable
         for below, _ in node.next_functions:
@@ -266,7 +305,8 @@ def _raw_saved(kind: type) -> tuple[str, ...]:
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:
     """The nodes below `roots`, each once, outputs first, with the nodes that each leads to; none below `stop`."""
     order: dict[Node, list[Node]] = {}
-    level = [root for root in roots if root is not None]
+    roots = [root for root in roots if root is not None]
+    level = roots
     while level:
         following: list[Node] = []
         for node in level:
@@ -275,6 +315,8 @@ def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node
                 if node not in stop:
                     following += children
         level = following
+    if len(order) > MANY:
+        free_one_by_one(roots, order)
     return order
 
 

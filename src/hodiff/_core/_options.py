@@ -71,14 +71,20 @@ def check_option(value: Any, vocabulary: Any, name: str) -> None:
         raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")
 
 
+class Names(tuple[str | type, ...]):
+    """Names and classes, as `allowed` has found them to be."""
+
+    __slots__ = ()
+
+
 def allowed(allow: Any) -> Sequence[str | type]:
     """`allow=` as a sequence; raise unless it holds names and classes."""
-    if allow.__class__ is tuple and not allow:  # as nearly always
+    if allow.__class__ is Names or (allow.__class__ is tuple and not allow):  # as nearly always
         return allow
     found = (allow,) if isinstance(allow, (str, type)) else allow
     if not isinstance(found, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in found):
         raise InputError(f"allow: is a {type(allow).__name__}, expected names or classes of autograd.Functions.")
-    return tuple(found)
+    return Names(found)
 
 
 def is_set(value: Any, name: str) -> bool:

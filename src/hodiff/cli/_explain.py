@@ -32,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
     if not options.is_module and not os.path.exists(options.script):
         print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
         return 2
-    _deepen()
     growth = _growth.Growth()
     record = (
         _lifetime.Lifetime(also=growth) if options.picture else _watch.Watch(operations=[growth], of_passes=[growth])
@@ -55,24 +54,6 @@ def run(options: argparse.Namespace) -> int:
             record.save(options.picture)
         _tell(growth, ended=ended)
     return 0
-
-
-STACK = 100 * 2**20
-
-
-def _deepen() -> None:
-    """Room on the main thread's stack for graphs that were looked at to die.
-
-    When a graph dies whose nodes some Python code has seen, PyTorch goes down it by recursion, and from some 40,000
-    operations in a chain on that would end the process (2.13 to 2.15; with torchviz as with us).
-    """
-    if sys.platform != "linux":
-        return
-    import resource  # which other systems lack
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    if 0 <= soft < STACK and (hard < 0 or hard >= STACK):
-        resource.setrlimit(resource.RLIMIT_STACK, (STACK, hard))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Name
 
 def trouble(node: Node) -> str:
     """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing."""
-    known = _known.get()
+    known = _known.get(threading.get_ident())
     if known is None:
         return _trouble(node)
     found = known.troubles.get(node)
@@ -156,22 +157,28 @@ class _Known:
         self.below: dict[tuple[Node, ...], dict[Node, list[Node]]] = {}
 
 
-_known: ContextVar[_Known | None] = ContextVar("known", default=None)
+_known: weakref.WeakValueDictionary[int, _Known] = weakref.WeakValueDictionary()
+"""Each thread's. Weak: what an interrupt keeps from its end is forgotten, and nobody is told what was once."""
 
 
 @contextmanager
 def unchanging() -> Iterator[None]:
     """A context in which no pass runs and nothing is changed: each graph is walked, and each node looked at, once."""
-    token = _known.set(_Known())
+    me, mine = threading.get_ident(), _Known()
+    before = _known.get(me)
+    _known[me] = mine
     try:
         yield
     finally:
-        _known.reset(token)
+        if before is None:
+            del _known[me]
+        else:
+            _known[me] = before
 
 
 def below(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
     """The nodes below some roots, outputs first, with the nodes that each leads to. Not to be changed."""
-    known = _known.get()
+    known = _known.get(threading.get_ident())
     if known is None:
         return _nodes.walk(roots)
     key = tuple(root for root in roots if root is not None)

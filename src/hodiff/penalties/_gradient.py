@@ -168,13 +168,13 @@ def gradient_penalty(
         outputs, gradient = outputs_and_gradient(
             critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
         )
-        if is_set(check_independence, "check_independence"):
+        if check_independence is not False and is_set(check_independence, "check_independence"):
             _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _loss.recording(record):
         penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
         if not traced:
             penalty = _loss.finished(penalty, f, outputs, gradient, record)
-    return (penalty, outputs) if is_set(return_outputs, "return_outputs") else penalty
+    return (penalty, outputs) if return_outputs is not False and is_set(return_outputs, "return_outputs") else penalty
 
 
 class Rule(NamedTuple):
@@ -193,7 +193,8 @@ class Rule(NamedTuple):
         check_option(self.reduction, Reduction, "reduction")
         _loss.check_number(self.weight, "weight", least=-math.inf)
         _loss.check_number(self.power, "power", least=1)
-        is_set(self.one_sided, "one_sided")
+        if self.one_sided is not False:
+            is_set(self.one_sided, "one_sided")
         if not isinstance(self.target, Tensor):
             _loss.check_number(self.target, "target", least=0)
         elif self.target.is_nested:

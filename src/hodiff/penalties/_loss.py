@@ -17,7 +17,7 @@ from hodiff._core._assembly import plain
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._lending import mark_of
-from hodiff._core._options import Allowed, ExtremeReduction, allowed
+from hodiff._core._options import Allowed, ExtremeReduction, Names, allowed
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 
@@ -39,9 +39,12 @@ def _recording_again() -> Iterator[None]:
         yield
 
 
-def accepted(allow: Allowed) -> list[str | type]:
+def accepted(allow: Allowed) -> Names:
     """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
-    return [*allowed(allow), "_DDPSink"]
+    return Names((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
+
+
+_PASSES_ON = Names(("_DDPSink",))
 
 
 def check_critic(f: Any) -> None:
@@ -107,7 +110,7 @@ def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], re
 
 def check_number(value: Any, name: str, *, least: float) -> None:
     """Raise unless `value` is a finite number of at least `least`."""
-    if value.__class__ is float and least <= value < math.inf:  # as nearly always
+    if value.__class__ in (float, int) and least <= value <= _checks.LARGEST:  # as nearly always
         return
     if not _checks.is_number(value) or value < least:
         bound = "" if least == -math.inf else f" of at least {least}"
