@@ -19,7 +19,7 @@ def on_files(files: Any, *, config: Any) -> None:
     """Notebooks beside the pages that they are made of."""
     from docs import notebooks
 
-    for page in notebooks.PAGES:
+    for page in (each for each in notebooks.PAGES if files.get_file_from_path(f"{each}.md")):
         name = f"notebooks/{Path(page).name}.ipynb"
         files.append(File.generated(config, name, content=notebooks.notebook(page)))
 
