@@ -149,6 +149,19 @@ def test_an_array_where_a_flag_is_expected(option: str) -> None:
         FLAGS[option](np.ones(2))
 
 
+def test_a_flag_is_looked_at_before_anything_is_computed() -> None:
+    penalty, calls = hodiff.PathLengthPenalty(), []
+
+    def images(w: Tensor) -> Tensor:
+        calls.append(w)
+        return w[:, :, None] ** 2
+
+    with pytest.raises(hodiff.InputError, match="return_outputs: is a ndarray, expected True or False"):
+        penalty(images, X, return_outputs=np.ones(2))
+    assert not calls
+    assert float(penalty.mean_length) == 0
+
+
 @pytest.mark.parametrize("solution", [hodiff.implicit.argmin, hodiff.implicit.root, hodiff.implicit.fixed_point])
 @pytest.mark.parametrize("limit", [1j, "small", float("nan"), -1.0, np.ones(2), True], ids=repr)
 def test_a_tolerance_that_is_no_number(solution, limit) -> None:

@@ -161,6 +161,7 @@ def gradient_penalty(
     critic = Critic(f if traced else _loss.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
+    return_outputs = return_outputs is not False and is_set(return_outputs, "return_outputs")
     record = _nesting.loss_recorded(create_graph)
     if traced:
         outputs, gradient = _compiled.outputs_and_gradient(critic, x, create_graph=record, args=args, kwargs=kwargs)
@@ -174,7 +175,7 @@ def gradient_penalty(
         penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
         if not traced:
             penalty = _loss.finished(penalty, f, outputs, gradient, record)
-    return (penalty, outputs) if return_outputs is not False and is_set(return_outputs, "return_outputs") else penalty
+    return (penalty, outputs) if return_outputs else penalty
 
 
 class Rule(NamedTuple):

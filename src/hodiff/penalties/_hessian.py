@@ -136,6 +136,7 @@ def hessian_penalty(
         raise InputError("epsilon: got 0, expected a positive step of the differences.")
     _checks.check_integer(samples, "samples", least=2)
     check_option(reduction, ExtremeReduction, "reduction")
+    return_outputs = is_set(return_outputs, "return_outputs")
     _loss.check_function(f)
     _loss.check_critic(f)
     _checks.check_arguments(args, kwargs)
@@ -157,7 +158,7 @@ def hessian_penalty(
             seconds = [along.difference(v, output, epsilon) for v in zip(*directions, strict=True)]
         loss = _loss.reduce(_norm.wide(torch.stack(seconds)).var(0), reduction, weight)
         loss = _loss.finished(loss, f, output, seconds, record)
-    return (loss, output) if is_set(return_outputs, "return_outputs") else loss
+    return (loss, output) if return_outputs else loss
 
 
 def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
@@ -278,6 +279,7 @@ def curvature_penalty(
     _loss.check_number(weight, "weight", least=0)
     _loss.check_number(h, "h", least=0)
     check_option(reduction, Reduction, "reduction")
+    return_outputs = is_set(return_outputs, "return_outputs")
     record = _nesting.loss_recorded(create_graph)
     _loss.check_function(f)
     critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0)
@@ -299,4 +301,4 @@ def curvature_penalty(
         change = [_norm.wide(b) - _norm.wide(a) for a, b in zip(here, moved, strict=True)]
         loss = _loss.reduce(_norm.squares(change, batch_ndim), reduction, weight)
         loss = _loss.finished(loss, f, outputs, change, record)
-    return (loss, outputs) if is_set(return_outputs, "return_outputs") else loss
+    return (loss, outputs) if return_outputs else loss

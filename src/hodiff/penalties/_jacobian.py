@@ -117,6 +117,7 @@ def jacobian_penalty(
     _loss.check_number(weight, "weight", least=0)
     check_option(reduction, Reduction, "reduction")
     check_option(probes, Probes, "probes")
+    return_outputs = is_set(return_outputs, "return_outputs")
     if samples is not None:
         _checks.check_integer(samples, "samples", least=1)
     record = _nesting.loss_recorded(create_graph)
@@ -144,4 +145,4 @@ def jacobian_penalty(
             values = _norm.squares(parts, batch_ndim + 1).mean(0)
         loss = _loss.reduce(values, reduction, weight / 2)
         loss = _loss.finished(loss, f, output, parts, record)
-    return (loss, ev.value()) if is_set(return_outputs, "return_outputs") else loss
+    return (loss, ev.value()) if return_outputs else loss

@@ -104,6 +104,7 @@ class PathLengthPenalty(nn.Module):
             A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* `(penalty, images)`.
         """
         check_option(reduction, Reduction, "reduction")
+        return_outputs = is_set(return_outputs, "return_outputs")
         _checks.check_real_tensor(w, "w")
         if w.ndim not in (2, 3) or not w.shape[0]:
             raise InputError(f"w: has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
@@ -131,7 +132,7 @@ class PathLengthPenalty(nn.Module):
                     self.mean_length.copy_(mean)
             loss = _loss.reduce((lengths - mean).square(), reduction, self.weight)
             loss = _loss.finished(loss, f, images, gradient, record)
-        return (loss, outputs) if is_set(return_outputs, "return_outputs") else loss
+        return (loss, outputs) if return_outputs else loss
 
     def extra_repr(self) -> str:
         """The settings."""

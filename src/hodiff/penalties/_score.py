@@ -121,6 +121,7 @@ def sliced_score_matching_loss(
     """
     check_option(reduction, Reduction, "reduction")
     check_option(probes, Probes, "probes")
+    return_outputs = is_set(return_outputs, "return_outputs")
     _checks.check_integer(samples, "samples", least=1)
     record = _nesting.loss_recorded(create_graph)
     where = Where(x)
@@ -143,7 +144,7 @@ def sliced_score_matching_loss(
             size = _norm.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
         loss = _loss.reduce(trace + size / 2, reduction, 1.0)
         loss = _loss.finished(loss, f, first, score, record)
-    return (loss, ev.value()) if is_set(return_outputs, "return_outputs") else loss
+    return (loss, ev.value()) if return_outputs else loss
 
 
 def _score(ev: Graph, where: Where) -> list[Tensor]:
