@@ -69,14 +69,12 @@ def free_one_by_one(roots: Collection[Node], nodes: Collection[Node]) -> None:
     if whole + 1 >= sum(node.__class__ is not ACCUMULATE for node in nodes):  # as an earlier walk has left it
         return
     ordered = sorted((node for node in nodes if node.__class__ is not ACCUMULATE), key=lambda node: node._sequence_nr())
-    ends = range(0, len(ordered), _STRIDE)
-    blocks = [ordered[end : end + _STRIDE] for end in ends]
-    places = {node: place for place, node in enumerate(ordered)}
-    for head in {*roots, *(ordered[end] for end in ends[1:])}:
-        place = places.get(head, 0)
-        if head.metadata.get(_HELD, (0,))[0] < place:
-            block, rest = divmod(place, _STRIDE)
-            head.metadata[_HELD] = place, [*blocks[:block], blocks[block][:rest]]
+    blocks = [ordered[end : end + _STRIDE] for end in range(0, len(ordered), _STRIDE)]
+    tops = set(roots)
+    for place, node in enumerate(ordered):
+        block, rest = divmod(place, _STRIDE)
+        if (not rest or node in tops) and node.metadata.get(_HELD, (0,))[0] < place:
+            node.metadata[_HELD] = place, [*blocks[:block], blocks[block][:rest]]
 
 
 class Survey:
