@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _sharded, _tree
+from hodiff._core._spellings import check_dense
 from hodiff.errors import InputError
 
 LARGEST = 2**63 - 1
@@ -42,9 +43,7 @@ def check_real_tensor(value: Any, name: str) -> None:
             raise InputError(f"{name}: has dtype {value.dtype}, in which PyTorch only stores; convert it (x.half()).")
         if value.is_meta:
             raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")
-        if value.layout is not torch.strided or value.is_nested:
-            kind = "nested" if value.is_nested else str(value.layout)
-            raise InputError(f"{name}: is a {kind} tensor; give a dense one (x.to_dense(), or its .values()).")
+        check_dense(value, name, " (x.to_dense(), or its .values())")
         return
     if value.is_complex():
         raise InputError(

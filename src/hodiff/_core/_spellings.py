@@ -20,11 +20,18 @@ class SupportsArray(Protocol):
     def __array__(self) -> Any: ...
 
 
+def check_dense(value: Tensor, name: str, advice: str = "") -> None:
+    """Raise where a tensor is nested or sparse."""
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise InputError(f"{name}: is a {kind} tensor; give a dense one{advice}.")
+
+
 def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Any:
     """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
     if isinstance(value, Tensor):
         if value.is_nested:
-            raise InputError(f"{name}: is a nested tensor; give a dense one.")
+            check_dense(value, name)
         return value
     if isinstance(value, Mapping) and not isinstance(value, dict):
         value = dict(value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _sharded, _tree
-from hodiff._core._spellings import as_tensors, listing
+from hodiff._core._spellings import as_tensors, check_dense, listing
 from hodiff.errors import InputError
 
 
@@ -60,9 +60,8 @@ def structured(
     value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str
 ) -> tuple[list[Tensor], int | None]:
     """Check a vector (or several, with one extra leading dimension) against the tensors it must resemble."""
-    if isinstance(value, Tensor) and not _is_plain(value):
-        kind = "nested" if value.is_nested else str(value.layout)
-        raise InputError(f"{name}: is a {kind} tensor; give a dense one, {meaning}.")
+    if isinstance(value, Tensor):
+        check_dense(value, name, f", {meaning}")
     if tree is None and isinstance(value, Tensor):
         return [value], _count(value, likes[0], name)
     if tree is not None and value.__class__ is dict and tree.template is dict and tuple(value) == tree.keys:

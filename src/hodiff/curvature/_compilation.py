@@ -15,7 +15,7 @@ from hodiff.curvature import _memory
 from hodiff.curvature._batch_graph import BatchGraph
 from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._compile import CompiledPass, Key, NotCompiled, Pass, compile_traced, trace
-from hodiff.curvature._records import CompiledRecord
+from hodiff.curvature._cost import CompiledRecord
 from hodiff.curvature._space import Parts, Space
 from hodiff.errors import HodiffWarning
 

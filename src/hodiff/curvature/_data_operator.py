@@ -15,8 +15,8 @@ from hodiff.curvature import _memory
 from hodiff.curvature._batch_graph import G
 from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._compilation import MANY, Compilation, Passes, through
+from hodiff.curvature._cost import CompiledRecord, Cost
 from hodiff.curvature._operator import LinearOperator, together
-from hodiff.curvature._records import CompiledRecord, Cost
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space, accumulate
 

@@ -53,7 +53,8 @@ def spectral_density(
             more, all eigenvalues are computed instead.
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn.
+            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
+            count as one.
         steps: How many products each vector takes: the nodes of its rule.
         width: The \(\sigma\), in units of the eigenvalues; None: a fiftieth of the spectrum's extent.
         points: How many points the grid has; it reaches four widths beyond the outermost nodes.
@@ -148,7 +149,8 @@ def logdet(
             more, all eigenvalues are computed instead.
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose errors are larger.
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn.
+            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
+            count as one.
         steps: How many products each vector takes.
         rtol: Stop as soon as the standard error is below `rtol * |value|` (looked at every 8 vectors). None: spend all.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.

@@ -55,7 +55,8 @@ def diagonal(
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose errors are
             larger.
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn.
+            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
+            count as one.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, every 8 vectors.
         progress: Whether to show a bar over the products.

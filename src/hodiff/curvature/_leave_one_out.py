@@ -94,7 +94,7 @@ def _with_error(estimates: Callable[[Tensor], Tensor], number: int) -> tuple[Ten
     return found.mean(), (jackknife * found.std() / number**0.5).sqrt()
 
 
-def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor]:
+def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Mean and standard error of the diagonal, each `(D,)`; two products for each random vector.
 
     Of one eigenvalue the error is a sum over pairs of vectors, each pair alike in the estimates of both. So their
@@ -112,7 +112,7 @@ def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor]:
     means = known + _without_two(p, m, omega * length, mine, s.T @ s) / (number - 1)
     jackknife = (number - 1) / number * (means - means.mean(1, keepdim=True)).square().sum(1)
     error = (jackknife.sqrt() * found.std(1) / number**0.5).sqrt()
-    return found.mean(1) * unit, error * unit
+    return _in_units((found.mean(1), error), unit)
 
 
 def _without_two(p: Tensor, m: Tensor, scaled: Tensor, mine: Tensor, cosines: Tensor) -> Tensor:

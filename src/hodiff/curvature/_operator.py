@@ -494,8 +494,9 @@ class ProductOperator(LinearOperator):
 
     @property
     def symmetric(self) -> bool:
-        """Whether the product is one of the form A' A."""
-        return self._left._transpose_of is self._right or self._right._transpose_of is self._left
+        """Whether the product is one of the form A' A, as is the square of a symmetric operator."""
+        left, right = self._left, self._right
+        return (left is right and left.symmetric) or left._transpose_of is right or right._transpose_of is left
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         left, right = self._left, self._right

@@ -13,10 +13,12 @@ from hodiff._core import _checks, _random_vectors, _reverse
 from hodiff._core._options import Probes
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Space, sum_dtype
-from hodiff.errors import ConvergenceWarning, GraphError, InputError
+from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
 BLOCK = 8
 """Vectors between two looks at a tolerance."""
+REPEATS_BY_CHANCE = 64
+"""Below so many entries independent vectors of signs may well be equal."""
 
 
 class RandomVectors:
@@ -36,7 +38,7 @@ class RandomVectors:
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
         self._probes: Probes = probes
         self._generator = source(operator, generator)
-        self._rows = None if vectors is None else _rows(operator._domain, vectors)
+        self._rows = None if vectors is None else _distinct(_rows(operator._domain, vectors))
         self.given = self._rows is not None
         self.number = samples if self._rows is None else len(self._rows)
         self._taken = 0
@@ -66,6 +68,32 @@ def _rows(domain: Space, vectors: Any) -> Tensor:
     if number is None:
         return domain.join(parts, None)[None]
     return parts[0].T if kind == "columns" else domain.join(parts, number)
+
+
+def _distinct(rows: Tensor) -> Tensor:
+    """The first row alone where all are the same, up to sign; with a warning where some repeat others.
+
+    What repeats tells nothing more: several that are one would have a standard error of zero.
+    """
+    number, size = rows.shape
+    if number > 1 and all(_same(rows[0], row) for row in rows[1:]):
+        return rows[:1]
+    if number > 1 and size >= REPEATS_BY_CHANCE:
+        keys, order = (rows @ torch.arange(1, size + 1, dtype=rows.dtype, device=rows.device).cos()).abs().sort()
+        near = (keys.diff() <= 1e-2 * keys[1:]).nonzero()[:, 0]
+        repeated = sum(_same(rows[order[i]], rows[order[i + 1]]) for i in near.tolist())
+        if repeated:
+            warnings.warn(
+                f"vectors: {repeated} of {number} repeat others, up to sign, so they are not independent, and the "
+                f"standard error is too small; give each of them once.",
+                HodiffWarning,
+                stacklevel=_checks.outside(),
+            )
+    return rows
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or torch.equal(a, -b)
 
 
 def check_square(operator: object, name: str, *, symmetric: bool = False, instead: str = "") -> LinearOperator:

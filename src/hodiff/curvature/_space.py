@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _sharded, _tree
-from hodiff._core._spellings import as_tensors, listing
+from hodiff._core._spellings import as_tensors, check_dense, listing
 from hodiff._core._vectors import structured
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -147,8 +147,7 @@ class Space:
         return as_tensors(value, self.dtype, self.device, name)
 
     def _parse_flat(self, value: Tensor, name: str) -> Vectors:
-        if value.layout is not torch.strided:
-            raise InputError(f"{name}: is a {value.layout} tensor; give a dense one.")
+        check_dense(value, name)
         if value.ndim not in (1, 2) or value.shape[0] != self.size:
             raise InputError(f"{name}: {self._wrong_shape(value)}")
         if value.dtype != self.dtype or value.device != self.device:

@@ -58,7 +58,8 @@ def trace(
             fewer, give the trace exactly, they do.
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn.
+            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
+            count as one.
         create_graph: Whether `value` can be differentiated, in the parameters and all that the operator's function
             uses: a loss to train with, by `"hutchinson"`, of a `hodiff.HessianOperator`, its blocks, sums and
             multiples. With one vector of your own it is \(v^\top H v\). None: only inside the function of another

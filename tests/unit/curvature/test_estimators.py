@@ -380,6 +380,36 @@ def test_vectors_of_ones_own_in_other_spellings() -> None:
         hodiff.diagonal(H, vectors=V[:4])
 
 
+def test_vectors_that_are_all_the_same_say_as_much_as_one() -> None:
+    """Two equal vectors, or opposite ones, agree without telling an error: 0 would be a claim."""
+    A, z = with_spectrum(SPREAD), draw(len(SPREAD), seed=3).sign()
+    for V in (torch.stack([z, z], 1), torch.stack([z, -z, z], 1)):
+        found, entries, logs = (
+            hodiff.trace(A, vectors=V),
+            hodiff.diagonal(A, vectors=V),
+            hodiff.logdet(A, shift=20.0, vectors=V),
+        )
+        agree(found.value, z @ A.dense() @ z, 1e-12)
+        agree(entries.value, z * (A.dense() @ z), 1e-12)
+        assert found.stderr is entries.stderr is logs.stderr is hodiff.spectral_density(A, vectors=V).stderr is None
+        assert found.products == 1
+        with pytest.raises(hodiff.InputError, match="one random vector does not tell its error"):
+            hodiff.trace(A, vectors=V, rtol=0.1)
+        with pytest.raises(hodiff.InputError, match="at least two vectors"):
+            hodiff.diagonal(A, method="xdiag", vectors=V)
+
+
+def test_vectors_that_repeat_others_are_told() -> None:
+    A, V = with_spectrum(SPREAD), draw(len(SPREAD), 6, seed=3).sign()
+    hodiff.trace(A, vectors=V)
+    again = torch.cat([V, -V[:, 1:3], V[:, :1]], 1)
+    for estimate in (hodiff.trace, hodiff.diagonal, hodiff.spectral_density):
+        with pytest.warns(hodiff.HodiffWarning, match="3 of 9 repeat others"):
+            estimate(A, vectors=again)
+    few = torch.tensor([[1.0, 1.0, 1.0], [1.0, -1.0, 1.0]], dtype=D)  # of two entries: as it happens
+    assert hodiff.trace(hodiff.MatrixOperator(torch.eye(2, dtype=D)), vectors=few).stderr == 0
+
+
 def test_what_is_drawn_has_the_law_that_was_asked_for() -> None:
     seen: list[Tensor] = []
 

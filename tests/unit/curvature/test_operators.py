@@ -263,7 +263,8 @@ def test_rows_keep_their_places_when_data_are_shuffled() -> None:
     J = hodiff.JacobianOperator(predict, network(), data=loader, memory_budget=0)
     agree(J.dense(), J.dense(), 0)
     agree((J.T @ J).dense(), J.dense().T @ J.dense(), 1e-11)
-    assert (J.T @ J).symmetric
+    G = J.T @ J
+    assert G.symmetric and (G @ G).symmetric and not (G @ (G + 1)).symmetric
 
 
 def test_outputs_that_cannot_be_put_together() -> None:

@@ -10,7 +10,7 @@ import torch
 import hodiff
 import hodiff.plotting
 from hodiff.curvature import _pictures
-from hodiff.curvature._records import CompiledRecord
+from hodiff.curvature._cost import CompiledRecord
 
 mpl.use("Agg")
 A = hodiff.MatrixOperator(torch.arange(1.0, 301.0, dtype=torch.float64))
@@ -124,10 +124,10 @@ def test_a_line_a_sentence_and_a_table(case):
 
 
 def test_every_record_is_shown():
-    from hodiff.curvature import _records
+    from hodiff.curvature import _cost, _records
     from hodiff.curvature._shown import Shown
 
-    records = {value for name, value in vars(_records).items() if name.endswith("Record")}
+    records = {value for name, value in {**vars(_records), **vars(_cost)}.items() if name.endswith("Record")}
     assert records == {type(make()) for make, *_ in CASES.values()}
     assert all(issubclass(record, Shown) for record in records)
 
