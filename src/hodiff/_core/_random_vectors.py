@@ -45,4 +45,14 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
 
 def standard_error(estimates: Tensor) -> Tensor | None:
     """That of the mean of independent estimates, along the first dimension; None of a single one."""
-    return estimates.std(0) / len(estimates) ** 0.5 if len(estimates) > 1 else None
+    if len(estimates) < 2:
+        return None
+    unit = near(estimates.detach().abs().amax(0))  # squares of very small or large numbers have no place in their dtype
+    return (estimates / unit).std(0) / len(estimates) ** 0.5 * unit
+
+
+def near(sizes: Tensor) -> Tensor:
+    """Powers of two near some sizes, to measure numbers in; 1 for a zero."""
+    room = 100 if sizes.dtype is not torch.float64 else 1000
+    exponents = torch.frexp(sizes).exponent.clamp(-room, room)
+    return torch.ldexp(torch.ones_like(sizes), exponents)

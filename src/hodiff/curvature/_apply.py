@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _nesting
 from hodiff.curvature._space import Parts, Space
+from hodiff.curvature._unchanged import one_look
 from hodiff.errors import GraphError
 
 Product = Callable[[Parts, "int | None"], Parts]
@@ -27,13 +28,14 @@ def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk) 
     if count is None:
         found = product(parts, None)
         return target.join(found, None) if kind == "flat" else target.result(found, back)
-    if kind == "columns":
-        return _apply_to_columns(parts[0], chunk(count), product, domain, target).T
-    results = target.empty(count)
-    for start, stop, found in _in_chunks(parts, count, chunk(count), product):
-        for result, part in zip(results, found, strict=True):
-            result[start:stop] = part
-    return target.result(results, back)
+    with one_look():
+        if kind == "columns":
+            return _apply_to_columns(parts[0], chunk(count), product, domain, target).T
+        results = target.empty(count)
+        for start, stop, found in _in_chunks(parts, count, chunk(count), product):
+            for result, part in zip(results, found, strict=True):
+                result[start:stop] = part
+        return target.result(results, back)
 
 
 def _apply_to_columns(columns: Tensor, size: int, product: Product, domain: Space, target: Space) -> Tensor:
@@ -64,9 +66,10 @@ def columns_of(product: Product, domain: Space, target: Space, chunk: Chunk) -> 
     refuse_differentiation()
     rows = torch.empty((domain.size, target.size), dtype=target.dtype, device=target.device)
     size = chunk(domain.size)
-    for start in range(0, domain.size, size):
-        stop = min(start + size, domain.size)
-        target.join_into(rows[start:stop], product(domain.split(domain.units(start, stop)), stop - start))
+    with one_look():
+        for start in range(0, domain.size, size):
+            stop = min(start + size, domain.size)
+            target.join_into(rows[start:stop], product(domain.split(domain.units(start, stop)), stop - start))
     return rows
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core._options import Probes, check_option
+from hodiff._core._random_vectors import near
 from hodiff.curvature._leave_one_out import xdiag
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -133,18 +134,23 @@ def _estimate(
 ) -> tuple[Tensor, Tensor | None]:
     """Mean and standard error of z * Az, by running sums of squared deviations (Welford, block by block)."""
     mean = operator._domain.zeros_flat(operator.shape[0]).to(sum_dtype(operator.dtype))
-    squares, done, error = torch.zeros_like(mean), 0, None
+    squares, done, unit = torch.zeros_like(mean), 0, mean
+    so_far: tuple[Tensor, Tensor | None] = mean, None
     while done < drawn.number:
         count = min(BLOCK, drawn.number - done)
         z = drawn.take(count)
         found = z * flat_product(operator, z)
+        if not done:
+            unit = near(found.abs().amax(0))  # of each entry, whose square may have no place
+        found = found / unit
         own = found.mean(0)
         shift = own - mean
         squares += (found - own).square().sum(0) + shift.square() * (done * count / (done + count))
         mean += shift * (count / (done + count))
         done += count
         error = (squares / (done - 1) / done).sqrt() if done > 1 else None
-        look(mean.clone(), error)
-        if rtol is not None and done >= 2 * BLOCK and reached(mean, error, rtol):
+        so_far = mean * unit, None if error is None else error * unit
+        look(*so_far)
+        if rtol is not None and done >= 2 * BLOCK and reached(*so_far, rtol):
             break
-    return mean, error
+    return so_far

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def minres(
         scale = max(scale, abs(alpha), beta)
         epsilon_old, delta = epsilon, cs * dbar + sn * alpha
         gbar, epsilon, dbar = sn * dbar - cs * alpha, sn * beta, -cs * beta
-        gamma = max((gbar**2 + beta**2) ** 0.5, eps * scale * 1e-3, 1e-300)
+        gamma = max(math.hypot(gbar, beta), eps * scale * 1e-3, 1e-300)
         cs, sn = gbar / gamma, beta / gamma
         step, phi = cs * phi, sn * phi
         w_new = (v - epsilon_old * w_old - delta * w) / gamma

@@ -17,6 +17,7 @@ from torch import Tensor
 from hodiff.curvature._basis import without
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_finite, flat_product, power_of_two
+from hodiff.curvature._space import as_given
 
 NOISE = 16
 """How many units of rounding each step adds to the overlaps: measured, they then stay below a tenth of the limit."""
@@ -47,28 +48,34 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     beside = torch.zeros((count, steps), dtype=torch.float64)
     overlaps = Overlaps(diagonal, beside, eps)
     torch.div(rows, rows.norm(dim=1, keepdim=True), out=basis[:, 0])
-    norms, unit, scale = rows.new_zeros(count), 0.0, 0.0
+    norms, unit, scale = rows.new_zeros(count), 0.0, 0.0  # the unit is known with the first product
     for j in range(steps):
         v, image = basis[:, j], _products(operator, basis[:, j])
-        unit = unit or power_of_two(image)
-        w = image / (unit or 1.0)
+        unit = unit or power_of_two(image) or 1.0
         # One by one: a batched product of vectors makes a copy.
-        part = check_finite(torch.stack([torch.dot(a, b) for a, b in zip(v, w, strict=True)]), name)
-        w.addcmul_(part[:, None], v, value=-1)
-        if j:
-            w.addcmul_(norms[:, None], basis[:, j - 1], value=-1)
+        part = check_finite(torch.stack([torch.dot(a, b) for a, b in zip(v, image, strict=True)]) / unit, name)
+        w = _next(image, basis[:, max(j - 1, 0) : j + 1], torch.stack([norms, part], 1)[:, 0 if j else 1 :], unit)
         norms = w.norm(dim=1)
         scale = max(scale, float(part.abs().max()), float(norms.max()))
         diagonal[:, j], beside[:, j] = part.double().cpu(), norms.double().cpu()
         for lost in overlaps.lost(j, scale):
             w[lost] = _orthogonalised(w[lost], basis[lost, : j + 1])
-        norms = w.norm(dim=1)
+            norms[lost] = w[lost].norm()
         norms = norms.where(norms > 10 * eps * scale, 0.0)
         beside[:, j] = norms.double().cpu()
         if j + 1 == steps or not bool(norms.any()):
             break
         torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
-    return Tridiagonal(diagonal, beside[:, : steps - 1], (norms == 0).cpu(), unit or 1.0)
+    return Tridiagonal(diagonal, beside[:, : steps - 1], (norms == 0).cpu(), unit)
+
+
+def _next(images: Tensor, last: Tensor, parts: Tensor, unit: float) -> Tensor:
+    """The images in their unit, without their parts along the last vectors `(K, 1 or 2, D)`; memory is read once."""
+    w = torch.empty_like(images)
+    with as_given(images):
+        for row, image, basis, part in zip(w, images, last, parts, strict=True):
+            torch.addmv(image, basis.T, part, beta=1 / unit, alpha=-1, out=row)
+    return w
 
 
 class Overlaps:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core import _checks, _random_vectors, _reverse
 from hodiff.curvature._operator import BlockOperator, LinearOperator
-from hodiff.curvature._probes import check_square, flat_product
+from hodiff.curvature._probes import check_square, flat_product, power_of_two
 from hodiff.curvature._space import Parts, Space, as_given, sum_dtype
 from hodiff.errors import InputError
 
@@ -73,7 +73,8 @@ def nystrom(
 def _approximated(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The eigenvectors, as columns, and eigenvalues of Nyström's approximation, falling."""
     double = images.dtype if images.device.type == "mps" else torch.float64
-    omega, images = omega.to(double), images.to(double)
+    unit = power_of_two(images) or 1.0
+    omega, images = omega.to(double), images.to(double) / unit
     nu = float(torch.finfo(dtype).eps * images.norm())
     if nu == 0:
         return omega, images.new_zeros(omega.shape[1])
@@ -87,7 +88,7 @@ def _approximated(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Te
         )
     half = torch.linalg.solve_triangular(factor, y, upper=True, left=False)
     vectors, roots, _ = torch.linalg.svd(half, full_matrices=False)
-    return vectors, (roots.square() - nu).clamp_min(0)
+    return vectors, (roots.square() - nu).clamp_min(0) * unit
 
 
 @final

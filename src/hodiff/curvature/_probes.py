@@ -127,7 +127,8 @@ def reached(value: Tensor, error: Tensor | None, rtol: float | None) -> bool | N
     """Whether an error, in norm, is within a tolerance; None where none was asked for."""
     if rtol is None:
         return None
-    return error is not None and bool(error.norm() <= rtol * value.norm())
+    unit = _random_vectors.near(value.abs().max())
+    return error is not None and bool((error / unit).norm() <= rtol * (value / unit).norm())
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -152,8 +153,8 @@ def check_finite(product: Tensor, name: str) -> Tensor:
 
 def power_of_two(product: Tensor) -> float:
     """One near the largest entry, to measure products in: squares of very large or small ones have no place; or 0."""
-    largest = float(product.abs().max())
-    return 2.0 ** max(-1000, min(1000, math.frexp(largest)[1])) if largest else 0.0
+    largest, room = float(product.abs().max()), 1000 if product.dtype is torch.float64 else 120
+    return 2.0 ** max(-room, min(room, math.frexp(largest)[1])) if largest else 0.0
 
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:

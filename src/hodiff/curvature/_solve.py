@@ -20,6 +20,7 @@ from hodiff.curvature._probes import (
     check_square,
     default_rtol,
     kept_vectors,
+    power_of_two,
     warn_not_converged,
 )
 from hodiff.curvature._records import SolveRecord, Status
@@ -159,7 +160,7 @@ def attempt(
 
     def record(x: Tensor, residual: float, status: Status, direction: Tensor | None, spent: int) -> SolveRecord[V]:
         converged = None if iterations is not None or status == "running" else status == "converged"
-        value = _spelled(operator, x * unit, given)
+        value = _spelled(operator, x * (unit / (measured.unit if measured else 1.0)), given)
         along = None if direction is None else _spelled(operator, direction, given)
         return SolveRecord(value, residual, converged, spent, status, along)
 
@@ -169,7 +170,9 @@ def attempt(
             watch(lambda spent: record(base + current(), least / size, "running", None, spent))
 
         looks = show if callback is not None or progress else _unseen
-        system = System(_method(method, operator, restart), _damped(operator, damping), inverse, eps, looks)
+        product = _damped(operator, damping)
+        measured = Measured(product) if start is None and preconditioner is None else None
+        system = System(_method(method, operator, restart), measured or product, inverse, eps, looks)
         if size == 0:
             found = Found(torch.zeros_like(right), 0.0, "converged")
         elif limits.steps is None:
@@ -178,7 +181,19 @@ def attempt(
             found = system.stepped(right, x, limits.steps, exact=method != "minres" or preconditioner is None)
         failed = found.status not in ("converged", "iterations")
         trouble = _explanation(found, limits, watch.spent) if failed else None
+        if measured and measured.unit != 1:
+            _check_room(found.x, unit / measured.unit, operator.dtype)
         return record(found.x, found.residual, found.status, found.direction, watch.spent), trouble
+
+
+def _check_room(x: Tensor, unit: float, dtype: torch.dtype) -> None:
+    """Raise where the solution, measured in this unit, is too small or too large for its dtype."""
+    largest, bounds = float(x.abs().max()) * unit, torch.finfo(dtype)
+    if bool(x.any()) and not bounds.tiny <= largest <= bounds.max:
+        raise InputError(
+            f"solve: the solution's largest entry is about {largest:.1g}, which {dtype} has no place for; divide the "
+            f"operator by its size, and multiply the solution yourself: hodiff.solve(A * s, b).value * s."
+        )
 
 
 def _unseen(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
@@ -215,6 +230,24 @@ def _damped(operator: LinearOperator, damping: float) -> Product:
 def _rounded(operator: LinearOperator) -> Product:
     """Its product with vectors of the precision of sums; it rounds as the operator does."""
     return lambda v: check_finite(operator._times(v.to(operator.dtype)).to(v.dtype), "solve")
+
+
+class Measured:
+    """A product in a unit of its own, where it is so small or large that squares of it have no place in its dtype.
+
+    The solution of the system is then in that unit, too.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self._product, self.unit, self._known = product, 1.0, False
+
+    def __call__(self, v: Tensor) -> Tensor:
+        image = self._product(v)
+        if not self._known:
+            self._known, near = True, power_of_two(image)
+            room = torch.finfo(image.dtype).max ** 0.25
+            self.unit = 1.0 if not near or 1 / room < near < room else near
+        return image if self.unit == 1 else image / self.unit
 
 
 def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -45,12 +48,31 @@ class Modules:
         return (mode, *map(id, module._parameters.values()), *map(id, module._modules.values()))
 
 
+class _Look(threading.local):
+    now: object = None
+
+
+_look = _Look()
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Within it the values of a point are compared once, however many products are taken."""
+    outer = _look.now
+    _look.now = outer or object()
+    try:
+        yield
+    finally:
+        _look.now = outer
+
+
 class Values:
     """The values of a point's tensors, as they were."""
 
     def __init__(self, where: Where) -> None:
         self._names, self._tensors = where.names, where.tensors
         self._versions, self._fingerprint = self._now(), Fingerprint(where.tensors)
+        self._looked: object = None
 
     def check_versions(self) -> None:
         """Raise where PyTorch has seen a tensor change."""
@@ -60,7 +82,10 @@ class Values:
             _refuse([name for now, before, name in pairs if now != before])
 
     def check(self) -> None:
-        """Raise where a tensor has other values, however they came there."""
+        """Raise where a tensor has other values, however they came there. Several products may have one look."""
+        if _look.now is not None and self._looked is _look.now:
+            return
+        self._looked = _look.now
         _refuse([self._names[number] for number in self._fingerprint.changed()])
 
     def _now(self) -> list[tuple[int, int]]:

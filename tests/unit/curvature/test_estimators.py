@@ -410,6 +410,34 @@ def test_vectors_that_repeat_others_are_told() -> None:
     assert hodiff.trace(hodiff.MatrixOperator(torch.eye(2, dtype=D)), vectors=few).stderr == 0
 
 
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-170, D), (1e170, D), (1e-28, torch.float32), (1e28, torch.float32)])
+def test_errors_have_a_place_where_squares_have_none(scale: float, dtype: torch.dtype) -> None:
+    """Squares of such entries are zero or infinite: a standard error was, too, and any tolerance met."""
+    one, V = with_spectrum(SPREAD), draw(len(SPREAD), 20, seed=3)
+    A = hodiff.MatrixOperator((one.dense() * scale).to(dtype))
+    far = 1e-10 if dtype is D else 1e-4
+    for method in ("hutchinson", "hutch++"):
+        found, expected = (
+            hodiff.trace(A, vectors=V.to(dtype), method=method),
+            hodiff.trace(one, vectors=V, method=method),
+        )
+        agree(found.stderr.to(D) / scale, expected.stderr, far)
+    found, expected = hodiff.diagonal(A, vectors=V.to(dtype)), hodiff.diagonal(one, vectors=V)
+    agree(found.stderr.to(D) / scale, expected.stderr, far)
+    agree(found.value.to(D) / scale, expected.value, far)
+    with pytest.warns(hodiff.ConvergenceWarning, match="of the diagonal, more than rtol"):
+        assert not hodiff.diagonal(A, vectors=V.to(dtype), rtol=1e-3).converged
+    b = draw(len(SPREAD), seed=5)
+    damped = with_spectrum(SPREAD + 6)
+    B = hodiff.MatrixOperator((damped.dense() * scale).to(dtype))
+    for method in ("cg", "minres", "gmres"):
+        solved = hodiff.solve(B, b.to(dtype), method=method)
+        assert solved.converged and solved.residual < (1e-7 if dtype is D else 1e-3)
+        agree(solved.value.to(D) * scale, torch.linalg.solve(damped.dense(), b), 1e-6 if dtype is D else 1e-3)
+        with pytest.raises(hodiff.InputError, match=r"the solution's largest entry is about .* no place"):
+            hodiff.solve(B, (b / scale if scale < 1 else b / scale**0.9).to(dtype), method=method)
+
+
 def test_what_is_drawn_has_the_law_that_was_asked_for() -> None:
     seen: list[Tensor] = []
 

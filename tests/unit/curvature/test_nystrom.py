@@ -34,6 +34,13 @@ def test_it_is_the_inverse_of_what_it_has_seen_whole() -> None:
     )
 
 
+@pytest.mark.parametrize("scale", [1e-170, 1e170])
+def test_very_small_and_very_large_operators(scale: float) -> None:
+    values = torch.linspace(0.0, 3.0, N, dtype=D)
+    one, A = (hodiff.nystrom(with_spectrum(s * values), 9, s * 0.1, generator=seeded(1)) for s in (1.0, scale))
+    agree(A.dense() * scale, one.dense(), 1e-8)
+
+
 def test_it_is_what_the_paper_says() -> None:
     values = 2.0 ** -torch.arange(N, dtype=D)
     A, mu = with_spectrum(values), 1e-3
