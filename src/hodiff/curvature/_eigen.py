@@ -92,7 +92,7 @@ def eigsh(
     before = operator.products
     _check_gaps(found.value, default_rtol(operator.dtype) if rtol is None else rtol, k)
     rows = found.vectors.T[:k].contiguous()
-    value = operator._forms(operator._domain.split(rows), k).to(found.value.dtype)
+    value = operator._recorded_forms(rows)
     spent = found.products + operator.products - before
     return EigenRecord(value, found.vectors[:, :k], found.residual[:k], found.converged, spent)
 

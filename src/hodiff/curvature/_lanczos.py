@@ -18,6 +18,7 @@ from hodiff.curvature._basis import without
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_finite, flat_product, power_of_two
 from hodiff.curvature._space import as_given
+from hodiff.errors import InputError
 
 NOISE = 16
 """How many units of rounding each step adds to the overlaps: measured, they then stay below a tenth of the limit."""
@@ -47,7 +48,10 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     diagonal = torch.zeros((count, steps), dtype=torch.float64)
     beside = torch.zeros((count, steps), dtype=torch.float64)
     overlaps = Overlaps(diagonal, beside, eps)
-    torch.div(rows, rows.norm(dim=1, keepdim=True), out=basis[:, 0])
+    lengths = rows.norm(dim=1, keepdim=True)
+    if not bool(lengths.all()):
+        raise InputError("vectors: one of them is zero, from which no Lanczos process begins.")
+    torch.div(rows, lengths, out=basis[:, 0])
     norms, unit, scale = rows.new_zeros(count), 0.0, 0.0  # the unit is known with the first product
     for j in range(steps):
         v, image = basis[:, j], _products(operator, basis[:, j])

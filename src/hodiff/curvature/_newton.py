@@ -17,6 +17,7 @@ from hodiff._core._graph import detached
 from hodiff._core._lending import Lending
 from hodiff._core._random_state import RandomState
 from hodiff.curvature._hessian import HessianOperator
+from hodiff.curvature._probes import power_of_two
 from hodiff.curvature._records import NewtonRecord
 from hodiff.curvature._trust_region import steihaug
 from hodiff.errors import GraphError, InputError
@@ -136,7 +137,8 @@ class NewtonCG(torch.optim.Optimizer):
         """The step that the model proposes, and what it promises."""
         with _operator(loss, point.tensors) as H:
             gradient = H.flatten(H.gradient)
-            length = float(gradient.norm())
+            unit = power_of_two(gradient) or 1.0
+            length = unit * float((gradient / unit).norm())
             first = state.setdefault("gradient", length) or 1.0
             rtol = min(0.5, math.sqrt(length / first)) if self._rtol is None else self._rtol
             damping = torch.cat([gradient.new_full((t.numel(),), d) for t, d in zip(*point, strict=True)])

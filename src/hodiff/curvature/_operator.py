@@ -18,7 +18,7 @@ from hodiff.curvature import _export
 from hodiff.curvature._apply import apply, columns_of, refuse_differentiation
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._shares import Shares
-from hodiff.curvature._space import Parts, Space
+from hodiff.curvature._space import Parts, Space, sum_dtype
 from hodiff.errors import InputError
 
 Container = TypeVar("Container", bound="dict[Any, Any] | tuple[Any, ...] | list[Tensor]")
@@ -113,6 +113,12 @@ class LinearOperator(ABC):
             f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those of a "
             f"hodiff.HessianOperator, of its blocks, sums and multiples can."
         )
+
+    def _recorded_forms(self, rows: Tensor) -> Tensor:
+        """Those of each flat row, in the dtype of sums, with their graph whatever the caller's modes are."""
+        with torch.inference_mode(False), torch.enable_grad():
+            rows = rows.clone() if rows.is_inference() else rows
+            return self._forms(self._domain.split(rows), len(rows)).to(sum_dtype(self.dtype))
 
     @abstractmethod
     def _about(self) -> str:

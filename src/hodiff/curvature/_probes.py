@@ -64,6 +64,8 @@ def source(operator: LinearOperator, generator: torch.Generator | None) -> torch
 
 def _rows(domain: Space, vectors: Any) -> Tensor:
     kind, parts, number, _ = domain.parse(vectors, "vectors")
+    if number == 0 or not all(bool(part.isfinite().all()) for part in parts):
+        raise InputError(f"vectors: {'holds none' if number == 0 else 'has entries that are not finite'}.")
     parts = [part.detach() for part in parts]
     if number is None:
         return domain.join(parts, None)[None]
@@ -107,6 +109,8 @@ def check_square(operator: object, name: str, *, symmetric: bool = False, instea
     rows, columns = operator.shape
     if rows != columns:
         raise InputError(f"{name}: the operator is {rows} x {columns}; expected a square one (J.T @ J?).")
+    if not rows:
+        raise InputError(f"{name}: the operator has no columns; is it the block of an empty leaf?")
     if symmetric and not operator.symmetric:
         raise InputError(
             f"{name}: {type(operator).__name__} is not known to be symmetric; use {instead}, or, if the matrix is "

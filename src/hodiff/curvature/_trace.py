@@ -149,11 +149,12 @@ def _differentiable(
     """The mean of z'Az with its graph, or the sum over unit vectors."""
     if method != "hutchinson" or blocks or rtol is not None:
         raise InputError("create_graph: goes with method='hutchinson', without blocks= and rtol=.")
-    before, domain, size = operator.products, operator._domain, operator.shape[0]
+    before, size = operator.products, operator.shape[0]
     exact = not drawn.given and drawn.number >= size
-    rows = domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
-    forms = operator._forms(domain.split(rows), len(rows)).to(sum_dtype(operator.dtype))
-    value = forms.sum() if exact else forms.mean()
+    rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
+    forms = operator._recorded_forms(rows)
+    with torch.enable_grad():
+        value = forms.sum() if exact else forms.mean()
     error = torch.zeros_like(value.detach()) if exact else standard_error(forms.detach())
     return TraceRecord(value, error, None, operator.products - before)
 

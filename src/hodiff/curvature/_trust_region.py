@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff.curvature._krylov import dot
+from hodiff.curvature._probes import check_finite, power_of_two
 from hodiff.curvature._records import End
 
 
@@ -35,16 +36,19 @@ def steihaug(
     They stop inside once |g + As| <= tolerance, and where they meet negative curvature, or the radius, they go on along
     that direction to the boundary (Steihaug 1983). The model falls, and |s| grows, with every product.
     """
-    s, image = torch.zeros_like(gradient), torch.zeros_like(gradient)  # and A s
-    r = gradient.clone()
+    unit = power_of_two(gradient) or 1.0  # of the model: squares of large numbers have no place in their dtype
+    g, tolerance = gradient / unit, tolerance / unit
+    s, image = torch.zeros_like(g), torch.zeros_like(g)  # and A s
+    r = g.clone()
     d, rr = -r, dot(r, r)
     end: End = "budget"
     for _ in range(products):
         if math.sqrt(rr) <= tolerance:
             end = "interior"
             break
-        turned = product(d)
+        turned = product(d) / unit
         curvature = dot(d, turned)
+        check_finite(torch.tensor(curvature), "NewtonCG")
         to_boundary = _to_boundary(s, d, radius)
         length = rr / curvature if curvature > 0 else math.inf
         end = "negative curvature" if curvature <= 0 else "boundary" if length >= to_boundary else "budget"
@@ -55,7 +59,7 @@ def steihaug(
         r = torch.add(r, turned, alpha=length)
         before, rr = rr, dot(r, r)
         d = torch.add(-r, d, alpha=rr / before)
-    return Step(s, max(0.0, -(dot(gradient, s) + 0.5 * dot(s, image))), end)
+    return Step(s, max(0.0, -(dot(g, s) + 0.5 * dot(s, image)) * unit), end)
 
 
 def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:

@@ -176,3 +176,22 @@ BAD = {
 def test_bad_calls(pattern: str) -> None:
     with pytest.raises(hodiff.InputError, match=pattern):
         BAD[pattern](operator(network(False)))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_who_asks_for_a_graph_gets_one_in_any_mode(mode: Callable) -> None:
+    model = network(True)
+    losses = (
+        lambda model: hodiff.trace(2 * operator(model) + 0.5, vectors=V, create_graph=True).value,
+        lambda model: hodiff.trace(operator(model).block("3.*"), create_graph=True).value,
+        lambda model: hodiff.eigsh(operator(model), 1, create_graph=True, rtol=1e-10).value,
+    )
+    for loss in losses:
+        with mode():
+            value = loss(model)
+        agree(flat_gradient(value, model), flat_gradient(loss(model), model), 1e-7)
+
+
+def flat_gradient(value: Tensor, model: nn.Module) -> Tensor:
+    grads = torch.autograd.grad(value.sum(), list(model.parameters()), allow_unused=True, materialize_grads=True)
+    return torch.cat([part.reshape(-1) for part in grads])

@@ -133,6 +133,11 @@ BAD_CALLS = {
     r"samples: got 0": lambda A: hodiff.trace(A, samples=0),
     r"rtol: one random vector does not tell its error": lambda A: hodiff.trace(A, samples=1, rtol=0.1),
     r"rtol: one random vector does not": lambda A: hodiff.diagonal(A, vectors=torch.ones(120, dtype=D), rtol=0.1),
+    r"vectors: has entries that are not finite": lambda A: hodiff.trace(A, vectors=draw(120) / 0),
+    r"vectors: holds none": lambda A: hodiff.diagonal(A, vectors=draw(120, 0)),
+    r"trace: the operator has no columns; is it the block of an empty leaf": lambda A: hodiff.trace(
+        hodiff.HessianOperator(lambda p: p["a"] ** 2, {"a": draw(1), "b": draw(0)}).block("b")
+    ),
     r"blocks: got 'x'": lambda A: hodiff.trace(A, blocks="x"),
     r"blocks: come from z \* A z, that is method='hutchinson', not 'xtrace'": lambda A: hodiff.trace(
         A, blocks=["x"], method="xtrace"

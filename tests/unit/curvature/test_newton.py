@@ -8,6 +8,7 @@ from torch import nn
 
 import hodiff
 from hodiff.curvature._trust_region import steihaug
+from tests.support.properties import agree
 
 DOUBLE = torch.float64
 
@@ -395,3 +396,24 @@ def test_how_accurately_a_step_is_solved_does_not_depend_on_units():
             spent[-1].append(optimizer.last.products)
     assert spent[0] == spent[1] == spent[2]
     assert spent[1][0] < 5  # roughly at first
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12, 1e25])
+def test_steps_do_not_depend_on_the_size_of_the_loss(scale: float) -> None:
+    """d'Ad of a gradient of 1e13 is infinite in single precision: the step was zero, and taken."""
+    x = torch.zeros(2, requires_grad=True)
+    optimizer = hodiff.NewtonCG([x], radius=10.0, rtol=1e-5)
+    optimizer.step(lambda: scale * ((x[0] - 1) ** 2 + 5 * (x[1] + 2) ** 2))
+    agree(x.detach(), torch.tensor([1.0, -2.0]), 1e-4)
+
+
+def test_a_product_that_is_not_finite_changes_nothing() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    optimizer = hodiff.NewtonCG([x])
+    for _ in range(2):
+        with (
+            pytest.warns(hodiff.HodiffWarning, match="a power of 0"),
+            pytest.raises(hodiff.GraphError, match="NewtonCG: a product is not finite"),
+        ):
+            optimizer.step(lambda: (x[0] - 1) ** 2 + x[1].abs() ** 1.5)
+    assert not x.any() and x.grad is None

@@ -323,6 +323,7 @@ BAD = {
     ),
     "steps: got 0": lambda A: hodiff.spectral_density(A, steps=0),
     "width: got 0": lambda A: hodiff.spectral_density(A, width=0),
+    "vectors: one of them is zero": lambda A: hodiff.logdet(A, shift=9, vectors=torch.zeros(len(A.dense()), dtype=D)),
     "points: got 1": lambda A: hodiff.spectral_density(A, points=1),
     "shift: got 'x'": lambda A: hodiff.logdet(A, shift="x"),
     "rtol: one random vector": lambda A: hodiff.logdet(A, samples=1, rtol=0.1),
