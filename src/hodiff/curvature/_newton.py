@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _switches
+from hodiff._core import _checks, _nesting, _switches
 from hodiff._core._call import call
 from hodiff._core._graph import detached
 from hodiff._core._lending import Lending
@@ -207,7 +207,7 @@ def _second_derivatives() -> Iterator[None]:
     try:
         _switches.plain_attention.enter(undo)
         _switches.eager.enter(undo)
-        with torch.inference_mode(False), torch.enable_grad():
+        with _nesting.recording():
             yield
     finally:
         _switches.undo_all(undo)

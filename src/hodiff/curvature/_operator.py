@@ -13,6 +13,7 @@ from typing import Any, TypeVar, final, overload
 import torch
 from torch import Tensor
 
+from hodiff._core import _nesting
 from hodiff._core._spellings import SupportsArray
 from hodiff.curvature import _export
 from hodiff.curvature._apply import apply, columns_of, refuse_differentiation
@@ -116,7 +117,7 @@ class LinearOperator(ABC):
 
     def _recorded_forms(self, rows: Tensor) -> Tensor:
         """Those of each flat row, in the dtype of sums, with their graph whatever the caller's modes are."""
-        with torch.inference_mode(False), torch.enable_grad():
+        with _nesting.recording():
             rows = rows.clone() if rows.is_inference() else rows
             return self._forms(self._domain.split(rows), len(rows)).to(sum_dtype(self.dtype))
 

@@ -153,7 +153,7 @@ def _differentiable(
     exact = not drawn.given and drawn.number >= size
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     forms = operator._recorded_forms(rows)
-    with torch.enable_grad():
+    with _nesting.recording():
         value = forms.sum() if exact else forms.mean()
     error = torch.zeros_like(value.detach()) if exact else standard_error(forms.detach())
     return TraceRecord(value, error, None, operator.products - before)
