@@ -13,7 +13,7 @@ import hodiff
 from hodiff.graph import watch
 from tests.support.calls import count
 
-PER_NODE = {"inspect": 37, "predict": 18, "explain": 20, "explain, after the fact": 17}
+PER_NODE = {"inspect": 23, "predict": 6, "explain": 16, "explain, after the fact": 14}
 PER_OPERATION = 14
 """Calls of the recorder for each operation under a watch."""
 

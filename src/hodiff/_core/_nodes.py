@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ MANY = 10_000
 _STRIDE = 4_999
 """Every so manyth node holds all older ones; a prime, so that of chains beside each other none is passed over."""
 
+_age = methodcaller("_sequence_nr")
+
 _HELD = "hodiff: older nodes, in the order in which they are freed"
 
 
@@ -66,9 +69,10 @@ def free_one_by_one(roots: Collection[Node], nodes: Collection[Node]) -> None:
     is still held, alone.
     """
     whole = max((root.metadata.get(_HELD, (0,))[0] for root in roots), default=0)
-    if whole + 1 >= sum(node.__class__ is not ACCUMULATE for node in nodes):  # as an earlier walk has left it
+    ordered = [node for node in nodes if node.__class__ is not ACCUMULATE]
+    if whole + 1 >= len(ordered):  # as an earlier walk has left it
         return
-    ordered = sorted((node for node in nodes if node.__class__ is not ACCUMULATE), key=lambda node: node._sequence_nr())
+    ordered.sort(key=_age)
     blocks = [ordered[end : end + _STRIDE] for end in range(0, len(ordered), _STRIDE)]
     tops = set(roots)
     for place, node in enumerate(ordered):
@@ -302,20 +306,21 @@ def _raw_saved(kind: type) -> tuple[str, ...]:
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:
     """The nodes below `roots`, each once, outputs first, with the nodes that each leads to; none below `stop`."""
-    order: dict[Node, list[Node]] = {}
     roots = [root for root in roots if root is not None]
-    level = roots
-    while level:
-        following: list[Node] = []
-        for node in level:
-            if node not in order:
-                order[node] = children = [child for child, _ in node.next_functions if child is not None]
-                if node not in stop:
-                    following += children
-        level = following
-    if len(order) > MANY:
-        free_one_by_one(roots, order)
-    return order
+    met: dict[Node, list[Node]] = {root: [] for root in roots}
+    found = [*met]
+    for node in found:  # which grows; as in a survey, the loop calls nothing
+        children = met[node]
+        follow = not stop or node not in stop
+        for child, _ in node.next_functions:
+            if child is not None:
+                children += [child]
+                if follow and child not in met:
+                    met[child] = []
+                    found += [child]
+    if found[MANY:]:
+        free_one_by_one(roots, found)
+    return met
 
 
 def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -> set[Node]:

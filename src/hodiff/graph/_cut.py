@@ -7,7 +7,7 @@ import re
 from torch import Tensor
 
 from hodiff._core import _nodes
-from hodiff.graph import _saved, _source
+from hodiff.graph import _source, _traits
 from hodiff.graph._case import Case, Explanation
 from hodiff.graph._source import Line, at, quoted
 
@@ -178,7 +178,7 @@ def not_used(case: Case) -> Explanation | None:
     if not missing:
         return None
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
-    there = [case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None]
+    there = [case.names.of(leaf) for node in reached if (leaf := _traits.leaf(node)) is not None]
     listed = ", ".join(f"`{name}`" for name in names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
     text = [f"not in the graph: {listed}"]
     if any(there):

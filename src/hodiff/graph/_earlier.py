@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hodiff.graph import _saved, _source
+from hodiff.graph import _source, _traits
 from hodiff.graph._evidence import Evidence
 from hodiff.graph._source import Line, at
 
@@ -91,9 +91,9 @@ def _enters_call(e: Evidence) -> bool:
     reached = set(map(id, e.reached))
     stop = {part.node for part in e.parts}
     for node in e.nodes:
-        if any(child in stop for child in _saved.children(node)):
-            others = [child for child in _saved.children(node) if child not in stop]
-            if any(id(leaf) in reached for child in others if (leaf := _saved.leaf(child)) is not None):
+        if any(child in stop for child in _traits.children(node)):
+            others = [child for child in _traits.children(node) if child not in stop]
+            if any(id(leaf) in reached for child in others if (leaf := _traits.leaf(child)) is not None):
                 return True
     return False
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _source
+from hodiff.graph import _predict, _source, _traits
 from hodiff.graph._case import Case, Pass, Record
 from hodiff.graph._source import Line, lines_of
 
@@ -101,7 +101,7 @@ class Evidence:
     @cached_property
     def stale(self) -> bool:
         """Whether the failing pass needs a value that was changed in place."""
-        return any(_predict.trouble(node) == "stale" for node in self.nodes)
+        return bool(_predict.having(self.nodes, "stale"))
 
     def moved(self, leaf: Tensor) -> bool:
         """Whether a leaf was changed in place since the part was freed."""
@@ -109,7 +109,7 @@ class Evidence:
         if change is not None and change.passes > self.freed_by.number:
             return True
         node = _nodes.node_of(leaf)
-        return self.record.marks.tag(node) == self.freed_by and self.record.marks.version_then(node) != _saved.version(
+        return self.record.marks.tag(node) == self.freed_by and self.record.marks.version_then(node) != _traits.version(
             leaf
         )
 
@@ -233,7 +233,7 @@ class Evidence:
     @cached_property
     def rounds(self) -> bool:
         """Whether the same call had run before, after the part was made."""
-        place = _saved.sequence(self.first.node)
+        place = _traits.sequence(self.first.node)
         return any(
             call.path == self.call.path and call.place > place and call.number < self.call.number
             for call in [self.freed_by, *self.record.passes_since(self.freed_by)]
@@ -242,14 +242,14 @@ class Evidence:
     @cached_property
     def last_pass(self) -> Pass:
         """The last pass before this step used the part: what is written behind it comes before the use."""
-        fresh = [_saved.sequence(node) for node in self.nodes if _saved.leaf(node) is None]
+        fresh = [_traits.sequence(node) for node in self.nodes if _traits.leaf(node) is None]
         use = min([place for place in fresh if place >= self.freed_by.place], default=self.call.place)
         between = [call for call in self.record.passes_since(self.freed_by) if call.number < self.call.number]
         return next((call for call in reversed(between) if call.place <= use), self.freed_by)
 
 
 def _leaves(nodes: Any) -> list[Tensor]:
-    return [leaf for node in nodes if (leaf := _saved.leaf(node)) is not None]
+    return [leaf for node in nodes if (leaf := _traits.leaf(node)) is not None]
 
 
 PARAMETRIZED = "parametrize.cached()"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _cut, _forward, _missing, _predict, _saved, _second_time, _stale
+from hodiff.graph import _cut, _forward, _missing, _predict, _saved, _second_time, _stale, _traits
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._source import Line, line_of, quoted
@@ -37,7 +37,7 @@ def _nested(error: BaseException) -> Explanation | None:
     """The explanation of a pass that a hook or a Function asked for while another ran: no watch sees inside that."""
     steps = _trace(error.__traceback__)
     entries = [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
-    runs = [index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE]
+    runs = [index for index, step in enumerate(steps) if step.tb_frame.f_code is _traits.ENGINE]
     inner = next((index for index in entries if runs and index > runs[0]), None)
     if inner is None or not runs or "does not require grad" not in str(error):
         return None
@@ -59,7 +59,7 @@ def of_operation(
     if not any(rule.words in str(error) for rule in _forward.RULES):
         return None
     call = getattr(func, "__name__", "") or "an operation"
-    with _saved.without_modes():
+    with _traits.without_modes():
         case = Case(error, call, [], [], None, frames, record)
         return _forward.explain(_forward.Refused(case, call, arguments, lines))
 
@@ -129,7 +129,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
         raise InputError("exc: missing, and no exception is being handled. Give the one that backward() raised.")
     error: BaseException | None = exc
     while error is not None:
-        with _saved.without_modes(), _predict.unchanging():
+        with _traits.without_modes(), _predict.unchanging():
             found = _after_the_fact(error)
         if found is not None:
             return found

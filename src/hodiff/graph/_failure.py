@@ -21,7 +21,7 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff._core._why import Failure
-from hodiff.graph import _cut, _predict, _saved, _second_time, _stale
+from hodiff.graph import _cut, _predict, _saved, _second_time, _stale, _traits
 from hodiff.graph._calls import is_gradient, tensors_in
 from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
 from hodiff.graph._names import Names, user_frames
@@ -92,7 +92,7 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
     clues = _Clues(failure)
     with Watch(operations=[clues]) as record:
         outputs = again()
-    with _saved.without_modes():
+    with _traits.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.
         graph = _nodes.survey(outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None])
         cause = failure.error.__cause__
@@ -173,7 +173,7 @@ def _lost(
 def _others(failure: Failure, outputs: Sequence[Tensor], frames: list[FrameType]) -> list[str]:
     """The names of the leaves that the result was computed from instead."""
     names = Names(frames, _closure(failure.function))
-    leaves = [leaf for node in _predict.executed(_roots(outputs), None) if (leaf := _saved.leaf(node)) is not None]
+    leaves = [leaf for node in _predict.executed(_roots(outputs), None) if (leaf := _traits.leaf(node)) is not None]
     return sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
 
 
@@ -193,7 +193,7 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
-    with _saved.without_modes():
+    with _traits.without_modes():
         record, cause = recording(), failure.error.__cause__
         if cause is not None:
             return _from_engine(failure, cause, failure.outputs, frames, record)
@@ -228,7 +228,7 @@ def _case(
 ) -> Case:
     """The failing call of hodiff, as if it were a pass."""
     path = path_of(frames[0]) if frames else ()
-    call = None if record is None else Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
+    call = None if record is None else Pass(len(record.passes), "hodiff", path, True, _traits.counter(), -1)
     roots, inputs = _roots(tensors), list(failure.leaves)
     return Case(error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call)
 
@@ -255,7 +255,7 @@ def _from_engine(
 def _freed_part(case: Case) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
     nodes = _predict.executed(case.roots, case.inputs)
-    return _nodes.topmost(case.roots, [node for node in nodes if _predict.trouble(node) == "freed"])
+    return _nodes.topmost(case.roots, _predict.having(nodes, "freed"))
 
 
 def _freed(case: Case) -> str:
@@ -295,7 +295,7 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: Names, record: W
             elif node in names.nodes:
                 found[f"  recorded as  {_predict.label(node, names)}"] = None
         # `Function.apply` is no torch function, which a watch could see: but what is done with its result is.
-        elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
+        elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _traits.children(node)):
             found[f"  its result is used at  {quoted(line)}"] = None
     return "\n".join(list(found)[:SHOWN])
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _names, _predict, _saved, _source
+from hodiff.graph import _names, _predict, _saved, _source, _traits
 from hodiff.graph._case import Case, Pass, Record
 from hodiff.graph._evidence import PARAMETRIZED, Evidence, Part, memoised
 from hodiff.graph._names import Held
@@ -40,7 +40,7 @@ def gather(case: Case) -> Evidence | None:
 
 def _is_spent(node: Node, record: Record) -> bool:
     """Whether a pass freed what a node needs, or it was changed."""
-    if _saved.leaf(node) is not None:
+    if _traits.leaf(node) is not None:
         return False
     trouble = _predict.trouble(node)
     if not trouble:
@@ -50,7 +50,7 @@ def _is_spent(node: Node, record: Record) -> bool:
 
 def _freeing(record: Record, node: Node) -> Pass | None:
     """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met."""
-    inner = (each for each in _predict.below([node]) if _saved.leaf(each) is None)
+    inner = (each for each in _predict.below([node]) if _traits.leaf(each) is None)
     tags = (tag for each in inner if (tag := record.marks.tag(each)) is not None)
     return next(tags, None) or record.marks.held_at(node)
 
@@ -100,7 +100,7 @@ def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tens
     while level:
         following: list[Node] = []
         for node in level:
-            if node in seen or _saved.leaf(node) is not None:
+            if node in seen or _traits.leaf(node) is not None:
                 continue
             seen.add(node)
             old = node not in case.roots and (
@@ -125,7 +125,7 @@ def _named(case: Case, record: Record, node: Node) -> Node:
     for _ in range(NEAR):
         if record.marks.held(here) or here in case.names.nodes or _parametrized(here):
             return here
-        children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
+        children = [child for child in _traits.children(here) if _traits.leaf(child) is None]
         if len(children) != 1 or _saved.slots(here):
             return node
         here = children[0]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _holders, _saved
+from hodiff.graph import _holders, _traits
 from hodiff.graph._case import Pass
 from hodiff.graph._growth_words import Grown
 from hodiff.graph._holders import Holder
@@ -120,7 +120,7 @@ class Growth:
         self._written: dict[int, tuple[weakref.ref[Tensor], Pass]] = {}
         self._reached = 0
         self._nodes = NODES
-        self._look_at = _saved.counter() + NODES
+        self._look_at = _traits.counter() + NODES
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Growth:
         line = self._lines.get(call.path)
         if line is None:
             line = self._lines[call.path] = _Line(call)
-        key, tags, sequence = self._key, _saved.tags, _saved.sequence
+        key, tags, sequence = self._key, _traits.tags, _traits.sequence
         first, last = line.first.place, line.last.place
         token, leaves, again = _Token(), [], 0
         for node in nodes:
@@ -154,7 +154,7 @@ class Growth:
         """The pass has run: has anything risen?"""
         token, leaves = self._token, self._leaves
         self._token, self._leaves = None, []
-        self._look_at = _saved.counter() + self._nodes
+        self._look_at = _traits.counter() + self._nodes
         line = self._lines.get(call.path)
         if failed or token is None or line is None:
             return
@@ -167,13 +167,13 @@ class Growth:
             self._mark_gradients(token, leaves, call)
         if (look and (writes or not call.built)) or (again and not call.built):
             frames = list(user_frames(sys._getframe(1)))
-            with _saved.without_modes():
+            with _traits.without_modes():
                 self._look(record, line, call, frames, again=again and not look)
 
     def _mark_gradients(self, token: _Token, leaves: list[Tensor], call: Pass) -> None:
         """Leave the pass's token on the graphs that it left in `.grad`, which lead to those of earlier passes."""
-        key, tags = self._key, _saved.tags
-        with _saved.without_modes():
+        key, tags = self._key, _traits.tags
+        with _traits.without_modes():
             written = [leaf for leaf in leaves if _has_graph(leaf)]
             for leaf in written:
                 self._written[id(leaf)] = (weakref.ref(leaf), call)
@@ -182,7 +182,7 @@ class Growth:
             node = stack.pop()
             if node.__class__ is not _nodes.ACCUMULATE and key not in tags(node):
                 tags(node)[key] = token
-                stack += _saved.children(node)
+                stack += _traits.children(node)
 
     def _look(self, record: Watch, line: _Line, call: Pass, frames: list[FrameType], *, again: bool) -> None:
         """Who holds it?"""
@@ -193,7 +193,7 @@ class Growth:
                 self._grown[call.path, "again"] = Grown("again", holder, call)
             return
         wanted = {token for ref in line.alive.values() if (token := ref()) is not None}
-        holder = _holders.of(names, record, lambda node: _saved.tags(node).get(self._key), wanted)
+        holder = _holders.of(names, record, lambda node: _traits.tags(node).get(self._key), wanted)
         if holder is not None and holder.iterations * 2 > len(wanted):  # else several hold parts of it
             kind = "gradient" if holder.variable.endswith(".grad") else "kept" if call.retained else "spent"
             self._grown[call.path, "held"] = Grown(kind, holder, call)
@@ -207,21 +207,21 @@ class Growth:
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """Many nodes were made, and no pass has come: do they pile up?"""
-        if _saved.counter() < self._look_at:
+        if _traits.counter() < self._look_at:
             return
         self._nodes *= 2
-        self._look_at = _saved.counter() + self._nodes
+        self._look_at = _traits.counter() + self._nodes
         from hodiff.graph import _watch
 
         record = _watch.recording()
         if record is None:
             return
-        with _saved.without_modes():
+        with _traits.without_modes():
             frames = list(user_frames(frame))
             for holder, nodes in _holders.piling_up(Names(frames), frames, record, self._key):
                 token = _Token()
                 for node in nodes:
-                    _saved.tags(node)[self._unused_key] = token
+                    _traits.tags(node)[self._unused_key] = token
                 self._unused[holder.variable] = (token, Grown("unused", holder))
 
     def cut(self, lost: Any, sources: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _source
+from hodiff.graph import _predict, _source, _traits
 from hodiff.graph._names import USERS, Names, root
 from hodiff.graph._source import Line, lines_of
 
@@ -121,7 +121,7 @@ def handed_on(names: Names, frames: list[FrameType], record: Watch, places: rang
             made = _made(record, path, tensors[0])
             if made is not None:
                 nodes = _nodes.walk([tensors[0].grad_fn])
-                count = sum(_saved.sequence(node) in places for node in nodes if _saved.leaf(node) is None)
+                count = sum(_traits.sequence(node) in places for node in nodes if _traits.leaf(node) is None)
                 found.append(Holder(path, made, count, _predict.saved_bytes(nodes)))
     found = [holder for holder in found if holder.iterations]
     return max(found, key=lambda holder: (holder.iterations, -_steps(holder.variable)), default=None)
@@ -156,9 +156,11 @@ def piling_up(names: Names, frames: list[FrameType], record: Watch, key: str) ->
 
 def _own(tensor: Tensor, seen: set[Node], key: str) -> list[Node]:
     """The nodes behind a tensor, not among `seen`, that no pass has run."""
-    nodes = [node for node in _nodes.walk([tensor.grad_fn], seen) if node not in seen and _saved.leaf(node) is None]
+    nodes = [node for node in _nodes.walk([tensor.grad_fn], seen) if node not in seen and _traits.leaf(node) is None]
     seen.update(nodes)
-    return [node for node in nodes if key not in _saved.tags(node) and _predict.trouble(node) != "freed"]
+    fresh = [node for node in nodes if key not in _traits.tags(node)]
+    freed = set(_predict.having(fresh, "freed"))
+    return [node for node in fresh if node not in freed]
 
 
 def _rounds(record: Watch, path: str, tensor: Tensor, nodes: list[Node]) -> int:

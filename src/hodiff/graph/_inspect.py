@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
-from hodiff.graph import _saved
+from hodiff.graph import _saved, _traits
 from hodiff.graph._names import Names, user_frames
 from hodiff.graph._saved import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
 
@@ -205,7 +205,7 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
         'freed'
     """
     _check(outputs)
-    with _saved.without_modes():
+    with _traits.without_modes():
         found = Names(list(user_frames(sys._getframe(1)))[:1], _roots(names))
         return _read(outputs, found)
 
@@ -230,16 +230,18 @@ def _read(outputs: Sequence[Tensor], names: Names) -> Graph:
     """One record per node. The names come first: what they find is held by Python anyhow."""
     below = _nodes.walk(_nodes.node_of(output) for output in outputs)
     place = {node: index for index, node in enumerate(below)}
-    edges = [tuple([place[child] for child in children]) for children in below.values()]
     leaves: list[Leaf] = []
     parameters: dict[int, str] = {}
     for node, index in place.items():
-        leaf = None if edges[index] else _saved.leaf(node)
+        leaf = _traits.leaf(node) if node.__class__ is _nodes.ACCUMULATE else None
         if leaf is not None:
-            shape, storage, size = _saved.measure(leaf)
+            shape, storage, size = _traits.measure(leaf)
             parameters[storage] = name = names.of(leaf)
             leaves.append(Leaf(index, name, shape, size))
-    records = [_node(node, index, edges[index], parameters, names) for node, index in place.items()]
+    records: list[NodeRecord] = []
+    at = place.__getitem__
+    for (node, index), children in zip(place.items(), below.values(), strict=True):
+        records += [_node(node, index, tuple(map(at, children)), parameters, names)]
     return Graph(tuple(records), tuple(leaves))
 
 
@@ -250,15 +252,13 @@ _new = tuple.__new__
 def _node(node: Node, place: int, inputs: tuple[int, ...], parameters: dict[int, str], names: Names) -> NodeRecord:
     """The record of one node."""
     slots = _saved.slots(node)
-    states = [slot[1] for slot in slots]
-    if states.count(ALIVE) != len(states):
-        slots = [slot for slot in slots if slot[1] is not NONE]
-        state = min([slot[1] for slot in slots], key=_WORST.index, default="")
-    else:
-        state = ALIVE if slots else ""
-    saved = tuple([_record(slot, slots, parameters, names) for slot in slots]) if slots else ()
+    state, saved = "", ()
+    for slot in slots:
+        if slot[1] is not NONE:
+            state = slot[1] if not state or slot[1] is state else min(state, slot[1], key=_WORST.index)
+            saved += (_record(slot, slots, parameters, names),)
     variable = names.nodes.get(node, "")
-    return _new(NodeRecord, (place, type(node).__name__, _saved.shape(node), inputs, state, saved, variable))
+    return _new(NodeRecord, (place, node.__class__.__name__, _traits.shape(node), inputs, state, saved, variable))
 
 
 def _record(slot: _saved.Slot, slots: list[_saved.Slot], parameters: dict[int, str], names: Names) -> Saved:
@@ -266,14 +266,13 @@ def _record(slot: _saved.Slot, slots: list[_saved.Slot], parameters: dict[int, s
     name, state, value = slot
     if value is None:
         return Saved(name, state)
-    shape, storage, size = _saved.measure(value)
-    variable = parameters.get(storage)
-    if variable is not None:
-        return _new(Saved, (name, state, shape, size, storage, "parameter", variable))
-    variable = names.tensors.get(id(value)) or names.storages.get(storage, "")
-    if variable:
-        return _new(Saved, (name, state, shape, size, storage, "python", variable))
-    times = 1 if len(slots) == 1 else [other[2] is value for other in slots].count(True)
-    del value  # the slots alone may hold it while references are counted
-    holder = "python" if _saved.held_by_python(slot, times) else "graph"
-    return _new(Saved, (name, state, shape, size, storage, holder, ""))
+    shape, storage, size = _traits.measure(value)
+    holder, variable = "parameter", parameters.get(storage)
+    if variable is None:
+        holder, variable = "python", names.storages.get(storage, "")
+        if variable:  # of several that share the memory, the one that is that very tensor
+            variable = names.tensors.get(id(value), variable)
+        else:
+            del value  # the slots alone may hold it while references are counted
+            holder = "python" if _saved.held_by_python(slot, slots) else "graph"
+    return _new(Saved, (name, state, shape, size, storage, holder, variable))

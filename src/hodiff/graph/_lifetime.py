@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved
+from hodiff.graph import _predict, _saved, _traits
 from hodiff.graph._case import Pass
 from hodiff.graph._growth import Growth
 from hodiff.graph._source import Line, quoted
@@ -80,14 +80,14 @@ class _Spans:
         if not failed:
             self._collect(record, call, "held" if call.retained else "freed", sizes)
             return
-        ran = {node: size for node, size in sizes.items() if size >= 0 and _predict.trouble(node) == "freed"}
+        ran = {node: size for node in _predict.having(sizes, "freed") if (size := sizes[node]) >= 0}
         self._collect(record, call, "freed", ran)
         self._collect(record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0})
 
     def _collect(self, record: Watch, call: Pass, state: str, sizes: dict[Node, int]) -> None:
         rows: dict[Line, list[tuple[int, int]]] = {}
         for node, size in sizes.items():
-            rows.setdefault(record.made(node) or _UNKNOWN, []).append((_saved.sequence(node), max(size, 0)))
+            rows.setdefault(record.made(node) or _UNKNOWN, []).append((_traits.sequence(node), max(size, 0)))
         for line, found in rows.items():
             start = min(place for place, _ in found)
             size = sum(size for _, size in found)

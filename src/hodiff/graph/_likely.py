@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _cells, _predict, _saved, _source
+from hodiff.graph import _cells, _predict, _source, _traits
 from hodiff.graph._case import Case
 from hodiff.graph._names import local_variables
 from hodiff.graph._source import Line
@@ -193,7 +193,7 @@ def _other_loss(case: Case, needing: set[Node]) -> Likely | None:
             if node is None or node in case.roots:
                 continue
             mine = _nodes.walk([node])
-            common = [each for each in mine if each in needing and _saved.leaf(each) is None]
+            common = [each for each in mine if each in needing and _traits.leaf(each) is None]
             passes = [s for s in _source.statements(_line(case)) if _source.frees(s, name)]
             if common and passes:
                 edge = _nodes.topmost(case.roots, common)
@@ -206,4 +206,4 @@ def _other_loss(case: Case, needing: set[Node]) -> Likely | None:
 def _needing(roots: list[Node]) -> set[Node]:
     """The nodes below some roots that cannot run: those that were freed, and all that lead to one."""
     graph = _predict.below(roots)
-    return _nodes.leading_to(graph, [node for node in graph if _predict.trouble(node) == "freed"])
+    return _nodes.leading_to(graph, _predict.having(graph, "freed"))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved
+from hodiff.graph import _predict, _traits
 from hodiff.graph._case import Pass
 from hodiff.graph._names import Held, Names, user_frames
 
@@ -51,52 +51,52 @@ class Marks:
         key, inner = self.key, _Tag(call.number)
         for node in nodes:
             if node.__class__ is not _nodes.ACCUMULATE:
-                _saved.tags(node)[key] = inner
+                _traits.tags(node)[key] = inner
                 continue
             leaf = node.variable
             grad = leaf.grad
-            state = (0, 0) if grad is None else (id(grad), _saved.version(grad))
-            _saved.tags(node)[key] = _Tag(call.number, _saved.version(leaf), *state)
+            state = (0, 0) if grad is None else (id(grad), _traits.version(grad))
+            _traits.tags(node)[key] = _Tag(call.number, _traits.version(leaf), *state)
 
     def name(self, frame: FrameType) -> None:
         """Note on the nodes that variables hold now which those are: a later step may give the names to others."""
         full = len(self._passes) <= FULL_SEARCHES
         names = Names(user_frames(frame), budget=2000 if full else NEAR, results=True)
-        with _saved.without_modes():
+        with _traits.without_modes():
             for node, held in names.by_node().items():
-                _saved.tags(node)[self._held] = (len(self._passes) - 1, held)
+                _traits.tags(node)[self._held] = (len(self._passes) - 1, held)
 
     def spent(self, nodes: Mapping[Node, Collection[Node]]) -> list[Node]:
         """Those that a failing pass ran: what it freed, and all above, as a node waits for those."""
         fresh = {node: children for node, children in nodes.items() if self.tag(node) is None}
-        return list(_nodes.leading_to(fresh, [node for node in fresh if _predict.trouble(node) == "freed"]))
+        return list(_nodes.leading_to(fresh, _predict.having(fresh, "freed")))
 
     # --- read when one fails ------------------------------------------------------------------------------------------
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
-        found = _saved.tags(node).get(self.key)
+        found = _traits.tags(node).get(self.key)
         return self._passes[found.number] if found else None
 
     def held(self, node: Node) -> tuple[Held, ...]:
         """The variables that held a node's output when a pass freed its graph."""
-        return _saved.tags(node).get(self._held, (0, ()))[1]
+        return _traits.tags(node).get(self._held, (0, ()))[1]
 
     def held_at(self, node: Node) -> Pass | None:
         """The last pass after which a variable held a node's output."""
-        found = _saved.tags(node).get(self._held)
+        found = _traits.tags(node).get(self._held)
         return self._passes[found[0]] if found else None
 
     def version_then(self, leaf_node: Node) -> int:
         """A leaf's version when the pass that is its tag ran."""
-        found = _saved.tags(leaf_node).get(self.key)
+        found = _traits.tags(leaf_node).get(self.key)
         return found.version if found else -1
 
     def untouched(self, leaf: Tensor, call: Pass) -> bool:
         """Whether a leaf's `.grad` is as a pass left it."""
-        with _saved.without_modes():
+        with _traits.without_modes():
             node = torch.autograd.graph.get_gradient_edge(leaf).node
-        tag = _saved.tags(node).get(self.key)
+        tag = _traits.tags(node).get(self.key)
         if tag is None or tag.number != call.number or leaf.grad is None:
             return False
-        return (id(leaf.grad), _saved.version(leaf.grad)) == (tag.grad, tag.grad_version)
+        return (id(leaf.grad), _traits.version(leaf.grad)) == (tag.grad, tag.grad_version)

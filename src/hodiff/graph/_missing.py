@@ -6,7 +6,7 @@ import re
 
 from hodiff._core import _nodes, _translate
 from hodiff._core._nodes import Node
-from hodiff.graph import _saved, _source
+from hodiff.graph import _saved, _source, _traits
 from hodiff.graph._case import Case, Explanation
 from hodiff.graph._source import Line, lines_of, quoted
 
@@ -71,7 +71,7 @@ def _line(case: Case, nodes: list[Node], operation: str, compiled: bool) -> Line
         name = type(node).__name__.lower().removesuffix("backward0").removesuffix("backward")
         if (compiled and "compiled" in name) or (key and name == key):
             line = (_of_compiled(case, node) if compiled else case.record.made(node)) or _assigned(case, node)
-            found += [(_saved.sequence(node), line)] if line is not None else []
+            found += [(_traits.sequence(node), line)] if line is not None else []
     if found:  # the first is of the forward; those that a pass made come later
         return min(found)[1]
     made = [case.record.made(node) for node in nodes if _saved.is_raising(node)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _nodes
 from hodiff.errors import HodiffWarning, InputError
-from hodiff.graph import _predict, _saved, _source
+from hodiff.graph import _predict, _source, _traits
 from hodiff.graph._names import is_users
 from hodiff.graph._source import Line
 
@@ -50,7 +50,7 @@ class Monitor:
     def step(self, **roots: Any) -> None:
         """Measure `roots`, and those given to `monitor`; warn once per root after three rises in a row."""
         for name, root in {**self._roots, **roots}.items():
-            with _saved.without_modes():
+            with _traits.without_modes():
                 nodes = list(_nodes.walk([_nodes.node_of(tensor) for tensor in _tensors(root, name)]))
                 past = self.history.setdefault(name, [])
                 past.append(Step(len(nodes), _predict.saved_bytes(nodes)))
@@ -92,8 +92,8 @@ def _grows(past: list[Step]) -> bool:
 def _most_used(nodes: list[Any]) -> str:
     counts: dict[Any, int] = {}
     for node in nodes:
-        for child in _saved.children(node):
-            if _saved.leaf(child) is not None:
+        for child in _traits.children(node):
+            if _traits.leaf(child) is not None:
                 counts[child] = counts.get(child, 0) + 1
     most = max(counts.values(), default=1)
     return f" One parameter is used {most} times in it." if most > 1 else ""

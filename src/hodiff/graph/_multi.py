@@ -270,15 +270,15 @@ def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
 
 def _released(losses: Sequence[Tensor], leaves: list[Tensor]) -> list[Row]:
     """One pass per loss; after each, what no later one needs is released."""
-    from hodiff.graph import _saved
+    from hodiff.graph import _saved, _traits
 
-    with _saved.without_modes():
+    with _traits.without_modes():
         turns = _turns(losses)
     rows: dict[int, Row] = {}
     for turn in turns:
         found = _bare([losses[turn.number]], leaves, None, keep=not turn.alone)
         rows[turn.number] = _filled(found, leaves)
-        with _saved.without_modes():
+        with _traits.without_modes():
             for node in turn.nodes:
                 _saved.release(node)
     return [rows[index] for index in range(len(losses))]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _cells, _saved
+from hodiff.graph import _cells, _traits
 
 DEPTH = 3
 FRAMES = 8
@@ -116,7 +116,7 @@ class Names:
             modules.setdefault(id(frame.f_globals), frame)
         for frame in modules.values():
             start += self._of_frame(frame, frame.f_globals)
-        with _saved.without_modes():
+        with _traits.without_modes():
             self._search(deque(start))
 
     def _of_frame(self, frame: FrameType, names: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
@@ -160,7 +160,7 @@ class Names:
         self.tensors[id(tensor)] = path
         try:
             node = tensor.grad_fn
-            self.storages.setdefault(_saved.memory(tensor), path)
+            self.storages.setdefault(_traits.memory(tensor), path)
         except (RuntimeError, ValueError):  # a functorch wrapper, or one without memory
             return
         if node is not None:
@@ -192,7 +192,7 @@ class Names:
 
     def memory(self, tensor: Tensor) -> str:
         """A variable that holds this tensor's memory; empty if none was found."""
-        return self.tensors.get(id(tensor)) or self.storages.get(_saved.memory(tensor), "")
+        return self.tensors.get(id(tensor)) or self.storages.get(_traits.memory(tensor), "")
 
 
 _ROOT = re.compile(r"\w*")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hodiff.graph import _names, _saved, _source
+from hodiff.graph import _names, _source, _traits
 from hodiff.graph._evidence import PARAMETRIZED, Evidence, Part
 from hodiff.graph._source import Line, at
 
@@ -68,7 +68,7 @@ def _has_changed(e: Evidence, value: Tensor) -> bool:
 def _is_steady(value: Any) -> bool:
     """Whether a value gives the same whenever it is used, but for parameters."""
     if isinstance(value, nn.Module):
-        plain = not _saved.has_hooks(value) and not list(value.buffers())
+        plain = not _traits.has_hooks(value) and not list(value.buffers())
         inner = all(_is_steady(child) for child in value.children())
         own = [item for name, item in vars(value).items() if name not in _names.HIDDEN]
         return plain and inner and not any(isinstance(item, (Tensor, dict, list)) for item in own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
-from hodiff.graph import _saved
+from hodiff.graph import _saved, _traits
 from hodiff.graph._names import Names, user_frames
 
 
@@ -96,7 +96,7 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
     """
     losses = tensors(loss, "loss")
     wanted = None if inputs is None else tensors(inputs, "inputs")
-    with _saved.without_modes():
+    with _traits.without_modes():
         names = Names(list(user_frames(sys._getframe(1)))[:1])
         return judge(losses, wanted, names)
 
@@ -115,46 +115,65 @@ def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Name
     findings = _about_tensors(losses, roots, inputs, names)
     if findings:
         return Prediction("fail", tuple(findings))
-    nodes = executed(roots, inputs)
     certain, possible = False, False
     bad: set[Node] = set()
-    for node in nodes:
-        reason = trouble(node)
+    ask = _asking()
+    for node in executed(roots, inputs):
+        reason = ask(node)
         if reason:
             bad.add(node)
             findings.append(_finding(node, reason, names))
             doubtful = _saved.is_function(node) or reason in ("unknown", "missing")
             certain, possible = certain or not doubtful, possible or doubtful
+            ask = _alike if certain else ask  # the verdict stands; what follows only words it
     verdict = "fail" if certain else "maybe" if possible else "ok"
-    edge = [node for node in _nodes.topmost(roots, bad) if names is not None]
+    edge = _nodes.topmost(roots, bad) if bad and names is not None else []
     return Prediction(verdict, tuple(findings), tuple(label(node, names) for node in edge))
 
 
 def trouble(node: Node) -> str:
     """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing."""
+    return _asking()(node)
+
+
+def having(nodes: Iterable[Node], reason: str) -> list[Node]:
+    """Those of some nodes that have this trouble."""
+    ask = _asking()
+    return [node for node in nodes if ask(node) == reason]
+
+
+def _asking() -> Callable[[Node], str]:
+    """How this thread asks for the trouble of a node now."""
     known = _known.get(threading.get_ident())
-    if known is None:
-        return _trouble(node)
-    found = known.troubles.get(node)
-    if found is None:
-        freed = _saved.works() and _saved.is_freed_like_others(node)
-        found = known.troubles[node] = _saved.FREED if freed else _trouble(node)
-    return found
+    return _trouble if known is None else known.trouble
 
 
 def _trouble(node: Node) -> str:
+    if _saved.is_whole(node):
+        return ""
     if _saved.is_raising(node):
         return "missing"
     found = [state for state in _saved.states(node) if state in _TROUBLES]
     return min(found, key=_TROUBLES.index) if found else ""
 
 
+def _alike(node: Node) -> str:
+    """The same, told of a node with nothing left by others of its kind."""
+    return _saved.FREED if _saved.is_freed_like_others(node) else _trouble(node)
+
+
 class _Known:
     """What was found out while nothing changes: each node's trouble, and what lies below which roots."""
 
     def __init__(self) -> None:
-        self.troubles: dict[Node, str] = {}
         self.below: dict[tuple[Node, ...], dict[Node, list[Node]]] = {}
+        self._troubles: dict[Node, str] = {}
+
+    def trouble(self, node: Node) -> str:
+        found = self._troubles.get(node)
+        if found is None:
+            found = self._troubles[node] = _alike(node)
+        return found
 
 
 _known: weakref.WeakValueDictionary[int, _Known] = weakref.WeakValueDictionary()
@@ -230,10 +249,10 @@ def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list
 def label(node: Node, names: Names | None) -> str:
     """A node for a sentence: its variable, its class, its shape."""
     variable = names.nodes.get(node, "") if names is not None else ""
-    leaf = _saved.leaf(node)
+    leaf = _traits.leaf(node)
     if leaf is not None and names is not None:
         variable = names.of(leaf)
-    shape = _saved.shape(node)
+    shape = _traits.shape(node)
     return f"{f'`{variable}` = ' if variable else ''}{type(node).__name__}{f' {shape}' if shape is not None else ''}"
 
 
@@ -336,7 +355,7 @@ def shared(*losses: Tensor) -> Shared:
     """
     if len(losses) < 2:
         raise InputError(f"losses: {len(losses)} given; it takes two or more to share something.")
-    with _saved.without_modes():
+    with _traits.without_modes():
         found = tensors(losses, "losses")
         common, private = split(found)
         names = Names(list(user_frames(sys._getframe(1)))[:1])
@@ -363,6 +382,6 @@ def saved_bytes(nodes: Iterable[Node]) -> int:
     for node in nodes:
         for slot in _saved.slots(node):
             if slot.value is not None:
-                identity, size = _saved.storage(slot.value)
+                identity, size = _traits.storage(slot.value)
                 sizes[identity] = size
     return sum(sizes.values())

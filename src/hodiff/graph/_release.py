@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved
+from hodiff.graph import _predict, _saved, _traits
 
 
 class Released(NamedTuple):
@@ -54,7 +54,7 @@ def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = (
     """
     given = _predict.tensors(loss, "loss")
     kept = [] if isinstance(keep, (tuple, list)) and not keep else _predict.tensors(keep, "keep")
-    with _saved.without_modes():
+    with _traits.without_modes():
         stay = set(_nodes.walk([_nodes.node_of(tensor) for tensor in kept]))
         return drop(node for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given]) if node not in stay)
 
@@ -66,7 +66,7 @@ def drop(nodes: Iterable[Node]) -> Released:
         mine: dict[Any, int] = {}
         for slot in _saved.slots(node):
             if slot.value is not None:
-                identity, size = _saved.storage(slot.value)
+                identity, size = _traits.storage(slot.value)
                 mine[identity] = size
         slot = None
         if _saved.release(node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _likely, _predict, _saved
+from hodiff.graph import _causes, _likely, _predict, _traits
 from hodiff.graph._case import Case, Explanation
 from hodiff.graph._evidence import Evidence, Part
 from hodiff.graph._gather import gather
@@ -55,7 +55,7 @@ SHOWN = 4
 
 def _what(part: Part) -> str:
     name = f"`{part.variable}`" if part.variable else "a value without a name"
-    shape = _saved.shape(part.node)
+    shape = _traits.shape(part.node)
     return f"{name} = {type(part.node).__name__}" + (f" (output shape {shape})" if shape is not None else "")
 
 
@@ -67,7 +67,7 @@ def _callers(evidence: Evidence) -> list[Line]:
 
 
 def _freed_below(evidence: Evidence) -> str:
-    counts = Counter(type(each).__name__ for each in evidence.under if _predict.trouble(each) == "freed")
+    counts = Counter(type(each).__name__ for each in _predict.having(evidence.under, "freed"))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _second_time, _source
+from hodiff.graph import _predict, _saved, _second_time, _source, _traits
 from hodiff.graph._case import Case, Change, Explanation
 from hodiff.graph._source import Line, at, lines_of, quoted
 
@@ -69,7 +69,7 @@ def _find(case: Case) -> _Stale | None:
     for node in _predict.executed(case.roots, case.inputs):
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE and slot.value is not None:
-                leaf = _saved.leaf_of(slot.value)
+                leaf = _traits.leaf_of(slot.value)
                 variable = (case.names.of(leaf) if leaf is not None else "") or case.names.memory(slot.value)
                 if found is None or (variable and not found.variable):
                     found = _Stale(node, slot.name, variable, slot.value, leaf)
@@ -97,7 +97,7 @@ def _copied(case: Case, stale: _Stale, change: Change) -> str | None:
     """Change a copy: sound where one variable alone holds the tensor, and that is what the line changes."""
     line = change.line
     targets = [_source.base(name) for name in _source.changed_at(line)]
-    if change.view or _saved.is_view(stale.value):  # what it is a view of would stay as it was
+    if change.view or _traits.is_view(stale.value):  # what it is a view of would stay as it was
         return None
     if len(targets) != 1 or not targets[0].isidentifier():
         return None
@@ -113,7 +113,7 @@ def _holders(case: Case) -> list[tuple[str, Tensor]]:
 
 
 def _shares(tensor: Tensor, value: Tensor) -> bool:
-    return _saved.storage(tensor)[0] == _saved.storage(value)[0]
+    return _traits.storage(tensor)[0] == _traits.storage(value)[0]
 
 
 def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _calls, _explain, _predict, _saved
+from hodiff.graph import _calls, _explain, _predict, _saved, _traits
 from hodiff.graph._calls import CUT, GRADIENT, INPLACE, PASS, tensors_in
 from hodiff.graph._case import PASSES, Change, Lost, Pass
 from hodiff.graph._endings import Endings
@@ -31,7 +31,7 @@ from hodiff.graph._names import USERS, user_frames
 from hodiff.graph._paths import Key, Paths
 from hodiff.graph._source import Line, line_of, lines_of
 
-counter, is_dynamo_compiling = _saved.counter, torch.compiler.is_dynamo_compiling
+counter, is_dynamo_compiling = _traits.counter, torch.compiler.is_dynamo_compiling
 
 
 class _Recording(threading.local):
@@ -189,14 +189,14 @@ class Watch(TorchFunctionMode):
     def _note_change(self, func: Any, what: Any, frame: FrameType) -> None:
         self._changes += 1
         one = isinstance(what, Tensor)
-        view = one and _saved.is_view(what)
+        view = one and _traits.is_view(what)
         change = self._place(frame), len(self.passes), getattr(func, "__name__", ""), self._changes, view
         for tensor in (what,) if one else tensors_in(what):
-            self._changed[_saved.memory(tensor)] = change
+            self._changed[_traits.memory(tensor)] = change
 
     def changed(self, tensor: Tensor) -> Change | None:
         """What last changed a tensor's memory in place."""
-        found = self._changed.get(_saved.memory(tensor))
+        found = self._changed.get(_traits.memory(tensor))
         return Change(self._paths[found[0]], *found[1:]) if found is not None else None
 
     def once(self) -> Sequence[tuple[str, Line | None]]:
@@ -205,14 +205,14 @@ class Watch(TorchFunctionMode):
 
     def _note_once(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            for child in (node, *_saved.children(node)):
+            for child in (node, *_traits.children(node)):
                 function = _nodes.function_of(type(child), child) if _saved.is_function(child) else None
                 if function is not None and _nodes.is_once_differentiable(function) and child is not node:
                     self._once[function.__name__, self.made(node)] = None
 
     def path(self, node: Node) -> Key:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
-        number = self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None
+        number = self._log.line(_traits.sequence(node)) if _saved.sequences_work() else None
         return () if number is None else self._paths[number]
 
     def made(self, node: Node) -> Line | None:
@@ -222,7 +222,7 @@ class Watch(TorchFunctionMode):
 
     def ran_again(self, node: Node) -> bool:
         """Whether the lines that made a node made others after it."""
-        return self._log.ran_again(_saved.sequence(node))
+        return self._log.ran_again(_traits.sequence(node))
 
     def passes_since(self, call: Pass) -> list[Pass]:
         """The passes that were asked for after one."""
