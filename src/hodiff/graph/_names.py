@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -213,8 +214,8 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
     """What a container, a module or an object holds, each with its step of the path; with `leaves`, parameters too."""
     if isinstance(value, _PLAIN_TOO) or _cells.is_tool(value):
         return
-    if isinstance(value, Mapping):
-        if len(value) <= BUDGET and isinstance(value, dict):
+    if isinstance(value, dict):
+        if len(value) <= BUDGET:
             found = list(value.items())
             yield from ((f"[{key!r}]", item) for key, item in found if item.__class__ not in _PLAIN and _is_plain(key))
     elif isinstance(value, (list, tuple, deque)):  # copied, as another thread may change it
@@ -225,9 +226,8 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, nn.Module):
         if leaves:
             yield from ((f".{name}", item) for name, item in value.named_parameters())
-        for prefix, module in value.named_modules():
-            yield from _of_module(prefix, module)
-    else:
+        yield from _of_modules(value)
+    elif not isinstance(value, Mapping):  # one of another kind computes its values, maybe
         try:
             members = vars(value)
         except TypeError:
@@ -237,18 +237,34 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", item) for name, item in _of_class(value))
 
 
-def _of_module(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What one module holds beside parameters and modules: buffers, the attributes of its class and its own."""
-    own = vars(module)
-    added, buffers = own.keys() - HIDDEN, own.get("_buffers")
-    if not added and not buffers and _is_torchs(type(module)):  # as most are
-        return
-    dot = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in prefix.split(".") if part)
-    held = [*(buffers or {}).items(), *[(name, item) for name, item in list(own.items()) if name in added]]
-    yield from ((f"{dot}.{name}", item) for name, item in held if item.__class__ not in _PLAIN)
-    yield from ((f"{dot}.{name}", item) for name, item in _of_class(module))
+def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What modules hold beside parameters and modules: buffers, the attributes of their classes and their own.
+
+    Each pass under a watch looks at all modules in sight, and at most of them in vain.
+    """
+    seen = {id(root)}
+    stack: list[tuple[str, nn.Module]] = [("", root)]
+    while stack:
+        path, module = stack.pop()
+        own = vars(module)
+        for name, item in list((own.get("_buffers") or {}).items()):
+            if item.__class__ not in _PLAIN:
+                yield f"{path}.{name}", item
+        added = {name for name in own.keys() - HIDDEN if own[name].__class__ not in _PLAIN}
+        if added:
+            yield from ((f"{path}.{name}", item) for name, item in list(own.items()) if name in added)
+        if not _is_torchs(type(module)):
+            for name, item in _of_class(module):
+                yield f"{path}.{name}", item
+        inner = own.get("_modules")
+        for name in reversed(list(inner)) if inner else ():
+            child = inner[name]
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append((f"{path}[{name}]" if name.isdigit() else f"{path}.{name}", child))
 
 
+@cache
 def _is_torchs(kind: type) -> bool:
     return kind.__module__.startswith(("torch", "builtins", "collections"))
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
@@ -22,6 +24,25 @@ def without_modes() -> Iterator[None]:
     inside = torch.is_inference_mode_enabled()
     with torch._C.DisableTorchFunction(), torch.inference_mode(False) if inside else nullcontext():
         yield
+
+
+def modes() -> int:
+    """How many modes see this thread's calls now."""
+    return torch._C._len_torch_function_stack()
+
+
+def innermost(mode: TorchFunctionMode) -> bool:
+    """Whether a mode is the first to see this thread's calls."""
+    depth = modes()
+    return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What runs around the steps of an optimizer: its own hooks, and those of all optimizers; None if it is unknown."""
+    names = [f"optimizer_step_{when}_hooks" for when in ("pre", "post")]
+    found = [getattr(optimizer, f"_{name}", {0: None}) for name in names]
+    found += [getattr(_optimizer, f"_global_{name.replace('_step', '')}", {0: None}) for name in names]
+    return [hook for hooks in found for hook in hooks.values()]
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from hodiff.graph._marks import Marks
 from hodiff.graph._names import USERS, user_frames
 from hodiff.graph._paths import Key, Paths
 from hodiff.graph._source import Line, line_of, lines_of
+from hodiff.graph._steps import Steps
 
 counter, is_dynamo_compiling = _traits.counter, torch.compiler.is_dynamo_compiling
 
@@ -102,6 +103,7 @@ class Watch(TorchFunctionMode):
         self._read: dict[int, int] = {}  # the gradients that the user read, and how many passes there had been
         self._repeats: dict[int, int] = {}
         self._entered: FrameType | None = None
+        self._steps = Steps(self, self._place, self._stepped)
 
     def __init_subclass__(cls) -> None:  # its frames would pass for the user's
         raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
@@ -109,16 +111,20 @@ class Watch(TorchFunctionMode):
     def __enter__(self) -> Self:
         _recording.here.append(self)
         self._entered = next(user_frames(sys._getframe(1)), None)
-        return super().__enter__()
+        super().__enter__()
+        self._steps.enter()
+        return self
 
     def __exit__(self, *exc: Any) -> None:
+        on_the_stack = self._steps.leave()
         if isinstance(exc[1], RuntimeError):
             with contextlib.suppress(Exception):  # an explanation must not hide what it explains
                 _explain.left(exc[1], self)
         if self in _recording.here:
             _recording.here.remove(self)
         self._entered = None
-        super().__exit__(*exc)
+        if on_the_stack:
+            super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
@@ -187,12 +193,18 @@ class Watch(TorchFunctionMode):
                 self.endings.remember(gradient, Lost("gradient", line_of(frame), "grad"))
 
     def _note_change(self, func: Any, what: Any, frame: FrameType) -> None:
-        self._changes += 1
         one = isinstance(what, Tensor)
         view = one and _traits.is_view(what)
-        change = self._place(frame), len(self.passes), getattr(func, "__name__", ""), self._changes, view
-        for tensor in (what,) if one else tensors_in(what):
+        self._note_changes([what] if one else tensors_in(what), getattr(func, "__name__", ""), self._place(frame), view)
+
+    def _note_changes(self, tensors: list[Tensor], name: str, place: int, view: bool) -> None:
+        self._changes += 1
+        change = place, len(self.passes), name, self._changes, view
+        for tensor in tensors:
             self._changed[_traits.memory(tensor)] = change
+
+    def _stepped(self, leaves: list[Tensor], place: int) -> None:
+        self._note_changes(leaves, "step", place, view=False)
 
     def changed(self, tensor: Tensor) -> Change | None:
         """What last changed a tensor's memory in place."""
