@@ -256,9 +256,7 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
         if not _is_torchs(type(module)):
             for name, item in _of_class(module):
                 yield f"{path}.{name}", item
-        inner = own.get("_modules")
-        for name in reversed(list(inner)) if inner else ():
-            child = inner[name]
+        for name, child in reversed(list((own.get("_modules") or {}).items())):
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 stack.append((f"{path}[{name}]" if name.isdigit() else f"{path}.{name}", child))
