@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _cut, _forward, _missing, _predict, _saved, _second_time, _stale, _traits
+from hodiff.graph import _cut, _forward, _missing, _predict, _second_time, _slots, _stale, _traits
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._source import Line, line_of, quoted
@@ -72,9 +72,9 @@ def _dispatch(case: Case) -> Explanation | None:
     if type(case.error).__name__ == "CheckpointError":
         again = "already unpacked once" in text or "already been unpacked" in text
         return _missing.unpacked_twice(case, _last_line(case.error)) if again else _missing.recomputed(case)
-    if _saved.FREED_TEXT in text or "already been freed" in text:
+    if _slots.FREED_TEXT in text or "already been freed" in text:
         return _second_time.explain(case)
-    if _saved.STALE_TEXT in text:
+    if _slots.STALE_TEXT in text:
         return _stale.explain(case)
     if "does not require grad" in text:
         return _cut.no_graph(case)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
-from hodiff.graph import _saved, _traits
+from hodiff.graph import _saved, _slots, _traits
 from hodiff.graph._names import Names, user_frames
-from hodiff.graph._saved import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
+from hodiff.graph._slots import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
 
 ROWS = 30
 """Rows of a printed table; the records have all."""
@@ -261,7 +261,7 @@ def _node(node: Node, place: int, inputs: tuple[int, ...], parameters: dict[int,
     return _new(NodeRecord, (place, node.__class__.__name__, _traits.shape(node), inputs, state, saved, variable))
 
 
-def _record(slot: _saved.Slot, slots: list[_saved.Slot], parameters: dict[int, str], names: Names) -> Saved:
+def _record(slot: _slots.Slot, slots: list[_slots.Slot], parameters: dict[int, str], names: Names) -> Saved:
     """The record of one saved tensor: what it is, and who holds it."""
     name, state, value = slot
     if value is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _traits
+from hodiff.graph import _predict, _saved, _slots, _traits
 from hodiff.graph._case import Pass
 from hodiff.graph._growth import Growth
 from hodiff.graph._source import Line, quoted
@@ -71,7 +71,7 @@ class _Spans:
             slots = _saved.slots(node)
             if slots:
                 states = {slot.state for slot in slots}
-                missing = _saved.FREED in states or _saved.RELEASED in states
+                missing = _slots.FREED in states or _slots.RELEASED in states
                 self._sizes[node] = -1 if missing else _predict.saved_bytes([node])
 
     def after(self, record: Watch, call: Pass, failed: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
-from hodiff.graph import _saved, _traits
+from hodiff.graph import _saved, _slots, _traits
 from hodiff.graph._names import Names, user_frames
 
 
@@ -159,7 +159,7 @@ def _trouble(node: Node) -> str:
 
 def _alike(node: Node) -> str:
     """The same, told of a node with nothing left by others of its kind."""
-    return _saved.FREED if _saved.is_freed_like_others(node) else _trouble(node)
+    return _slots.FREED if _saved.is_freed_like_others(node) else _trouble(node)
 
 
 class _Known:
@@ -222,7 +222,7 @@ def _part(graph: dict[Node, list[Node]], roots: Sequence[Node]) -> dict[Node, li
     return found
 
 
-_TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
+_TROUBLES = (_slots.FREED, _slots.RELEASED, _slots.STALE, _slots.UNKNOWN)
 """The states with which a node cannot be run, or might not be; the first that is found is told."""
 
 

@@ -1,4 +1,4 @@
-"""Does this PyTorch answer as `_saved` and `_traits` expect? Tried once, on small graphs of each state."""
+"""Does this PyTorch answer as `_slots` and `_traits` expect? Tried once, on small graphs of each state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _saved, _traits
-from hodiff.graph._saved import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, Slot
+from hodiff.graph import _slots, _traits
+from hodiff.graph._slots import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, Slot
 
 
 class Answers(NamedTuple):
@@ -46,7 +46,7 @@ def answers() -> Answers:
 
 
 def _states(node: Node) -> dict[str, str]:
-    return {slot.name: slot.state for slot in _saved.read(node, _saved.plan(type(node)).names)}
+    return {slot.name: slot.state for slot in _slots.read(node, _slots.plan(type(node)).names)}
 
 
 def _states_are_told() -> bool:
@@ -77,13 +77,13 @@ def _states_are_told() -> bool:
     if _states(y.grad_fn)["other"] != PACKED or ran:
         return False
     x, y, loss = fresh()
-    return _saved.drop(y.grad_fn) == 1 and _states(y.grad_fn)["other"] == RELEASED
+    return _slots.drop(y.grad_fn) == 1 and _states(y.grad_fn)["other"] == RELEASED
 
 
 def _references() -> int:
     product = (torch.ones(3).requires_grad_() * 2.0).exp().grad_fn
-    (name, raw_name, _), *_ = _saved.plan(type(product)).names
-    slot = Slot(name, *_saved.state_of(getattr(product, raw_name)))
+    (name, raw_name, _), *_ = _slots.plan(type(product)).names
+    slot = Slot(name, *_slots.state_of(getattr(product, raw_name)))
     return sys.getrefcount(slot.value) - 1
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _second_time, _source, _traits
+from hodiff.graph import _predict, _saved, _second_time, _slots, _source, _traits
 from hodiff.graph._case import Case, Change, Explanation
 from hodiff.graph._source import Line, at, lines_of, quoted
 
@@ -68,7 +68,7 @@ def _find(case: Case) -> _Stale | None:
     found: _Stale | None = None
     for node in _predict.executed(case.roots, case.inputs):
         for slot in _saved.slots(node):
-            if slot.state == _saved.STALE and slot.value is not None:
+            if slot.state == _slots.STALE and slot.value is not None:
                 leaf = _traits.leaf_of(slot.value)
                 variable = (case.names.of(leaf) if leaf is not None else "") or case.names.memory(slot.value)
                 if found is None or (variable and not found.variable):
@@ -141,7 +141,7 @@ def _last_change(case: Case, change: Change | None) -> Change | None:
     found = [change] if change is not None else []
     for node in _predict.executed(case.roots, case.inputs):
         for slot in _saved.slots(node):
-            if slot.state == _saved.STALE and slot.value is not None and case.record is not None:
+            if slot.state == _slots.STALE and slot.value is not None and case.record is not None:
                 found += [other] if (other := case.record.changed(slot.value)) is not None else []
     return max(found, key=lambda each: each.order, default=None)
 

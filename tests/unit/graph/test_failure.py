@@ -10,7 +10,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core import _why
-from hodiff.graph import _failure, watch
+from hodiff.graph import _failure, _slots, watch
 
 X = torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
 V = torch.ones_like(X)
@@ -583,7 +583,7 @@ def test_an_error_in_other_words_has_the_same_explanation(call, monkeypatch):
 
 
 def test_what_was_released_is_told_in_any_words(monkeypatch):
-    monkeypatch.setattr(_failure._saved, "RELEASED_TEXT", "other words")
+    monkeypatch.setattr(_slots, "RELEASED_TEXT", "other words")
     x = X.clone().requires_grad_()
     loss = x.exp().sum()
     hodiff.graph.release(loss)
