@@ -35,5 +35,9 @@ def on_nav(nav: Any, *, config: Any, files: Any) -> None:
 
 
 def on_post_build(*, config: Any) -> None:
-    """Writes it."""
-    Path(config.site_dir, "llms.txt").write_text(config.extra["llms"], encoding="utf-8")
+    """Writes it, and sets the formulas of all pages."""
+    from docs import formulas
+
+    site = Path(config.site_dir)
+    (site / "llms.txt").write_text(config.extra["llms"], encoding="utf-8")
+    formulas.set_all(site)

@@ -23,7 +23,8 @@ def summary(page: str) -> str:
         document = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
         first = document.partition("\n\n")[0]
         rows.append(f"| [`{name}`](#{entry}) | {_cell(first)} | {_cell(_cost(document))} |")
-    return "\n".join(rows)
+    table = "\n".join(rows)
+    return f'<div class="summary" markdown>\n\n{table}\n\n</div>'
 
 
 def _cost(document: str) -> str:

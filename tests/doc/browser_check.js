@@ -28,7 +28,8 @@
 
   for (const box of article.querySelectorAll(".highlight code, pre > code"))
     if (shown(box) && !box.textContent.trim()) faults.add("an empty output box");
-  for (const formula of article.querySelectorAll(".katex-error")) faults.add(`a formula that does not render: ${name(formula)}`);
+  for (const formula of article.querySelectorAll(".arithmatex:not(:has(.katex)), .katex-error"))
+    faults.add(`a formula that is not set: ${name(formula)}`);
 
   // Contrast, once for each pair of colours.
   const probe = document.createElement("canvas").getContext("2d", {willReadFrequently: true});

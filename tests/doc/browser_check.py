@@ -2,7 +2,7 @@
 
 What is held is what a reader would see: nothing runs off the screen, no picture is clipped, no output
 box is empty, no private name shows, text stands out from its ground (WCAG AA), formulas render, no
-script fails, and nothing is asked of another machine.
+script fails, nothing is asked of another machine, nothing moves while a page loads, and the home page is light.
 """
 
 from __future__ import annotations
@@ -13,17 +13,34 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 WIDTHS = (1280, 390)
 SCHEMES = ("default", "slate")  # light and dark, as the theme calls them
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")
 INTERNALS = {"explain/how-it-works/", "explain/versions/", "explain/operations/"}  # pages about what is inside
+HEAVIEST = 1_000_000  # bytes of the home page, as a server without compression sends them, fonts included
+FARTHEST = 0.02  # what may move while a page loads: the score that browsers report, of which 0.1 is called good
+SEARCH_INDEX = "search_index.json"  # loaded in the background, and counted apart
 
 LOOK = (Path(__file__).parent / "browser_check.js").read_text("utf-8")
+WATCH = """window.moved = [];
+new PerformanceObserver(list => window.moved.push(...list.getEntries().filter(entry => !entry.hadRecentInput)))
+  .observe({type: "layout-shift", buffered: true});"""
+SETTLED = """async () => {
+  await document.fonts.ready;
+  for (let frame = 0; frame < 4; frame++) await new Promise(requestAnimationFrame);
+  await new Promise(done => setTimeout(done, 50));
+}"""
+MOVED = """() => [
+  window.moved.reduce((sum, entry) => sum + entry.value, 0),
+  [...new Set(window.moved.flatMap(entry => entry.sources).map(source => source.node).filter(Boolean)
+    .map(node => (node.tagName || "text").toLowerCase()))].slice(0, 5).join(", "),
+]"""
 _PRIVATE = re.compile(r"\bhodiff(?:\.\w+)*\._(?!_)\w+|\b_\w+\.MISSING\b")
 
 
@@ -32,8 +49,8 @@ def browser() -> str | None:
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-def check_site(root: Path) -> list[str]:
-    """Every fault of the site below `root`, one line each."""
+def check_site(root: Path, report: Callable[[str], object] = print) -> list[str]:
+    """Every fault of the site below `root`, one line each; `report` is told what the home page weighs."""
     addresses = sorted(page.parent.relative_to(root).as_posix() for page in root.rglob("index.html"))
     served = functools.partial(_Silent, directory=str(root))
     faults: list[str] = []
@@ -41,14 +58,33 @@ def check_site(root: Path) -> list[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         home = f"http://127.0.0.1:{server.server_port}/"
         chromium = driver.chromium.launch(executable_path=browser(), args=list(QUIET))
+        size, apart = _weight(chromium, home)
+        report(f"home: {size / 1e3:.0f} kB, and apart from them {apart / 1e3:.0f} kB of search index")
+        if size > HEAVIEST:
+            faults.append(f"home weighs {size / 1e3:.0f} kB, more than {HEAVIEST / 1e3:.0f}")
         for width in WIDTHS:
             page = chromium.new_page(viewport={"width": width, "height": 900})
+            page.add_init_script(WATCH)
             for address in addresses:
                 name = "" if address == "." else f"{address}/"
                 faults += [f"{name or 'home'} at {width} px: {fault}" for fault in _look(page, home, name)]
         chromium.close()
         server.shutdown()
     return list(dict.fromkeys(faults))
+
+
+def _weight(chromium: Browser, home: str) -> tuple[int, int]:
+    """Bytes that a first visit of the home page transfers, and those of the search index."""
+    page = chromium.new_page()
+    finished: list[Request] = []
+    page.on("requestfinished", lambda request: finished.append(request))
+    page.goto(home, wait_until="networkidle")
+    weights = [0, 0]
+    for request in finished:
+        sizes = request.sizes()
+        weights[request.url.endswith(SEARCH_INDEX)] += sizes["responseHeadersSize"] + sizes["responseBodySize"]
+    page.close()
+    return weights[0], weights[1]
 
 
 def _look(page: Page, home: str, name: str) -> list[str]:
@@ -70,7 +106,10 @@ def _look(page: Page, home: str, name: str) -> list[str]:
         page.on(event, listener)  # type: ignore[call-overload]
     page.goto(home + name, wait_until="load")
     page.add_style_tag(content="* { transition: none !important }")  # colours are looked at, not their changes
-    page.wait_for_function("document.querySelectorAll('.arithmatex:not(:has(.katex))').length == 0", timeout=10_000)
+    page.evaluate(SETTLED)
+    far, what = page.evaluate(MOVED)
+    if far > FARTHEST:
+        faults.append(f"moves while it loads, by {far:.3f}: {what}")
     for scheme in SCHEMES:
         page.evaluate("scheme => document.body.setAttribute('data-md-color-scheme', scheme)", scheme)
         where = "" if scheme == SCHEMES[0] else ", dark"

@@ -1,5 +1,7 @@
 """`browser_check.py` finds each fault that it is there to find. Needs playwright and a browser, as CI has."""
 
+import re
+
 import pytest
 
 pytest.importorskip("playwright", reason="needs the docs extra")
@@ -27,7 +29,10 @@ FAULTS = {
     "<script>console.error('lost')</script>": "the console says",
     "<script>throw new Error('lost')</script>": "a script fails",
     '<img alt="" src="http://other.invalid/x.png">': "asks another machine",
-    '<span class="katex-error">x</span><span class="arithmatex"><span class="katex"></span></span>': "does not render",
+    '<span class="katex-error">x</span><span class="arithmatex"><span class="katex"></span></span>': "is not set",
+    '<span class="arithmatex">x</span>': "is not set",
+    "<p>pushed down</p><script>requestAnimationFrame(() => requestAnimationFrame(() => "
+    "{ document.querySelector('article').style.paddingTop = '300px' }))</script>": "moves while it loads",
 }
 
 
@@ -39,3 +44,20 @@ def test_each_fault_is_found(body, tmp_path):
         assert not faults
     else:
         assert any(FAULTS[body] in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize(("heavy", "fault"), [("index.html", True), ("font.svg", True), ("search_index.json", False)])
+def test_the_home_page_is_weighed_with_what_it_loads_but_for_the_search_index(heavy, fault, tmp_path):
+    body = "<img alt='' width=1 height=1 src='font.svg'><script>fetch('search_index.json')</script>"
+    (tmp_path / "index.html").write_text(PAGE.format(body), encoding="utf-8")
+    (tmp_path / "font.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>', encoding="utf-8")
+    (tmp_path / "search_index.json").write_text("{}", encoding="utf-8")
+    with (tmp_path / heavy).open("a", encoding="utf-8") as file:
+        file.write(" " * 1_100_000)
+    said = []
+    faults = browser_check.check_site(tmp_path, said.append)
+    assert [each for each in faults if "home weighs" in each] == (
+        ["home weighs 1101 kB, more than 1000"] if fault else []
+    )
+    assert re.search(r"^home: \d+ kB, and apart from them \d+ kB of search index$", *said)
+    assert ("1100 kB of search index" in said[0]) is not fault

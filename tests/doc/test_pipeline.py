@@ -34,7 +34,7 @@ def twice(x: float) -> float:
 PAGE = """
 # Top
 
-[self](#top) [`twice`][pkg.twice]
+[self](#top) [`twice`][pkg.twice] \\(x^2\\)
 
 ::: pkg.twice
 
@@ -44,6 +44,7 @@ print(6 * 7)
 """
 FAULTS = {
     "none": {},
+    "a formula that KaTeX cannot read": {"page": PAGE + "\n\\(x^{2\\)\n"},
     "raising snippet": {"page": PAGE.replace("6 * 7", "1 / 0")},
     "broken link": {"page": PAGE + "\n[gone](gone.md)\n"},
     "broken anchor": {"page": PAGE + "\n[gone](#gone)\n"},
@@ -56,6 +57,7 @@ FAULTS = {
 }
 
 SAID = {
+    "a formula that KaTeX cannot read": "a formula cannot be set.*Expected '}'",
     "raising snippet": "ZeroDivisionError",
     "broken link": r"a link 'gone\.md'",
     "broken anchor": "no such anchor",
@@ -98,4 +100,6 @@ def test_strict_build(tmp_path, fault):
     assert (built.returncode == 0) == (fault == "none"), said
     assert fault == "none" or re.search(SAID[fault], said), said
     if fault == "none":
-        assert "42" in (tmp_path / "site" / "index.html").read_text("utf-8")
+        page = (tmp_path / "site" / "index.html").read_text("utf-8")
+        assert "42" in page
+        assert 'class="katex"' in page and "<script" in page and "katex.min.js" not in page
