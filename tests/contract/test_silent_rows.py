@@ -720,6 +720,18 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hodiff.GaussNewtonOperator(nn.MSELoss(), predict, NET, data=[BATCH]) @ torch.ones(8, dtype=D),
         "(?i)predict|loss",
     ),
+    "Gauss-Newton, a functional loss in the place of predict": (
+        lambda: hodiff.GaussNewtonOperator(F.mse_loss, predict, NET, data=[BATCH]),
+        "predict, loss, where: in this order",
+    ),
+    "a penalty of a critic that takes labels, without them": (
+        lambda: hodiff.gradient_penalty(lambda x, labels: (x * labels).sum(-1), torch.ones(3, 2)),
+        "f: cannot be called with the 1 positional argument.*'labels'.*args=",
+    ),
+    "a penalty, samples and critic swapped": (
+        lambda: hodiff.gradient_penalty(torch.ones(3, 2), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))),
+        "The function comes first and the samples second",
+    ),
     "Gauss-Newton, predict of the batch alone": (
         lambda: hodiff.GaussNewtonOperator(lambda batch: NET(batch[0]), nn.MSELoss(), NET, data=[BATCH])
         @ torch.ones(8, dtype=D),

@@ -19,6 +19,7 @@ def refused(
 
     Asked only once a call has failed: looking at a signature takes longer than many a function.
     """
+    f = inspect.unwrap(f)  # a penalty calls its critic through an object of its own
     try:
         signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
     except (TypeError, ValueError):  # a builtin without one

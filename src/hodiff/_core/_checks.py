@@ -150,7 +150,8 @@ def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> tor
         if tensor.shape[:batch_ndim] != first:
             raise InputError(
                 f"{name}: has batch shape {tuple(tensor.shape[:batch_ndim])}, {names[0]} has {tuple(first)}; "
-                f"with batch_ndim={batch_ndim} all must agree."
+                f"with batch_ndim={batch_ndim} all must agree. The function comes first and the samples second; "
+                f"parameters are no samples, for them batch_ndim=0."
             )
     return first
 

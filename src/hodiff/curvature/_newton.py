@@ -105,7 +105,7 @@ class NewtonCG(torch.optim.Optimizer):
             raise InputError(f"damping: got {damping!r}, expected a number of at least 0.")
         super().add_param_group(param_group)
 
-    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take one step, or refuse it (see `last`).
 
         Args:

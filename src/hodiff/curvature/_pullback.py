@@ -88,8 +88,15 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
 
 def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:
     """Raise unless `predict`, `loss`, `where` and `data` are what they should be, and in this order."""
-    if isinstance(predict, nn.modules.loss._Loss) or isinstance(where, nn.modules.loss._Loss):
+    if _is_loss(predict) or _is_loss(where):
         raise InputError("predict, loss, where: in this order; a loss was given in another place.")
     if data is None:
         raise InputError("data: is None; expected an iterable of batches, for one batch data=[batch].")
     _signatures.check_predict(predict, True)
+
+
+def _is_loss(value: Any) -> bool:
+    """Whether it is one of PyTorch's losses: a module, or a function such as `F.mse_loss`."""
+    if getattr(value, "__module__", "") == "torch.nn.functional":
+        return any(word in value.__name__ for word in ("loss", "entropy", "kl_div"))
+    return isinstance(value, nn.modules.loss._Loss)

@@ -23,6 +23,11 @@ class Critic(NamedTuple):
     patch_reduction: PatchReduction
     grad_scale: float
 
+    @property
+    def __wrapped__(self) -> Any:
+        """The critic itself, whose signature is asked for where a call of it fails."""
+        return self.f
+
     def check(self) -> None:
         """Raise for an option that is not known, and for a wrapper that loses gradients."""
         check_option(self.patch_reduction, PatchReduction, "patch_reduction")

@@ -216,6 +216,7 @@ def test_a_closure_that_calls_backward_is_told():
         (lambda x: hodiff.NewtonCG([x], damping=-1), "damping: got -1, expected a number of at least 0"),
         (lambda x: hodiff.NewtonCG([{"params": [x], "damping": "1"}]), "damping: got '1'"),
         (lambda x: hodiff.NewtonCG([x]).step(None), "closure: is missing"),
+        (lambda x: hodiff.NewtonCG([x]).step(), "closure: is missing"),
         (lambda x: hodiff.NewtonCG([x]).step(lambda: 1.0), "returned a float"),
         (lambda x: hodiff.NewtonCG([x]).step(lambda: x * 1), r"shape \(2,\), expected one element"),
         (lambda x: hodiff.NewtonCG([x.detach()]).step(lambda: x.sum()), "none of the parameters requires grad"),
