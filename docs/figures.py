@@ -41,10 +41,10 @@ def svg(figure: Figure, *, says: str) -> str:
     size = re.search(r' width="([\d.]+)pt" height="[\d.]+pt"', picture)
     if size is None:
         raise ValueError("matplotlib wrote an SVG without a size in points")
-    width = (
-        f' style="width: 100%; max-width: {float(size[1]) / 0.75:.0f}px; height: auto" role="img" aria-label="{says}"'
-    )
-    return picture.replace(size[0], width, 1)
+    width = float(size[1]) / 0.75
+    style = f"--least: {min(width, 560):.0f}px; width: 100%; max-width: {width:.0f}px; height: auto"
+    picture = picture.replace(size[0], f' style="{style}" role="img" aria-label="{says}"', 1)
+    return f'<div class="picture">{picture}</div>'
 
 
 def lifetime(picture: object) -> str:
