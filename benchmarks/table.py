@@ -13,7 +13,17 @@ import torch
 
 from benchmarks.timing import Times
 
-PEERS = ("curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "torchopt", "higher", "asdex", "jet-for-pytorch")
+PEERS = (
+    "asdex",
+    "curvlinops-for-pytorch",
+    "hessian-eigenthings",
+    "higher",
+    "jax",
+    "jet-for-pytorch",
+    "matfree",
+    "pyhessian",
+    "torchopt",
+)
 
 
 class Row(NamedTuple):
