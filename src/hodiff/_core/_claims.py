@@ -78,7 +78,7 @@ def wait_for(root: nn.Module) -> None:
 
 def claimed(modules: Iterable[nn.Module]) -> bool:
     """Whether any of the modules is lent to an evaluation just now, in this thread or another."""
-    return any(module in _claims for module in modules)
+    return bool(_claims) and any(module in _claims for module in modules)
 
 
 def _wait(modules: Iterable[nn.Module]) -> None:

@@ -100,14 +100,20 @@ def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
     """
     if ev.order < 2 or ev.create_graph or _unseen.on or torch.compiler.is_compiling():
         return found
-    for part in found:
-        if part.is_cpu and not _is_finite(part):
-            given = [*ev.leaves, *ev.tensors()]
-            if all(bool(tensor.detach().isfinite().all()) for tensor in given):
-                _refusals.warn_of_non_finite(ev.kinds)
-            break
+    if not _are_finite([part for part in found if part.is_cpu]):
+        given = [*ev.leaves, *ev.tensors()]
+        if all(bool(tensor.detach().isfinite().all()) for tensor in given):
+            _refusals.warn_of_non_finite(ev.kinds)
     return found
 
 
-def _is_finite(part: Tensor) -> bool:
-    return math.isfinite(part.sum()) or bool(part.isfinite().all())  # the sum may overflow where no entry does
+_SMALL = 4096
+
+
+def _are_finite(parts: Sequence[Tensor]) -> bool:
+    small = [part for part in parts if part.numel() <= _SMALL]  # one sum for them all, whose calls are what it costs
+    lines = [torch.cat([part.reshape(-1) for part in small])] if len(small) > 1 else small
+    for line in (*lines, *[part for part in parts if part.numel() > _SMALL]):
+        if not (math.isfinite(line.sum()) or bool(line.isfinite().all())):  # a sum may overflow where no entry does
+            return False
+    return True

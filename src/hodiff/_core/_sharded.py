@@ -33,7 +33,10 @@ def check_tensor(value: Tensor, name: str) -> None:
 
 def check_vectors(value: Any, name: str) -> None:
     """Raise for vectors that are DTensors, alone or in a container."""
-    for leaf in _tree.flatten(value, name)[0] if _tree.is_container(value) else [value]:
+    leaves = value.values() if isinstance(value, dict) else value if _tree.is_container(value) else (value,)
+    if any(map(_tree.is_container, leaves)):
+        leaves = _tree.flatten(value, name)[0]
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and _is_dtensor(leaf):
             raise InputError(
                 f"{name}: is a DTensor, of which each process holds a shard, and the point is none. Give all of it, "

@@ -1,7 +1,8 @@
 """A pass over a kept graph, traced and compiled.
 
-Only the pass is traced, as a function of its vectors: what does not depend on them (saved tensors, and the parts of
-formulas that need these alone) is computed once, and enters the compiled code as a constant argument. The forward
+Only the pass is traced, as a function of its vectors: saved tensors, which do not depend on them, enter the compiled
+code as constant arguments. (The parts of formulas that need these alone are computed in it, at each product: kept
+instead, they take two to three times the memory, and reading that takes longer than fused code does.) The forward
 pass and the first reverse pass ran eagerly, with all their checks, lent buffers and random draws, and stay as they are.
 Two batches of one shape have the same code, and differ in their constants.
 """
@@ -9,6 +10,7 @@ Two batches of one shape have the same code, and differ in their constants.
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +37,7 @@ class Traced(NamedTuple):
 
     Attributes:
         module: The graph, whose arguments are the constants, then the vectors.
-        constants: Tensors of the kept graph, or made of them.
+        constants: Tensors of the kept graph.
         key: Its code, and how its arguments lie in memory.
     """
 
@@ -47,11 +49,12 @@ class Traced(NamedTuple):
 class CompiledPass:
     """A pass over the graph of one batch."""
 
-    __slots__ = ("_code", "_constants", "_versions")
+    __slots__ = ("_code", "_constants", "_own", "_versions")
 
     def __init__(self, code: Pass, constants: list[Tensor]) -> None:
         self._code, self._constants = code, constants
         self._versions = [tensor._version for tensor in constants]
+        self._own = False  # whether its results are known to have memory of their own: always, or never
 
     def __call__(self, vectors: Sequence[Tensor]) -> Parts:
         """The results, each in memory of its own."""
@@ -62,18 +65,23 @@ class CompiledPass:
             )
         given = [vector.contiguous() for vector in vectors]
         with _plain(given[0].device.type):
-            return _results.own(list(self._code(*self._constants, *given)), given)
+            found = list(self._code(*self._constants, *given))
+            if self._own:
+                return found
+            result = _results.own(found, given)
+        self._own = all(map(operator.is_, result, found))
+        return result
+
+
+def _plain(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Code runs as it was compiled: unrecorded, without autocast."""
+    return _without_autocast(device) if torch.is_autocast_enabled(device) else torch.no_grad()
 
 
 @contextlib.contextmanager
-def _plain(device: str) -> Iterator[None]:
-    """Code runs as it was compiled: unrecorded, without autocast."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled(device):
-            yield
-            return
-        with torch.autocast(device, enabled=False):
-            yield
+def _without_autocast(device: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        yield
 
 
 def trace(function: Callable[[Parts], Parts], vectors: Sequence[Tensor]) -> Traced:

@@ -212,11 +212,9 @@ class SummedOperator(DataOperator[G]):
         """What `compile()` has done; None before."""
         return None if self._compilation is None else self._compilation.record
 
-    def _passes_made(self) -> dict[int, Passes]:
-        if self._compilation is None:
-            return {}
-        self._graphs.evaluate()  # values are compared where graphs are gone through
-        return self._compilation.passes(self._apply)
+    def _passes_of(self, number: int) -> Passes | None:
+        """The compiled passes of a batch, once it has been evaluated."""
+        return None if self._compilation is None else self._compilation.passes(self._apply).get(number)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = super()._blocked(chosen)
@@ -238,21 +236,24 @@ class SummedOperator(DataOperator[G]):
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk = 1 if count is None else self._inner_chunk()
-        compiled = self._passes_made()
         total: Parts = []
         for number, graph in enumerate(self._graphs):
+            passes = self._passes_of(number)
             with graph.ready():
-                if number in compiled:
-                    found = _results.finite(graph.ev, through(compiled[number], parts, count))
-                else:
+                if passes is None:
                     found = self._apply(graph, parts, count, chunk)
+                else:
+                    found = _results.finite(graph.ev, through(passes, parts, count))
             # An expanded result cannot be added to.
             total = accumulate(total, found) if total else [part.contiguous() for part in found]
         if self._shares is not None:
             return self._over_all(self._shares, total, parts, count)
         factor = 1 / self._graphs.weight
+        if factor != 1:
+            for part in total:
+                part.mul_(factor)
         return [
-            (part.mul_(factor) if factor != 1 else part).to(given.dtype)
+            part if part.dtype is given.dtype else part.to(given.dtype)
             for part, given in zip(total, parts, strict=True)
         ]
 

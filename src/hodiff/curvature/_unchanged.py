@@ -35,9 +35,11 @@ class Modules:
         with _claims.lock:  # what is lent just now is looked at another time; what is not, stays so while it is read
             if _claims.claimed(self._assemblies):
                 return
-            same = all(self._assembly(module) == assembly for module, assembly in self._assemblies.items())
-        if same:
-            return
+            for module, assembly in self._assemblies.items():
+                if self._assembly(module) != assembly:
+                    break
+            else:
+                return
         raise GraphError(
             "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
             "and eval() switched; H.refresh() evaluates it as it is now."
