@@ -9,7 +9,7 @@ import hodiff
 
 
 def main(group: dist.ProcessGroup | None) -> None:
-    """Trace, top eigenvalues and a natural-gradient step; without a group, of all the data in this process."""
+    """Trace, top eigenvalues, spectral density and a natural-gradient step; without a group, of all the data in this process."""
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     digits = load_digits()
     inputs = torch.tensor(digits.data[:300] / 16)
@@ -25,6 +25,8 @@ def main(group: dist.ProcessGroup | None) -> None:
     H = hodiff.HessianOperator(loss, model, data=share, process_group=group)
     trace = hodiff.trace(H, samples=20, generator=torch.Generator().manual_seed(0))
     top = hodiff.eigsh(H, 2, generator=torch.Generator().manual_seed(0))
+    density = hodiff.spectral_density(H, samples=4, steps=20, generator=torch.Generator().manual_seed(0))
+    large, error = density.mean(lambda eigenvalue: (eigenvalue.abs() > 0.05).double())
 
     cross_entropy = torch.nn.CrossEntropyLoss()
     predict = lambda model, batch: model(batch[0])  # noqa: E731
@@ -37,6 +39,7 @@ def main(group: dist.ProcessGroup | None) -> None:
     if rank == 0:
         print(f"trace {trace.value:.6f} ± {trace.stderr:.6f}")
         print("top eigenvalues", *(f"{value:.6f}" for value in top.value))
+        print(f"of all eigenvalues {100 * large:.2f} ± {100 * error:.2f} % are beyond 0.05")
     after = H.value  # on every rank: all take part
     if rank == 0:
         print(f"loss after a natural-gradient step {after:.6f}")

@@ -10,7 +10,6 @@ Two batches of one shape have the same code, and differ in their constants.
 from __future__ import annotations
 
 import contextlib
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,15 +48,14 @@ class Traced(NamedTuple):
 class CompiledPass:
     """A pass over the graph of one batch."""
 
-    __slots__ = ("_code", "_constants", "_own", "_versions")
+    __slots__ = ("_code", "_constants", "_versions")
 
     def __init__(self, code: Pass, constants: list[Tensor]) -> None:
         self._code, self._constants = code, constants
         self._versions = [tensor._version for tensor in constants]
-        self._own = False  # whether its results are known to have memory of their own: always, or never
 
     def __call__(self, vectors: Sequence[Tensor]) -> Parts:
-        """The results, each in memory of its own."""
+        """The results, each in memory of its own: an eager pass copies where it must, and these copies are traced."""
         if [tensor._version for tensor in self._constants] != self._versions:
             raise GraphError(
                 "a tensor that the kept graphs need was changed in place since they were built (a batch of the data?); "
@@ -65,12 +63,7 @@ class CompiledPass:
             )
         given = [vector.contiguous() for vector in vectors]
         with _plain(given[0].device.type):
-            found = list(self._code(*self._constants, *given))
-            if self._own:
-                return found
-            result = _results.own(found, given)
-        self._own = all(map(operator.is_, result, found))
-        return result
+            return list(self._code(*self._constants, *given))
 
 
 def _plain(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -174,6 +174,8 @@ class SummedOperator(DataOperator[G]):
         are the same up to rounding. A batch stays eager where that is not possible, or where a compiled
         product of a new random vector does not agree with the eager one: `compiled` has the reasons.
         `refresh()` keeps the code, and the next product traces the new graphs; blocks are eager.
+        With `process_group=` each process compiles the passes of its own batches, and the others wait for the
+        slowest in the first product: the group's timeout must be longer than that takes.
 
         Returns:
             The operator.
@@ -185,13 +187,13 @@ class SummedOperator(DataOperator[G]):
             HodiffWarning: Some batches stay eager, among them all of them where there is no compiler.
 
         Cost:
-            Per shape 8 s (a small perceptron) to 50 s (a transformer), 0.3 to 5 s where the code is on disk;
+            Per shape 10 s (a small perceptron) to 50 s (a transformer), 0.2 to 2.5 s where the code is on disk;
             and for each batch a trace, 100 to 200 gradients. The first one on a machine compiles headers too,
-            for some 40 s. Measured, a product then takes 0.5 of its time (transformer, tiny model) to 0.8
-            (convolutional network, perceptron), a Gauss-Newton product 0.4 to 0.45: it pays after some 5,000
-            products of a transformer, 7,000 of a convolutional network, 6,000 to 10,000 of a perceptron; and
-            after 400 of the latter where the code is on disk. Memory: what the pass computes of the graph
-            alone is kept, less than the graph.
+            for some 40 s. Measured, a product then takes 0.45 to 0.5 of its time (tiny model, transformer), 0.65
+            (convolutional network) or 0.75 (perceptron), a Gauss-Newton product 0.4 to 0.45: it pays after some
+            6,000 products of a transformer, 4,000 of a convolutional network, 17,000 of a perceptron; and after
+            100 to 400 where the code is on disk.
+            Memory: beside the graph a few per cent of it.
 
         Examples:
             >>> import torch, hodiff

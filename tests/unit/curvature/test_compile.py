@@ -296,6 +296,22 @@ def test_many_shapes_are_not_compiled(replay: list[Any]) -> None:
     assert "compiled (8 of 10)" in repr(H)
 
 
+def test_code_belongs_to_operations_and_layouts(replay: list[Any]) -> None:
+    """Batches of one shape share no code where `f` decides by values, or where they lie otherwise in memory."""
+    x = draw(3, 3)
+
+    def loss(x: Tensor, batch: Tensor) -> tuple[Tensor, float]:
+        return ((x * batch).sin() if batch[0, 0] > 0 else (x * batch).exp()).sum(), 9.0
+
+    one = draw(3, 3, seed=1).abs()
+    for other, shapes in ((one + 1, 1), (-one, 2), (one.T.contiguous().T, 2)):
+        H = hodiff.HessianOperator(loss, x, data=[one, other], chunk_size=1)
+        eager = hodiff.HessianOperator(loss, x, data=[one, other])
+        assert (H.compile().compiled.compiled, H.compiled.shapes) == (2, shapes)
+        v = draw(3, 3, seed=2)
+        assert relative_error(H @ v, eager @ v) < 1e-13
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from torch._inductor import config
 
@@ -401,6 +417,25 @@ def test_compiled_by_inductor_and_found_again() -> None:
     assert again.compiled.shapes == 2
     assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] >= 2
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+@SLOW
+def test_compiled_results_have_memory_of_their_own() -> None:
+    """The copies that a traced pass has are not optimised away."""
+    p, v = (draw(3), draw(3, seed=1)), (draw(3, seed=2), draw(3, seed=3))
+    for f in (
+        lambda p: (p[0] + p[1]).square().sum() / 2,  # one tensor is both parts
+        lambda p: (p[0] * p[1]).sum(),  # each vector is the other's result
+        lambda p: p[0].sum() ** 2 / 2 + p[1].square().sum(),  # one number is all entries
+    ):
+        H, eager = hodiff.HessianOperator(f, p, chunk_size=1).compile(), hodiff.HessianOperator(f, p)
+        assert H.compiled.compiled == 1
+        for expected in (eager @ v, eager @ v):
+            found = H @ v
+            torch.testing.assert_close(found, expected)
+            found[0].zero_()
+            torch.testing.assert_close(found[1], expected[1])
+    torch.testing.assert_close(v[1], draw(3, seed=3))
 
 
 @SLOW

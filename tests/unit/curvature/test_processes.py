@@ -189,6 +189,30 @@ def test_half_precision_is_added_in_single(three: Ranks) -> None:
         assert float((got - expected).norm()) <= 2e-2 * float(expected.norm())
 
 
+# --- chunks, which each rank would choose otherwise -------------------------------------------------------------------
+
+
+def kept_by_some(rank: int) -> Tensor:
+    """A rank that keeps no graphs would take as many vectors at once as there is room for."""
+    return build("Hessian", dist.group.WORLD, chunk_size=2, memory_budget=0 if rank == 1 else 0.5) @ draw(39, 5)
+
+
+def large_on_some(rank: int) -> Tensor:
+    """Only the first rank has tensors that bound the chunk."""
+    loss = lambda w, batch: ((batch @ w).square().sum() / 2, 1.0)
+    data = [torch.eye(3, dtype=D).repeat(20_000, 1)] if rank == 0 else []
+    H = hodiff.HessianOperator(loss, torch.zeros(3, dtype=D), data=data, process_group=dist.group.WORLD)
+    return H @ draw(3, 30)
+
+
+def test_ranks_take_as_many_vectors_at_once(three: Ranks) -> None:
+    expected = build("Hessian", None) @ draw(39, 5), 20_000 * draw(3, 30)
+    for function, wanted in zip((kept_by_some, large_on_some), expected, strict=True):
+        for outcome in three(function):
+            assert not outcome.error, outcome
+            torch.testing.assert_close(outcome.value, wanted, rtol=1e-12, atol=1e-12)
+
+
 # --- random vectors ---------------------------------------------------------------------------------------------------
 
 
@@ -593,3 +617,28 @@ def test_each_rank_compiles_its_own_batches(three: Ranks) -> None:
         assert float((one - H @ V[:, 0]).norm()) <= 1e-12 * float(one.norm())
         assert float((many - H @ V).norm()) <= 1e-12 * float(many.norm())
         assert (batches, collectives) == (len(SHARES[3][rank]), 1)
+
+
+def compiled_for_good(rank: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """By the compiler; the rank without data is done at once, and waits in the first product."""
+    H = build("Hessian", dist.group.WORLD, chunk_size=1).compile()
+    V = draw(39, 3)
+    one, many, record = H @ V[:, 0], H @ V, H.compiled
+    H.refresh()
+    return one, many, H @ V[:, 1], record
+
+
+@pytest.mark.slow
+def test_each_rank_has_the_compiler() -> None:
+    """`pytest --slow tests/unit/curvature/test_processes.py -k compiler`."""
+    H, V = build("Hessian", None), draw(39, 3)
+    two = Ranks(2, __name__, timeout=600)  # what compiles is waited for in the first product
+    outcomes = two(compiled_for_good)
+    two.close()
+    for outcome in outcomes:
+        assert not outcome.error, outcome
+        for found, expected in zip(outcome.value[:3], (H @ V[:, 0], H @ V, H @ V[:, 1]), strict=True):
+            assert float((found - expected).norm()) <= 1e-12 * float(expected.norm())
+    with_data, without = (outcome.value[3] for outcome in outcomes)
+    assert (with_data.batches, with_data.compiled, with_data.shapes, with_data.eager) == (3, 3, 3, {})
+    assert (without.batches, without.compiled) == (0, 0)
