@@ -9,7 +9,7 @@ import hodiff
 
 
 def main(group: dist.ProcessGroup | None) -> None:
-    """Trace, eigenvalues, their density, and a natural-gradient step; without a group, of all the data in this process."""
+    """Trace, eigenvalues, their density, a natural-gradient step; without a group, of all the data in this process."""
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     digits = load_digits()
     inputs = torch.tensor(digits.data[:300] / 16)
