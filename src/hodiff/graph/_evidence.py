@@ -204,7 +204,7 @@ class Evidence:
         """What a path leads to; None if nothing."""
         try:  # a path of ours, through variables alone
             return eval(path, {"__builtins__": {}}, dict(self.case.names.values))
-        except Exception:
+        except Exception:  # a path may lead through the user's `__getitem__`, which may raise anything
             return None
 
     def line_in(self, call: Pass, code: CodeType | None) -> Line | None:

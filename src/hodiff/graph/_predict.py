@@ -81,7 +81,8 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
         InputError: `loss` or `inputs` that are no tensors.
 
     Cost:
-        No pass; some 6 µs per node that would run. No memory of tensors; nothing is changed.
+        No pass; some 4 µs per node that would run; of a graph that was freed, some 10. No memory of tensors;
+        nothing is changed.
 
     Examples:
         >>> import torch, hodiff

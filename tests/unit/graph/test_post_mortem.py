@@ -108,6 +108,16 @@ def test_ipython(name, shell, last_value, capsys):
     assert not re.search(r"exit|Out\b|`_", said[said.index("hodiff: why") :])
 
 
+def test_the_value_of_a_cell_is_shown_as_it_prints(shell, last_value, capsys):
+    shell.reset(new_session=True)
+    for cell in (SETUP, "y = a.exp().sum()\ny.backward()", "y.backward()"):
+        shell.run_cell(cell, store_history=True)
+    capsys.readouterr()
+    shown = shell.run_cell("hodiff.graph.explain()", store_history=True).result
+    assert capsys.readouterr().out.strip().endswith(str(shown).strip())
+    assert shell.display_formatter.format([shown])[0]["text/plain"] == f"[{shown}]"
+
+
 def test_ipython_tells_nothing_of_other_errors(shell, last_value, capsys):
     shell.reset(new_session=True)
     shell.run_cell("import hodiff", store_history=True)
