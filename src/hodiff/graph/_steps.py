@@ -66,7 +66,7 @@ class Steps:
         return not self._settle()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
+        if torch.compiler.is_dynamo_compiling():
             return None
         self._back()  # from a step that raised, if someone still holds its error
         given = (*args[1:], *kwargs.values())  # a closure asks for passes

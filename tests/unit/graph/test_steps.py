@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import optimizer as _optimizer
 from torch.overrides import TorchFunctionMode
 
+from hodiff.graph import _traits
 from hodiff.graph._watch import Watch
 
 ARITHMETIC = {"add_", "mul_", "addcdiv_", "addcmul_", "sub_", "square"}
@@ -183,6 +184,20 @@ def test_under_a_mode_of_the_users_and_in_a_watch_within_a_watch():
         assert "add_" in program.sees(program.optimizer.step)
         assert program.sees_the_next()
     assert inner.changed(program.model.weight).call == "step"
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_no_place_is_taken_above_a_mode_that_was_entered_since():
+    program = Program()
+    with Refusing(), program.record:
+        try:
+            program.optimizer.step()
+        except ValueError as error:
+            kept = error
+        with Outer() as outer:
+            del kept  # and with it the frame of the step
+            assert _traits.innermost(outer)
+        assert torch._C._len_torch_function_stack() == 1
     assert torch._C._len_torch_function_stack() == 0
 
 
