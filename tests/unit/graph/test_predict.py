@@ -134,3 +134,12 @@ def test_input_errors():
         predict(1.0)
     with pytest.raises(hodiff.InputError, match="two or more"):
         shared(torch.rand(1))
+
+
+def test_a_derivative_that_is_missing():
+    x = torch.randn(2, 3, requires_grad=True)
+    loss = torch.nn.functional.multi_margin_loss(x, torch.tensor([0, 1]))
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    found = predict(gradient.square().sum())
+    assert found.verdict == "maybe"
+    assert [finding.reason for finding in found.findings] == ["missing"]
