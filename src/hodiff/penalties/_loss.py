@@ -89,7 +89,8 @@ def pulled(ev: Graph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> l
     """Jᵀv for each of the stacked vectors, stacked; one is a plain pass, several go in batches."""
     count = vectors[0].shape[0]
     if count == 1:
-        return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, [v[0] for v in vectors])]
+        cotangents = _reverse.writable(ev, [v[0] for v in vectors])
+        return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, cotangents)]
     found = _reverse.products(ev, outputs, vectors, count, chunk_size=None)
     if ev.create_graph:
         _reverse.refuse_missing(outputs, found, ev.leaves, third=ev.order >= 3)

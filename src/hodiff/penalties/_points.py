@@ -132,9 +132,10 @@ def _requires_grad(leaf: Any) -> bool:
 def vectors_like(
     where: Where, vectors: Any, samples: int, probes: Probes, generator: torch.Generator | None
 ) -> list[Tensor]:
-    """The caller's vectors like a point, stacked; or `samples` random ones."""
+    """The caller's vectors like a point, stacked; or `samples` random ones. None is a tensor of inference mode."""
     if vectors is not None:
-        return stacked(*where.vectors(vectors, "vectors")[:2])
+        given = stacked(*where.vectors(vectors, "vectors")[:2])
+        return [leaf.clone() if leaf.is_inference() else leaf for leaf in given]
     check_generator(generator)
     return [draw((samples, *leaf.shape), leaf, probes, generator) for leaf in where.tensors]
 

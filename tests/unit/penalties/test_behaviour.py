@@ -408,6 +408,38 @@ def test_the_callers_vectors_are_those_used(name, monkeypatch):
     same(found, WITH_VECTORS["jacobian" if "exact" in name else name](f), f)
 
 
+@pytest.mark.parametrize("name", WITH_VECTORS)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_the_callers_vectors_may_be_of_inference_mode(name, create_graph):
+    f, v = mlp(5, 5), signs(3, 6, 5)
+    for given in (v, v[:1])[: 1 if "hessian" in name else 2]:
+        with torch.inference_mode():
+            made = given.clone()
+        found = WITH_VECTORS[name](f, vectors=made, create_graph=create_graph)
+        assert torch.equal(found, WITH_VECTORS[name](f, vectors=given, create_graph=create_graph))
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward writes into what it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.mul_(2)
+
+
+@pytest.mark.parametrize("name", ["jacobian", "score"])
+def test_a_backward_that_writes_does_not_write_into_the_callers_vectors(name):
+    v = torch.linspace(-1, 1, 30, dtype=DOUBLE).view(6, 5)
+    before, plain = v.clone(), WITH_VECTORS[name](lambda x: 2 * x.sin(), vectors=v, create_graph=False)
+    found = WITH_VECTORS[name](lambda x: Doubled.apply(x.sin()), vectors=v, create_graph=False)
+    assert torch.equal(v, before)
+    torch.testing.assert_close(found, plain)
+
+
 def test_vectors_that_do_not_fit():
     f = mlp(5, 5)
     one = signs(1, 6, 5)[0]
