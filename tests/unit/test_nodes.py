@@ -34,6 +34,15 @@ def test_the_walk_finds_every_node_once():
     assert graph.leaf_ids() == {id(x)}
 
 
+def test_which_of_an_operations_outputs_are_used():
+    x = torch.ones(4, requires_grad=True)
+    a, b = (2 * x).chunk(2)
+    graph = _nodes.survey([a.sum()])
+    assert graph.uses(a) and not graph.uses(b)
+    assert not graph.uses((3 * x).sum())
+    assert _nodes.survey([a]).uses(a)  # no edge leads to a root
+
+
 def test_the_walk_stops_where_told():
     x = torch.ones(2, requires_grad=True)
     y = x.exp()

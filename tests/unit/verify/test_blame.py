@@ -3,6 +3,7 @@
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
+from hodiff.verify import _isolated
 from tests.support.modules import BY_NAME
 
 HERE = Path(__file__)
@@ -174,6 +176,34 @@ def test_a_kink_at_the_point_is_named(f, name):
     found = [*report.causes, *report.remarks]
     assert any(c.kind == "kink" and name in c.reason for c in found), (report, caught)
     assert all(LINES[c.line - 1].endswith("# kink") for c in found)
+
+
+@pytest.mark.parametrize(("f", "at"), [(nn.Hardtanh(), 1.0), (F.hardtanh, 1.0), (torch.abs, 0.0)])
+def test_a_kink_of_a_function_of_torch_itself(f, at):
+    """No line of the user's is between hodiff and the operation."""
+    report = hodiff.check_derivatives(f, torch.tensor([at], dtype=torch.float64), order=1)
+    assert [remark.kind for remark in report.remarks] == ["kink"]
+
+
+def test_what_is_too_rough_to_compare_is_not_called_wrong(monkeypatch):
+    """An operation, alone: only what disagrees is blamed."""
+    x = point().requires_grad_()
+    wrong = lambda: _isolated._first_wrong(torch.sin, (x,), {}, 1, ())
+    monkeypatch.setattr(_isolated, "compare", lambda *_: SimpleNamespace(verdict="disagrees"))
+    assert wrong() is not None
+    monkeypatch.setattr(_isolated, "compare", lambda *_: SimpleNamespace(verdict="inconclusive"))
+    assert wrong() is None
+
+
+def test_a_cut_that_is_written_into_a_tensor():
+    def f(x):
+        h = torch.empty_like(x)
+        with torch.no_grad():
+            torch.exp(x, out=h)  # out
+        return (h * x).sum()
+
+    report, _ = failed(f, point())
+    assert lines(report) == [("cut", number("out"))]
 
 
 def test_a_kink_beside_the_point_is_none():
