@@ -222,6 +222,13 @@ def test_without_a_budget_each_product_evaluates_once_more() -> None:
     assert H.cost().evaluations == 2 and H.cost().passes == 4
 
 
+def test_cost_counts_what_a_product_handles() -> None:
+    """The largest tensor of the graph, some four of which live at once, and the result."""
+    rows = torch.ones(1000, 1, dtype=D)
+    cost = hodiff.HessianOperator(lambda x: (x * rows).sin().sum(), torch.ones(3, dtype=D)).cost()
+    assert cost.product_bytes == 3 * 8 + 4 * 3000 * 8
+
+
 def test_cost_says_what_is_needed_before() -> None:
     H = hodiff.HessianOperator(sum_of_cross_entropy, network(), data=split(X, LABELS), chunk_size=10)
     before = H.cost()

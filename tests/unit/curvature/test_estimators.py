@@ -557,3 +557,13 @@ def test_the_diagonal_of_a_fisher_matrix_of_other_outputs() -> None:
     found = hodiff.diagonal(F, method="exact")
     assert found.products == 10
     agree(F.flatten(found.value), F.dense().diagonal(), 1e-12)
+
+
+def test_a_search_that_had_no_products_left_to_look_beside_it_has_not_converged() -> None:
+    """Its pair is one, and another eigenvalue may be larger."""
+    A = hodiff.MatrixOperator(torch.diag(torch.linspace(0, 1, 200, dtype=D).index_fill(0, torch.tensor(199), 50.0)))
+    search = lambda products: hodiff.eigsh(A, 1, products=products, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(hodiff.ConvergenceWarning, match="after 12 products the largest residual"):
+        found = search(12)
+    assert not found.converged and found.residual < 1e-12
+    assert search(30).converged

@@ -22,6 +22,20 @@ def point(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
+def test_buffers_are_in_double_precision_as_parameters_are():
+    class Rotated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("by", torch.eye(3))
+
+        def forward(self):
+            return (self.weight @ self.by).sin().sum()
+
+    report = hodiff.check_derivatives(lambda m: m(), Rotated())
+    assert report.ok and report.dtype == torch.float64
+
+
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_a_right_function_passes_at_every_order(order):
     report = hodiff.check_derivatives(lambda x: (x.sin() * x.exp()).sum(), point(4), order=order)
