@@ -101,3 +101,10 @@ def test_taylor_mode_knows_that_order_too():
     expected = (6 * slope**2 * ((x - mean) * slope + bias)).sum(1)
     for method in ("jets", "reverse"):
         torch.testing.assert_close(hodiff.laplacian(kernel, x, method=method), expected)
+
+
+def test_a_batch_norm_with_nothing_after_the_flag_mixes_too():
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with ExactNorms() as norms:
+        nn.functional.batch_norm(x, None, None, None, None, True)
+    assert norms.mixes_samples

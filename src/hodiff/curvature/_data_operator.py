@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, Self
@@ -239,8 +240,9 @@ class SummedOperator(DataOperator[G]):
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk = 1 if count is None else self._inner_chunk()
         total: Parts = []
-        for number, graph in enumerate(self._graphs):
-            passes = self._passes_of(number)
+        numbers = itertools.count()
+        for graph in self._graphs:  # `enumerate` would hold each while the next is built
+            passes = self._passes_of(next(numbers))
             with graph.ready():
                 if passes is None:
                     found = self._apply(graph, parts, count, chunk)
@@ -248,6 +250,7 @@ class SummedOperator(DataOperator[G]):
                     found = _results.finite(graph.ev, through(passes, parts, count))
             # An expanded result cannot be added to.
             total = accumulate(total, found) if total else [part.contiguous() for part in found]
+            del graph
         if self._shares is not None:
             return self._over_all(self._shares, total, parts, count)
         factor = 1 / self._graphs.weight

@@ -203,6 +203,7 @@ class FisherOperator(PullbackOperator):
         for graph in self._graphs:
             if isinstance(graph.curvature, OuterProducts):
                 total += self._squares(graph, graph.curvature) / graph.curvature.draws
+            del graph  # before the next is built
         if shares is not None:
             ((total,), _) = shares.sum("takes a diagonal", [total], who=self._names())
         return total / self._graphs.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final, overload
@@ -124,6 +125,7 @@ class JacobianOperator(DataOperator[Linearised]):
         for graph in self._graphs:
             with graph.ready():
                 found.append(graph.push(parts, count, self._chosen, chunk))
+            del graph  # before the next is built
         if len(found) == 1:
             return found[0]
         return [torch.cat(column, dim=lead) for column in zip(*found, strict=True)]
@@ -132,14 +134,15 @@ class JacobianOperator(DataOperator[Linearised]):
         """J' u: each batch takes its rows of u."""
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         single, start, total = self._graphs.batches == 1, 0, None
-        lengths = self._outputs.lengths
-        for number, graph in enumerate(self._graphs):
-            stop = start + lengths[number]
+        lengths, numbers = self._outputs.lengths, itertools.count()
+        for graph in self._graphs:  # `enumerate` would hold each while the next is built
+            stop = start + lengths[next(numbers)]
             own = parts if single else [part.narrow(lead, start, stop - start) for part in parts]
             with graph.ready():
                 found = graph.pull(own, count, self._chosen, chunk)
             total = found if total is None else accumulate([part.contiguous() for part in total], found)
             start = stop
+            del graph
         leaves = [self._graphs.where.tensors[index] for index in self._chosen]
         return [part.to(leaf.dtype) for part, leaf in zip(total or [], leaves, strict=True)]
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hodiff
+from hodiff._core._live_bytes import LiveBytes
 from tests.support.ledger import Ledger, flags, snapshot, without_collector
 from tests.support.operators import IGNORED, LABELS, D, X, draw, network, plain_hessian, split, sum_of_cross_entropy
 from tests.support.properties import agree
@@ -371,3 +372,33 @@ def test_shuffling_raises_no_false_alarm() -> None:
     H = hodiff.HessianOperator(sum_of_cross_entropy, network().float(), data=loader, memory_budget=0)
     for _ in range(5):
         H @ V.float()
+
+
+OPERATORS = {
+    "Hessian": lambda f, x, data: hodiff.HessianOperator(
+        lambda x, b: (f(x, b).sum(), 1), x, data=data, memory_budget=0
+    ),
+    "Gauss-Newton": lambda f, x, data: hodiff.GaussNewtonOperator(
+        f, lambda z, b: (z.square().sum(), 1), x, data=data, memory_budget=0
+    ),
+    "Jacobian": lambda f, x, data: hodiff.JacobianOperator(f, x, data=data, memory_budget=0),
+    "transposed Jacobian": lambda f, x, data: hodiff.JacobianOperator(f, x, data=data, memory_budget=0).T,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_graph_that_is_not_kept_is_gone_before_the_next_is_built(name: str) -> None:
+    begun: list[int] = []
+
+    def f(x: Tensor, batch: Tensor) -> Tensor:
+        begun.append(live.now)
+        return (x * batch).sin().square().sum(0)
+
+    data = [torch.ones(1000, 3, dtype=D)] * 3
+    with without_collector(), LiveBytes() as live:
+        H = OPERATORS[name](f, torch.ones(3, dtype=D), data)
+        v = torch.ones(H.shape[1], dtype=D)
+        H @ v
+        begun.clear()
+        H @ v
+    assert len(begun) == 3 and max(begun) - begun[0] < 1000, begun

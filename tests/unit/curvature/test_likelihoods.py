@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 import hodiff
@@ -109,3 +109,14 @@ def test_what_predict_must_return():
         hodiff.GaussNewtonOperator(
             lambda m, b: m(b[0]), nn.GaussianNLLLoss(), affine(4), data=[(X, torch.zeros(5, 2, dtype=D))]
         ).dense()
+
+
+def test_labels_are_drawn_from_the_default_generator_where_none_is_given() -> None:
+    x, y = torch.linspace(-1, 1, 6, dtype=D).view(2, 3), torch.ones(2, 3, dtype=D)
+
+    def product() -> Tensor:
+        torch.manual_seed(4)
+        F_ = hodiff.FisherOperator(lambda x, _: x.sin(), nn.PoissonNLLLoss(), x, data=[((), y)], kind="mc")
+        return F_ @ torch.ones(6, dtype=D)
+
+    assert product().any() and torch.equal(product(), product())

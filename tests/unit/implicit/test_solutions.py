@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import hodiff
 from hodiff import ConvergenceWarning, GraphError, InputError
-from hodiff.implicit import argmin, fixed_point, root
+from hodiff.implicit import _met, argmin, fixed_point, root
 from hodiff.implicit._system import System
 from tests.support.differences import first_difference, relative_error
 
@@ -534,3 +534,13 @@ def test_random_problems(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8, 300))
 def test_many_random_problems(seed: int) -> None:
     random_problem(seed)
+
+
+def test_what_was_made_under_stand_ins_is_known_by_itself_not_by_its_place_in_memory():
+    mode = _met.Instead([], [])
+    x = torch.ones(2)
+    with mode:
+        made = x + 1
+    assert mode.made(made)
+    mode._made[id(x)] = mode._made[id(made)]  # as where the one is gone, and the other lies in its place
+    assert not mode.made(x)

@@ -377,6 +377,13 @@ def test_hessian_penalty_of_one_draw(method):
     assert torch.equal(torch.get_rng_state(), after)
 
 
+def test_curvature_penalty_of_one_draw():
+    """The gradient there and here is that of one mask."""
+    torch.manual_seed(0)
+    drop, z = nn.Dropout(0.5), torch.randn(4, 6, dtype=torch.float64)
+    assert hodiff.curvature_penalty(lambda z: (drop(z) * 3).sum(1), z, create_graph=False) == 0
+
+
 def test_hessian_penalty_without_a_step():
     with pytest.raises(hodiff.InputError, match="epsilon: got 0"):
         hodiff.hessian_penalty(lambda z: z**2, torch.ones(2, 2), method="differences", epsilon=0.0)

@@ -282,3 +282,10 @@ def test_colours_that_do_not_tell_entries_apart_are_never_read_off() -> None:
     for recover in (_recover.symmetric, _recover.by_columns, _recover.by_rows):
         with pytest.raises(AssertionError, match=r"does not tell entry \(\d, \d\) apart"):
             recover(path, pair)
+
+
+def test_a_vertex_is_crowded_from_twenty_times_what_is_usual() -> None:
+    """And more than 64 neighbours."""
+    assert coloring._crowded(torch.tensor([5] * 9 + [101])).tolist() == [False] * 9 + [True]
+    assert not coloring._crowded(torch.tensor([5] * 9 + [100])).any()
+    assert coloring._crowded(torch.tensor([1] * 9 + [64, 65])).tolist() == [False] * 10 + [True]

@@ -249,3 +249,9 @@ def test_nothing_of_the_users_changes() -> None:
         warnings.simplefilter("error")
         sparsity_pattern(ZOO["chain"], x)
     assert x.grad is None and x._version == 0
+
+
+def test_a_fourier_transform_couples_the_entries_of_a_line_alone() -> None:
+    found = sparsity_pattern(lambda x: torch.fft.rfft(x.reshape(3, 4)).abs().pow(4).sum(), POINTS[0])
+    assert found.without_rule == ()
+    assert torch.equal(dense(found), torch.block_diag(*[torch.ones(4, 4)] * 3).bool())
