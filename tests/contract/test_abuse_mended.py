@@ -264,3 +264,83 @@ def test_a_list_in_itself_is_no_root_of_a_graph() -> None:
 def test_an_eight_bit_float_is_for_storage() -> None:
     with pytest.raises(hodiff.InputError, match=r"x: has dtype torch\.float8_e4m3fn, in which PyTorch only stores"):
         hodiff.grad(lambda z: z.float().sum(), torch.ones(3).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("c", "words"),
+    [
+        ("word", "c: got 'word', expected a finite number"),
+        ([1.0], r"c: got \[1.0\]"),
+        (2**70, "c: got 1180591620717411303424"),
+        (float("nan"), "c: got nan"),
+        (np.ones(3), "c: got array"),
+        (torch.ones(2, dtype=D), r"c: has shape \(2,\), which does not broadcast to the shape of f\(x\), \(3,\)"),
+        (torch.ones(1, 3, dtype=D), r"c: has shape \(1, 3\)"),
+        (torch.ones(3, dtype=D, device="meta"), "c: is on the meta device"),
+    ],
+)
+def test_a_factor_of_an_operator_that_is_none(c: object, words: str) -> None:
+    with pytest.raises(hodiff.InputError, match=words):
+        hodiff.second_order_operator(lambda z: z.square().sum(-1), X, torch.ones(2, dtype=D), c=c)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("c", [2, 2.0, np.float64(2), torch.tensor(2.0), torch.full((3,), 2.0), torch.full((1,), 2.0)])
+def test_a_factor_of_an_operator(c: object) -> None:
+    f = lambda z: z.square().sum(-1)
+    found = hodiff.second_order_operator(f, X, torch.ones(2, dtype=D), c=c)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, 4 + 2 * f(X))
+
+
+@pytest.mark.parametrize("flag", ["log_density", "variance_reduced"])
+def test_a_flag_of_score_matching_that_is_none(flag: str) -> None:
+    with pytest.raises(hodiff.InputError, match=f"{flag}: is a ndarray, expected True or False"):
+        hodiff.sliced_score_matching_loss(lambda z: -z, X, **{flag: np.ones(2)})
+
+
+def test_tensors_that_are_no_pattern() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for value, words in (nested, "nested"), (jagged, "nested"), (torch.ones(2, 2).to_mkldnn(), "mkldnn"):
+        with pytest.raises(hodiff.InputError, match=f"pattern: is a {words} tensor, expected a hodiff Pattern"):
+            hodiff.sparse.color(value)
+        with pytest.raises(hodiff.InputError, match=f"pattern: is a {words} tensor, expected a hodiff Pattern"):
+            hodiff.sparse_hessian(lambda z: z.pow(4).sum(), X, pattern=value)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+@pytest.mark.parametrize("output", ["torch", "scipy", "auto"])
+def test_sparse_matrices_of_no_numbers(shape: tuple[int, ...], output: str) -> None:
+    for found in (
+        hodiff.sparse_hessian(lambda z: (z.sin() * z).sum(), torch.ones(shape), output=output),  # type: ignore[arg-type]
+        hodiff.sparse_jacobian(lambda z: z.sin() * z, torch.ones(shape), output=output),  # type: ignore[arg-type]
+    ):
+        assert found.shape == (0, 0)
+
+
+@pytest.mark.parametrize("check", [None, 2, "yes", np.ones(2)])
+def test_a_check_of_a_sparse_matrix_is_a_flag(check: object) -> None:
+    """What has a truth is taken by it, as everywhere; its product is one more, whatever number the flag is."""
+    f = lambda z: z.pow(4).sum()
+    if isinstance(check, np.ndarray):
+        with pytest.raises(hodiff.InputError, match="check: is a ndarray, expected True or False"):
+            hodiff.sparse_hessian(f, X, check=check)  # type: ignore[arg-type]
+    else:
+        found = hodiff.sparse_hessian(f, X, check=check)  # type: ignore[arg-type]
+        assert torch.equal(found.to_dense(), (12 * X**2).flatten().diag())
+
+
+@pytest.mark.parametrize("order", [torch.ones(3), np.ones(3), 1.0, 3, True])
+def test_an_order_of_a_pattern_that_is_none(order: object) -> None:
+    with pytest.raises(hodiff.InputError, match="order: got"):
+        hodiff.sparse.sparsity_pattern(lambda z: z.pow(4).sum(), X, order=order)  # type: ignore[arg-type]
+
+
+def test_arguments_that_hold_themselves() -> None:
+    endless: list[object] = [X]
+    endless.append(endless)
+    f = lambda z, held, rest: (held * z).pow(3).sum()
+    assert hodiff.sparse.sparsity_pattern(f, X, args=endless).nnz == 6
+    found = hodiff.sparse_hessian(f, X, args=endless).to_dense()
+    torch.testing.assert_close(found, (6 * X**4).flatten().diag())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import hodiff
+from hodiff._core import _near_zero
 
 POINTS = [0.0, 1e-12, 1e-9, -1e-7, 1e-4, -3e-3, 0.05, -0.0999, 0.1001, 0.7, -0.999, 1.001, 2.5]
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[object], object]]] = {
@@ -86,3 +87,9 @@ def test_values_are_those_of_the_kernel(dtype: torch.dtype) -> None:
                 rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
                 atol=1e-2 if dtype == torch.bfloat16 else 1e-6,
             )
+
+
+def test_the_series_is_for_small_numbers_of_either_sign() -> None:
+    x = torch.linspace(-9, 9, 37, dtype=torch.float64)
+    torch.testing.assert_close(_near_zero.i1e(x), torch.special.i1e(x))
+    torch.testing.assert_close(_near_zero.i1(x), torch.special.i1(x))

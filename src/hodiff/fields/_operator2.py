@@ -88,7 +88,7 @@ def second_order_operator(
         A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
 
     Raises:
-        InputError: *C* or *b* has a shape that does not fit *x*.
+        InputError: *C* or *b* has a shape that does not fit *x*, or *c* one that does not fit `f(x)`.
         GraphError: As for `laplacian`.
 
     Cost:
@@ -121,10 +121,22 @@ def second_order_operator(
     with call.grad_mode():
         directions = _directions.of_matrix(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))
-        result = second[0] if c is None else second[0] + c * value
-    if result.shape != value.shape:
-        raise InputError(f"c: does not broadcast to the shape of f(x), {tuple(value.shape)}.")
-    return call.with_extra(result)
+        return call.with_extra(second[0] if c is None else second[0] + _factor(c, value.shape) * value)
+
+
+def _factor(c: Any, shape: torch.Size) -> Any:
+    if _checks.is_number(c):
+        return c
+    if not _jet.is_jet(c):
+        if not isinstance(c, Tensor):
+            raise InputError(f"c: got {c!r}, expected a finite number, or a tensor that broadcasts to f(x).")
+        _checks.check_real_tensor(c, "c")
+    if c.ndim > len(shape) or any(a not in (1, b) for a, b in zip(c.shape[::-1], shape[::-1], strict=False)):
+        raise InputError(
+            f"c: has shape {tuple(c.shape)}, which does not broadcast to the shape of f(x), {tuple(shape)}; give a "
+            f"number, or a tensor that does."
+        )
+    return c
 
 
 def _drift(b: Any, call: FieldCall) -> Any:

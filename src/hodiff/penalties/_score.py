@@ -122,6 +122,7 @@ def sliced_score_matching_loss(
     check_option(reduction, Reduction, "reduction")
     check_option(probes, Probes, "probes")
     return_outputs = is_set(return_outputs, "return_outputs")
+    log_density, variance_reduced = is_set(log_density, "log_density"), is_set(variance_reduced, "variance_reduced")
     _checks.check_integer(samples, "samples", least=1)
     record = _nesting.loss_recorded(create_graph)
     where = Where(x)

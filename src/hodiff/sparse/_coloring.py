@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hodiff._core._options import check_option
 from hodiff.errors import InputError
-from hodiff.sparse._pattern import Pattern, check_symmetric, given
+from hodiff.sparse._pattern import Pattern, check_layout, check_symmetric, given
 
 Kind = Literal["star", "columns", "rows"]
 Order = Literal["best", "largest", "natural"]
@@ -70,6 +70,8 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
 
 
 def _shape(pattern: Any) -> tuple[int, int]:
+    if isinstance(pattern, Tensor):
+        check_layout(pattern)
     shape = getattr(pattern, "shape", ())
     if len(shape) != 2:
         raise InputError(

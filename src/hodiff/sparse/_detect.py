@@ -75,7 +75,7 @@ def sparsity_pattern(
         Walther, A. (2008). Computing sparse Hessians with automatic differentiation. ACM TOMS 34(1).
         doi:10.1145/1322436.1322439. Index sets are propagated there as here; here through the linear pass.
     """
-    if order not in (1, 2) or isinstance(order, bool):
+    if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
         raise InputError(f"order: got {order!r}, expected 1 (a Jacobian) or 2 (a Hessian).")
     asked = call(f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs)
     return detect(asked, order)

@@ -141,7 +141,14 @@ def check_symmetric(pattern: Pattern) -> None:
     )
 
 
+def check_layout(value: Tensor) -> None:
+    """Raise for a tensor that PyTorch cannot make sparse, or ask for its shape."""
+    if value.is_nested or value.is_mkldnn:
+        raise InputError(f"pattern: is a {'nested' if value.is_nested else 'mkldnn'} tensor, expected {GIVEN}.")
+
+
 def _of_tensor(value: Tensor) -> Pattern:
+    check_layout(value)
     if value.layout is torch.strided or value.ndim != 2:
         raise InputError(
             f"pattern: is a {'dense' if value.layout is torch.strided else 'sparse'} tensor of shape "

@@ -11,7 +11,7 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _nodes, _reverse, _tree
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option
+from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option, is_set
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, InputError
@@ -117,7 +117,7 @@ class Plan:
         Arguments are those of the plan itself.
         """
         asked = self._options
-        chunk = _checks.check_chunk_size(chunk_size)
+        chunk, check = _checks.check_chunk_size(chunk_size), is_set(check, "check")
         where = self._point.where(x)
         passes = 1 if self.kind == "rows" else 2
         made = call(
@@ -145,7 +145,7 @@ class Plan:
                 found = _reverse.pushforward(ev, outputs, seeds, count, chunk_size=chunk)
             else:
                 found = _reverse.products(ev, outputs, seeds, count, chunk_size=chunk)
-            flat = [part.reshape(count, -1) for part in found]
+            flat = [part.reshape(count, part.shape[1:].numel()) for part in found]
             whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
             values = whole.reshape(-1).index_select(0, self.place.to(whole.device))
         if random is not None and precision is not None:

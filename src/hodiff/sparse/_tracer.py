@@ -382,16 +382,13 @@ def decompositions() -> dict[Any, Any]:
     return _decompositions
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments or results, in order."""
+def tensors_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """The tensors in arguments or results, in order; a container that holds itself is looked into once."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, dict)) and id(value) not in inside:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item, (*inside, id(value)))
 
 
 def written_to(operation: Operation) -> Iterator[Tensor]:

@@ -489,7 +489,7 @@ BAD = {
     "b": (lambda x: hodiff.second_order_operator(smooth, x, torch.ones(3, dtype=D), torch.ones(2, dtype=D)), "b: has"),
     "c": (
         lambda x: hodiff.second_order_operator(smooth, x, torch.ones(3, dtype=D), c=torch.ones(2, 6, dtype=D)),
-        "c: does not broadcast",
+        "c: has shape .* does not broadcast",
     ),
     "vector field": (lambda x: hodiff.divergence(smooth, x), "needs a vector"),
     "curl": (lambda x: hodiff.curl(lambda x: x, torch.ones(2, 4, dtype=D)), "a curl needs"),

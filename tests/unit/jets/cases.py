@@ -116,6 +116,7 @@ OTHERS = {
     "max": lambda x: x.max(-1)[0].sin() * x.amin(-1) + x.max(),
     "sort": lambda x: x.sort(-1)[0].sin() * x.topk(3)[0],
     "clamp": lambda x: x.clamp(0.8, 1.7) * x,
+    "prelu of columns": lambda x: F.prelu(x - 1, torch.tensor([0.2, -0.3, 1.4], dtype=D)).sin(),
     "prelu": lambda x: F.prelu(x - 1, torch.tensor([0.2], dtype=D)).sin(),
     "softmax": lambda x: F.softmax(x, -1),
     "log_softmax": lambda x: F.log_softmax(x, 0),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import hodiff
+from hodiff.jets import _series
 from tests.support.properties import agree
 
 D = torch.float64
@@ -160,3 +161,12 @@ def test_numbers_without_dimensions(f):
     expected = torch.autograd.functional.hessian(f, x)
     agree(second, expected)
     agree(first, torch.autograd.functional.jacobian(f, x))
+
+
+@pytest.mark.parametrize("tile", [8, 200, 10**9])
+def test_products_that_are_made_a_few_directions_at_a_time(tile, monkeypatch):
+    x = torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
+    monkeypatch.setattr(_series, "TILE_BYTES", tile)
+    found = hodiff.laplacian(lambda x: x.pow(3).sin().prod(-1).exp(), x, create_graph=False)
+    dense = hodiff.hessian(lambda x: x.pow(3).sin().prod(-1).exp(), x, batch_ndim=1)
+    torch.testing.assert_close(found, dense.diagonal(dim1=-2, dim2=-1).sum(-1))
