@@ -12,6 +12,7 @@ import torch
 
 import hodiff
 from hodiff._core._lending import Lending
+from hodiff.calculus._per_sample import Samples
 from hodiff.curvature._watch import Watch
 from tests.abuse.calls import FUNCTIONS, Target, perform
 from tests.abuse.values import LAYOUTS, VALUES
@@ -41,7 +42,7 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-CALLING = {Lending.at.__code__, Watch.__call__.__code__}
+CALLING = {Lending.at.__code__, Watch.__call__.__code__, Samples.__call__.__code__}
 """What calls the user's code: `f`, and `callback=`."""
 HERE = str(Path(hodiff.__file__).parent)
 

@@ -344,3 +344,14 @@ def test_arguments_that_hold_themselves() -> None:
     assert hodiff.sparse.sparsity_pattern(f, X, args=endless).nnz == 6
     found = hodiff.sparse_hessian(f, X, args=endless).to_dense()
     torch.testing.assert_close(found, (6 * X**4).flatten().diag())
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", ["grad", "hvp", "jacobian", "per_sample_grad", "jacobian_penalty"])
+def test_a_function_of_nested_results(name: str, layout: torch.layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ragged = torch.nested.nested_tensor([torch.ones(2, dtype=D), torch.ones(3, dtype=D)], layout=layout)
+    given = {"hvp": (X,), "per_sample_grad": (ragged,)}.get(name, ())
+    with pytest.raises(hodiff.InputError, match="f: f\\(x\\) is a nested tensor; return a dense one"):
+        getattr(hodiff, name)(lambda z, *_: z.sum() * ragged, X, *given)
