@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core import _reverse
+from hodiff._core import _results, _reverse
 
 
 def test_sparse_gradients_come_back_dense():
@@ -125,3 +125,11 @@ def test_samples_scalars_where_a_mode_looks_on():
     third = hodiff.grad(lambda z: hodiff.hvp(penalised, z, x).sum(), x)
     flat = hodiff.grad(lambda z: hodiff.hvp(lambda y: (2 * y.norm(dim=1) - 1).square().mean(), z, x).sum(), x)
     torch.testing.assert_close(third, flat)
+
+
+def test_passes_are_looked_at_again_after_one_that_was_traced():
+    with _results.unseen():
+        assert _results._unseen.on
+    assert not _results._unseen.on
+    with pytest.warns(hodiff.HodiffWarning, match="not finite|norm"):
+        hodiff.hvp(lambda x: x.norm(), torch.zeros(2), torch.ones(2))

@@ -10,7 +10,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core import _why
-from hodiff.graph import _failure, _slots, watch
+from hodiff.graph import _failure, _names, _slots, watch
 
 X = torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
 V = torch.ones_like(X)
@@ -597,3 +597,7 @@ def test_an_error_about_a_graph_survives_pickling():
         pickle.dumps(hodiff.GraphError.about("stem.", kind="freed", advice="advice.", operations=["cdist"]))
     )
     assert (str(error), error._facts.kind, error._facts.operations) == ("stem. advice.", "freed", {"cdist"})
+
+
+def test_the_root_of_a_path():
+    assert _names.root("net.cell.h") == "net" and _names.root("a[0].b") == "a"

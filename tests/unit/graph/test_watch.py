@@ -323,3 +323,15 @@ def test_explain_of_what_was_released():
     with pytest.raises(hodiff.GraphError, match="was released: by hodiff") as caught:
         loss.backward()
     assert explain(caught.value).cause == "released"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_several_old_parts_one_that_is_not_private_is_named_first(turned):
+    with watch():
+        w = torch.ones(3, requires_grad=True)
+        _a, b = w.exp(), (2 * w).exp()
+        (_a.sin() + b.sin()).sum().backward()
+        with pytest.raises(RuntimeError, match="second time") as info:
+            ((b + _a) if turned else (_a + b)).sum().backward()
+    shown = "`b` = ExpBackward0 (output shape (3,)), `_a` = ExpBackward0 (output shape (3,))"
+    assert shown in "\n".join(info.value.__notes__)

@@ -49,3 +49,23 @@ def test_the_point_as_a_constant_is_no_bypass():
     with torch.no_grad():
         frozen = X.sin()
     hodiff.laplacian(lambda z: (z * frozen).square().sum(-1), X, create_graph=False)
+
+
+class Laplacian(torch.autograd.Function):
+    """Taylor mode inside a Function's forward, for which the engine switches forward mode off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        on = torch._C._is_fwd_grad_enabled()
+        found = hodiff.laplacian(lambda z: z.pow(3).sum(-1), x, create_graph=False, method="jets")
+        assert torch._C._is_fwd_grad_enabled() == on
+        return found
+
+    @staticmethod
+    def backward(ctx, g):
+        raise AssertionError
+
+
+def test_taylor_mode_inside_the_forward_of_a_function():
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+    torch.testing.assert_close(Laplacian.apply(x).detach(), 6 * x.detach().sum(-1))
