@@ -44,6 +44,8 @@ def limited() -> Iterator[None]:
 
 CALLING = {Lending.at.__code__, Watch.__call__.__code__, Samples.__call__.__code__}
 """What calls the user's code: `f`, and `callback=`."""
+WITHIN = {"spectral_radius.<locals>.<lambda>", "_update.<locals>.update"}
+"""Likewise, by the names of functions that are made for each call."""
 HERE = str(Path(hodiff.__file__).parent)
 
 
@@ -51,7 +53,8 @@ def of_the_user(error: BaseException) -> bool:
     """Whether an exception comes out of the user's code: the last of our frames is one that calls it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = [frame.f_code for frame in frames if frame.f_code.co_filename.startswith(HERE)]
-    return (bool(ours) and ours[-1] in CALLING) or any(frame.f_code in FUNCTIONS for frame in frames)
+    last = bool(ours) and (ours[-1] in CALLING or ours[-1].co_qualname in WITHIN)
+    return last or any(frame.f_code in FUNCTIONS for frame in frames)
 
 
 def of_the_value(error: BaseException, replaced: dict[str, Any]) -> bool:

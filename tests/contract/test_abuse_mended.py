@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import hodiff
+import hodiff.plotting
 
 D = torch.float64
 X = torch.tensor([[0.3, -0.8], [1.4, 0.9], [0.2, 0.5]], dtype=D)
@@ -355,3 +356,17 @@ def test_a_function_of_nested_results(name: str, layout: torch.layout) -> None:
     given = {"hvp": (X,), "per_sample_grad": (ragged,)}.get(name, ())
     with pytest.raises(hodiff.InputError, match="f: f\\(x\\) is a nested tensor; return a dense one"):
         getattr(hodiff, name)(lambda z, *_: z.sum() * ragged, X, *given)
+
+
+def test_pictures_on_axes_that_are_none() -> None:
+    record = hodiff.trace(hodiff.MatrixOperator(torch.eye(3, dtype=D)), samples=3)
+    with pytest.raises(hodiff.InputError, match="axes: is a int, expected axes of Matplotlib"):
+        hodiff.plotting.convergence([record], axes=3)
+    with pytest.raises(hodiff.InputError, match="label: is a list, expected the words"):
+        hodiff.plotting.convergence([record], label=["a", "b"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["return_state", "first_order", "segments"])
+def test_options_of_unroll_that_are_none(option: str) -> None:
+    with pytest.raises(hodiff.InputError, match=f"{option}: "):
+        hodiff.unroll(lambda z: z.square().sum(), X, hodiff.rules.SGD(lr=0.1), 2, **{option: np.ones(2)})  # type: ignore[call-overload]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff.errors import HodiffError
+from hodiff.errors import HodiffError, InputError
 
 
 class MissingMatplotlib(HodiffError, ImportError):
@@ -20,6 +20,8 @@ class MissingMatplotlib(HodiffError, ImportError):
 def axes_or_new(axes: Any) -> Any:
     """The axes given, or those of a new figure."""
     if axes is not None:
+        if not hasattr(axes, "set_xlabel"):
+            raise InputError(f"axes: is a {type(axes).__name__}, expected axes of Matplotlib, or None for new ones.")
         return axes
     try:
         import matplotlib.pyplot as plt

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _checks, _nodes, _tree
 from hodiff._core._graph import memory_of
+from hodiff._core._options import is_set
 from hodiff._core._where import Selection, Where
 from hodiff.errors import InputError
 from hodiff.implicit._segments import run_segment
@@ -149,6 +150,7 @@ def unroll(
         reversible learning. ICML. arXiv:1502.03492.
         Finn, C., Abbeel, P., Levine, S. (2017). Model-agnostic meta-learning. ICML. arXiv:1703.03400.
     """
+    return_state, first_order = is_set(return_state, "return_state"), is_set(first_order, "first_order")
     parsed = Where(where, "where")
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function of the parameters, evaluated at each step.")
@@ -186,7 +188,7 @@ def _split(batches: list[Any], segments: Any) -> list[list[Any]]:
     """The steps of each segment; all of them, where there are no segments."""
     if segments is None:
         return [batches]
-    if segments == "auto":
+    if isinstance(segments, str) and segments == "auto":
         segments = math.ceil(math.sqrt(len(batches)))
     elif isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
         raise InputError(f'segments: got {segments!r}, expected None, "auto", or a number of segments.')

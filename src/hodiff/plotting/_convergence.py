@@ -42,6 +42,8 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
             "records: expected a list of the records that a callback collected: seen = []; "
             "hodiff.solve(A, b, callback=seen.append)."
         )
+    if label is not None and not isinstance(label, str):
+        raise InputError(f"label: is a {type(label).__name__}, expected the words of the legend, or None.")
     spent = [getattr(record, "products", 0) for record in records]
     first = records[0]
     if isinstance(first, (SolveRecord, EigenRecord, RadiusRecord)):
