@@ -54,11 +54,16 @@ class Choice:
         return {line: {context.partition("|")[0] for context in contexts} for line, contexts in found.items()}
 
     def tests(self, mutant: Mutant, seconds: float) -> list[str]:
-        """Those that run its lines, by turns from each file of tests, quick ones first, as many as fit."""
+        """Those that run its lines, by turns from each file of tests, quick ones first, as many as fit.
+
+        Where none does in the process that was recorded, those of the part, which start others.
+        """
         lines = self._lines(mutant.file)
         found = set(chain.from_iterable(lines.get(n, ()) for n in range(mutant.line, mutant.last + 1)))
+        part = f"tests/unit/{Path(mutant.file).parts[1]}/"
+        known = found & set(self._seconds) or {test for test in self._seconds if test.startswith(part)}
         files: dict[str, list[str]] = defaultdict(list)
-        for test in sorted(found & set(self._seconds)):
+        for test in sorted(known):
             files[test.partition("::")[0]].append(test)
         chance = random.Random(mutant.name)
         for group in files.values():

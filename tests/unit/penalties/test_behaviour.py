@@ -464,3 +464,9 @@ def test_vectors_that_do_not_fit():
 def test_an_empty_batch_has_no_largest():
     with pytest.raises(hodiff.InputError, match="x: holds no sample, so there is no max"):
         hodiff.hessian_penalty(mlp(), X[:0], create_graph=False)
+
+
+@pytest.mark.parametrize("penalty", [hodiff.jacobian_penalty, hodiff.sliced_score_matching_loss])
+def test_an_empty_batch_has_no_mean(penalty):
+    with pytest.raises(hodiff.InputError, match="x: holds no sample, so there is no mean"):
+        penalty(lambda x: -x, X[:0], create_graph=False)
