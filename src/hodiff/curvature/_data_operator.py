@@ -119,6 +119,8 @@ class DataOperator(LinearOperator, Generic[G]):
         return self._chunk_size or self._graphs.auto_chunk(self._domain.size)
 
     def _chunk(self, count: int) -> int:
+        if self._shares is not None:
+            self._graphs.evaluate()  # all ranks must take as many, which they agree about there
         inner = self._inner_chunk()
         if self._graphs.complete_everywhere:
             return inner
