@@ -82,6 +82,15 @@ def test_a_value_that_is_saved_twice_is_not_held_by_python_for_that():
     assert inspect(loss).bytes_by_holder == {"graph": 12, "python": 0, "parameter": 0}
 
 
+def test_of_several_on_the_same_memory_the_very_tensor_is_named():
+    alias = None  # so that it is met first
+    e = torch.rand(3, requires_grad=True).exp()
+    alias = e.detach()
+    (saved,) = inspect(e.sin()).nodes[0].saved
+    assert (saved.holder, saved.variable) == ("python", "e")
+    assert alias is not None
+
+
 def test_a_deleted_factor_is_listed():
     a, b = (torch.tensor(v, requires_grad=True) for v in (1.0, 2.0))
     c = a * b
