@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -88,10 +89,11 @@ def allowed(allow: Any) -> Sequence[str | type]:
 
 
 def is_set(value: Any, name: str) -> bool:
-    """Whether a flag is on; raise for what is neither true nor false, as an array."""
+    """Whether a flag is on; raise for what is neither true nor false, as an array, or a word: "no" would be true."""
     if value is True or value is False:  # as nearly always
         return value
-    try:
-        return bool(value)
-    except Exception as error:
-        raise InputError(f"{name}: is a {type(value).__name__}, expected True or False.") from error
+    with contextlib.suppress(Exception):
+        if bool(value == bool(value)):
+            return bool(value)
+    shown = f"{value!r}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+    raise InputError(f"{name}: is {shown}, expected True or False.")
