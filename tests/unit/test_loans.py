@@ -279,3 +279,17 @@ def test_a_pass_in_a_thread_of_the_engine_s_has_the_modules_of_the_one_that_wait
     thread.join(60)
     assert found and torch.equal(found[0], expected)
     assert len(threads) == 3
+
+
+def test_parameters_that_are_not_differentiated_in_are_not_recorded_unless_they_may_be_later():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    recorded = []
+
+    def f(some):
+        recorded.append(some.module[0].weight.requires_grad)
+        return some.module(torch.ones(1, 2)).sum()
+
+    hodiff.grad(f, hodiff.select(net, "2.*"))
+    hodiff.grad(f, hodiff.select(net, "2.*"), create_graph=True)
+    assert recorded == [False, True]
+    assert net[0].weight.requires_grad

@@ -43,7 +43,8 @@ def check_real_tensor(value: Any, name: str) -> None:
             raise InputError(f"{name}: has dtype {value.dtype}, in which PyTorch only stores; convert it (x.half()).")
         if value.is_meta:
             raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")
-        check_dense(value, name, " (x.to_dense(), or its .values())")
+        if value.layout is not torch.strided or value.is_nested:  # asked here too: it saves a call
+            check_dense(value, name, " (x.to_dense(), or its .values())")
         return
     if value.is_complex():
         raise InputError(

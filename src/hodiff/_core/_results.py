@@ -111,9 +111,11 @@ _SMALL = 4096
 
 
 def _are_finite(parts: Sequence[Tensor]) -> bool:
-    small = [part for part in parts if part.numel() <= _SMALL]  # one sum for them all, whose calls are what it costs
-    lines = [torch.cat([part.reshape(-1) for part in small])] if len(small) > 1 else small
-    for line in (*lines, *[part for part in parts if part.numel() > _SMALL]):
-        if not (math.isfinite(line.sum()) or bool(line.isfinite().all())):  # a sum may overflow where no entry does
+    if len(parts) > 1:  # one sum for all small ones, whose calls are what it costs
+        small = [part.reshape(-1) for part in parts if part.numel() <= _SMALL]
+        parts = [part for part in parts if part.numel() > _SMALL]
+        parts += [torch.cat(small)] if small else []
+    for part in parts:  # noqa: SIM110 - a generator would be calls of its own
+        if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):  # a sum may overflow where no entry does
             return False
     return True

@@ -172,6 +172,16 @@ def test_bad_calls(pattern: str) -> None:
     assert A.products == 0 or pattern == "not positive definite"
 
 
+def test_several_pairs_whose_residuals_rounding_left_above_the_tolerance():
+    turn, _ = torch.linalg.qr(torch.randn(400, 400, generator=seeded(0)))
+    spectrum = torch.linspace(1, 2, 400)
+    A = hodiff.MatrixOperator((turn * spectrum) @ turn.T, symmetric=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hodiff.ConvergenceWarning)  # single precision may not allow it
+        found = hodiff.eigsh(A, 6, rtol=1e-7, generator=seeded(0))
+    torch.testing.assert_close(found.value, spectrum.flip(0)[:6], rtol=1e-5, atol=0)
+
+
 # --- solve ------------------------------------------------------------------------------------------------------------
 
 POSITIVE = torch.linspace(0.01, 10, 100, dtype=D)

@@ -144,3 +144,17 @@ def test_columns_are_turned_some_at_a_time(size: int, monkeypatch: pytest.Monkey
     before = H.products
     agree(H @ V, dense @ V, 1e-11)
     assert H.products == before + 7
+
+
+def test_a_dict_of_parameters_in_their_order_is_looked_at_too() -> None:
+    net = torch.nn.Linear(2, 3, dtype=torch.float64)
+    f = lambda net: net(torch.ones(1, 2, dtype=torch.float64)).square().sum()
+    several = {name: torch.randn(4, *p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
+    wrong = {name: torch.randn(*p.shape, 2, dtype=p.dtype) for name, p in net.named_parameters()}
+    for product in (lambda v: hodiff.hvp(f, net, v), lambda v: hodiff.HessianOperator(f, net) @ v):
+        found = product(several)
+        for k in range(4):
+            one = product({name: part[k] for name, part in several.items()})
+            assert all(torch.allclose(found[name][k], part) for name, part in one.items())
+        with pytest.raises(hodiff.InputError, match=r"v\['weight'\]: has shape \(3, 2, 2\), expected \(3, 2\)"):
+            product(wrong)

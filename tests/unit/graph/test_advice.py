@@ -287,3 +287,107 @@ def test_paths_are_found_again_and_forgotten(monkeypatch):
     assert len(set(numbers)) == 5
     assert len(paths._numbers) <= 3
     assert [paths[number][1] for number in numbers[:5]] == [2, 3, 4, 5, 6]
+
+
+def test_a_saved_tensor_that_was_read_too_late(said):
+    note = said("""
+x = torch.ones(3, requires_grad=True)
+y = x.exp()
+
+
+def read(kept):
+    return kept._saved_result
+
+
+y.sum().backward()
+read(y.grad_fn)
+""")
+    assert "what `kept` saved was read after it was freed\n    at           program.py:11 " in note
+    assert "freed by     program.py:14 " in note
+    assert "read it before the pass" in note
+
+
+def test_what_is_said_of_a_saved_tensor_is_certain():
+    y = torch.ones(3, requires_grad=True).exp()
+    node = y.grad_fn
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="directly access") as caught:
+        _ = node._saved_result
+    found = hodiff.graph.explain(caught.value)
+    assert (found.cause, found.certain) == ("read after freeing", True)
+
+
+def test_one_line_that_asks_twice_wants_it_twice_or_not_the_same(said):
+    text = "w = nn.Linear(3, 3)\nloss = w(torch.ones(2, 3)).square().sum()\n{passes}"
+    again = said(text.format(passes="for _ in range(2):\n    torch.autograd.grad(loss, w.weight)"))
+    lines = said(text.format(passes="a = torch.autograd.grad(loss, w.weight)\nb = torch.autograd.grad(loss, w.weight)"))
+    assert "the same loss is differentiated twice" in again
+    assert "the same loss is differentiated twice" in lines
+    assert "not known" not in again
+    assert "not known: whether the same gradient is wanted twice" in lines
+
+
+def test_a_transpose_has_a_line_and_a_name(said):
+    note = said("""
+h = nn.Linear(3, 3)(torch.ones(3, 3))
+turned = h.mT
+for _ in range(2):
+    turned.exp().sum().backward()
+    h = None
+""")
+    assert "shared part: `turned`" in note
+    assert "created at   program.py:7 " in note
+
+
+def test_a_value_of_a_function_that_has_returned_is_named_by_the_line_that_changed_it(said):
+    note = said("""
+a = torch.ones(3, requires_grad=True)
+
+
+def loss():
+    e = a.exp()
+    out = e.sum()
+    e += 1
+    return out
+
+
+found = loss()
+found.backward()
+""")
+    assert "`e` was changed in place" in note
+    assert "called from  program.py:16 " in note
+
+
+def test_the_step_that_changed_a_shared_part_is_named(said):
+    note = said("""
+body, head = nn.Linear(3, 2), nn.Linear(2, 1)
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], 0.1)
+h = body(torch.ones(4, 3)).tanh()
+head(h).square().mean().backward()
+optimizer.step()
+norm = head.weight.grad.norm()
+head(h).mean().backward()
+""")
+    assert "which\n               program.py:10 (optimizer.step()) has changed" in note
+
+
+def test_state_that_an_object_carries_is_likely_without_a_record(tmp_path):
+    path = tmp_path / "program.py"
+    text = """
+class Trainer:
+    def __init__(self):
+        self.cell, self.h = nn.RNNCell(2, 3), torch.zeros(1, 3)
+
+    def run(self):
+        for step in range(3):
+            self.h = self.cell(torch.ones(1, 2), self.h)
+            self.h.sum().backward()
+
+
+Trainer().run()
+"""
+    path.write_text(START + text, "utf-8")
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        runpy.run_path(str(path), run_name="__main__")
+    found = hodiff.graph.explain(caught.value)
+    assert (found.cause, found.variable, found.certain) == ("carried", "self.h", False)

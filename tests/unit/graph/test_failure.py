@@ -601,3 +601,16 @@ def test_an_error_about_a_graph_survives_pickling():
 
 def test_the_root_of_a_path():
     assert _names.root("net.cell.h") == "net" and _names.root("a[0].b") == "a"
+
+
+def test_of_several_cuts_the_last_before_the_result_comes_first():
+    def f(x):
+        aside = torch.tensor(x.tolist())
+        assert len(aside) == 3
+        return (x * 2).sum().detach()
+
+    with pytest.raises(hodiff.GraphError, match="detached there, so nothing below") as caught:
+        hodiff.grad(f, torch.ones(3))
+    first, second = [line for line in str(caught.value).splitlines() if "cut at" in line]
+    assert ".detach()" in first
+    assert ".tolist()" in second
