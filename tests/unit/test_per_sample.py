@@ -133,6 +133,12 @@ def test_a_constant_of_as_many_entries_is_no_sample(routes):
     torch.testing.assert_close(found, X * 28)
 
 
+def test_samples_that_mix_though_their_gradients_add_up(routes):
+    f = lambda w, batch: batch @ w + (batch @ w).mean()
+    found = hodiff.per_sample_grad(f, torch.ones(3, dtype=D), X)
+    torch.testing.assert_close(found, X + X.mean(0))
+
+
 def test_selected_and_strict():
     model = models()["norms"].double()
     found = hodiff.per_sample_grad(lambda s, b: losses(s.module, b), hodiff.select(model, "3.*"), (X, Y))

@@ -418,3 +418,11 @@ def test_a_product_that_is_not_finite_changes_nothing() -> None:
         ):
             optimizer.step(lambda: (x[0] - 1) ** 2 + x[1].abs() ** 1.5)
     assert not x.any() and x.grad is None
+
+
+def test_a_decrease_below_the_rounding_of_the_loss_is_believed() -> None:
+    x = torch.full((2,), 1e-7, dtype=DOUBLE, requires_grad=True)
+    optimizer = hodiff.NewtonCG([x])
+    optimizer.step(lambda: 1e6 + x.square().sum())
+    assert optimizer.last is not None and optimizer.last.accepted
+    assert float(x.detach().norm()) < 1e-12

@@ -293,6 +293,18 @@ def test_an_exhausted_space_has_no_error_of_its_rule() -> None:
         agree(found.stderr, logs.std() / 6**0.5, 1e-9)
 
 
+def test_the_error_of_a_rule_is_judged_by_how_fast_rules_converge() -> None:
+    """Signs see a diagonal matrix without spread: what is left is the error of the rule."""
+    A, truth = hodiff.MatrixOperator(torch.linspace(1, 2, 400, dtype=D)), torch.linspace(1, 2, 400, dtype=D).log().sum()
+    with pytest.warns(hodiff.ConvergenceWarning, match="rules of 8 steps is about 2"):
+        found = hodiff.logdet(A, samples=3, steps=8)
+    assert abs(found.value - truth) < found.stderr < 1e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an error in the last digits is none that steps would mend
+        found = hodiff.logdet(A, samples=3, steps=12)
+    agree(found.value, truth, 1e-12)
+
+
 def test_exact_stopping_and_single_vectors() -> None:
     A, values = with_spectrum(POSITIVE["flat"]), POSITIVE["flat"]
     found = hodiff.logdet(A, shift=0.5)
@@ -344,3 +356,8 @@ def test_entries_that_are_no_numbers_are_named() -> None:
     A[5] = math.nan
     with pytest.raises(hodiff.GraphError, match="spectral_density: a product is not finite"):
         hodiff.spectral_density(hodiff.MatrixOperator(A), samples=2, steps=3)
+
+
+def test_no_log_determinant_of_what_is_positive_by_rounding() -> None:
+    with pytest.raises(hodiff.InputError, match=r"about 1e-18, which with shift=0 is not positive \(up to rounding\)"):
+        hodiff.logdet(hodiff.MatrixOperator(torch.tensor([1.0, 1e-18], dtype=D)))
