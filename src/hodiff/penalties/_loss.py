@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hodiff._core import _checks, _nodes, _reverse
+from hodiff._core import _checks, _nesting, _nodes, _reverse
 from hodiff._core._assembly import plain
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
@@ -26,17 +26,11 @@ def recording(on: bool) -> AbstractContextManager[Any]:
     if torch.compiler.is_compiling():  # the tracer knows grad mode, but no inference mode
         return torch.set_grad_enabled(on)
     if on and torch.is_inference_mode_enabled():
-        return _recording_again()
+        return _nesting.recording()
     return _AS_IT_IS if torch.is_grad_enabled() is on else torch.set_grad_enabled(on)
 
 
 _AS_IT_IS = nullcontext()
-
-
-@contextmanager
-def _recording_again() -> Iterator[None]:
-    with torch.inference_mode(False), torch.set_grad_enabled(True):
-        yield
 
 
 def accepted(allow: Allowed) -> Names:
