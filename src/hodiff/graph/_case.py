@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _cells
+from hodiff.graph._line import Line, line_of, lines_of, quoted
 from hodiff.graph._names import Held, Names
-from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
     Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),

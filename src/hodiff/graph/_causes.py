@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hodiff.graph import _earlier, _losses, _once, _source
+from hodiff.graph import _earlier, _losses, _once, _written
 from hodiff.graph._evidence import PARAMETRIZED, Evidence
 
 Words = Callable[[Evidence], str | None]
@@ -72,7 +72,7 @@ CAUSES = (
         "stored",
         lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
         lambda e: (
-            f"an earlier step put it into `{_source.base(e.first.variable)}`, and its pass freed its graph; "
+            f"an earlier step put it into `{_written.base(e.first.variable)}`, and its pass freed its graph; "
             "this step differentiates into it."
         ),
         (_earlier.cut_states,),

@@ -7,9 +7,9 @@ import re
 from torch import Tensor
 
 from hodiff._core import _nodes
-from hodiff.graph import _source, _traits
+from hodiff.graph import _passes, _traits, _variables
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line, at, quoted
+from hodiff.graph._line import Line, at, quoted
 
 KINDS = {
     "detached": "it was detached there, so nothing below is part of the graph.",
@@ -116,13 +116,13 @@ def within_pass(case: Case) -> Explanation | None:
 
 def _only_line(case: Case, variable: str) -> Line | None:
     """The line that computed a variable, if it is the only one of its function that does."""
-    numbers = _source.assignments(variable, case.line) if variable and case.line is not None else []
+    numbers = _variables.assignments(variable, case.line) if variable and case.line is not None else []
     return Line(case.line.file, numbers[0]) if case.line is not None and len(numbers) == 1 else None
 
 
 def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
     if kind == "no graph":
-        given = _source.loaded(made) if made is not None else []
+        given = _variables.loaded(made) if made is not None else []
         values = {name: case.names.values.get(name) for name in given}
         tensors = {name: each for name, each in values.items() if isinstance(each, Tensor) and each.is_floating_point()}
         if tensors and not any(tensor.requires_grad for tensor in tensors.values()):
@@ -141,8 +141,8 @@ def _where_lost(case: Case, tensor: Tensor, variable: str) -> tuple[str, Line | 
         left = case.record.endings.latest()
         if left is not None:
             return left.kind, left.line, left.call, False
-    name = variable or _source.target_of(case.line) if case.line is not None else variable
-    found = _source.cuts(name, case.line) if name and case.line is not None else []
+    name = variable or _passes.target_of(case.line) if case.line is not None else variable
+    found = _passes.cuts(name, case.line) if name and case.line is not None else []
     if found:
         return found[0][1], found[0][0], "", False
     return "no graph", None, "", False

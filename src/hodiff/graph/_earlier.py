@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hodiff.graph import _source, _traits
+from hodiff.graph import _traits, _variables, _written
 from hodiff.graph._evidence import Evidence
-from hodiff.graph._source import Line, at
+from hodiff.graph._line import Line, at
 
 
 def detached_after(e: Evidence) -> str | None:
@@ -101,7 +101,7 @@ def _enters_call(e: Evidence) -> bool:
 def stored(e: Evidence) -> str | None:
     if cut_states(e) is not None:
         return None
-    base = _source.base(e.first.variable)
+    base = _written.base(e.first.variable)
     where = f" ({e.first.created})" if e.first.created is not None else ""
     return (
         f"whether what earlier steps put into `{base}` is to count again. If not, empty `{base}`\n"
@@ -112,5 +112,5 @@ def stored(e: Evidence) -> str | None:
 
 
 def _one(e: Evidence) -> str:
-    names = _source.given_by(e.first.created) if e.first.created is not None else []
+    names = _variables.given_by(e.first.created) if e.first.created is not None else []
     return names[0] if len(names) == 1 and names[0].isidentifier() else "value"

@@ -13,9 +13,9 @@ from torch import Tensor
 from hodiff.graph import _calls
 from hodiff.graph._calls import CUT, OPERATION, tensors_in
 from hodiff.graph._case import Lost
+from hodiff.graph._line import Line, line_of, lines_of
 from hodiff.graph._names import user_frames
 from hodiff.graph._paths import Key
-from hodiff.graph._source import Line, line_of, lines_of
 
 
 @final

@@ -14,7 +14,7 @@ from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _source, _traits
 from hodiff.graph._case import Case, Pass, Record
-from hodiff.graph._source import Line, lines_of
+from hodiff.graph._line import Line, lines_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _forward, _missing, _predict, _second_time, _slots, _stale, _traits
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
+from hodiff.graph._line import Line, line_of, quoted
 from hodiff.graph._names import is_users, user_frames
-from hodiff.graph._source import Line, line_of, quoted
 
 
 def of_pass(

@@ -24,9 +24,9 @@ from hodiff._core._why import Failure
 from hodiff.graph import _cut, _predict, _saved, _second_time, _stale, _traits
 from hodiff.graph._calls import is_gradient, tensors_in
 from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
+from hodiff.graph._line import Line, line_of, quoted
 from hodiff.graph._names import Names, user_frames
 from hodiff.graph._paths import path_of
-from hodiff.graph._source import Line, line_of, quoted
 from hodiff.graph._watch import Watch, recording
 
 SHOWN = 3

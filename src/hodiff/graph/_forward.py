@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hodiff.graph import _calls, _source
+from hodiff.graph import _calls, _changes
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line, at, quoted
+from hodiff.graph._line import Line, at, quoted
 from hodiff.graph._stale import ACTIVATIONS
 
 
@@ -42,7 +42,7 @@ def _of_leaf(refused: Refused) -> str | None:
     args, kwargs = refused.arguments
     if any(tensor.requires_grad for tensor in _calls.tensors_in([*args[1:], *kwargs.values()])):
         return None
-    also = "".join(f"\nThe same goes for {at(line)}." for line in _source.also_changed(refused.line)[:SHOWN])
+    also = "".join(f"\nThe same goes for {at(line)}." for line in _changes.also_changed(refused.line)[:SHOWN])
     return f"change its value without a record: put {at(refused.line)} into `with torch.no_grad():`.{also}"
 
 
@@ -141,8 +141,8 @@ def explain(refused: Refused) -> Explanation | None:
 
 def _changed(refused: Refused) -> str:
     """What the line was to change."""
-    names = _source.changed_at(refused.line)
-    return names[0] if names else _source.receiver(refused.line, refused.call)
+    names = _changes.changed_at(refused.line)
+    return names[0] if names else _changes.receiver(refused.line, refused.call)
 
 
 def _which(refused: Refused) -> str:

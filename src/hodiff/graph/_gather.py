@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _names, _predict, _saved, _source, _traits
+from hodiff.graph import _names, _predict, _saved, _source, _traits, _variables, _written
 from hodiff.graph._case import Case, Pass, Record
 from hodiff.graph._evidence import PARAMETRIZED, Evidence, Part, memoised
+from hodiff.graph._line import line_of, lines_of
 from hodiff.graph._names import Held
-from hodiff.graph._source import lines_of
 
 
 def gather(case: Case) -> Evidence | None:
@@ -169,7 +169,7 @@ def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> 
 def _only_assignment(case: Case, variable: str) -> tuple[Any, ...]:
     """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
     for frame in case.frames:
-        numbers = _source.assignments(variable, _source.line_of(frame))
+        numbers = _variables.assignments(variable, line_of(frame))
         if numbers:
             return (frame.f_code, numbers[0]) if len(numbers) == 1 else ()
     return ()
@@ -182,7 +182,7 @@ def _holding(case: Case, node: Node) -> list[str]:
 
 
 def _steps(path: str) -> tuple[int, int]:
-    return path.count(".") + path.count("["), len(path)
+    return _written.steps(path), len(path)
 
 
 HANDED_ON, MEMBER, OTHER = range(3)
@@ -194,7 +194,7 @@ def _unlikely(held: Held, call: Pass | None) -> tuple[int, int, int]:
     if member:
         return MEMBER, *_steps(held.path)
     for code, line in zip(call.path[::2], lines_of(call.path), strict=True) if call is not None else ():
-        if code is held.code and _source.hands_on(held.path, line):
+        if code is held.code and _variables.hands_on(held.path, line):
             return HANDED_ON, *_steps(held.path)
     return OTHER, *_steps(held.path)
 
@@ -213,7 +213,7 @@ def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
             return "", None  # the line goes on computing with what it was returned
         if code.co_name.startswith("<") and code.co_name != "<module>":
             return "", None  # a lambda's line assigns the lambda
-        names = _source.given_by(line)
+        names = _variables.given_by(line)
         if len(names) == 1:
             return names[0], code
         if not _source.returns(line):

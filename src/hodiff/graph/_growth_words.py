@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hodiff.graph._case import Pass, indented
 from hodiff.graph._holders import Holder
-from hodiff.graph._source import quoted
+from hodiff.graph._line import quoted
 
 TITLE = "hodiff: graphs that grow from iteration to iteration"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _source, _traits
+from hodiff.graph import _changes, _predict, _traits, _variables, _written
+from hodiff.graph._line import Line, line_of, lines_of
 from hodiff.graph._names import USERS, Names, root
-from hodiff.graph._source import Line, lines_of
 
 if TYPE_CHECKING:
     from hodiff.graph._watch import Watch
@@ -52,7 +52,7 @@ def of(names: Names, record: Watch, tag: Callable[[Node], Any], wanted: Collecti
     for path, tensors in groups.items():
         nodes = _nodes.walk([tensor.grad_fn for tensor in tensors])
         counts[path] = len({id(found) for node in nodes if (found := tag(node)) in wanted})
-    variable = max(counts, key=lambda path: (counts[path], -_steps(path)), default="")
+    variable = max(counts, key=lambda path: (counts[path], -_written.steps(path)), default="")
     if not variable or not counts[variable]:
         return None
     for path, count in counts.items():  # `history["loss"]`, not `history`
@@ -63,10 +63,6 @@ def of(names: Names, record: Watch, tag: Callable[[Node], Any], wanted: Collecti
     nodes = _nodes.walk([tensor.grad_fn for tensor in groups[variable]])
     line = _line(names, record, variable, groups[variable])
     return Holder(variable, line, counts[variable], _predict.saved_bytes(nodes))
-
-
-def _steps(path: str) -> int:
-    return path.count(".") + path.count("[")
 
 
 def _is_bounded(names: Names, path: str) -> bool:
@@ -88,28 +84,31 @@ def _line(names: Names, record: Watch, variable: str, tensors: list[Tensor]) -> 
 def _made(record: Watch, variable: str, tensor: Tensor) -> Line | None:
     """The line that made a value, if it gives it to that variable."""
     for line in lines_of(record.path(tensor.grad_fn)):
-        if _same(variable, _source.assigned_by(line)):
+        if _same(variable, _variables.assigned_by(line)):
             return line
     return None
 
 
 def _same(variable: str, written: Collection[str]) -> bool:
     """Whether a variable is among some as they are written: `trainer.total` is `self.total` within its class."""
-    return bool({variable, re.sub(r"^.*\.", "self.", variable)} & set(written))
+    return not set(_written.forms(variable)).isdisjoint(written)
 
 
 def _filling(variable: str) -> Iterator[Line]:
     """The lines of the user's files that put something into a container."""
-    also = {variable, re.sub(r"^.*\.", "self.", variable)}
     for file in [file for file, users in USERS.items() if users]:
-        yield from (Line(file, number) for name in also for number in _source.filled_at(name, file))
+        yield from (
+            Line(file, number)
+            for name in dict.fromkeys(_written.forms(variable))
+            for number in _changes.filled_at(name, file)
+        )
 
 
 def _assigned(names: Names, variable: str) -> Line | None:
     owner = names.owners.get(root(variable))
     if owner is None:
         return None
-    numbers = _source.assignments(variable, Line(owner.co_filename, owner.co_firstlineno))
+    numbers = _variables.assignments(variable, Line(owner.co_filename, owner.co_firstlineno))
     return Line(owner.co_filename, numbers[-1]) if numbers else None
 
 
@@ -124,11 +123,11 @@ def handed_on(names: Names, frames: list[FrameType], record: Watch, places: rang
                 count = sum(_traits.sequence(node) in places for node in nodes if _traits.leaf(node) is None)
                 found.append(Holder(path, made, count, _predict.saved_bytes(nodes)))
     found = [holder for holder in found if holder.iterations]
-    return max(found, key=lambda holder: (holder.iterations, -_steps(holder.variable)), default=None)
+    return max(found, key=lambda holder: (holder.iterations, -_written.steps(holder.variable)), default=None)
 
 
 def _hands_on(path: str, frames: list[FrameType]) -> bool:
-    return any(_source.hands_on(path, _source.line_of(frame)) for frame in frames)
+    return any(_variables.hands_on(path, line_of(frame)) for frame in frames)
 
 
 def piling_up(names: Names, frames: list[FrameType], record: Watch, key: str) -> Iterator[tuple[Holder, list[Node]]]:

@@ -12,7 +12,7 @@ from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _saved, _slots, _traits
 from hodiff.graph._case import Pass
 from hodiff.graph._growth import Growth
-from hodiff.graph._source import Line, quoted
+from hodiff.graph._line import Line, quoted
 from hodiff.graph._watch import Watch
 
 ROWS = 40

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _cells, _predict, _source, _traits
+from hodiff.graph import _cells, _changes, _passes, _predict, _source, _traits, _variables, _written
 from hodiff.graph._case import Case
+from hodiff.graph._line import Line, line_of
 from hodiff.graph._names import local_variables
-from hodiff.graph._source import Line
 
 SENTENCES = {
     "hoisted": "it was built once, outside the loop, and every iteration differentiates through it again.",
@@ -40,7 +40,7 @@ EARLIER = "   (an earlier call on that line)"
 def _loops(case: Case) -> list[ast.stmt]:
     """The loops around the failing call, in the innermost of the user's frames that has any."""
     for frame in case.frames:
-        found = _source.loops(_source.line_of(frame))
+        found = _source.loops(line_of(frame))
         if found:
             return found
     return []
@@ -51,15 +51,15 @@ def _hoisted_or_carried(case: Case, variable: str) -> str:
     if not variable:
         return ""
     for frame in case.frames:
-        line = _source.line_of(frame)
+        line = line_of(frame)
         loops = _source.loops(line)
         if not loops:
             continue
-        name = _source.base(variable)
-        numbers = _source.assignments(name, line)
+        name = _written.base(variable)
+        numbers = _variables.assignments(name, line)
         if any(_source.within(loop, number) for loop in loops[:1] for number in numbers):
             return "carried"
-        if name != variable and any(_source.fills(loop, name) for loop in loops[:1]):
+        if name != variable and any(_changes.fills(loop, name) for loop in loops[:1]):
             return "carried"  # a list to which each step adds
         if numbers:
             return "hoisted"
@@ -73,7 +73,7 @@ def _hoisted_or_carried(case: Case, variable: str) -> str:
 def _writers(case: Case, name: str) -> set[str]:
     """The functions, in the files of the user's frames, that assign a variable."""
     files = {frame.f_code.co_filename for frame in case.frames}
-    return {writer for file in files for writer in _source.assigned_in(name, file)}
+    return {writer for file in files for writer in _variables.assigned_in(name, file)}
 
 
 def infer(case: Case) -> Likely | None:
@@ -105,21 +105,21 @@ def _infer(case: Case) -> Likely | None:
     if other is not None:
         return other
     for loop in _loops(case):
-        for name in _source.carried(loop):
-            if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in _in_sight(case)):
+        for name in _variables.carried(loop):
+            if any(_written.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in _in_sight(case)):
                 return _shared(case, None, name, "carried")
     for node, name, found in judged:
-        if found == "carried" and name != _source.base(name):
+        if found == "carried" and name != _written.base(name):
             return _shared(case, node, name, "carried")
     for held in _in_sight(case):
-        name = _source.base(held)
+        name = _written.base(held)
         if "." in name and _writers(case, name):
             return _shared(case, None, name, "carried")
     in_order = _in_order(case, spent) if not _loops(case) else None
     if in_order is not None or _source.function_at(_line(case)) is None:
         return in_order
     for node, name in spent.items():  # no loop is in sight: an optimizer calls this function again and again
-        if not _source.assignments(_source.base(name), _line(case)):
+        if not _variables.assignments(_written.base(name), _line(case)):
             return _shared(case, node, name, "hoisted")
     return None
 
@@ -127,16 +127,16 @@ def _infer(case: Case) -> Likely | None:
 def _in_order(case: Case, spent: dict[Node, str]) -> Likely | None:
     """No loop: statements ran as they stand, those of cells in the order of their runs."""
     line = _line(case)
-    root = _source.target_of(line)
-    given = [number for number in _source.assignments(root, line) if number <= line.number] if root else []
-    if given and _source.extends(Line(line.file, given[-1]), root):
-        earlier = _source.passes(line, given[0])
-        of_it = [number for number in earlier if _source.target_of(Line(line.file, number)) == root]
+    root = _passes.target_of(line)
+    given = [number for number in _variables.assignments(root, line) if number <= line.number] if root else []
+    if given and _variables.extends(Line(line.file, given[-1]), root):
+        earlier = _passes.between(given[0], line)
+        of_it = [number for number in earlier if _passes.target_of(Line(line.file, number)) == root]
         if of_it:  # total = total + loss, and a pass of it before
             return Likely(None, root, Line(line.file, given[-1]), Line(line.file, of_it[-1]), "carried")
     for node, name in spent.items():
-        made = [number for number in _source.assignments(_source.base(name), line) if number < line.number]
-        earlier = _source.passes(line, made[-1]) if made else []
+        made = [number for number in _variables.assignments(_written.base(name), line) if number < line.number]
+        earlier = _passes.between(made[-1], line) if made else []
         if earlier:
             freed = Line(line.file, earlier[0]) if len(earlier) == 1 else None
             return Likely(node, name, Line(line.file, made[-1]), freed, "two losses")
@@ -151,7 +151,7 @@ def _in_sight(case: Case) -> list[str]:
 
 
 def _shared(case: Case, node: Node | None, variable: str, cause: str) -> Likely:
-    assigned = _source.assignments(_source.base(variable), _line(case))
+    assigned = _variables.assignments(_written.base(variable), _line(case))
     created = Line(_line(case).file, assigned[-1]) if assigned else None
     return Likely(node, variable, created, case.line if cause != "two losses" else None, cause, EARLIER)
 
@@ -163,18 +163,18 @@ def _line(case: Case) -> Line:
 def _same_twice(case: Case) -> Likely | None:
     """Is there an earlier pass of the same variable, or none of its assignments in the loop?"""
     root = case.roots[0]
-    variable = case.names.nodes.get(root, "") or _source.target_of(_line(case))
+    variable = case.names.nodes.get(root, "") or _passes.target_of(_line(case))
     if not variable:
         return None
-    numbers = [number for number in _source.made_at(variable, _line(case)) if number <= _line(case).number]
+    numbers = [number for number in _variables.made_at(variable, _line(case)) if number <= _line(case).number]
     passes = [
         statement.lineno
         for statement in _source.statements(_line(case))
-        if statement.lineno < _line(case).number and _source.frees(statement, variable)
+        if statement.lineno < _line(case).number and _passes.frees(statement, variable)
     ]
     earlier = [number for number in passes if not numbers or number >= numbers[-1]]
     loops = _source.loops(_line(case))
-    a_name = _source.base(variable) == variable
+    a_name = _written.base(variable) == variable
     outside = bool(a_name and loops and numbers) and not any(_source.within(loops[0], number) for number in numbers)
     if not earlier and not outside:
         return None
@@ -194,7 +194,7 @@ def _other_loss(case: Case, needing: set[Node]) -> Likely | None:
                 continue
             mine = _nodes.walk([node])
             common = [each for each in mine if each in needing and _traits.leaf(each) is None]
-            passes = [s for s in _source.statements(_line(case)) if _source.frees(s, name)]
+            passes = [s for s in _source.statements(_line(case)) if _passes.frees(s, name)]
             if common and passes:
                 edge = _nodes.topmost(case.roots, common)
                 chosen = next((each for each in edge if each in case.names.nodes), edge[0])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from hodiff.graph import _source
+from hodiff.graph import _passes, _source, _variables, _written
 from hodiff.graph._evidence import Evidence
-from hodiff.graph._source import Line, at
+from hodiff.graph._line import Line, at
 
 
 def summed(e: Evidence) -> str | None:
     """One pass for the sum: the same gradients, where those of the first still lie in `.grad`."""
     if e.together is None or not e.added or e.changed or e.others:
         return None
-    first, second = (_source.loss_of(line) for line in e.together)
+    first, second = (_passes.loss_of(line) for line in e.together)
     if not first or not second or first == second:
         return None
     return f"one pass for both, at {e.together[1]}: ({first} + {second}).backward(), and none at {e.together[0]}."
@@ -27,7 +27,7 @@ def kept_for_second(e: Evidence) -> str | None:
 def multi(e: Evidence) -> str | None:
     if summed(e) is None or e.together is None:
         return None
-    first, second = (_source.loss_of(line) for line in e.together)
+    first, second = (_passes.loss_of(line) for line in e.together)
     return f"each loss's own gradients, one by one: hodiff.multi_grad([{first}, {second}], parameters)."
 
 
@@ -51,12 +51,12 @@ def _use(e: Evidence) -> Line | None:
     line = e.line_in(e.freed_by, e.first.code)
     if line is None or e.first.created is None:
         return None
-    name = _source.base(e.first.variable)
-    made = max(_source.assignments(name, line), default=0)
+    name = _written.base(e.first.variable)
+    made = max(_variables.assignments(name, line), default=0)
     uses = [
         Line(line.file, node.lineno)
         for node in _source.statements(line)
-        if made < node.lineno <= line.number and name in _source.loaded(Line(line.file, node.lineno))
+        if made < node.lineno <= line.number and name in _variables.loaded(Line(line.file, node.lineno))
     ]
     return uses[0] if len(uses) == 1 else None
 
@@ -65,7 +65,7 @@ def by_hand(e: Evidence) -> str | None:
     """A gradient that was taken before the loss: hodiff's frees nothing."""
     if e.freed_by.name != "autograd.grad" or e.changed:
         return None
-    target = _source.target_of(e.freed_by.stack[0])
+    target = _passes.target_of(e.freed_by.stack[0])
     if not target:
         return None
     return (
@@ -95,7 +95,7 @@ def from_new_values(e: Evidence) -> str | None:
 
 
 def _second(e: Evidence) -> str:
-    return e.case.names.nodes.get(e.case.roots[0], "") or _source.target_of(e.call.stack[0]) or "the second loss"
+    return e.case.names.nodes.get(e.case.roots[0], "") or _passes.target_of(e.call.stack[0]) or "the second loss"
 
 
 def computed_again(e: Evidence) -> str | None:

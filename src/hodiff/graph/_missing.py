@@ -6,9 +6,9 @@ import re
 
 from hodiff._core import _nodes, _translate
 from hodiff._core._nodes import Node
-from hodiff.graph import _saved, _source, _traits
+from hodiff.graph import _changes, _passes, _saved, _source, _traits, _variables
 from hodiff.graph._case import Case, Explanation
-from hodiff.graph._source import Line, lines_of, quoted
+from hodiff.graph._line import Line, line_of, lines_of, quoted
 
 TEXTS = (
     "does not currently support double backward",
@@ -81,8 +81,8 @@ def _line(case: Case, nodes: list[Node], operation: str, compiled: bool) -> Line
 def _of_compiled(case: Case, node: Node) -> Line | None:
     """The line of a compiled call, which no watch sees: where what its pass differentiates was assigned, if once."""
     made = case.record.made(node) if case.record is not None else None
-    variable = _source.target_of(made) if made is not None else ""
-    numbers = _source.assignments(variable, made) if variable and made is not None else []
+    variable = _passes.target_of(made) if made is not None else ""
+    numbers = _variables.assignments(variable, made) if variable and made is not None else []
     return Line(made.file, numbers[0]) if made is not None and len(numbers) == 1 else made
 
 
@@ -90,7 +90,7 @@ def _assigned(case: Case, node: Node) -> Line | None:
     """Where the variable that holds a node's output is assigned, if that is one place."""
     variable = case.names.nodes.get(node, "")
     for frame in case.frames if variable else ():
-        numbers = _source.assignments(variable, _source.line_of(frame))
+        numbers = _variables.assignments(variable, line_of(frame))
         if len(numbers) == 1:
             return Line(frame.f_code.co_filename, numbers[0])
     return None
@@ -132,7 +132,7 @@ def _checkpointed(case: Case) -> tuple[Line | None, list[Line]]:
         if index is not None:
             outer = lines[index]
             for line in lines[:index]:
-                changes.update(dict.fromkeys(_source.kept_at(line)))
+                changes.update(dict.fromkeys(_changes.kept_at(line)))
     return outer, sorted(changes)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hodiff._core import _nodes
 from hodiff.errors import HodiffWarning, InputError
-from hodiff.graph import _predict, _source, _traits
+from hodiff.graph import _predict, _source, _traits, _variables
+from hodiff.graph._line import Line, line_of
 from hodiff.graph._names import is_users
-from hodiff.graph._source import Line
 
 RISES = 3
 
@@ -62,9 +62,9 @@ class Monitor:
         frame, level = sys._getframe(1), 1
         while frame.f_back is not None and not is_users(frame.f_code):
             frame, level = frame.f_back, level + 1
-        line = _source.line_of(frame)
+        line = line_of(frame)
         loop = next(iter(_source.loops(line)), None)
-        numbers = [n for n in _source.assignments(name, line) if loop is not None and _source.within(loop, n)]
+        numbers = [n for n in _variables.assignments(name, line) if loop is not None and _source.within(loop, n)]
         where = f" Line {numbers[-1]} ({Line(line.file, numbers[-1]).text}) extends it." if numbers else ""
         used = _most_used(nodes)
         nodes_then = " -> ".join(str(step.nodes) for step in past[-RISES - 1 :])

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hodiff.graph import _names, _source, _traits
+from hodiff.graph import _changes, _names, _source, _traits, _variables, _written
 from hodiff.graph._evidence import PARAMETRIZED, Evidence, Part
-from hodiff.graph._source import Line, at
+from hodiff.graph._line import Line, at, lines_of
 
 
 def _wanted(e: Evidence) -> bool:
@@ -26,7 +26,7 @@ def move_inside(e: Evidence) -> str | None:
     loop = _loop_around(e)
     if loop is None or not _reads_the_same(e, line, loop):
         return None
-    if not _source.reads(loop, _source.base(e.first.variable)):
+    if not _variables.reads(loop, _written.base(e.first.variable)):
         return None  # what was moved would be another name than the one that is read there
     where = f"into {loop.name}()" if hasattr(loop, "name") else "into the loop"
     return f"move {at(line)} {where}: {e.code} is then computed again for each pass.{e.because}"
@@ -36,7 +36,7 @@ def _loop_around(e: Evidence) -> Any:
     """The loop around the failing call in the function that made the part; or the function that is called in rounds."""
     if e.first.path[0] not in e.call.path[::2]:
         return None
-    pairs = list(zip(e.call.path[::2], _source.lines_of(e.call.path), strict=True))
+    pairs = list(zip(e.call.path[::2], lines_of(e.call.path), strict=True))
     index = e.call.path[::2].index(e.first.path[0])
     for loop in _source.loops(pairs[index][1]):
         if not _holds(loop, e.first.created):
@@ -51,9 +51,9 @@ def _holds(loop: Any, line: Line | None) -> bool:
 def _reads_the_same(e: Evidence, line: Line, loop: Any) -> bool:
     """Whether the line, moved, would read what it read: nothing that the loop assigns, nothing with a state."""
     leaves = set(map(id, e.below))
-    for name in _source.loaded(line):
+    for name in _variables.loaded(line):
         value = e.case.names.values.get(name)
-        if _source.rebound_in(loop, name) or not _is_steady(value):
+        if _variables.rebound_in(loop, name) or not _is_steady(value):
             return False
         if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or _has_changed(e, value)):
             return False  # a value with a graph of its own would be the next to be met again
@@ -96,7 +96,7 @@ def _from_leaves(e: Evidence, line: Line) -> bool:
     """Whether the line that made an attribute reads nothing but leaves below it, numbers, and PyTorch's functions."""
     leaves = set(map(id, e.below))
     owner = e.value(e.first.variable.rpartition(".")[0])
-    for chain in _source.chains(line):
+    for chain in _variables.chains(line):
         head, *steps = chain.split(".")
         value: Any = owner if head == "self" else e.case.names.values.get(head)
         for step in steps:
@@ -179,7 +179,7 @@ def _clearing(e: Evidence, part: Part) -> str | None:
             return f"{holder}.pop({key})"
         made = all(isinstance(entry, Tensor) and entry.grad_fn is not None for entry in entries.values())
         return f"{holder}.clear()" if made else None  # a number may be another in the next run: an id(), say
-    guard = _source.guarded(part.variable, file) if file else ""
+    guard = _changes.guarded(part.variable, file) if file else ""
     return {"is None": f"{part.variable} = None", "hasattr": f"del {part.variable}"}.get(guard)
 
 

@@ -9,7 +9,7 @@ from hodiff.graph import _causes, _likely, _predict, _traits
 from hodiff.graph._case import Case, Explanation
 from hodiff.graph._evidence import Evidence, Part
 from hodiff.graph._gather import gather
-from hodiff.graph._source import Line, lines_of, quoted
+from hodiff.graph._line import Line, lines_of, quoted
 
 
 def explain(case: Case) -> Explanation | None:

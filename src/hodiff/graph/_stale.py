@@ -7,9 +7,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _second_time, _slots, _source, _traits
+from hodiff.graph import (
+    _changes,
+    _passes,
+    _predict,
+    _saved,
+    _second_time,
+    _slots,
+    _source,
+    _traits,
+    _variables,
+    _written,
+)
 from hodiff.graph._case import Case, Change, Explanation
-from hodiff.graph._source import Line, at, lines_of, quoted
+from hodiff.graph._line import Line, at, lines_of, quoted
 
 ACTIVATIONS = frozenset(
     {"relu_", "relu6", "relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "rrelu_", "threshold_", "hardtanh"}
@@ -41,7 +52,7 @@ def explain(case: Case) -> Explanation | None:
     made = record.made(stale.node) if record is not None else None
     change = record.changed(stale.value) if record is not None else None
     if not stale.variable and change is not None:
-        names = _source.changed_at(change.line) or _source.given_by(change.line)
+        names = _changes.changed_at(change.line) or _variables.given_by(change.line)
         stale = stale._replace(variable=names[0] if names else "")
     what = f"`{stale.variable}`" if stale.variable else f"a tensor of shape {tuple(stale.value.shape)}"
     text = [f"{what} was changed in place, after {type(stale.node).__name__} had saved it (as {stale.slot!r})"]
@@ -96,14 +107,14 @@ def _advice(case: Case, stale: _Stale, change: Change | None, made: Line | None)
 def _copied(case: Case, stale: _Stale, change: Change) -> str | None:
     """Change a copy: sound where one variable alone holds the tensor, and that is what the line changes."""
     line = change.line
-    targets = [_source.base(name) for name in _source.changed_at(line)]
+    targets = [_written.base(name) for name in _changes.changed_at(line)]
     if change.view or _traits.is_view(stale.value):  # what it is a view of would stay as it was
         return None
     if len(targets) != 1 or not targets[0].isidentifier():
         return None
     name = targets[0]
     holders = {path for path, tensor in _holders(case) if _shares(tensor, stale.value)}
-    if holders - {name} or name in _source.parameters(line) or not _source.is_alone(name, line):
+    if holders - {name} or name in _source.parameters(line) or not _variables.is_alone(name, line):
         return None
     return f"change a copy: before {at(line)}, write\n    {name} = {name}.clone()"
 
@@ -148,7 +159,7 @@ def _last_change(case: Case, change: Change | None) -> Change | None:
 
 def _loss(case: Case) -> str:
     name = case.names.nodes.get(case.roots[0], "") if case.roots else ""
-    return f"`{name or (_source.target_of(case.line) if case.line is not None else '') or 'the loss'}`"
+    return f"`{name or (_passes.target_of(case.line) if case.line is not None else '') or 'the loss'}`"
 
 
 def _chain(case: Case) -> str:

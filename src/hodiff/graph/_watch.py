@@ -25,11 +25,11 @@ from hodiff.graph import _calls, _explain, _predict, _saved, _traits
 from hodiff.graph._calls import CUT, GRADIENT, INPLACE, PASS, tensors_in
 from hodiff.graph._case import PASSES, Change, Lost, Pass
 from hodiff.graph._endings import Endings
+from hodiff.graph._line import Line, line_of, lines_of
 from hodiff.graph._log import Log
 from hodiff.graph._marks import Marks
 from hodiff.graph._names import USERS, user_frames
 from hodiff.graph._paths import Key, Paths
-from hodiff.graph._source import Line, line_of, lines_of
 from hodiff.graph._steps import Steps
 
 counter, is_dynamo_compiling = _traits.counter, torch.compiler.is_dynamo_compiling

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hodiff._core._options import Allowed
 from hodiff.graph import _cut
-from hodiff.graph._source import Line
+from hodiff.graph._line import Line
 from hodiff.verify import _isolated
 from hodiff.verify._compare import Point, Scalar, derived, difference, epsilon, first_step
 from hodiff.verify._differences import Slope

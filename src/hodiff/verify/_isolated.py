@@ -18,8 +18,8 @@ from hodiff._core import _nodes
 from hodiff._core._options import Allowed
 from hodiff.calculus._first import grad
 from hodiff.graph._calls import tensors_in
+from hodiff.graph._line import Line, line_of
 from hodiff.graph._names import user_frames
-from hodiff.graph._source import Line, line_of
 from hodiff.verify._compare import Point, Scalar, compare, derived, inner, random_direction
 from hodiff.verify._evaluation import Evaluation
 from hodiff.verify._report import Cause, Check, cause

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hodiff.graph._source import Line
+from hodiff.graph._line import Line
 from hodiff.verify._compare import Point
 from hodiff.verify._evaluation import Evaluation
 from hodiff.verify._report import Cause, cause

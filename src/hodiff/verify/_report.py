@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hodiff.graph._source import Line  # not loaded by `import hodiff`
+    from hodiff.graph._line import Line  # not loaded by `import hodiff`
 
 Kind = Literal["cut", "function", "operation", "kink", "hook", "state", "mixing", "random"]
 

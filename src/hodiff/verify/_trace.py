@@ -22,9 +22,9 @@ import hodiff.errors
 from hodiff._core._lending import Lending
 from hodiff.graph import _calls
 from hodiff.graph._calls import CUT, GRADIENT, PASS, PLAIN, tensors_in
+from hodiff.graph._line import Line, lines_of
 from hodiff.graph._names import user_frames
 from hodiff.graph._paths import path_of
-from hodiff.graph._source import Line, lines_of
 
 Key = tuple[Any, ...]
 Function = Callable[..., Any]
