@@ -103,6 +103,13 @@ REPORTS = {
     "lstm_state_of_windows": Report(
         "carried", "h_state", "r_out, h_state = self.rnn(x, h_state)", _DETACH_H, (AS_PRINTED,)
     ),
+    "memory_state_retained": Report(
+        "carried",
+        "next_state",
+        "memory = memory * (1 - weights)",
+        swap("        state = next_state\n", "        state = tuple(part.detach() for part in next_state)\n"),
+        (AS_PRINTED,),
+    ),
     "lstm_hidden_in_module": Report("carried", "model.hidden", "lstm_out, self.hidden = ", _LSTM, (AS_PRINTED,)),
     "decoder_state_object": Report("carried", "dec_state.hidden", "hidden = self.cell(", _DECODER, (AS_PRINTED,)),
     "spiking_membranes": Report("carried", "net[3].mem", "self.mem = self.mem - spike", _SPIKING, (AS_PRINTED,)),

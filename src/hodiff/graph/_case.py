@@ -88,7 +88,7 @@ class Marks(Protocol):
         ...
 
     def held(self, node: Node) -> tuple[Held, ...]:
-        """The variables that held a node's output when a pass freed its graph."""
+        """The variables that held a node's output after the last pass that found any."""
         ...
 
     def held_at(self, node: Node) -> Pass | None:
@@ -137,8 +137,8 @@ class Record(Protocol):
         """The line that made a node; None if it was not seen."""
         ...
 
-    def ran_again(self, node: Node) -> bool:
-        """Whether the lines that made a node made others after it."""
+    def ran_again(self, node: Node, since: Pass) -> bool:
+        """Whether the lines that made a node made others since a pass."""
         ...
 
     def once(self) -> Sequence[tuple[str, Line | None]]:

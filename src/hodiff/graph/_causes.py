@@ -64,7 +64,7 @@ CAUSES = (
     Cause(
         "carried",
         lambda e: e.first.replaced or (not e.first.kept and e.first.again),
-        lambda e: "it is state from a previous step, whose pass freed its graph; this step differentiates into it.",
+        lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (_earlier.detached_after,),
         (_earlier.silences, _earlier.unwritten, _earlier.unrolled),
     ),
@@ -72,7 +72,7 @@ CAUSES = (
         "stored",
         lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
         lambda e: (
-            f"an earlier step put it into `{_written.base(e.first.variable)}`, and its pass freed its graph; "
+            f"an earlier step put it into `{_written.base(e.first.variable)}`, and its pass {e.fate}; "
             "this step differentiates into it."
         ),
         (_earlier.cut_states,),

@@ -23,12 +23,12 @@ class Part:
 
     Attributes:
         node: Its node.
-        variable: What holds it, or held it when its graph was freed; empty if nothing was found.
+        variable: What holds it, or held it after the pass that freed its graph; empty if nothing was found.
         code: The code in whose frame that variable can be written.
         kept: Whether a variable holds the very value now.
         replaced: Whether the variable that held it then holds another value now.
         path: The user's frames in which it was made, the innermost first.
-        again: Whether the same lines made others after it.
+        again: Whether the same lines made others since that pass.
     """
 
     node: Node
@@ -54,7 +54,7 @@ class Evidence:
         case: The failing pass.
         record: What was recorded.
         call: The failing pass, in the record.
-        freed_by: The pass that freed the part.
+        freed_by: The pass that freed the part, or kept it, while values that it needs have changed since.
         parts: Where the part begins, the named first.
         nodes: All nodes that the failing pass needs.
     """
@@ -172,6 +172,11 @@ class Evidence:
         """Some leaves for a sentence."""
         found = [self.name(leaf) for leaf in leaves]
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+    @property
+    def fate(self) -> str:
+        """What became of the part's graph."""
+        return "kept its graph, of values that have changed since" if self.freed_by.retained else "freed its graph"
 
     @property
     def code(self) -> str:

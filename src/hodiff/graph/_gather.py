@@ -34,7 +34,7 @@ def gather(case: Case) -> Evidence | None:
         part = _part(case, record, node, places)
         found.setdefault(part.node, part)
     parts = sorted(found.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
-    freed_by = _freeing(record, parts[0].node)
+    freed_by = _last_pass(record, parts[0].node)
     return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
 
 
@@ -48,8 +48,11 @@ def _is_spent(node: Node, record: Record) -> bool:
     return trouble == "stale" or (trouble in ("freed", "unknown") and record.marks.tag(node) is not None)
 
 
-def _freeing(record: Record, node: Node) -> Pass | None:
-    """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met."""
+def _last_pass(record: Record, node: Node) -> Pass | None:
+    """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met.
+
+    Only the last may have kept the graph, whose values have changed then.
+    """
     inner = (each for each in _predict.below([node]) if _traits.leaf(each) is None)
     tags = (tag for each in inner if (tag := record.marks.tag(each)) is not None)
     return next(tags, None) or record.marks.held_at(node)
@@ -115,8 +118,10 @@ def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tens
 
 
 def _is_left(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
-    held = record.marks.held(node)
-    return bool(held) and (any(_replaced(case, one, node, places) for one in held) or record.ran_again(node))
+    call = record.marks.held_at(node)
+    if call is None:
+        return False
+    return record.ran_again(node, call) or any(_replaced(case, one, node, places) for one in record.marks.held(node))
 
 
 def _named(case: Case, record: Record, node: Node) -> Node:
@@ -144,7 +149,8 @@ def _replaced(case: Case, held: Held, node: Node, places: dict[str, Tensor]) -> 
 
 
 def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> Part:
-    path, again = record.path(node), record.ran_again(node)
+    path, call = record.path(node), _last_pass(record, node)
+    again = call is not None and record.ran_again(node, call)
     cached = _parametrized(node)
     if cached:
         return Part(node, cached, None, True, False, path, again)
@@ -152,7 +158,6 @@ def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> 
         return Part(node, kept, None, False, False, path, again)
     now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
     then = [held for held in record.marks.held(node) if _replaced(case, held, node, places)]
-    call = record.marks.tag(node)
     likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
     if now and not likely:  # the shortest way to it
         best, replaced = min(now, key=lambda held: _steps(held.path)), False

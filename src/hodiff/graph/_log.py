@@ -37,10 +37,10 @@ class Log:
         index = self._index(place)
         return self._lines[index] if index >= 0 and place < self._ends[index] else None
 
-    def ran_again(self, place: int) -> bool:
-        """Whether the line that made the node at a place made others after it."""
+    def ran_again(self, place: int, since: int) -> bool:
+        """Whether the line that made the node at a place made others at places from `since` on."""
         index = self._index(place)
-        return index >= 0 and self._last[self._lines[index]] > self._ends[index]
+        return index >= 0 and self._last[self._lines[index]] > since
 
     def _index(self, place: int) -> int:
         return bisect_right(self._starts, place) - 1

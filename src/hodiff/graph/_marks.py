@@ -79,7 +79,7 @@ class Marks:
         return self._passes[found.number] if found else None
 
     def held(self, node: Node) -> tuple[Held, ...]:
-        """The variables that held a node's output when a pass freed its graph."""
+        """The variables that held a node's output after the last pass that found any."""
         return _traits.tags(node).get(self._held, (0, ()))[1]
 
     def held_at(self, node: Node) -> Pass | None:

@@ -33,15 +33,15 @@ def _recorded(case: Case, evidence: Evidence) -> Explanation:
         text.append(f"  created at   {quoted(part.created)}")
         text += [f"  called from  {quoted(line)}" for line in _callers(evidence)]
     text += [
-        f"  freed by     {freed}",
+        f"  {'kept by ' if freed.retained else 'freed by'}     {freed}",
         f"  failing call {case.call}",
-        f"  freed nodes it needs: {_freed_below(evidence)}",
+        f"  {_lost(evidence)}",
     ]
     return case.explanation(
         cause.name,
         variable=part.variable,
         created=part.created,
-        freed=freed.stack[0] if freed.path else None,
+        freed=freed.stack[0] if freed.path and not freed.retained else None,
         text=tuple(text),
         reason=cause.sentence(evidence) or "",
         fixes=_causes.words(cause.fixes, evidence),
@@ -64,6 +64,13 @@ def _callers(evidence: Evidence) -> list[Line]:
     known = (evidence.first.created, *evidence.call.stack)
     lines = [line for line in lines_of(evidence.first.path)[1:] if line not in known]
     return list(dict.fromkeys([*lines[:1], *lines[-1:]]))
+
+
+def _lost(evidence: Evidence) -> str:
+    """What the pass needs and cannot have."""
+    if evidence.freed_by.retained:
+        return f"changed since: {evidence.names([leaf for leaf in evidence.below if evidence.moved(leaf)])}"
+    return f"freed nodes it needs: {_freed_below(evidence)}"
 
 
 def _freed_below(evidence: Evidence) -> str:

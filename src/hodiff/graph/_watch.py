@@ -2,8 +2,8 @@
 
 A `TorchFunctionMode` sees each call. Per operation it keeps one number and the user's lines: the place that
 the next node of this thread gets, and where it was made. Nothing is attached to tensors or walked in the
-forward. Per pass that frees, the nodes that ran are tagged with the pass, and the nodes that variables hold
-with the variable, in a dict that the node owns.
+forward. Per pass the nodes that variables hold are tagged with the variable, and those that it freed with the
+pass, in a dict that the node owns.
 """
 
 from __future__ import annotations
@@ -232,9 +232,9 @@ class Watch(TorchFunctionMode):
         lines = lines_of(self.path(node)[:2])
         return lines[0] if lines else None
 
-    def ran_again(self, node: Node) -> bool:
-        """Whether the lines that made a node made others after it."""
-        return self._log.ran_again(_traits.sequence(node))
+    def ran_again(self, node: Node, since: Pass) -> bool:
+        """Whether the lines that made a node made others since a pass."""
+        return self._log.ran_again(_traits.sequence(node), since.place)
 
     def passes_since(self, call: Pass) -> list[Pass]:
         """The passes that were asked for after one."""
@@ -270,6 +270,7 @@ class Watch(TorchFunctionMode):
             self._log.add(before, after, place)
         if not call.retained:
             self.marks.freed(call, _predict.executed(roots, inputs))
+        if not (call.retained and create):  # a kept graph may be met again when what it needs has changed
             self.marks.name(frame)
         for listener in self._of_passes:
             listener.after(self, call, failed=False)

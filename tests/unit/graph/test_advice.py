@@ -391,3 +391,55 @@ Trainer().run()
         runpy.run_path(str(path), run_name="__main__")
     found = hodiff.graph.explain(caught.value)
     assert (found.cause, found.variable, found.certain) == ("carried", "self.h", False)
+
+
+ROLLED_OUT = """
+pre, cell, head = nn.Linear(3, 3), nn.GRUCell(3, 4), nn.Linear(4, 1)
+opt = torch.optim.SGD([*pre.parameters(), *cell.parameters(), *head.parameters()], lr=0.1)
+for step in range(2):
+    h, outs = torch.zeros(2, 4), []
+    for t in range(3):
+        z = pre(torch.randn(2, 3)).tanh()
+        h = cell(z, h)
+        outs.append(h)
+    loss = head(torch.stack(outs)).square().mean()
+    {first}
+    aux = torch.stack(outs).square().mean()
+    aux.backward()
+    opt.step()
+"""
+
+
+def test_what_a_loop_of_this_step_made_is_no_state_of_an_earlier_one(said):
+    note = said(ROLLED_OUT.format(first="loss.backward()"))
+    assert "belongs to both losses" in note
+    assert "an earlier step" not in note
+    note = said(ROLLED_OUT.format(first="loss.backward(retain_graph=True); opt.step()"))
+    assert "was changed in place" in note
+    assert "step put it" not in note
+    assert "previous step" not in note
+
+
+RECURRENT = """
+cell, head = nn.GRUCell(3, 4), nn.Linear(4, 1)
+opt = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.1)
+h = torch.zeros(2, 4)
+for step in range(3):
+    h = cell(torch.randn(2, 3), h)
+    loss = head(h).square().mean()
+    opt.zero_grad()
+    {call}
+    opt.step()
+"""
+
+
+def test_state_whose_graph_was_kept(said):
+    note = said(RECURRENT.format(call="loss.backward(retain_graph=True)"))
+    assert "kept by      program.py:13   loss.backward(retain_graph=True)   (call #1 on that line)\n" in note
+    assert re.search(r"^ +changed since: cell\.\S+ cell\.\S+ cell\.\S+ and 1 more$", note, re.MULTILINE)  # not the head
+    assert "state from a previous step, whose pass kept its graph, of values that have changed since;" in note
+    assert "after program.py:13 (loss.backward(retain_graph=True)), write\n               h = h.detach()" in note
+    note = said(RECURRENT.format(call="loss.backward()"))
+    assert "freed by     program.py:13   loss.backward()   (call #0 on that line)\n" in note
+    assert "whose pass freed its graph;" in note
+    assert "changed since: " not in note

@@ -237,12 +237,14 @@ def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
     a = torch.rand(3, requires_grad=True)
     with watch() as record:
         y = a.exp()
+        y.sum().backward(retain_graph=True)
         for _ in range(200):
             z = a.sin()
             z = z.cos()
     assert len(record._log) <= 60
     assert record.made(y.grad_fn).text == "y = a.exp()"
-    assert not record.ran_again(y.grad_fn)
+    assert not record.ran_again(y.grad_fn, record.passes[0])
+    assert record.ran_again(z.grad_fn, record.passes[0])
     assert record.made(z.grad_fn).text == "z = z.cos()"
 
 
@@ -259,7 +261,9 @@ def test_the_log_itself(monkeypatch):
         *[lines[0], lines[0], None, None],  # nobody was seen at 3 and 4
         *[lines[1], None, lines[2], None],
     ]
-    assert [log.ran_again(place) for place in (0, 5, 103)] == [False, True, False]
+    assert [log.ran_again(place, 3) for place in (0, 5, 103)] == [False, True, True]
+    assert [log.ran_again(place, 103) for place in (0, 5, 103)] == [False, False, True]
+    assert not log.ran_again(103, 104)
 
 
 def test_passes_that_build_graphs_do_not_outgrow_the_log(monkeypatch):
