@@ -443,3 +443,33 @@ def test_state_whose_graph_was_kept(said):
     assert "freed by     program.py:13   loss.backward()   (call #0 on that line)\n" in note
     assert "whose pass freed its graph;" in note
     assert "changed since: " not in note
+
+
+STORED = """
+cell, head = nn.GRUCell(3, 4), nn.Linear(4, 1)
+opt = torch.optim.SGD([cell.weight_hh, *head.parameters()], lr=0.1)
+states = [torch.zeros(2, 4)]
+for step in range(3):
+    states.append(cell(torch.randn(2, 3), states[-1]))
+    loss = head(states[-1]).square().mean()
+    opt.zero_grad()
+    loss.backward(retain_graph=True)
+    opt.step()
+"""
+
+
+def test_states_in_a_list_whose_graphs_were_kept(said):
+    note = said(STORED)
+    assert "changed since: cell.weight_hh\n" in note  # nothing that the optimizer leaves alone
+    assert "an earlier step put it into `states`, and its pass kept its graph, of values that have changed" in note
+    assert "states[:] = [value.detach() for value in states]" in note
+
+
+def test_which_passes_look_for_names():
+    w = torch.rand(3, requires_grad=True)
+    with watch() as record:
+        built, freed = w.exp(), w.sin()
+        torch.autograd.grad(built.sum(), w, create_graph=True)
+        assert record.marks.held_at(built.grad_fn) is None  # the gradient's graph is differentiated at once
+        torch.autograd.grad(freed.sum(), w, create_graph=True, retain_graph=False)
+        assert record.marks.held_at(freed.grad_fn) is record.passes[1]
