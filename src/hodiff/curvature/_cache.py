@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _reverse
+from hodiff._core import _nodes, _reverse
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
@@ -22,10 +21,14 @@ from hodiff.curvature._modes import says_training
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, accumulate
 from hodiff.curvature._unchanged import Modules, Values
-from hodiff.errors import GraphError, InputError, RandomnessWarning
+from hodiff.curvature._varying import buffers_of, culprits, warn_buffers, warn_random
+from hodiff.errors import GraphError, InputError
 
 B = TypeVar("B", bound=Builder[Any])
 R = TypeVar("R")
+
+_VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of values."""
 
 
 class GraphCache(Generic[G, B]):
@@ -69,14 +72,18 @@ class GraphCache(Generic[G, B]):
     def evaluate(self) -> None:
         """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
         if self._closed:
-            raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
+            with self._together():  # others may be about to evaluate theirs
+                raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         with self._evaluating:  # of several threads one evaluates
             if self._values is None:
-                with nullcontext() if self.shares is None else self.shares.together():
+                with self._together():
                     self._evaluate()
                 return
             self._modules.check()
             self._values.check_versions()
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.shares is None else self.shares.together()
 
     def _evaluate(self) -> None:
         self._modules.check()
@@ -114,7 +121,7 @@ class GraphCache(Generic[G, B]):
                 self.bytes += size
             del graph
         if self._random:
-            self._warn_random()
+            warn_random(self.where)
 
     def _measured(self, builder: Builder[G], batch: Any, number: int) -> tuple[G, int]:
         """A new graph, and its bytes (they matter only where there are several batches)."""
@@ -136,13 +143,19 @@ class GraphCache(Generic[G, B]):
         """The sums over all processes in place of this one's own."""
         tensors = self.where.tensors
         complete = len(self._graphs) == self._batches.count
-        own = (*self._own, self._undivided, self._largest or 0, complete, _memory.free_bytes(self.device))
+        kind = 0 if self.value is None else 1 + _VALUES.index(self._value_dtype)
+        room, buffers = _memory.free_bytes(self.device), buffers_of(self.where)
+        seen = shares.digest(buffers) if buffers else 0
+        own = (*self._own, self._undivided, self._largest or 0, complete, room, kind, seen)
         gradient = self.gradient or [torch.zeros_like(tensor) for tensor in tensors]
         found, lines = shares.sum("evaluates", gradient, digest=shares.digest(tensors), facts=own)
-        values, weights, free, largest, whole, room = zip(*[line.facts for line in lines], strict=True)
+        values, weights, free, largest, whole, room, kinds, seen = zip(*[line.facts for line in lines], strict=True)
+        odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
+        if odd:
+            warn_buffers(odd)
         self.weight = 1.0 if any(free) else sum(weights)
-        if self.value is None:
-            self._value_dtype = tensors[0].dtype
+        kind = next(filter(None, kinds), 0)  # a rank without data rounds as the others do
+        self._value_dtype = _VALUES[int(kind) - 1] if kind else tensors[0].dtype
         self.value = torch.tensor(sum(values), dtype=torch.float64, device=self.device)
         self.gradient = [part.clone() for part in found]
         self._largest = int(max(largest)) or 1
@@ -223,8 +236,8 @@ class GraphCache(Generic[G, B]):
             raise GraphError(
                 f"two passes over data disagree: the sum was {first:.8g} (weight {first_weight:g}) and is now "
                 f"{value:.8g} (weight {weight:g}), so products would belong to different operators."
-                f"{self._culprits()} Use model.eval(), data without random augmentation, a list of fixed batches, or a "
-                f"memory_budget= that keeps all graphs."
+                f"{culprits(self.where)} Use model.eval(), data without random augmentation, a list of fixed batches, "
+                f"or a memory_budget= that keeps all graphs."
             )
 
     # --- what a product needs
@@ -311,30 +324,3 @@ class GraphCache(Generic[G, B]):
         """Free the graphs."""
         self._forget()
         self._closed = True
-
-    # --- randomness
-
-    def _warn_random(self) -> None:
-        warnings.warn(
-            f"the function draws random numbers, so this is the operator of one draw, held fixed until H.refresh()."
-            f"{self._culprits()} For the deterministic one use model.eval().",
-            RandomnessWarning,
-            stacklevel=_checks.outside(),
-        )
-
-    def _culprits(self) -> str:
-        """The modules that are known to draw random numbers, or to mix samples, in training mode."""
-        found = [
-            f"{name or 'the model'} ({type(module).__name__})"
-            for owned in self.where.owned
-            for name, module in owned.module.named_modules()
-            if module.training and _varies(module)
-        ]
-        return f" In training mode: {', '.join(found[:4])}." if found else ""
-
-
-def _varies(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return True
-    rate = getattr(module, "p", getattr(module, "dropout", 0.0))
-    return isinstance(rate, float) and rate > 0

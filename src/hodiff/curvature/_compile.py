@@ -31,6 +31,10 @@ class NotCompiled(Exception):
     """Why a pass stays eager, in words."""
 
 
+class Miscompiled(NotCompiled):
+    """The operations are the pass's own, and the code that the compiler made of them is not."""
+
+
 class Traced(NamedTuple):
     """A pass as a graph of operations, with what it takes besides vectors.
 

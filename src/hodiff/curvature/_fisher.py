@@ -178,11 +178,11 @@ class FisherOperator(PullbackOperator):
         _checks.check_integer(samples, "samples", least=1)
         check_generator(generator)
         point = Where(where)
-        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
-        keep, others = kind == "mc", shares is not None
+        keep, others = kind == "mc", process_group is not None
         device = point.tensors[0].device
         batches = Batches(data, device, keep=keep, progress=progress, shared=others)
         weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
+        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
         builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, shares, device)
         super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
         self.kind = kind

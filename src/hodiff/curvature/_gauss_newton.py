@@ -104,9 +104,9 @@ class GaussNewtonOperator(PullbackOperator):
         check_operands(predict, loss, where, data)
         check_loss(loss, batch_weight)
         point = Where(where)
-        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
-        batches = Batches(data, point.tensors[0].device, progress=progress, shared=shares is not None)
+        batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)
         builder = GaussNewtonBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
+        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
         super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
         self._closed_form = isinstance(loss, torch.nn.Module)
 

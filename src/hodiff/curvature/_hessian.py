@@ -112,8 +112,9 @@ class HessianOperator(SummedOperator[GradientGraph]):
             memory that is free (a float).
         chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
         progress: Whether to show a bar over the batches.
-        process_group: The processes that share the data (`torch.distributed.group.WORLD`): each gives its own
-            batches, ragged or none, and gets the product of all. None: this process has all of them.
+        process_group: The processes that share the data (`torch.distributed.group.WORLD`, which is None before
+            `init_process_group()`): each gives its own batches, ragged or none, and gets the product of all.
+            None: this process has all of them.
         strict: Raise where the value does not depend on some part of *where*.
         allow: `@once_differentiable` Functions to accept, as for `hodiff.grad`.
         args: Further positional arguments for `f`, after the batch.
@@ -134,6 +135,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
 
     Warns:
         RandomnessWarning: `f` draws random numbers (dropout). Its operator is that of one draw.
+        HodiffWarning: With `process_group`, the processes' modules have different buffers.
 
     Cost:
         Construction evaluates nothing. The first product: one evaluation and one pass for each batch.
@@ -179,9 +181,9 @@ class HessianOperator(SummedOperator[GradientGraph]):
         _checks.check_arguments(args, kwargs)
         _check_function(f, data, args, kwargs)
         point = Where(where)
-        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
-        batches = Batches(data, point.tensors[0].device, progress=progress, shared=shares is not None)
+        batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)
         builder = HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs)
+        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
         super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
 
     @property
@@ -192,6 +194,12 @@ class HessianOperator(SummedOperator[GradientGraph]):
         return "double backward"
 
     def _forms(self, parts: Parts, count: int) -> Tensor:
+        if self._shares is not None:
+            raise InputError(
+                "create_graph: goes without process_group=, since the graph would be that of this rank's data alone. "
+                "Take an operator of them, without process_group=, on each rank, and add up gradients, each times its "
+                "share of the weights, by torch.distributed.all_reduce."
+            )
         self._count(count)
         graphs = self._graphs
         found = graphs.each(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core import _checks, _random_vectors, _reverse
 from hodiff.curvature._operator import BlockOperator, LinearOperator
-from hodiff.curvature._probes import check_square, flat_product, power_of_two
+from hodiff.curvature._probes import check_square, flat_product, power_of_two, source
 from hodiff.curvature._space import Parts, Space, as_given, sum_dtype
 from hodiff.errors import InputError
 
@@ -64,7 +64,7 @@ def nystrom(
         raise InputError(f"shift: got {shift!r}, expected a positive number: the damping of the system.")
     _random_vectors.check_generator(generator)
     like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
-    rows = _random_vectors.draw((rank, size), like, "gaussian", generator)
+    rows = _random_vectors.draw((rank, size), like, "gaussian", source(operator, generator))
     omega, _ = torch.linalg.qr(rows.T)
     vectors, values = _approximated(omega, flat_product(operator, omega.T).T, operator.dtype)
     return NystromOperator(operator._domain, vectors, values, float(shift))

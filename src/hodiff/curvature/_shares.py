@@ -11,17 +11,18 @@ once the lines have shown that all ranks mean the same. A rank that fails before
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from hodiff._core._where import Where
 from hodiff.curvature._digest import Digest
+from hodiff.curvature._lines import LENGTH, STEPS, Line, Step
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import GraphError, InputError
 
@@ -30,45 +31,7 @@ if TYPE_CHECKING or torch.distributed.is_available():
 else:
     ProcessGroup = Any  # a build of PyTorch without it
 
-Step = Literal["evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "begins"]
-_STEPS: tuple[Step, ...] = ("evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "begins")
 _TEXT = 480  # bytes of the message of a rank that failed
-
-
-class Line(NamedTuple):
-    """What each rank says of itself at each step.
-
-    Attributes:
-        failed: Whether it will raise.
-        step: The number of the step in `_STEPS`.
-        who: A checksum of the operator's class, and of the leaves that it is a block of.
-        number: Of how many vectors.
-        digest: A checksum of these vectors, or of the parameters.
-        facts: Six numbers of this rank's own.
-    """
-
-    failed: bool
-    step: int
-    who: int
-    number: int
-    digest: int
-    facts: tuple[float, ...]
-
-    def slots(self) -> list[int]:
-        """As small integers, which any dtype of sums holds exactly."""
-        packed = _LINE.pack(self.failed, self.step, self.who, self.number, self.digest, *self.facts)
-        return list(struct.unpack(_SLOTS, packed))
-
-    @classmethod
-    def of(cls, slots: Sequence[float]) -> Line:
-        """From such integers."""
-        failed, step, who, number, digest, *facts = _LINE.unpack(struct.pack(_SLOTS, *map(int, slots)))
-        return cls(failed, step, who, number, digest, tuple(facts))
-
-
-_LINE = struct.Struct("<?BIqq6d")
-_SLOTS = f"<{_LINE.size}B"
-_LENGTH = _LINE.size
 
 
 class Shares:
@@ -83,6 +46,7 @@ class Shares:
         self._group = group
         self.rank, self.world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self._owner, self._chunk_size = owner, 0 if chunk_size == "auto" else chunk_size
+        self._number = _made[group] = _made.get(group, 0) + 1
         self._structure = [(name, tuple(t.shape), str(t.dtype)) for name, t in _named(where)]
         self._size = sum(tensor.numel() for tensor in where.tensors)
         self._device = where.tensors[0].device
@@ -90,9 +54,10 @@ class Shares:
         for tensor in where.tensors:
             dtype = torch.promote_types(dtype, sum_dtype(tensor.dtype))
         self._dtype = dtype
-        self._head = self.world * _LENGTH
+        self._head = self.world * LENGTH
         self._buffer: Tensor | None = None
         self._greeted = self._inside = False
+        self._threads: list[int] = []
         self.digest = Digest(self._device)
 
     # --- steps
@@ -125,7 +90,7 @@ class Shares:
     ) -> tuple[Parts, list[Line]]:
         """The sums over all ranks, in the precision of sums, to be copied at once; and what each rank said."""
         self._greet()
-        line = Line(False, _STEPS.index(step), self._who(who), count or 0, digest, _six(facts))
+        line = Line(False, STEPS.index(step), self._who(who), count or 0, digest, _eight(facts))
         size = sum(part.numel() for part in parts)
         buffer = self._room(self._head + max(size, self._size))
         places, at = [], self._head
@@ -162,15 +127,27 @@ class Shares:
         if self._greeted:
             return
         digest, count = _checksum(repr(self._structure)), self._size
-        options = (float(self._chunk_size) if isinstance(self._chunk_size, int) else 0.0, _checksum(self._owner))
-        line = Line(False, _STEPS.index("begins"), 0, count, digest, _six(options))
-        lines = self._exchange(torch.zeros(self._head, dtype=self._dtype, device=self._device), line)
+        chunk = float(self._chunk_size) if isinstance(self._chunk_size, int) else 0.0
+        options = (chunk, _checksum(self._owner), self._number, torch.get_num_threads())
+        line = Line(False, STEPS.index("begins"), 0, count, digest, _eight(options))
+        # Of one dtype, whatever the points are: those may differ, too.
+        lines = self._exchange(torch.zeros(self._head, dtype=torch.float32, device=self._device), line)
+        self._threads = [int(line.facts[3]) for line in lines]
         mine = f"rank {self.rank} has "
         if _differ([line.facts[1] for line in lines]):
             raise _told(
                 InputError(
                     f"process_group: the ranks use operators of different kinds at the same time; "
                     f"{mine}a {self._owner}."
+                )
+            )
+        if _differ([line.facts[2] for line in lines]):
+            numbers = [int(line.facts[2]) for line in lines]
+            raise _told(
+                InputError(
+                    f"process_group: the ranks use different operators at the same time; counted in the order in which "
+                    f"each rank made those of this group, numbers {numbers}. Make the same operators on every rank, "
+                    f"and use them in the same order (one that is for a single rank goes without process_group=)."
                 )
             )
         if _differ([(line.number, line.digest) for line in lines]):
@@ -195,11 +172,11 @@ class Shares:
 
     def _exchange(self, buffer: Tensor, line: Line) -> list[Line]:
         buffer[: self._head].zero_()
-        own = self.rank * _LENGTH
-        buffer[own : own + _LENGTH] = torch.tensor(line.slots(), dtype=buffer.dtype)
+        own = self.rank * LENGTH
+        buffer[own : own + LENGTH] = torch.tensor(line.slots(), dtype=buffer.dtype)
         self._reduce(buffer)
         slots = buffer[: self._head].tolist()
-        return [Line.of(slots[start : start + _LENGTH]) for start in range(0, self._head, _LENGTH)]
+        return [Line.of(slots[start : start + LENGTH]) for start in range(0, self._head, LENGTH)]
 
     def _reduce(self, buffer: Tensor) -> None:
         try:
@@ -230,7 +207,7 @@ class Shares:
             self._greet()
             buffer = self._room(self._head + self._size)
             buffer.zero_()
-            lines = self._exchange(buffer, Line(True, 0, 0, 0, 0, _six(())))
+            lines = self._exchange(buffer, Line(True, 0, 0, 0, 0, _eight(())))
             self._failure([rank for rank, line in enumerate(lines) if line.failed], f"{type(error).__name__}: {error}")
         except (GraphError, InputError) as other:
             error.add_note(f"(The other ranks could not be told: {other})")
@@ -250,11 +227,11 @@ class Shares:
             ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {failed}"
             raise _told(GraphError(f"process_group: {ranks} failed, so there is no sum over all ranks. {text}"))
         if _differ([(line.step, line.who) for line in lines]):
-            steps = ", ".join(f"rank {rank} {_STEPS[line.step]}" for rank, line in enumerate(lines[:8]))
+            steps = ", ".join(f"rank {rank} {STEPS[line.step]}" for rank, line in enumerate(lines[:8]))
             raise _told(
                 InputError(
-                    f"process_group: the ranks are at different steps, or at different blocks ({steps}). Call the "
-                    f"same methods of the same operators in the same order on every rank, H.refresh() and generator= "
+                    f"process_group: the ranks are at different steps, operators or blocks ({steps}). Call the same "
+                    f"methods of the same operators in the same order on every rank, H.refresh() and generator= "
                     f"among them."
                 )
             )
@@ -263,10 +240,10 @@ class Shares:
             raise _told(InputError(f"v: the ranks multiply different numbers of vectors: {counts}."))
         if _differ([line.digest for line in lines]):
             odd = [rank for rank, line in enumerate(lines) if line.digest != lines[0].digest]
-            raise _told(InputError(_different(_STEPS[lines[0].step], odd)))
+            raise _told(InputError(_different(STEPS[lines[0].step], odd, self._threads)))
 
     def _who(self, names: Sequence[str]) -> int:
-        return _checksum(repr((self._owner, list(names))))
+        return _checksum(repr((self._owner, self._number, list(names))))
 
 
 def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> Shares | None:
@@ -294,6 +271,9 @@ def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: 
     return Shares(process_group, where, owner, chunk_size)
 
 
+_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many operators each group has had: two of one shape, in another order on some rank, would be added up."""
+
 _TOLD = "_hodiff_told"
 """An attribute of errors that the other ranks know of, or have too."""
 
@@ -311,22 +291,26 @@ def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _six(facts: Sequence[float]) -> tuple[float, ...]:
-    return (*facts, *[0.0] * (6 - len(facts)))
+def _eight(facts: Sequence[float]) -> tuple[float, ...]:
+    return (*facts, *[0.0] * (8 - len(facts)))
 
 
 def _differ(values: Sequence[object]) -> bool:
     return any(value != values[0] for value in values)
 
 
-def _different(step: Step, odd: list[int]) -> str:
+def _different(step: Step, odd: list[int], threads: list[int]) -> str:
     ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
     if step == "evaluates":
         return (
             f"process_group: the parameters of {ranks} differ from those of rank 0, so that there is no operator at "
             f"one point. Broadcast them: torch.distributed.broadcast(p, 0) for each parameter and buffer."
         )
+    rounding = ""
+    if _differ(threads):
+        rounding = f" (Ranks of {threads} threads round differently: torch.set_num_threads.)"
     return (
-        f"process_group: {ranks} multiplies another vector than rank 0, so that the sum belongs to none. Draw it from "
-        f"generators with one seed, or broadcast it; estimators draw the same by themselves, unless generator= differs."
+        f"process_group: {ranks} {'multiplies' if len(odd) == 1 else 'multiply'} another vector than rank 0, so that "
+        f"the sum belongs to none. Draw it from generators with one seed, or broadcast it; estimators draw the same by "
+        f"themselves, unless generator= differs.{rounding}"
     )

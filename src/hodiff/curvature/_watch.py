@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._operator import LinearOperator, together
 from hodiff.errors import InputError
 
 Callback = Callable[[Any], object]
@@ -29,6 +29,7 @@ class Watch:
             )
         self._operator, self._before, self._callback = operator, operator.products, callback
         self._bar = _bar(name, total) if progress else None
+        self._together = together(operator)
 
     @property
     def spent(self) -> int:
@@ -42,11 +43,13 @@ class Watch:
             self._callback(record(self.spent))
 
     def __enter__(self) -> Watch:
+        self._together.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
+        self._together.__exit__(kind, error, at)
 
 
 def _bar(name: str, total: int | None) -> Any:

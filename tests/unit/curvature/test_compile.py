@@ -273,8 +273,23 @@ def test_what_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for leaf in (0, 1):
         monkeypatch.setattr(_compilation, "compile_traced", wrong(leaf))
         H = hodiff.HessianOperator(f, x)
-        warned(H, "differs from the eager one, by")
+        warned(H, "differs from the eager one, by.*: PyTorch's compiler makes wrong code")
         torch.testing.assert_close((H @ x)[leaf], (6.0, 6e-6)[leaf] * x[leaf], rtol=1e-14, atol=0)
+
+
+def test_wrong_code_for_several_vectors_leaves_that_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's compiler makes of `index_add` where several vectors are multiplied at once."""
+
+    def compiled(traced: Any, vectors: Any) -> Any:
+        single = vectors[0].ndim == 1
+        return traced.module if single else lambda *arguments: [-part for part in traced.module(*arguments)]
+
+    monkeypatch.setattr(_compilation, "compile_traced", compiled)
+    x = draw(5)
+    H = hodiff.HessianOperator(lambda x: (x**3).sum(), x).compile()
+    assert (H.compiled.compiled, H.compiled.eager) == (1, {})
+    v = draw(5, 9, seed=1)
+    torch.testing.assert_close(H @ v, 6 * x[:, None] * v)
 
 
 def test_graphs_that_are_not_kept_stay_eager(replay: list[Any]) -> None:

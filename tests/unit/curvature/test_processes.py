@@ -3,6 +3,7 @@
 import datetime
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,6 +274,73 @@ def test_labels_of_the_ranks_are_independent(three: Ranks, seeded: bool) -> None
         assert 0.36 < float(values.var()) < 0.7  # within some 9 % (one standard deviation)
 
 
+def approximated(rank: int) -> Tensor:
+    return hodiff.nystrom(build("Fisher exact", dist.group.WORLD), 5, shift=0.1) @ draw(39)
+
+
+def test_a_preconditioner_draws_alike(three: Ranks) -> None:
+    outcomes = three(approximated)
+    for outcome in outcomes:
+        assert not outcome.error, outcome
+        assert torch.equal(outcome.value, outcomes[0].value)
+
+
+def differentiated(rank: int) -> list[str]:
+    found, H = [], build("Hessian", dist.group.WORLD)
+    for estimate in (
+        lambda: hodiff.trace(H, samples=4, create_graph=True),
+        lambda: hodiff.trace(2 * H + 1.0, samples=100, create_graph=True),
+        lambda: hodiff.eigsh(H.block("0"), 2, create_graph=True),
+    ):
+        with pytest.raises(hodiff.InputError) as caught:
+            estimate()
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_graph_of_this_ranks_data_alone_is_refused(three: Ranks) -> None:
+    """Its value would be the trace of one share, without a word."""
+    for outcome in three(differentiated):
+        assert not outcome.error, outcome
+        assert all("create_graph: goes without process_group=" in message for message in outcome.value), outcome
+
+
+class Mixed(nn.Module):
+    """In single precision, with a value in double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x.float())).double()
+
+
+def buffers_differ(rank: int, training: bool) -> tuple[list[str], Tensor]:
+    """As after a step of DistributedDataParallel, each rank with the statistics of its own batch."""
+    torch.manual_seed(0)
+    model = Mixed().train(training)
+    model.norm.running_mean += rank == 1
+    data = share(LABELS, dist.group.WORLD)
+    data = [(x, y) for x, y in data if len(x) > 1]
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=dist.group.WORLD)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = H.value
+    return [str(warning.message) for warning in caught], value
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_buffers_that_differ_are_named(three: Ranks, training: bool) -> None:
+    outcomes = three(buffers_differ, training)
+    for outcome in outcomes:
+        assert not outcome.error, outcome
+        messages, value = outcome.value
+        expected = "process_group: buffers of rank 1 differ from those of rank 0"
+        assert any(message.startswith(expected) for message in messages) is not training, messages
+        assert value.dtype == D and torch.equal(value, outcomes[0].value[1])  # on the rank without data, too
+
+
 # --- errors end on all ranks ------------------------------------------------------------------------------------------
 
 
@@ -340,6 +408,23 @@ def closed(rank: int) -> None:
     H @ draw(39)
 
 
+def closed_before(rank: int) -> None:
+    """A summand, which the others are about to evaluate while this rank is at the sum of both."""
+    H, other = build("Hessian", dist.group.WORLD), build("Hessian", dist.group.WORLD)
+    H @ draw(39)
+    if rank == 1:
+        other.close()
+    (H + other) @ draw(39)
+
+
+def looking_on(rank: int) -> None:
+    def callback(record: Any) -> None:
+        if rank == 1:
+            raise Stumble("no such file")
+
+    hodiff.solve(build("Hessian", dist.group.WORLD) + 200.0, draw(39), callback=callback)
+
+
 FAILURES = {
     "first pass, 0": (stumbling, (0, False), [0], "Stumble: no such file"),
     "first pass, 1": (stumbling, (1, False), [1], "Stumble: no such file"),
@@ -349,6 +434,8 @@ FAILURES = {
     "changed parameters": (stale, (), [1], "GraphError: parameters changed"),
     "data that differ": (shuffled, (), [1, 2], "GraphError: two passes over data disagree"),
     "closed": (closed, (), [2], "GraphError: the operator is closed"),
+    "closed before": (closed_before, (), [1], "GraphError: the operator is closed"),
+    "the callback of an estimator": (looking_on, (), [1], "Stumble: no such file"),
 }
 
 
@@ -423,6 +510,37 @@ def other_step(rank: int) -> None:
     H @ draw(39)
 
 
+def other_dtype(rank: int) -> None:
+    model = network().to(torch.float32 if rank == 1 else D)
+    data = [(x.to(model[0].weight), y) for x, y in share(LABELS, dist.group.WORLD)]
+    H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=dist.group.WORLD)
+    H @ draw(39).to(H.dtype)
+
+
+def other_order(rank: int) -> None:
+    """Of two operators at one point: what their products add up to would look like one."""
+    H, other = (build("Hessian", dist.group.WORLD) for _ in range(2))
+    for A in (H, other):
+        A @ draw(39)
+    for A in (H, other) if rank else (other, H):
+        A @ draw(39)
+
+
+def other_order_at_first(rank: int) -> None:
+    operators = [build("Hessian", dist.group.WORLD) for _ in range(2)]
+    operators[rank == 2].value.item()
+
+
+def other_rounding(rank: int) -> None:
+    H = build("Hessian", dist.group.WORLD)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 + (rank == 1))
+        H @ (draw(39) * (1 + 1e-15 * (rank == 1)))
+    finally:
+        torch.set_num_threads(threads)
+
+
 DIFFERENCES = {
     other_vector: "process_group: rank 1 multiplies another vector",
     other_vectors: "process_group: rank 2 multiplies another vector",
@@ -431,10 +549,16 @@ DIFFERENCES = {
     other_shapes: "process_group: the points of the ranks differ in names, shapes or dtypes (sizes [31, 38, 45])",
     other_chunks: "chunk_size: differs between the ranks: [2, 3, 2]",
     other_kind: "process_group: the ranks use operators of different kinds",
-    other_block: "process_group: the ranks are at different steps, or at different blocks",
-    other_step: "process_group: the ranks are at different steps, or at different blocks (rank 0 evaluates, rank 1 mul",
-    seeded_by_rank: "process_group: ranks [1, 2] multiplies another vector",
-    seeded_on_one: "process_group: the ranks are at different steps, or at different blocks (rank 0 evaluates,",
+    other_block: "process_group: the ranks are at different steps, operators or blocks",
+    other_step: "process_group: the ranks are at different steps, operators or blocks (rank 0 evaluates, rank 1 mul",
+    seeded_by_rank: "process_group: ranks [1, 2] multiply another vector",
+    seeded_on_one: "process_group: the ranks are at different steps, operators or blocks (rank 0 evaluates,",
+    other_dtype: "process_group: the points of the ranks differ in names, shapes or dtypes (sizes [39, 39, 39])",
+    other_order: "process_group: the ranks are at different steps, operators or blocks (rank 0 multiplies, rank 1 mul",
+    other_order_at_first: "process_group: the ranks use different operators at the same time; counted in the order in",
+    other_rounding: "process_group: rank 1 multiplies another vector than rank 0, so that the sum belongs to none. "
+    "Draw it from generators with one seed, or broadcast it; estimators draw the same by themselves, unless generator= "
+    "differs. (Ranks of [1, 2, 1] threads round differently",
 }
 
 
