@@ -558,4 +558,56 @@ FORETOLD = {
             ),
         ),
     ),
+    # --- written later, from reports that stood for programs of no source ---
+    "vae_of_three_optimizers": Foretold(
+        "stepped",
+        ("G.decoder",),
+        ("opt_dec.step()",),
+        (
+            swap(
+                "    prior_loss = -0.5",
+                "    mean, logvar, rec_enc = G(data)\n"
+                "    rec_loss = ((D.similarity(rec_enc) - D.similarity(data)) ** 2).mean()\n"
+                "    prior_loss = -0.5",
+            ),
+            swap(
+                "    err_dec.backward(retain_graph=True)\n    opt_dec.step()\n",
+                "    err_dec.backward(retain_graph=True, inputs=list(G.decoder.parameters()))\n",
+                "    err_enc.backward()\n",
+                "    err_enc.backward(inputs=list(G.encoder.parameters()))\n    opt_dec.step()\n",
+            ),
+        ),
+    ),
+    "gates_biased_after_the_sigmoid": Foretold(
+        "changed in place",
+        ("value",),
+        ("value += self.ru_biases",),
+        (
+            swap("        value += self.ru_biases\n", "        value = value + self.ru_biases\n"),
+            swap("        value += self.ru_biases\n        return value", "        return value + self.ru_biases"),
+        ),
+    ),
+    "membranes_zeroed_in_place": Foretold(
+        "carried",
+        ("v_mem",),
+        ("self.v_mem = self.alpha * self.v_mem + step",),
+        (swap("buffer.zero_()", "buffer.zero_().detach_()"),),
+    ),
+    "tasks_summed_twice": Foretold(
+        "two losses",
+        ("loss",),
+        ("loss += loss_t",),
+        (
+            swap(
+                "optimizer.first_step()\n\noutput = model(image)\n",
+                "optimizer.first_step()\n\noutput = model(image)\nloss = 0\n",
+            ),
+        ),
+    ),
+    "mask_gradients_by_argmax": Foretold(
+        "discrete",
+        ("pred",),
+        ("pred = pred.argmax(1)",),
+        (swap("pred = pred.argmax(1).view(size[0], 1, size[2], size[3]).float()", "pred = pred.softmax(1)[:, 1:]"),),
+    ),
 }
