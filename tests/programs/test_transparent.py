@@ -1,5 +1,6 @@
 """What `hodiff explain` prints of a program is what Python prints, frame by frame; but for the explanation."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import traceback
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from hodiff.__main__ import main
 from hodiff.cli import _transparent
+from hodiff.graph import watch
 from tests.programs.test_programs import FAILING, path, process  # noqa: F401 -- a fixture
 
 PROGRAMS = [path(name) for name in [*FAILING, "crashes"]]
@@ -49,6 +52,30 @@ EXCEPTIONS = {
                 torch.autograd.grad(torch.nn.functional.softmax(x.detach(), 0).sum(), x)
             except RuntimeError:
                 x.reshape(7)
+        """,
+    "from another": """
+        import torch
+
+        def failing(n):
+            try:
+                torch.nn.functional.mse_loss(torch.ones(n), torch.ones(n), reduction="other")
+            except ValueError as error:
+                return error
+
+        raise KeyError("outside of any handler") from failing(3)
+        """,
+    "in a circle": """
+        import torch
+
+        def failing(n):
+            try:
+                torch.nn.functional.mse_loss(torch.ones(n), torch.ones(n), reduction="other")
+            except ValueError as error:
+                return error
+
+        first, second = failing(3), failing(4)
+        first.__cause__, second.__cause__ = second, first
+        raise first
         """,
     "in a module": """
         import helper_that_fails
@@ -153,6 +180,8 @@ def test_of_exceptions(name, process, capsys, monkeypatch, tmp_path):  # noqa: F
     assert compared(written(name, tmp_path), capsys, monkeypatch).count("Traceback") == {
         "chained": 3,
         "handled": 3,
+        "from another": 2,
+        "in a circle": 2,
         "in a group": 3,
         "syntax": 0,
     }.get(name, 1)
@@ -227,8 +256,63 @@ def codes(*names: str) -> list[types.CodeType]:
         ("uchww", "uc"),
         ("chwwc", "c"),
         ("uchwwchwwce", "uce"),  # two watches
+        ("ucwwcd", "uccd"),  # no Python of PyTorch's handed it on: a function that met itself again
+        ("ucwwhcd", "uccd"),
     ],
 )
 def test_frames(stack, right):
     kept = _transparent.seen(codes(*stack))
     assert "".join(stack[index] for index in kept) == right
+
+
+# --- warnings, in this process ----------------------------------------------------------------------------------------
+
+WARNS = """
+import warnings
+import torch
+import torch.nn.functional as F
+
+a = torch.rand(4)
+for _ in range(3):
+    F.mse_loss(a, torch.rand(4, 1))
+F.mse_loss(a, torch.rand(4, 1))
+warnings.warn("of its own")
+for _ in range(2):
+    warnings.simplefilter("always")  # what was shown before is shown again
+    F.mse_loss(a, torch.rand(4, 1))
+for _ in range(2):
+    warnings.simplefilter("default")
+    F.mse_loss(a, torch.rand(4, 1))
+    F.mse_loss(a, torch.rand(4, 1))
+"""
+
+
+def shown(text, *contexts):
+    """The warnings that a program shows: where, and of what."""
+    found = []
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, category, file, line, *more: found.append((file, line, category))
+        for context in contexts:
+            stack.enter_context(context())
+        exec(compile(text, "warns.py", "exec"), {"__name__": "warns"})
+    return found
+
+
+def test_warnings_are_shown_where_and_as_often_as_without():
+    plain = shown(WARNS)
+    assert [line for _, line, _ in plain] == [8, 9, 10, 13, 13, 16, 17, 16, 17]
+    assert {file for file, _, _ in plain} == {"warns.py"}
+    assert shown(WARNS, _transparent.Warnings, watch) == plain
+    assert {file for file, _, _ in shown(WARNS, watch)} != {"warns.py"}  # what there is to undo
+
+
+def test_a_program_that_shows_warnings_itself_keeps_its_way(monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    before = warnings.showwarning
+    with _transparent.Warnings():
+        assert warnings.showwarning != before
+    assert warnings.showwarning is before
+    with _transparent.Warnings():
+        warnings.showwarning = mine = lambda *_: None
+    assert warnings.showwarning is mine

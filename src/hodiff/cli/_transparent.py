@@ -115,8 +115,7 @@ class Warnings:
 def _frames(frame: FrameType | None) -> list[FrameType]:
     found = []
     while frame is not None:
-        if frame.f_code.co_filename != warnings.__file__:
-            found.append(frame)
+        found.append(frame)
         frame = frame.f_back
     return found
 

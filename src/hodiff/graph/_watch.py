@@ -308,6 +308,8 @@ def watch() -> Watch:
 
     The explanation is a note of the exception (`exc.__notes__`), which tracebacks print. Numbers, errors
     and graphs are those of the same program without the context; it concerns the thread that enters it.
+    What PyTorch warns of meanwhile is shown as of a line in hodiff, which calls PyTorch then, and once for all
+    of your lines; `hodiff explain` shows yours.
 
     Returns:
         A context manager; entered, it gives the recorder, whose `.passes` lists the passes seen.
