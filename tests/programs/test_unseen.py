@@ -113,6 +113,10 @@ FIXES = {
     "compiled_force_matching": (RIGHT,),
     "saved_tensors_looked_at_twice": (RIGHT,),
     "graph_drawn_after_backward": (RIGHT,),
+    "vae_of_three_optimizers": (RIGHT,),
+    "gates_biased_after_the_sigmoid": (AS_PRINTED,),
+    "membranes_zeroed_in_place": (AS_PRINTED,),
+    "mask_gradients_by_argmax": (RIGHT,),
 }
 """Each printed fix, done; no entry: nothing is printed as a fix, but what is not known."""
 

@@ -28,7 +28,7 @@ def kind_of(func: Callable[..., Any]) -> int:
         if attribute in ("data", "grad"):
             return CUT if attribute == "data" else GRADIENT
         return OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else PLAIN
-    if name in ("detach", "detach_", "item", "tolist", "numpy", "__float__"):
+    if name in LEAVING or name in ("detach", "detach_"):
         return CUT
     if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
         return PLAIN  # x.grad = None and the like: no value changes
@@ -41,6 +41,10 @@ def kind_of(func: Callable[..., Any]) -> int:
 
 _ASKING = frozenset({"size", "dim", "numel", "stride", "storage_offset", "element_size", "get_device", "__len__"})
 """What tells of a tensor what is none of its values."""
+
+
+LEAVING = frozenset({"item", "tolist", "numpy", "__array__", "__float__"})
+"""What gives the values of a tensor to Python or NumPy."""
 
 
 def is_gradient(func: Any) -> bool:

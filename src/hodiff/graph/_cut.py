@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hodiff._core import _nodes
 from hodiff.graph import _passes, _traits, _variables
@@ -124,13 +124,23 @@ def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
     if kind == "no graph":
         given = _variables.loaded(made) if made is not None else []
         values = {name: case.names.values.get(name) for name in given}
+        trained = [name for name, each in values.items() if _requires_grad(each)]
+        if trained and made is not None:
+            found = "" if case.record is not None else "\nUnder `hodiff explain` most cuts are recorded."
+            return f"where it was cut off: `{trained[0]}`, which {at(made)} reads, requires grad.{found}"
         tensors = {name: each for name, each in values.items() if isinstance(each, Tensor) and each.is_floating_point()}
-        if tensors and not any(tensor.requires_grad for tensor in tensors.values()):
+        if tensors:
             listed = " and ".join(f"`{name}`" for name in tensors)
             return f"what it should depend on. It was computed from {listed}: no grad is required there."
         return "what it should depend on: look for an input that requires no grad; hodiff.graph.inspect shows graphs."
-    at = f" at {line}" if line is not None else ""
-    return f"whether that cut{at} is the one. Under `hodiff explain` most cuts are recorded."
+    there = f" at {line}" if line is not None else ""
+    return f"whether that cut{there} is the one. Under `hodiff explain` most cuts are recorded."
+
+
+def _requires_grad(value: object) -> bool:
+    """Whether a tensor requires grad, or a parameter of a module."""
+    tensors = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _where_lost(case: Case, tensor: Tensor, variable: str) -> tuple[str, Line | None, str, bool]:
@@ -142,7 +152,7 @@ def _where_lost(case: Case, tensor: Tensor, variable: str) -> tuple[str, Line | 
         if left is not None:
             return left.kind, left.line, left.call, False
     name = variable or _passes.target_of(case.line) if case.line is not None else variable
-    found = _passes.cuts(name, case.line) if name and case.line is not None else []
+    found = _passes.cuts(name, case.line, case.names.values) if name and case.line is not None else []
     if found:
         return found[0][1], found[0][0], "", False
     return "no graph", None, "", False

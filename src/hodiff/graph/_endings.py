@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hodiff.graph import _calls
-from hodiff.graph._calls import CUT, OPERATION, tensors_in
+from hodiff.graph._calls import CUT, LEAVING, tensors_in
 from hodiff.graph._case import Lost
 from hodiff.graph._line import Line, line_of, lines_of
 from hodiff.graph._names import user_frames
@@ -43,25 +43,26 @@ class Endings:
 
     def note(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
-        name, line = getattr(func, "__name__", ""), None
+        name, sources = getattr(func, "__name__", ""), tensors_in(arguments)
+        if not any(tensor.requires_grad for tensor in sources):
+            self._inherit(name, sources, result)
+            return
         if kind == CUT:
-            lost = "detached" if name in ("detach", "detach_", "__get__") else "constant"
+            lost, line = "constant" if name in LEAVING else "detached", None
         else:
-            inherited = None
-            for tensor in tensors_in(arguments):
-                if tensor.requires_grad:
-                    lost, line = self._reason(result, frame)
-                    break
-                inherited = inherited or self._lost.get(id(tensor))
-            else:
-                if inherited is not None:
-                    self.remember(result, inherited[1])
-                return
-        if kind == OPERATION or arguments[0][0].requires_grad:
-            found = Lost(lost, line or lines_of(self._path(frame))[0], name)
-            if kind == CUT and name != "__get__":
-                self._latest = found
-            self.cut(result, found, arguments)
+            lost, line = self._reason(result, frame)
+        found = Lost(lost, line or lines_of(self._path(frame))[0], name)
+        if name in LEAVING:
+            self._latest = found
+        self.cut(result, found, arguments)
+
+    def _inherit(self, name: str, sources: list[Tensor], result: Any) -> None:
+        """Nothing that went in has a graph: what comes out lost it where the first of them did that had one."""
+        before = next((found for tensor in sources if (found := self.of(tensor)) is not None), None)
+        if before is not None and name in LEAVING:
+            self._latest = before
+        elif before is not None:
+            self.remember(result, before)
 
     def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
         """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""

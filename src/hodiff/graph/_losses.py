@@ -91,11 +91,16 @@ def from_new_values(e: Evidence) -> str | None:
     """The second loss leads to nothing but the part, some of whose leaves have changed: detached, it has no graph."""
     if e.reached or not any(e.moved(leaf) for leaf in e.below):
         return None
-    return f"compute {e.all_code} and `{_second(e)}` again before {at(e.call.stack[0])}, from the new values."
+    return f"compute {_both(e)} again before {at(e.call.stack[0])}, from the new values."
 
 
 def _second(e: Evidence) -> str:
     return e.case.names.nodes.get(e.case.roots[0], "") or _passes.target_of(e.call.stack[0]) or "the second loss"
+
+
+def _both(e: Evidence) -> str:
+    """The part and the second loss, which are one variable where a sum goes on after its pass."""
+    return e.all_code if _second(e) in e.variables else f"{e.all_code} and `{_second(e)}`"
 
 
 def computed_again(e: Evidence) -> str | None:
@@ -105,15 +110,22 @@ def computed_again(e: Evidence) -> str | None:
     if first_detached(e) is not None or from_new_values(e) is not None:
         return None
     what = _second(e)
-    if any(e.moved(leaf) for leaf in e.below):
+    moved = any(e.moved(leaf) for leaf in e.below)
+    if what in e.variables:
+        why = f":\n{_changer(e)} has changed what it was computed from." if moved else "."
+        return (
+            f"whether what {e.all_code} was at {at(e.freed_by.stack[0])} is to count once more, at\n"
+            f"{at(e.call.stack[0])}. If not, begin {e.all_code} anew between them. If so, compute all of it again{why}"
+        )
+    if moved:
         return (
             f"whether the pass at {at(e.call.stack[0])} is to reach {e.names(e.below)}, which\n"
-            f"{_changer(e)} has changed since {e.all_code} was computed. If so, compute {e.all_code} and `{what}`\n"
+            f"{_changer(e)} has changed since {e.all_code} was computed. If so, compute {_both(e)}\n"
             f"again before it. If not, compute `{what}` from {e.detached}."
         )
     return (
         f"whether the pass at {at(e.freed_by.stack[0])} is to give a gradient to {e.names(e.below)}.\n"
-        f"If not, compute that loss from {e.detached}. If so, compute {e.all_code} and `{what}`\n"
+        f"If not, compute that loss from {e.detached}. If so, compute {_both(e)}\n"
         f"again before {at(e.call.stack[0])}."
     )
 

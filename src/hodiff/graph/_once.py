@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hodiff.graph import _changes, _names, _source, _traits, _variables, _written
-from hodiff.graph._evidence import PARAMETRIZED, Evidence, Part
+from hodiff.graph._evidence import Evidence, Part
 from hodiff.graph._line import Line, at, lines_of
 
 
@@ -200,14 +200,12 @@ def memo_cleared(e: Evidence) -> str | None:
     return f"after {at(line)}, forget it, so that the next step computes it:\n    {e.memo}.cache_clear()"
 
 
-def parametrized(e: Evidence) -> str | None:
-    if e.first.variable != PARAMETRIZED:
-        return None
+def parametrized(e: Evidence) -> str:
     return "open `with parametrize.cached():` inside the loop, around one step: what it keeps is good for one pass."
 
 
 def cache(e: Evidence) -> str | None:
-    if any(fix(e) is not None for fix in (cleared, object_again, parametrized)):
+    if cleared(e) is not None or object_again(e) is not None:
         return None
     return (
         f"how {e.code} is emptied. It is to be computed anew in each step{_made(e)};\n"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 
 from hodiff.graph import _source, _written
 from hodiff.graph._line import Line
@@ -61,10 +65,9 @@ def frees(statement: ast.stmt, variable: str) -> bool:
     return False
 
 
-_CUTS = {
+_CALLED = {
     "detach": "detached",
     "detach_": "detached",
-    "data": "detached",
     "item": "constant",
     "tolist": "constant",
     "numpy": "constant",
@@ -75,10 +78,14 @@ _CUTS = {
     "argmax": "constant",
     "grad": "gradient",
 }
+_READ = {"data": "detached", "grad": "gradient"}
 
 
-def cuts(name: str, line: Line) -> list[tuple[Line, str]]:
-    """Lines before `line`, among those that `name` is computed from, that look as if they cut the graph."""
+def cuts(name: str, line: Line, values: Mapping[str, Any]) -> list[tuple[Line, str]]:
+    """Lines before `line`, among those that `name` is computed from, that look as if they cut the graph.
+
+    `values` are the variables in sight: `batch.data` cuts nothing where `batch` is no tensor.
+    """
     wanted, found = {_written.base(name)}, []
     blocks = _no_grad_blocks(line)
     for statement in reversed([s for s in _source.statements(line) if s.lineno <= line.number]):
@@ -88,8 +95,7 @@ def cuts(name: str, line: Line) -> list[tuple[Line, str]]:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 wanted.add(node.id)
-            word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            kind = _CUTS.get(word)
+            kind = _cut_by(node, values)
             if kind == "gradient" and "create_graph=True" in ast.unparse(statement):
                 kind = "constant gradient"
             if kind and statement.lineno != line.number:
@@ -97,6 +103,32 @@ def cuts(name: str, line: Line) -> list[tuple[Line, str]]:
         if any(_source.within(block, statement.lineno) for block in blocks):
             found.append((Line(line.file, statement.lineno), "no_grad"))
     return list(dict.fromkeys(found))
+
+
+def _cut_by(node: ast.AST, values: Mapping[str, Any]) -> str:
+    """How an expression cuts the graph, by itself: a call of that name, or `.data` and `.grad` of a tensor."""
+    if isinstance(node, ast.Call):
+        return _CALLED.get(_called(node), "")
+    if not isinstance(node, ast.Attribute) or node.attr not in _READ:
+        return ""
+    owner = ast.unparse(node.value)
+    if _written.is_plain(owner) and not isinstance(_member(owner, values), Tensor):
+        return ""
+    return _READ[node.attr]
+
+
+def _member(path: str, values: Mapping[str, Any]) -> Any:
+    """What a variable, or an attribute of one, is; None if it cannot be told without running code of the user's."""
+    head, *steps = path.split(".")
+    value = values.get(head)
+    for step in steps:
+        own = getattr(value, "__dict__", {})
+        value = next((held[step] for held in (own, *(own.get(kind) or {} for kind in _HELD)) if step in held), None)
+    return value
+
+
+_HELD = ("_parameters", "_buffers", "_modules")
+"""Where a module has its attributes."""
 
 
 def _no_grad_blocks(line: Line) -> list[ast.AST]:

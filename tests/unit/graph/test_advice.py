@@ -1,5 +1,6 @@
 """What is advised, where programs of no report showed that it could harm; and evidence that advice stands on."""
 
+import linecache
 import re
 import runpy
 import sys
@@ -24,6 +25,21 @@ def said(tmp_path):
         with pytest.raises(RuntimeError, match=r".") as caught, watch():
             runpy.run_path(str(path), run_name="__main__")
         return "\n".join(caught.value.__notes__)
+
+    return of
+
+
+@pytest.fixture
+def likely(tmp_path):
+    """What is said of a program of which nothing was recorded."""
+
+    def of(text):
+        path = tmp_path / "program.py"
+        path.write_text(START + text, "utf-8")
+        linecache.checkcache(str(path))
+        with pytest.raises(RuntimeError, match=r".") as caught:
+            runpy.run_path(str(path), run_name="__main__")
+        return hodiff.graph.explain(caught.value)
 
     return of
 
@@ -371,9 +387,8 @@ head(h).mean().backward()
     assert "which\n               program.py:10 (optimizer.step()) has changed" in note
 
 
-def test_state_that_an_object_carries_is_likely_without_a_record(tmp_path):
-    path = tmp_path / "program.py"
-    text = """
+def test_state_that_an_object_carries_is_likely_without_a_record(likely):
+    found = likely("""
 class Trainer:
     def __init__(self):
         self.cell, self.h = nn.RNNCell(2, 3), torch.zeros(1, 3)
@@ -385,11 +400,7 @@ class Trainer:
 
 
 Trainer().run()
-"""
-    path.write_text(START + text, "utf-8")
-    with pytest.raises(RuntimeError, match="second time") as caught:
-        runpy.run_path(str(path), run_name="__main__")
-    found = hodiff.graph.explain(caught.value)
+""")
     assert (found.cause, found.variable, found.certain) == ("carried", "self.h", False)
 
 
@@ -473,3 +484,202 @@ def test_which_passes_look_for_names():
         assert record.marks.held_at(built.grad_fn) is None  # the gradient's graph is differentiated at once
         torch.autograd.grad(freed.sum(), w, create_graph=True, retain_graph=False)
         assert record.marks.held_at(freed.grad_fn) is record.passes[1]
+
+
+SUM = """
+w = torch.ones(3, requires_grad=True)
+loss = 0
+for x in torch.ones(2, 3):
+    loss += (w * x).exp().sum()
+loss.backward()
+{between}
+for x in torch.ones(2, 3):
+    loss += (w * x).exp().sum()
+loss.backward()
+"""
+
+
+def test_a_sum_that_goes_on_after_its_pass(said):
+    stepped = said(SUM.format(between="with torch.no_grad():\n    w -= 0.1 * w.grad"))
+    assert "it belongs to both losses" in stepped
+    assert "not known: whether what `loss` was at program.py:10 (loss.backward()) is to count once more" in stepped
+    assert "begin `loss` anew" in stepped
+    assert "program.py:12 (w -= 0.1 * w.grad) has changed what it was computed from." in stepped
+    assert "fix" not in stepped
+    assert "`loss` and `loss`" not in stepped
+    as_written = said(SUM.format(between=""))
+    assert "fix 1: pass retain_graph=True at program.py:10" in as_written
+    assert "`loss` and `loss`" not in as_written
+
+
+def test_a_value_that_is_made_anew_from_itself_is_one_value(said):
+    note = said("""
+w = torch.ones(3, requires_grad=True)
+loss = w.exp().sum()
+loss.backward()
+with torch.no_grad():
+    w -= 0.1 * w.grad
+loss = loss * 2
+loss.backward()
+""")
+    assert "`loss` and `loss`" not in note
+
+
+READ_HERE = """
+class Batch:
+    def __init__(self):
+        self.data, self.grad = torch.ones(4, 3), torch.zeros(())
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+
+def train(net, batch, data, item, scaled):
+    {cut}
+    loss = out.sum()
+    loss.backward()
+
+
+net = nn.Linear(3, 2).requires_grad_(False)
+train(net, Batch(), torch.ones(4, 3), torch.ones(4, 3), Scaled())
+"""
+
+
+@pytest.mark.parametrize("harmless", ["net(data)", "net(item) * 2", "net(batch.data) + batch.grad", "net(scaled.mean)"])
+def test_a_name_that_sounds_like_a_cut_is_none(likely, harmless):
+    found = likely(READ_HERE.format(cut=f"out = {harmless}"))
+    assert (found.cause, found.created) == ("no graph", None)
+
+
+@pytest.mark.parametrize(
+    ("cut", "cause"),
+    [
+        ("net(data.data)", "detached"),
+        ("net(scaled.mean.data)", "detached"),
+        ("net.weight.data * 2", "detached"),
+        ("net(data).data", "detached"),
+        ("net(data.detach())", "detached"),
+        ("net(data) * data[0, 0].item()", "constant"),
+        ("torch.tensor([net(data).sum()])", "constant"),
+        ("net(data).argmax(1)", "constant"),
+    ],
+)
+def test_what_cuts_is_likely_without_a_record(likely, cut, cause):
+    found = likely(READ_HERE.format(cut=f"out = {cut}"))
+    assert (found.cause, found.created.number, found.certain) == (cause, 18, False)
+
+
+def test_a_loss_computed_by_a_trained_module_was_cut_off(likely):
+    text = """
+def accuracy(out, target):
+    return (out.argmax(1) == target).float().mean()
+
+
+net, x, target = nn.Linear(3, 2){frozen}, torch.ones(4, 3), torch.zeros(4)
+loss = 1 - accuracy(net(x), target)
+loss.backward()
+"""
+    (trained,) = likely(text.format(frozen="")).unknown
+    assert trained.startswith("where it was cut off: `net`, which program.py:11 (loss = 1")
+    assert "hodiff explain" in trained
+    (frozen,) = likely(text.format(frozen=".requires_grad_(False)")).unknown
+    assert "It was computed from `target` and `x`: no grad is required there." in frozen
+
+
+def test_a_value_kept_behind_a_flag_of_its_own_is_not_known_to_be_emptied(said):
+    note = said("""
+class Kept:
+    def __init__(self):
+        self.w, self.ready = torch.ones(3, requires_grad=True), False
+
+    def value(self):
+        if not self.ready:
+            self.made, self.ready = self.w.exp() * 1, True
+        return self.made
+
+
+kept = Kept()
+for _ in range(2):
+    kept.value().sum().backward()
+""")
+    assert "an object computed it once and keeps it" in note
+    assert "not known: how `kept.made` is emptied. It is to be computed anew in each step" in note
+    assert "detached, it would give kept.w no gradient through it." in note
+    assert "fix" not in note
+
+
+# --- where a graph ended ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", ["y.detach()", "y.data", "y + torch.zeros(3)", "torch.stack([y]).sum(0)"])
+def test_what_was_cut_before_is_cut_there(said, again):
+    note = said(f"x = torch.ones(3, requires_grad=True)\ny = x.exp().detach()\nz = {again}\nz.sum().backward()")
+    assert "cut at       program.py:6   y = x.exp().detach()" in note
+    assert "(likely" not in note
+
+
+def test_of_several_that_were_cut_the_first_is_named(said):
+    note = said("""
+x = torch.ones(3, requires_grad=True)
+y = x.exp().detach()
+with torch.no_grad():
+    z = x.sin()
+(z * y).sum().backward()
+""")
+    assert "cut at       program.py:9   z = x.sin()" in note
+
+
+@pytest.mark.parametrize("leave", ["y.detach().cpu().numpy()", "np.asarray(y.detach())", "y.tolist()"])
+def test_what_left_pytorch_may_be_what_came_back(said, leave):
+    note = said(f"""
+import numpy as np
+
+x = torch.ones(3, requires_grad=True)
+y = x.exp()
+kept = {leave}
+back = torch.as_tensor(kept).float()
+back.sum().backward()
+""")
+    assert "cut at       program.py:10   kept = " in note
+    assert "failed (likely)" in note
+    assert "fix" not in note
+
+
+@pytest.mark.parametrize("logged", ["loss.detach()", "loss.data", "torch.ones(3).sum().item()"])
+def test_what_was_only_logged_is_not_said_to_have_cut_another(said, logged):
+    note = said(f"""
+x, history = torch.ones(3, requires_grad=True), []
+loss = x.exp().sum()
+history.append({logged})
+loss.backward()
+other = torch.zeros(3).exp().sum()
+other.backward()
+""")
+    assert "cut at" not in note
+    assert "computed at  program.py:10   other = " in note
+
+
+def test_in_a_function_the_line_is_that_of_its_forward(said):
+    note = said("""
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        inner = x.exp()
+        torch.autograd.grad(inner.sum(), x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def apply(x):
+    return Own.apply(x)
+
+
+apply(torch.ones(3, requires_grad=True))
+""")
+    assert "cut at       program.py:9   inner = x.exp()" in note
