@@ -15,6 +15,14 @@ def on_startup(*, command: str, dirty: bool) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+def on_config(config: Any) -> None:
+    """Explanations quote the lines of the pages' own code."""
+    from docs import fences
+
+    (fence,) = config.mdx_configs["pymdownx.superfences"]["custom_fences"]
+    fence["format"] = fences.readable(fence["format"])
+
+
 def on_files(files: Any, *, config: Any) -> None:
     """Notebooks beside the pages that they are made of."""
     from docs import notebooks
@@ -35,9 +43,12 @@ def on_nav(nav: Any, *, config: Any, files: Any) -> None:
 
 
 def on_post_build(*, config: Any) -> None:
-    """Writes it, and sets the formulas of all pages."""
-    from docs import formulas
+    """Writes it, tells the search what counts, and sets the formulas of all pages."""
+    from docs import formulas, search
 
     site = Path(config.site_dir)
     (site / "llms.txt").write_text(config.extra["llms"], encoding="utf-8")
+    glossary = Path(config.docs_dir) / "glossary.md"
+    words = glossary.read_text("utf-8") if glossary.exists() else ""
+    search.improve(site / "search" / "search_index.json", words)
     formulas.set_all(site)

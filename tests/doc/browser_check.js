@@ -31,6 +31,17 @@
   for (const formula of article.querySelectorAll(".arithmatex:not(:has(.katex)), .katex-error"))
     faults.add(`a formula that is not set: ${name(formula)}`);
 
+  for (const code of article.querySelectorAll("td code")) {
+    const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode())
+      for (const word of texts.currentNode.textContent.matchAll(/\w+/g)) {
+        const range = document.createRange();
+        range.setStart(texts.currentNode, word.index);
+        range.setEnd(texts.currentNode, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) faults.add(`cut in two: ${word[0]}`);
+      }
+  }
+
   // Contrast, once for each pair of colours.
   const probe = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
   const colours = new Map();

@@ -20,6 +20,8 @@ FAULTS = {
     '<svg viewBox="0 0 10 10" width="100"><rect width="30" height="5"/></svg>': "a clipped picture",
     '<table style="width: 3000px"><tr><td>wide</td></tr></table>': "leaves the screen",
     '<div style="overflow-x: auto"><table style="width: 3000px"><tr><td>wide</td></tr></table></div>': None,
+    '<table><td width="20"><code style="word-break: break-all">gradient_penalty(f)</code></table>': "cut in two",
+    '<table><td width="20"><code>gradient_penalty(f, x)</code></table>': None,
     '<div class="highlight"><pre><code> \n</code></pre></div>': "an empty output box",
     "<p>hodiff._core._checks</p>": "a private name",
     "<p>hodiff.hvp, hodiff.__version__, a_b, _x</p>": None,

@@ -3,6 +3,7 @@
 import json
 import posixpath
 import re
+import textwrap
 
 import pytest
 from docs.notebooks import PAGES, notebook
@@ -39,3 +40,25 @@ def test_it_runs(page, tmp_path):
     assert shown
     if "subplots" in notebook(page):
         assert any("image/png" in output.get("data", {}) for output in shown)
+
+
+def test_the_cells_of_the_recipe_print_what_it_says(capsys):
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    text = (ROOT / "docs" / "recipes" / "notebook_cells.txt").read_text("utf-8")
+    cells = [
+        textwrap.dedent(" " * 8 + cell)  # as indented as the lines that follow it
+        for cell in re.findall(r"^In \[\d\]: (.*\n(?:(?: {8}.*)?\n(?! {2}\w))*)", text, re.MULTILINE)
+    ]
+    assert len(cells) == 4
+    shell = interactive.InteractiveShell.instance(display_page=False, colors="nocolor")
+    try:
+        shell.reset(new_session=True)
+        for cell in cells:
+            shell.run_cell(cell, store_history=True)
+    finally:
+        shell.history_manager.end_session()
+        interactive.InteractiveShell.clear_instance()
+    printed = capsys.readouterr().out
+    assert text.partition("RuntimeError: ")[2].partition(" …")[0] in printed
+    explanation = text.partition("Out[4]:\n")[2]
+    assert printed.partition("Out[4]:")[2].strip() == explanation.strip()

@@ -29,7 +29,7 @@ def eigsh(
     callback: Callback | None = None,
     progress: bool = False,
 ) -> EigenRecord:
-    r"""Some eigenpairs of a symmetric operator, \(A x = \lambda x\), by restarted Lanczos iteration.
+    r"""Some eigenvalues of a symmetric operator and their vectors, \(A x = \lambda x\), by restarted Lanczos iteration.
 
     The basis is kept orthogonal throughout, so that no eigenvalue appears more often than it occurs. When
     all *k* have converged, the search goes on from a random vector orthogonal to them, until nothing better
@@ -123,7 +123,7 @@ def eigs(
     callback: Callback | None = None,
     progress: bool = False,
 ) -> EigenRecord:
-    r"""Some eigenpairs of an operator that need not be symmetric, \(A x = \lambda x\), by restarted Arnoldi iteration.
+    r"""Some eigenvalues of an operator that need not be symmetric, and their vectors, by restarted Arnoldi iteration.
 
     The basis is restarted by Schur vectors, which are orthonormal however far from orthogonal the eigenvectors
     are; what has converged is locked, and the search goes on beside it, as in `hodiff.eigsh`.

@@ -55,7 +55,7 @@ def solve(
     callback: Callback | None = None,
     progress: bool = False,
 ) -> SolveRecord[V]:
-    r"""The solution of \((A + \lambda I)\, x = b\).
+    r"""The solution of the linear system \((A + \lambda I)\, x = b\).
 
     Conjugate gradients are for positive definite operators. They stop where they meet a direction
     *d* with \(d^\top (A + \lambda I)\, d \le 0\), up to rounding, say so, and return the best solution

@@ -89,7 +89,7 @@ def gradient_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""How far each sample's gradient is from a wanted norm: \(w\,\mathrm{mean}_i\,|\lVert\nabla f(x_i)\rVert - t|^p\).
+    r"""A gradient penalty, \(w\,\mathrm{mean}_i\,|\lVert\nabla f(x_i)\rVert - t|^p\): norms are drawn to *t*.
 
     The norm is taken over everything but the batch, jointly over all tensors of *x*. The result is a loss:
     with the caller's grad mode on it can be differentiated by what `f` is made of, and that

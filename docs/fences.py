@@ -1,0 +1,24 @@
+"""Executed snippets whose lines can be read: what names a line shows it, as it does in a program."""
+
+import html
+import linecache
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+_numbers = count(1)
+NAME = "page"  # what stands before the number of a line, where a program has its file
+
+
+def readable(formatter: Callable[..., str]) -> Callable[..., str]:
+    """A formatter of fences like `formatter`, for code that is known by its lines."""
+
+    def shown(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **more: Any) -> str:
+        number = f"{NAME} {next(_numbers)}"
+        name = f"<code block: id {number}>"  # as markdown-exec calls a block that has an id
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        prefix = options["id_prefix"]
+        options = {**options, "id": number, "id_prefix": f"{number.replace(' ', '-')}-" if prefix is None else prefix}
+        return formatter(source, language, css_class, options, md, **more).replace(html.escape(name), NAME)
+
+    return shown

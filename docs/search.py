@@ -1,0 +1,78 @@
+"""What the search of the site finds first: names come with what they are, and pages with the words people type."""
+
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+_WORDS = re.compile(r"^\*\*(?P<words>.+)\*\*\n:   (?P<text>.+)$", re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\](?:\((?P<address>[^)]+)\)|\[(?P<name>[^\]]+)\])")
+_FORMULA = re.compile(r"(?:[\s,:]|\b(?:and|by|for|from|in|is|of|or|over|to|with)\b)*\\\(.*")  # and what follows it
+_KEYWORD = 1000.0  # what a keyword counts for: as a word of a title does in the theme
+_PAGE = 0.3  # a page of the reference as a whole: rather the entry on it
+_SHARES = {  # pages that hold a little of everything, or figures, are found after those that explain; first words first
+    "api/calculus/": 2.0,
+    "api/cli/": 0.1,
+    "benchmarks/": 0.1,
+    "changelog/": 0.1,
+    "coming-from/": 0.3,
+    "explain/benchmarks/": 0.1,
+    "explain/correctness/": 0.5,
+    "explain/operations/": 0.1,
+    "recipes/is-my-penalty-right/": 0.5,
+}
+
+
+def improve(path: Path, glossary: str) -> None:
+    """Rewrites the index at `path`: it keeps its form, so that another theme would find in it what it knows."""
+    index = json.loads(path.read_text("utf-8"))
+    words = keywords(glossary, {part["location"] for part in index["docs"]})
+    for part in index["docs"]:
+        location = part["location"]
+        page, _, anchor = location.partition("#")
+        part["title"] = _title(part["title"], anchor)
+        if location in words:
+            part["tags"] = words[location]
+        part["boost"] = _PAGE if page.startswith("api/") and not anchor else _SHARES.get(page, 1.0)
+    index["config"]["fields"]["tags"]["boost"] = _KEYWORD
+    path.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), "utf-8")
+
+
+def keywords(glossary: str, locations: set[str]) -> dict[str, list[str]]:
+    """The words of the glossary's second part, by where the first link of each leads."""
+    found: dict[str, list[str]] = {}
+    _, _, second = glossary.partition("## Words that people search for")
+    for entry in _WORDS.finditer(second):
+        link = _LINK.search(entry["text"])
+        if link is None:
+            raise PluginError(f"the glossary's {entry['words']!r} leads nowhere")
+        address = re.sub(r"\.md(?=#|$)", "/", link["address"]) if link["address"] else ""
+        anchor = f"#{link['name']}"
+        places = [address] if address else [place for place in locations if place.endswith(anchor)]
+        if len(places) != 1 or places[0] not in locations:
+            raise PluginError(
+                f"the glossary's {entry['words']!r} leads to {address or link['name']!r}, not in the index"
+            )
+        found.setdefault(places[0], []).extend(word.strip() for word in entry["words"].split(","))
+    return found
+
+
+def _title(title: str, anchor: str) -> str:
+    """`hodiff.hvp` is found by "Hessian-vector product", the beginning of what its docstring says."""
+    module, _, name = anchor.rpartition(".")
+    if not module.startswith("hodiff"):
+        return title
+    try:
+        document = inspect.getdoc(_object(module, name))
+    except (ImportError, AttributeError):  # a member of a class
+        return title
+    first = " ".join((document or "").partition("\n\n")[0].split())
+    return f"{anchor}: {_FORMULA.sub('', first).rstrip('.').replace('`', '')}" if first else title
+
+
+def _object(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
