@@ -133,7 +133,11 @@ def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str
     change = _last_change(case, change)
     after = f" after {at(change.line)}" if change is not None else " after the change"
     if case.record is None:
-        return [], [f"where the loss is to be computed again: after the line that changed `{stale.variable}`."]
+        return [], [
+            f"whether the loss is to be computed again, after the line that changed `{stale.variable}`; or whether\n"
+            "this is the graph of an earlier step, through a value that step handed on (a recurrent state):\n"
+            "then that is to be cut (.detach()) where the step ends."
+        ]
     return [f"compute {loss} again{after}, from the forward pass on.{_chain(case)}"], [
         "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
         f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."

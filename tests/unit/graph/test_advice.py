@@ -683,3 +683,19 @@ def apply(x):
 apply(torch.ones(3, requires_grad=True))
 """)
     assert "cut at       program.py:9   inner = x.exp()" in note
+
+
+def test_with_nothing_recorded_a_changed_weight_leaves_both_ways_open(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(START + RECURRENT.format(call="loss.backward(retain_graph=True)"), "utf-8")
+    with pytest.raises(RuntimeError, match="inplace operation") as caught:
+        runpy.run_path(str(path), run_name="__main__")
+    found = hodiff.graph.explain(caught.value)
+    assert (found.cause, found.variable, found.certain, found.fixes) == (
+        "changed in place",
+        "cell.weight_hh",
+        False,
+        (),
+    )
+    assert "a recurrent state" in found.unknown[0]
+    assert "computed again" in found.unknown[0]
