@@ -13,7 +13,7 @@ _WORDS = re.compile(r"^\*\*(?P<words>.+)\*\*\n:   (?P<text>.+)$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\](?:\((?P<address>[^)]+)\)|\[(?P<name>[^\]]+)\])")
 _FORMULA = re.compile(r"(?:[\s,:]|\b(?:and|by|for|from|in|is|of|or|over|to|with)\b)*\\\(.*")  # and what follows it
 _KEYWORD = 1000.0  # what a keyword counts for: as a word of a title does in the theme
-_PAGE = 0.3  # a page of the reference as a whole: rather the entry on it
+_ASIDE = 0.3  # a page of the reference as a whole, and the records that its functions return: rather the function
 _SHARES = {  # pages that hold a little of everything, or figures, are found after those that explain; first words first
     "api/calculus/": 2.0,
     "api/cli/": 0.1,
@@ -37,7 +37,8 @@ def improve(path: Path, glossary: str) -> None:
         part["title"] = _title(part["title"], anchor)
         if location in words:
             part["tags"] = words[location]
-        part["boost"] = _PAGE if page.startswith("api/") and not anchor else _SHARES.get(page, 1.0)
+        aside = page.startswith("api/") and (not anchor or "._" in anchor)
+        part["boost"] = _ASIDE if aside else _SHARES.get(page, 1.0)
     index["config"]["fields"]["tags"]["boost"] = _KEYWORD
     path.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), "utf-8")
 
@@ -71,7 +72,8 @@ def _title(title: str, anchor: str) -> str:
     except (ImportError, AttributeError):  # a member of a class
         return title
     first = " ".join((document or "").partition("\n\n")[0].split())
-    return f"{anchor}: {_FORMULA.sub('', first).rstrip('.').replace('`', '')}" if first else title
+    shown = name if "._" in anchor else anchor
+    return f"{shown}: {_FORMULA.sub('', first).rstrip('.').replace('`', '')}" if first else title
 
 
 def _object(module: str, name: str) -> Any:

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 PACKAGE = '''
 """A package."""
 
-def twice(x: float) -> float:
+Real = float | int
+
+def twice(x: Real) -> float:
     """Doubles.
 
     Args:
@@ -102,4 +104,6 @@ def test_strict_build(tmp_path, fault):
     if fault == "none":
         page = (tmp_path / "site" / "index.html").read_text("utf-8")
         assert "42" in page
+        shown = re.sub("<[^>]+>", "", page)
+        assert "x: float | int" in shown and "Real" not in shown
         assert 'class="katex"' in page and "<script" in page and "katex.min.js" not in page
