@@ -23,7 +23,9 @@ def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk) 
     """The product with a vector, or with several, in the spelling of `v`."""
     refuse_differentiation()
     kind, parts, count, tree = domain.parse(v)
-    parts = [part.detach() if part.requires_grad else part for part in parts]
+    if any(part.requires_grad for part in parts):
+        _nesting.refuse_transforms()
+        parts = [part.detach() for part in parts]
     back = tree if target is domain or target.like(domain) else target.tree
     if count is None:
         found = product(parts, None)

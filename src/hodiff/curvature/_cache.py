@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes, _reverse
+from hodiff._core import _nesting, _nodes, _reverse
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
@@ -71,6 +71,7 @@ class GraphCache(Generic[G, B]):
 
     def evaluate(self) -> None:
         """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
+        _nesting.refuse_transforms(batched=True)
         if self._closed:
             with self._together():  # others may be about to evaluate theirs
                 raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hodiff._core import _checks, _results
 from hodiff.curvature import _memory
@@ -219,7 +220,9 @@ class SummedOperator(DataOperator[G]):
 
     def _passes_of(self, number: int) -> Passes | None:
         """The compiled passes of a batch, once it has been evaluated."""
-        return None if self._compilation is None else self._compilation.passes(self._apply).get(number)
+        if self._compilation is None or forward_ad._current_level >= 0:  # code carries no tangents
+            return None
+        return self._compilation.passes(self._apply).get(number)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = super()._blocked(chosen)

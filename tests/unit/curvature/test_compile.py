@@ -1,5 +1,6 @@
 """`H.compile()`: the same products, or a reason. Most tests replay the traced pass; some ask the compiler."""
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
@@ -405,6 +407,62 @@ def test_modes_do_not_matter(mode: Any, replay: list[Any]) -> None:
         H.compile()
         assert relative_error(H @ draw(24, 9), expected) < 1e-13
     assert relative_error(H @ draw(24, 9), expected) < 1e-13
+
+
+def test_autocast_does_not_reach_compiled_passes(replay: list[Any]) -> None:
+    x, v = draw(4, 4).float(), draw(4, 4, seed=1).float()
+    H = hodiff.HessianOperator(lambda x: (x @ x @ x).sum(), x).compile()
+    assert H.compiled.compiled == 1
+    expected = H @ v
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(H @ v, expected)
+
+
+def test_a_tangent_takes_the_eager_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code would drop it, silently: here the traced operations do, as a compiler's kernels."""
+
+    def primal(traced: Any, vectors: Any) -> Any:
+        return lambda *arguments: traced.module(*[forward_ad.unpack_dual(part).primal for part in arguments])
+
+    monkeypatch.setattr(_compilation, "compile_traced", primal)
+    H, v = hessian(), draw(24)
+    expected = H @ v
+    H.compile()
+    assert H.compiled.compiled == 2
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(H @ forward_ad.make_dual(draw(24, seed=4), v)).tangent
+    assert tangent is not None and relative_error(tangent, expected) < 1e-13
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled", "matrix"])
+def test_transforms_of_torch_are_refused(kind: str, replay: list[Any]) -> None:
+    """A detached product would be a constant to them: half of the derivative of v'Hv."""
+    H, v = hessian(cuts=(10,), chunk_size=1), draw(24)
+    H @ v
+    A = hodiff.MatrixOperator(H.dense()) if kind == "matrix" else H.compile() if kind == "compiled" else H
+    with pytest.raises(hodiff.InputError, match=r"inside a torch\.func transform"):
+        torch.func.grad(lambda v: v @ (A @ v))(v)
+    if kind != "matrix":
+        with pytest.raises(hodiff.InputError, match=r"inside a torch\.func transform"):
+            torch.vmap(lambda v: A @ v)(v[None])
+
+
+def test_threads_trace_one_after_another(replay: list[Any]) -> None:
+    """PyTorch's flag for tracing was left set, and then every call of `torch.compile` in the process raised."""
+    operators = [hessian(cuts=(10,), chunk_size=1) for _ in range(4)]
+    start = threading.Barrier(4)
+
+    def run(H: Any) -> None:
+        start.wait()
+        H.compile()
+
+    threads = [threading.Thread(target=run, args=(H,)) for H in operators]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [H.compiled.compiled for H in operators] == [1] * 4
+    assert not torch.fx._symbolic_trace.is_fx_tracing()
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 40])

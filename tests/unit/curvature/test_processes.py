@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
+from hodiff.curvature import _memory
 from hodiff.curvature._digest import Digest
 from tests.support.operators import LABELS, D, X, draw, network, predict, squares, sum_of_cross_entropy
 from tests.support.processes import TIMEOUT, Ranks
@@ -203,11 +204,33 @@ def large_on_some(rank: int) -> Tensor:
     loss = lambda w, batch: ((batch @ w).square().sum() / 2, 1.0)
     data = [torch.eye(3, dtype=D).repeat(20_000, 1)] if rank == 0 else []
     H = hodiff.HessianOperator(loss, torch.zeros(3, dtype=D), data=data, process_group=dist.group.WORLD)
-    return H @ draw(3, 30)
+    return H @ draw(3, 100)
+
+
+def in_need_of_memory(rank: int) -> tuple[Tensor, int]:
+    """What one rank has no room for, no rank takes at once."""
+    free = _memory.free_bytes
+    try:
+        _memory.free_bytes = lambda device: 1000 if rank == 1 else free(device)
+        H = build("Hessian", dist.group.WORLD, chunk_size=2, memory_budget=0)
+        H @ draw(39)
+        with Counted() as found:
+            return H @ draw(39, 5), len(found)
+    finally:
+        _memory.free_bytes = free
+
+
+def test_the_least_memory_decides(three: Ranks) -> None:
+    expected = build("Hessian", None) @ draw(39, 5)
+    for outcome in three(in_need_of_memory):
+        assert not outcome.error, outcome
+        found, collectives = outcome.value
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert collectives == 2 + 2 + 1  # two vectors, two, and one
 
 
 def test_ranks_take_as_many_vectors_at_once(three: Ranks) -> None:
-    expected = build("Hessian", None) @ draw(39, 5), 20_000 * draw(3, 30)
+    expected = build("Hessian", None) @ draw(39, 5), 20_000 * draw(3, 100)
     for function, wanted in zip((kept_by_some, large_on_some), expected, strict=True):
         for outcome in three(function):
             assert not outcome.error, outcome
@@ -219,6 +242,7 @@ def test_ranks_take_as_many_vectors_at_once(three: Ranks) -> None:
 
 def unseeded(rank: int) -> list[Tensor]:
     H = build("Hessian", dist.group.WORLD)
+    torch.manual_seed(rank)  # building the model has seeded all alike
     first, second = (hodiff.trace(H + 1.0, samples=6).value for _ in range(2))
     return [first, second, hodiff.eigsh(H, 2).value, hodiff.diagonal(H, samples=6).stderr["0.weight"]]
 
@@ -275,7 +299,9 @@ def test_labels_of_the_ranks_are_independent(three: Ranks, seeded: bool) -> None
 
 
 def approximated(rank: int) -> Tensor:
-    return hodiff.nystrom(build("Fisher exact", dist.group.WORLD), 5, shift=0.1) @ draw(39)
+    A = build("Fisher exact", dist.group.WORLD)
+    torch.manual_seed(rank)
+    return hodiff.nystrom(A, 5, shift=0.1) @ draw(39)
 
 
 def test_a_preconditioner_draws_alike(three: Ranks) -> None:
