@@ -85,9 +85,14 @@ def outer_order() -> int:
     return max(1, state.open[-1].call.order) if state.open else 1
 
 
+def tangents() -> bool:
+    """Whether tensors may carry tangents of PyTorch's forward mode."""
+    return forward_ad._current_level >= 0
+
+
 def refuse_tangent(x: Tensor) -> None:
     """Raise for a point that carries a tangent of PyTorch's forward mode: a detached result would lose it."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if tangents() and forward_ad.unpack_dual(x).tangent is not None:
         refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
         raise InputError(
             "x: carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a detached result would "

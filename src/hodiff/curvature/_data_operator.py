@@ -10,9 +10,8 @@ from typing import Any, Generic, Literal, Self
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from hodiff._core import _checks, _results
+from hodiff._core import _checks, _nesting, _results
 from hodiff.curvature import _memory
 from hodiff.curvature._batch_graph import G
 from hodiff.curvature._cache import GraphCache
@@ -220,7 +219,7 @@ class SummedOperator(DataOperator[G]):
 
     def _passes_of(self, number: int) -> Passes | None:
         """The compiled passes of a batch, once it has been evaluated."""
-        if self._compilation is None or forward_ad._current_level >= 0:  # code carries no tangents
+        if self._compilation is None or _nesting.tangents():  # code carries no tangents
             return None
         return self._compilation.passes(self._apply).get(number)
 

@@ -279,6 +279,24 @@ def test_what_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close((H @ x)[leaf], (6.0, 6e-6)[leaf] * x[leaf], rtol=1e-14, atol=0)
 
 
+def test_a_leaf_of_rounding_noise_is_no_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bias before a batch norm: what counts there is the size of the whole."""
+
+    def noisy(traced: Any, vectors: Any) -> Any:
+        return lambda *arguments: [part + 1e-16 for part in traced.module(*arguments)]
+
+    monkeypatch.setattr(_compilation, "compile_traced", noisy)
+    H = hodiff.HessianOperator(lambda p: (p[0] ** 3).sum() + p[1].sum() ** 2 * 0, (draw(3), draw(2))).compile()
+    assert (H.compiled.compiled, H.compiled.eager) == (1, {})
+
+
+def test_products_that_are_not_finite_are_warned_of(replay: list[Any]) -> None:
+    H = hodiff.HessianOperator(lambda x: (x**3).sum(), torch.ones(3, dtype=D)).compile()
+    assert H.compiled.compiled == 1
+    with pytest.warns(hodiff.HodiffWarning, match="the result is not finite"):
+        H @ torch.full((3,), 1e308, dtype=D)
+
+
 def test_wrong_code_for_several_vectors_leaves_that_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As PyTorch's compiler makes of `index_add` where several vectors are multiplied at once."""
 
