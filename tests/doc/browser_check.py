@@ -24,6 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")
 INTERNALS = {"explain/how-it-works/", "explain/versions/", "explain/operations/"}  # pages about what is inside
 HEAVIEST = 1_000_000  # bytes of the home page, as a server without compression sends them, fonts included
+PATIENCE = 120_000  # milliseconds for a page: machines that check sites may be busy
 FARTHEST = 0.02  # what may move while a page loads: the score that browsers report, of which 0.1 is called good
 SEARCH_INDEX = "search_index.json"  # loaded in the background, and counted apart
 
@@ -64,6 +65,7 @@ def check_site(root: Path, report: Callable[[str], object] = print) -> list[str]
             faults.append(f"home weighs {size / 1e3:.0f} kB, more than {HEAVIEST / 1e3:.0f}")
         for width in WIDTHS:
             page = chromium.new_page(viewport={"width": width, "height": 900})
+            page.set_default_timeout(PATIENCE)
             page.add_init_script(WATCH)
             for address in addresses:
                 name = "" if address == "." else f"{address}/"
