@@ -198,7 +198,7 @@ def drop(node: Node) -> int:
         except (RuntimeError, AttributeError):  # freed already
             continue
         for raw in raws if isinstance(raws, tuple) else (raws,) if raws is not None else ():
-            if state_of(raw)[0] in (ALIVE, STALE):  # a packed one has its hooks, and takes no second pair
+            if state_of(raw)[0] == ALIVE:  # a packed one has its hooks, and takes no second pair
                 raw.register_hooks(_forget, _raise_released)
                 dropped += 1
     return dropped

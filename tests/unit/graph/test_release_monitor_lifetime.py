@@ -50,6 +50,14 @@ def test_release_of_lists_and_functions_but_not_of_packed():
     assert torch.allclose(a.grad, a.detach().cos())
 
 
+def test_release_of_a_checkpoint_whose_input_changed():
+    h = torch.ones(3, requires_grad=True) * 1
+    out = checkpoint(lambda x: x.exp(), h, use_reentrant=False)
+    with torch.no_grad():
+        h.mul_(2)
+    assert release(out.sum() + (h * h).sum()).nodes == 2  # the products: the checkpoint has hooks of its own
+
+
 def test_release_of_a_freed_graph_is_nothing():
     a = torch.rand(4, requires_grad=True)
     loss = a.exp().sum()
