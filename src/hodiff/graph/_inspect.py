@@ -104,7 +104,10 @@ class Graph:
     @property
     def bytes_by_holder(self) -> dict[str, int]:
         """Those bytes by holder. `graph` is what freeing this graph would give back."""
-        storages = {saved.storage: saved for saved in self.saved if saved.bytes}
+        storages: dict[int, Saved] = {}
+        for saved in self.saved:  # of several that saved the same, one may be all that Python holds
+            if saved.bytes and (saved.storage not in storages or saved.holder != "graph"):
+                storages[saved.storage] = saved
         result = {"graph": 0, "python": 0, "parameter": 0}
         for saved in storages.values():
             result[saved.holder] += saved.bytes

@@ -48,6 +48,43 @@ def test_lists_and_functions():
     assert {state for *_, state in states(loss)} == {"freed"}
 
 
+class Two(torch.autograd.Function):
+    """Saves two tensors and None, which is none."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, None, x * 1)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_of_several_that_a_function_saved_each_has_its_state():
+    x = torch.rand(3, requires_grad=True) * 1
+    loss = Two.apply(x).sum()
+    assert [state for name, _, state in states(loss) if name == "TwoBackward"] == ["alive", "alive"]
+    x.mul_(2)
+    assert [state for name, _, state in states(loss) if name == "TwoBackward"] == ["stale", "stale"]
+
+
+def unpacked(packed):
+    raise AssertionError("inspect runs no hook")
+
+
+def test_where_one_of_several_is_packed_none_is_unpacked():
+    x = torch.rand(3, 1, requires_grad=True) * 1
+    picked = x[torch.tensor([0, 1]), torch.tensor([0, 0])]
+    picked.grad_fn._raw_saved_indices[1].register_hooks(lambda tensor: tensor, unpacked)
+    found = [state for name, _, state in states(picked) if name == "IndexBackward0"]
+    assert found == ["alive", "packed"]
+    assert inspect(picked).nodes[0].state == "packed"
+    y = Two.apply(x)
+    y.grad_fn._raw_saved_tensors[0].register_hooks(lambda tensor: tensor, unpacked)
+    assert [state for name, _, state in states(y) if name == "TwoBackward"] == ["packed", "alive"]
+
+
 def test_in_place_on_a_view_is_unknown():
     a = torch.rand(4, requires_grad=True).clone()
     a[1:3] *= 2
@@ -80,6 +117,27 @@ def test_a_value_that_is_saved_twice_is_not_held_by_python_for_that():
     assert inspect(loss).bytes_by_holder == {"graph": 0, "python": 12, "parameter": 0}
     del e
     assert inspect(loss).bytes_by_holder == {"graph": 12, "python": 0, "parameter": 0}
+
+
+def test_what_python_holds_is_no_graphs_though_another_node_saved_it_too():
+    a = torch.rand(3, requires_grad=True)
+
+    def hidden():
+        kept = [a.exp()]
+        return (kept[0] * kept[0]).sum(), lambda: kept
+
+    loss, keeps = hidden()
+    assert inspect(loss).bytes_by_holder == {"graph": 0, "python": 12, "parameter": 0}
+    del keeps
+    assert inspect(loss).bytes_by_holder == {"graph": 12, "python": 0, "parameter": 0}
+
+
+def test_the_worst_state_of_any_node_is_that_of_the_graph():
+    y = torch.rand(3, requires_grad=True).exp()
+    y.sum().backward()
+    graph = inspect(y.sin())
+    assert [node.state for node in graph.nodes[:2]] == ["alive", "freed"]
+    assert graph.state == "freed"
 
 
 def test_of_several_on_the_same_memory_the_very_tensor_is_named():

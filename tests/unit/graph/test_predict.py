@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import hodiff
-from hodiff.graph import predict, shared
-from tests.unit.graph.random_graphs import Graphs
+from hodiff._core import _nodes
+from hodiff.graph import _predict, predict, shared
+from tests.unit.graph.random_graphs import Cube, Graphs
 
 CALLS = 4
 
@@ -134,6 +135,25 @@ def test_input_errors():
         predict(1.0)
     with pytest.raises(hodiff.InputError, match="two or more"):
         shared(torch.rand(1))
+
+
+def test_a_function_that_was_run_need_not_use_what_it_saved():
+    loss = Cube.apply(torch.ones(3, requires_grad=True)).sum()
+    loss.backward()
+    found = predict(loss)
+    assert (found.verdict, found.findings[0].reason) == ("maybe", "freed")
+    assert "which need not use them" in found.findings[0].text
+
+
+def test_a_graph_that_was_walked_serves_for_its_parts_alone():
+    x = torch.ones(3, requires_grad=True)
+    inner = x.exp()
+    outer, other = inner.sin(), x.cos() * 2
+    nodes = [each.grad_fn for each in (inner, outer, other)]
+    with _predict.unchanging():
+        assert set(_predict.below(nodes[1:2])) == set(_nodes.walk(nodes[1:2]))
+        for roots in (nodes[:1], nodes, nodes[2:], nodes[:1] + nodes[2:]):
+            assert dict(_predict.below(roots)) == dict(_nodes.walk(roots))
 
 
 def test_a_derivative_that_is_missing():
