@@ -174,3 +174,10 @@ def test_what_rises():
     assert levels(*[index // 5 for index in range(80)]) == ([50], False)  # every fifth iteration
     assert levels(*range(20), *[20] * 22) == ([10, 20], True)  # a buffer that is full
     assert levels(*[1, 2] * 50) == ([], True)
+    assert levels(*[n + d for n in range(20) for d in (2, 1)]) == ([18, 38], False)  # every other gives some back
+    assert levels(*range(30), *[29] * 20) == ([10, 20], False)  # it has rested for less long than it rose
+    assert levels(*range(30), *[29] * 31) == ([10, 20], True)
+    assert levels(*range(20), *[19] * 22, *range(20, 32)) == ([10, 51], False)  # settled, and risen anew
+    assert levels(*range(20), *[19] * 22, *range(20, 29)) == ([10], True)
+    assert levels(*range(12), 4, *range(5, 20)) == ([10, 22], False)  # most of it gone: begun anew
+    assert levels(*range(12), 5, *range(6, 20)) == ([10], False)

@@ -89,7 +89,7 @@ class Held(NamedTuple):
 
 
 class Names:
-    """The tensors that variables lead to within three steps, by what they are and hold; `results`: no leaves."""
+    """The tensors that variables lead to within four steps, by what they are and hold; `results`: no leaves."""
 
     def __init__(
         self,
@@ -242,10 +242,13 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Each pass under a watch looks at all modules in sight, and at most of them in vain.
     """
-    seen = {id(root)}
+    seen: set[int] = set()
     stack: list[tuple[str, nn.Module]] = [("", root)]
     while stack:
         path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
         own = vars(module)
         for name, item in list((own.get("_buffers") or {}).items()):
             if item.__class__ not in _PLAIN:
@@ -257,8 +260,7 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
             for name, item in _of_class(module):
                 yield f"{path}.{name}", item
         for name, child in reversed(list((own.get("_modules") or {}).items())):
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
+            if child is not None:
                 stack.append((f"{path}[{name}]" if name.isdigit() else f"{path}.{name}", child))
 
 

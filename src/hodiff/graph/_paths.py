@@ -36,7 +36,7 @@ class Paths:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._alive: list[Key] = []
-        self._equal: dict[Key, int] = {}
+        self._equal: dict[tuple[Any, ...], int] = {}
         self._all: list[Key] = []
 
     def __getitem__(self, number: int) -> Key:
@@ -63,7 +63,8 @@ class Paths:
             self._numbers.clear()
             self._alive.clear()
         path = path_of(frame, outermost) or (frame.f_code, frame.f_lineno or 0)
-        number = self._equal.setdefault(path, len(self._all))
+        files = [code.co_filename for code in path[::2]]  # by which Python does not tell codes apart
+        number = self._equal.setdefault((*path, *files), len(self._all))
         if number == len(self._all):
             self._all.append(path)
         self._alive.append(path)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 import hodiff
 from hodiff.graph import _paths, _predict, watch
@@ -285,6 +286,14 @@ def test_nodes_of_one_kind_are_freed_alike_but_each_is_looked_at():
         troubles = [_predict.trouble(value.grad_fn) for value in (spent, kept, other, kept_through_hooks)]
         assert _predict.trouble(other.grad_fn.next_functions[0][0]) == "freed"
     assert troubles == ["freed", "", "freed", ""]
+    linear = nn.Linear(3, 2)
+    linear(torch.ones(1, 3)).sum().backward()
+    spent = linear(torch.ones(1, 3))
+    spent.sum().backward()
+    linear.weight.requires_grad_(False)
+    with _predict.unchanging():
+        assert _predict.trouble(spent.grad_fn) == "freed"
+        assert _predict.trouble(linear(torch.ones(1, 3)).grad_fn) == ""  # its kind of node has nothing to save
     with torch.no_grad():
         x += 1
     with _predict.unchanging():
@@ -302,6 +311,7 @@ def test_paths_are_found_again_and_forgotten(monkeypatch):
     assert numbers[:5] == numbers[5:]
     assert len(set(numbers)) == 5
     assert len(paths._numbers) <= 3
+    assert len(paths._alive) <= 3
     assert [paths[number][1] for number in numbers[:5]] == [2, 3, 4, 5, 6]
 
 
@@ -331,6 +341,8 @@ def test_what_is_said_of_a_saved_tensor_is_certain():
         _ = node._saved_result
     found = hodiff.graph.explain(caught.value)
     assert (found.cause, found.certain) == ("read after freeing", True)
+    assert found.failed.text == "_ = node._saved_result"
+    assert "called from" not in str(found)
 
 
 def test_one_line_that_asks_twice_wants_it_twice_or_not_the_same(said):
@@ -346,13 +358,14 @@ def test_one_line_that_asks_twice_wants_it_twice_or_not_the_same(said):
 def test_a_transpose_has_a_line_and_a_name(said):
     note = said("""
 h = nn.Linear(3, 3)(torch.ones(3, 3))
+turned = None
 turned = h.mT
 for _ in range(2):
     turned.exp().sum().backward()
     h = None
 """)
     assert "shared part: `turned`" in note
-    assert "created at   program.py:7 " in note
+    assert "created at   program.py:8 " in note
 
 
 def test_a_value_of_a_function_that_has_returned_is_named_by_the_line_that_changed_it(said):
@@ -664,10 +677,14 @@ other.backward()
 
 def test_in_a_function_the_line_is_that_of_its_forward(said):
     note = said("""
+def helped(x):
+    return x.exp()
+
+
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        inner = x.exp()
+        inner = helped(x)
         torch.autograd.grad(inner.sum(), x)
         return x.clone()
 
@@ -682,7 +699,7 @@ def apply(x):
 
 apply(torch.ones(3, requires_grad=True))
 """)
-    assert "cut at       program.py:9   inner = x.exp()" in note
+    assert "cut at       program.py:7   return x.exp()" in note
 
 
 def test_with_nothing_recorded_a_changed_weight_leaves_both_ways_open(tmp_path):

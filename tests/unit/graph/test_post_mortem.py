@@ -139,15 +139,16 @@ def test_a_watch_in_a_cell_names_cells(shell, last_value):
 def test_numbers_of_lines_in_earlier_cells(shell):
     shell.reset(new_session=True)
     file = "import sys\nfile = sys._getframe().f_code.co_filename"
-    shell.run_cell("x = 1\n\ny = 2\n", store_history=True)
+    shell.run_cell("x = 1\n\nif x:\n    y = 2\n", store_history=True)
     shell.run_cell("z = 3", store_history=True)
     shell.run_cell(file, store_history=True)
     name = shell.user_ns["file"]
-    assert [_cells.resolve(name, line) for line in (2, 1, 0, -1, -2, -3)] == [
+    assert [_cells.resolve(name, line) for line in (2, 1, 0, -1, -2, -3, -4)] == [
         (3, 2, "file = sys._getframe().f_code.co_filename"),
         (3, 1, "import sys"),
         (2, 1, "z = 3"),
-        (1, 3, "y = 2"),
+        (1, 4, "y = 2"),
+        (1, 3, "if x:"),
         (1, 2, ""),
         (1, 1, "x = 1"),
     ]

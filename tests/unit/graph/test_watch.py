@@ -1,5 +1,6 @@
 """watch changes no number and no error, in the company of compile, checkpoints, hooks, Functions and threads."""
 
+import sys
 import threading
 
 import pytest
@@ -8,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff.graph import Watch, _log, explain, watch
+from hodiff.graph import Watch, _explain, _log, explain, watch
+from hodiff.graph._case import Explanation
 from tests.unit.graph.random_graphs import Cube, Graphs
 
 
@@ -318,6 +320,53 @@ def test_explain_finds_the_exception_being_handled():
     except RuntimeError:
         found = explain()
     assert (found.cause, found.variable, found.certain) == ("same loss twice", "loss", False)
+
+
+def failing():
+    y = torch.ones(3, requires_grad=True).exp()
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        y.mean().backward()
+    return caught.value
+
+
+def test_explain_prefers_the_exception_being_handled_to_the_last_one(monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ValueError("of another cell"), raising=False)
+    try:
+        raise failing()
+    except RuntimeError:
+        assert hodiff.graph.explain().cause == "two losses"
+    assert hodiff.graph.explain() is None
+
+
+def test_explain_looks_behind_an_exception_that_was_made_from_it():
+    error = ValueError("of the user's own")
+    error.__cause__ = failing()
+    found = hodiff.graph.explain(error)
+    assert (found.cause, found.variable) == ("two losses", "y")
+    assert found.failed.text == "y.mean().backward()"
+
+
+def test_explain_sees_the_frames_around_the_one_that_caught_it():
+    def caught(loss):
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return hodiff.graph.explain(error)
+
+    hidden = torch.ones(3, requires_grad=True).exp()
+    hidden.sum().backward()
+    found = caught(hidden.mean())
+    assert found.variable == "hidden"
+    assert found.failed.text == "loss.backward()"
+
+
+def test_an_explanation_is_added_once_beside_notes_of_others():
+    error = RuntimeError("failed")
+    error.add_note("of the user's")
+    for _ in range(2):
+        _explain.attach(error, Explanation("this pass", "carried"))
+    assert len(error.__notes__) == 2
 
 
 def test_explain_of_what_was_released():
