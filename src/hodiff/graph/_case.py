@@ -99,6 +99,10 @@ class Marks(Protocol):
         """A leaf's version when the pass that is its tag ran."""
         ...
 
+    def given(self, node: Node) -> Pass | None:
+        """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
+        ...
+
     def untouched(self, leaf: Tensor, call: Pass) -> bool:
         """Whether a leaf's `.grad` is as a pass left it."""
         ...
@@ -109,6 +113,14 @@ class Endings(Protocol):
 
     def of(self, tensor: Tensor) -> Lost | None:
         """Where a tensor without a graph lost it."""
+        ...
+
+    def beside(self, tensor: Tensor) -> tuple[Lost, ...]:
+        """The other places, where what a tensor was computed from lost several graphs."""
+        ...
+
+    def stack(self, lost: Lost) -> tuple[Line, ...]:
+        """The user's lines, the innermost first, that led to one where gradients were switched off."""
         ...
 
     def latest(self) -> Lost | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hodiff.graph import _earlier, _losses, _once, _written
+from hodiff.graph import _earlier, _losses, _once
 from hodiff.graph._evidence import PARAMETRIZED, Evidence
 
 Words = Callable[[Evidence], str | None]
@@ -41,6 +41,11 @@ def _in_init(e: Evidence) -> bool:
     return bool(e.first.path) and e.first.path[0].co_name in ("__init__", "<module>")
 
 
+def _at_once(e: Evidence) -> bool:
+    """Whether both losses had been computed when the first was differentiated: no state entered a step in between."""
+    return e.made_before and not e.rounds and e.call.path != e.freed_by.path
+
+
 CAUSES = (
     Cause(
         "same loss twice",
@@ -63,7 +68,9 @@ CAUSES = (
     ),
     Cause(
         "carried",
-        lambda e: e.first.replaced or (not e.first.kept and e.first.again),
+        lambda e: (
+            (e.first.replaced or (not e.first.kept and e.first.again) or _once.is_remembered(e)) and not _at_once(e)
+        ),
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (_earlier.detached_after,),
         (_earlier.silences, _earlier.unwritten, _earlier.unrolled),
@@ -72,11 +79,11 @@ CAUSES = (
         "stored",
         lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
         lambda e: (
-            f"an earlier step put it into `{_written.base(e.first.variable)}`, and its pass {e.fate}; "
+            f"an earlier step put it into `{_earlier.container(e)}`, and its pass {e.fate}; "
             "this step differentiates into it."
         ),
         (_earlier.cut_states,),
-        (_earlier.stored,),
+        (_earlier.within, _earlier.stored),
     ),
     Cause(
         "two losses",
@@ -94,7 +101,7 @@ CAUSES = (
     ),
     Cause(
         "cached",
-        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e))),
+        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and _once.is_lazy(e))),
         lambda e: "an object computed it once and keeps it; every pass through the object needs it again.",
         (_once.cleared, _once.object_again),
         (_once.cache,),

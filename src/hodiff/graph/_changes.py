@@ -88,3 +88,18 @@ def guarded(name: str, file: str) -> str:
                 elif isinstance(test, ast.Call) and ast.unparse(test.func) == "hasattr" and test.args[1:]:
                     return "hasattr" if ast.unparse(test.args[1]) == repr(attribute) else ""
     return ""
+
+
+def refilled(name: str, file: str) -> bool:
+    """Whether a file asks a dict if a key is there, before it fills it: by `in`, `.get()`, or a `KeyError`."""
+    attribute = name.rpartition(".")[2]
+    asked: list[ast.expr] = []
+    for node in _source.nodes_in(file):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None and "KeyError" in ast.unparse(node.type):
+            return True
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            asked.append(node.comparators[0])
+        call = node.func if isinstance(node, ast.Call) else None
+        if isinstance(call, ast.Attribute) and call.attr in ("get", "setdefault"):
+            asked.append(call.value)
+    return any(ast.unparse(each).rpartition(".")[2] == attribute for each in asked)

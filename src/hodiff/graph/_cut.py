@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import Tensor, nn
 
 from hodiff._core import _nodes
 from hodiff.graph import _passes, _traits, _variables
-from hodiff.graph._case import Case, Explanation
+from hodiff.graph._case import Case, Explanation, Lost
+from hodiff.graph._endings import COPY
 from hodiff.graph._line import Line, at, quoted
 
 KINDS = {
     "detached": "it was detached there, so nothing below is part of the graph.",
     "no_grad": "it was computed while gradients were switched off (no_grad or inference_mode).",
+    "inference": "it was computed while gradients were switched off, by inference_mode, which enable_grad() leaves on.",
     "checkpoint": (
         "a re-entrant checkpoint computed it with gradients switched off. It attaches a result only if that is\n       "
         "a tensor, or a tuple of them, and a tensor among its arguments requires grad."
@@ -26,7 +29,7 @@ KINDS = {
     "constant": "it passed through a number, NumPy or a step without derivative there, and is a constant since.",
     "no graph": "it was computed from nothing that requires grad, or was cut off on the way.",
 }
-CAUSES = {"gradient": "gradient without create_graph"}
+CAUSES = {"gradient": "gradient without create_graph", "inference": "no_grad"}
 _INDICES = ("argmax", "argmin", "max", "min", "argsort", "sort", "topk", "multinomial", "bucketize", "searchsorted")
 _ROUNDING = ("long", "int", "to", "type", "short", "round", "bool")
 
@@ -44,12 +47,15 @@ def fix_of(kind: str, line: Line | None, call: str) -> str:
             return f"leave the values as they are{where}: rounded, they have no derivative."
         return f"write a smooth function for `{call}`{where}: sigmoid(x / t) for x > 0, abs or square for a difference."
     if kind == "constant":
+        if call == COPY:
+            return f"use the tensor itself, with no torch.tensor(...) around it{where}: that copies values alone."
         if call in ("tensor", "as_tensor"):
             return f"put the tensors together with torch.stack{where}: torch.{call} copies values alone."
         return f"stay with tensor operations{where}: {call or 'that'} gives a constant."
     return {
         "detached": f"leave out the detach() or .data{where}, if this value is to be trained through.",
         "no_grad": f"compute it outside the no_grad block, or under torch.enable_grad(){where}.",
+        "inference": f"compute it outside the inference_mode block, or under torch.inference_mode(False){where}.",
         "checkpoint": "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         "inside a Function": (
             f"compute it outside the Function; or, if a gradient is needed in its forward,\n"
@@ -70,17 +76,25 @@ def no_graph(case: Case) -> Explanation | None:
         return None
     variable = case.names.of(tensor)
     kind, line, call, certain = _where_lost(case, tensor, variable)
+    beside = case.record.endings.beside(tensor) if case.record is not None and certain else ()
     text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
     made = _only_line(case, variable) if line is None else None
     if line is not None:
         text.append(f"  cut at       {quoted(line)}")
     elif made is not None:
         text.append(f"  computed at  {quoted(made)}")
+    text += [f"  cut at       {quoted(lost.line)}" for lost in beside]
+    off = _switched_off(case, kind, line)
+    if off is not None:
+        text.append(f"  switched off {quoted(off)}")
     text.append(f"  failing call {quoted(case.line)}")
     silenced = _silenced(line)
     if silenced:
         text.append(f"  no gradient reaches: {', '.join(silenced)}")
-    fix = fix_of(kind, line, call) if certain else ""
+    if not certain:
+        fix = ""
+    else:
+        fix = fix_of(kind, line, call) if line is None else _fix(case, Lost(kind, line, call), beside)
     return case.explanation(
         CAUSES.get(kind, kind),
         variable=variable,
@@ -88,8 +102,56 @@ def no_graph(case: Case) -> Explanation | None:
         text=tuple(text),
         reason=KINDS[kind],
         fixes=(fix,) if fix else (),
-        unknown=() if fix else (_ask(case, kind, line, made),),
+        unknown=_which(beside) if beside else () if fix else (_ask(case, kind, line, made),),
         certain=certain,
+    )
+
+
+def _fix(case: Case, lost: Lost, beside: tuple[Lost, ...]) -> str:
+    """What to do where a graph was cut; at each place, if it was cut in the same way at several; else nothing."""
+    if any((other.kind, other.call) != (lost.kind, lost.call) for other in beside):
+        return ""
+    if lost.kind in OFF:
+        blocks = {_switched_off(case, each.kind, each.line) for each in (lost, *beside)}
+        return _recorded(case, lost) if len(blocks) == 1 else ""
+    fix = fix_of(lost.kind, lost.line, lost.call)
+    if not beside:
+        return fix
+    also = "".join(f"\nLikewise at {at(other.line)}." for other in beside)
+    return f"where the value is to be trained through, {fix}{also}"
+
+
+OFF = {"no_grad": "torch.enable_grad()", "inference": "torch.inference_mode(False)"}
+"""Kinds of cuts that hold for all lines of a block, and what lifts them."""
+
+
+def _is_off() -> bool:
+    return not torch.is_grad_enabled()
+
+
+def _recorded(case: Case, lost: Lost) -> str:
+    """From where to where gradients are to be on: a block that one line leaves is entered again by the next."""
+    until = f"\nto {at(case.line)}" if _is_off() else " on"
+    block = "inference_mode" if lost.kind == "inference" else "no_grad"
+    return (
+        f"compute it outside the {block} block, or put `with {OFF[lost.kind]}:` around all that\n"
+        f"the loss is computed by, from {at(lost.line)}{until}."
+    )
+
+
+def _switched_off(case: Case, kind: str, line: Line | None) -> Line | None:
+    """The line that switched gradients off, if the user's source shows one."""
+    if kind not in OFF or line is None or case.record is None:
+        return None
+    around = case.record.endings.stack(Lost(kind, line, ""))
+    return next((off for each in around if (off := _passes.switched_off(each)) is not None), None)
+
+
+def _which(beside: tuple[Lost, ...]) -> tuple[str, ...]:
+    several = "either" if len(beside) == 1 else "each"
+    return (
+        f"whether {several} is meant. What is to be trained must reach the loss uncut: where one cut stays, the\n"
+        "program may run, and what lies behind that cut gets no gradient.",
     )
 
 
@@ -167,17 +229,35 @@ def _silenced(line: Line | None) -> list[str]:
 
 
 def _input_without_grad(case: Case) -> Explanation | None:
-    for tensor in case.inputs or ():
-        if isinstance(tensor, Tensor) and not tensor.requires_grad:
-            variable = case.names.of(tensor)
-            name = variable or "input"
-            text = (f"the input `{name}` does not require grad, so no graph leads to it",)
-            fix = (
-                f"call {name}.requires_grad_() before the computation, or give hodiff the function: hodiff.grad(f, x)."
-            )
-            reason = "it was not tracked when the loss was computed."
-            return case.explanation("no graph", variable=variable, text=text, reason=reason, fixes=(fix,))
-    return None
+    """An input that no graph leads to, as it required no grad when the loss was computed."""
+    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
+    missing = [tensor for tensor in given if not tensor.requires_grad]
+    if not missing:
+        return None
+    among = len(missing) < len(given)
+    variable = case.names.of(missing[0])
+    name = variable or "input"
+    text = [f"the input `{name}` does not require grad, so no graph leads to it"]
+    others = [f"`{other}`" for tensor in missing[1:] if (other := case.names.of(tensor))]
+    text += [f"  nor does     {', '.join(others[:SHOWN])}{' ...' if len(others) > SHOWN else ''}"] if others else []
+    text += [f"  failing call {quoted(case.line)}"] if case.line is not None else []
+    leave = (
+        "give the call what requires grad alone, [p for p in inputs if p.requires_grad], and update no other with it."
+    )
+    ask = f"call {name}.requires_grad_() before the computation, or give hodiff the function: hodiff.grad(f, x)."
+    return case.explanation(
+        "no graph",
+        variable=variable,
+        text=tuple(text),
+        reason="it was not tracked when the loss was computed.",
+        fixes=(leave,) if among else (ask,),
+        unknown=(
+            f"whether `{name}` is to be differentiated at all: other inputs require grad, and it may have\n"
+            f"been frozen on purpose. If it is, {ask}",
+        )
+        if among
+        else (),
+    )
 
 
 def not_used(case: Case) -> Explanation | None:

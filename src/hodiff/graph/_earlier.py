@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from torch import Tensor, nn
 
 from hodiff.graph import _traits, _variables, _written
 from hodiff.graph._evidence import Evidence
-from hodiff.graph._line import Line, at
+from hodiff.graph._line import Line, at, outside
 
 
 def detached_after(e: Evidence) -> str | None:
@@ -98,10 +100,24 @@ def _enters_call(e: Evidence) -> bool:
     return False
 
 
+def container(e: Evidence) -> str:
+    """What the value was put into: an object's own container, where the variable holds entries of that, as a batch."""
+    base = _written.base(e.first.variable)
+    entries = e.value(base)
+    entry = next(iter(entries), None) if isinstance(entries, (list, tuple)) else None
+    if entry is None or isinstance(entry, Tensor):
+        return base
+    for name, value in e.case.names.values.items():
+        for attribute, each in getattr(value, "__dict__", {}).items():
+            if isinstance(each, (list, deque)) and any(item is entry for item in each):
+                return f"{name}.{attribute}"
+    return base
+
+
 def stored(e: Evidence) -> str | None:
     if cut_states(e) is not None:
         return None
-    base = _written.base(e.first.variable)
+    base = container(e)
     where = f" ({e.first.created})" if e.first.created is not None else ""
     return (
         f"whether what earlier steps put into `{base}` is to count again. If not, empty `{base}`\n"
@@ -109,6 +125,26 @@ def stored(e: Evidence) -> str | None:
         f"and compute it again in each step. If it is a record that is only read,\n"
         f"put {_one(e)}.detach() into it{where}: no gradient then goes that way."
     )
+
+
+def within(e: Evidence) -> str | None:
+    """Where the freed part of what was stored begins, if no pass ran what was stored itself: it can be cut there."""
+    if cut_states(e) is not None or e.record.marks.tag(e.first.node) is not None:
+        return None
+    under = e.under
+    ran = [node for node in under if e.record.marks.tag(node) is not None and _traits.leaf(node) is None]
+    inner = {child for node in ran for child in under[node]}
+    lines = dict.fromkeys(line for node in ran if node not in inner for line in outside(e.record.path(node)))
+    if not lines:
+        return None
+    return (
+        f"whether a gradient is to go on to what was computed at {', '.join(map(str, sorted(lines)[:SHOWN]))}, which\n"
+        f"{at(e.freed_by.stack[0])} differentiated already. If not (an advantage, a baseline),\n"
+        "detach that where it enters; the rest is as it was."
+    )
+
+
+SHOWN = 4
 
 
 def _one(e: Evidence) -> str:

@@ -245,6 +245,11 @@ class Evidence:
         )
 
     @cached_property
+    def made_before(self) -> bool:
+        """Whether all that the failing pass needs had been computed before the pass that freed the part."""
+        return all(_traits.sequence(node) < self.freed_by.place for node in self.nodes if _traits.leaf(node) is None)
+
+    @cached_property
     def last_pass(self) -> Pass:
         """The last pass before this step used the part: what is written behind it comes before the use."""
         fresh = [_traits.sequence(node) for node in self.nodes if _traits.leaf(node) is None]

@@ -159,7 +159,7 @@ def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> 
     now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
     then = [held for held in record.marks.held(node) if _replaced(case, held, node, places)]
     likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
-    if now and not likely:  # the shortest way to it
+    if now and (not likely or _among_entries(case, now)):  # the shortest way to it
         best, replaced = min(now, key=lambda held: _steps(held.path)), False
     elif then:
         best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
@@ -184,6 +184,16 @@ def _holding(case: Case, node: Node) -> list[str]:
     """The variables that hold a node's output now."""
     found = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
     return [path for tensor in found for path in case.names.paths[id(tensor)]]
+
+
+def _among_entries(case: Case, now: list[Held]) -> bool:
+    """Whether what holds it is an entry of what a function assigned in this very call, outside of loops: of a batch."""
+    pairs = list(zip(case.call.path[::2], lines_of(case.call.path), strict=True)) if case.call is not None else []
+    lines = {code: line for code, line in pairs if code.co_name != "<module>" and not _source.loops(line)}
+    return all(
+        held.code in lines and "[" in held.path and _variables.assignments(_names.root(held.path), lines[held.code])
+        for held in now
+    )
 
 
 def _steps(path: str) -> tuple[int, int]:

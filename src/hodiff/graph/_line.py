@@ -47,3 +47,10 @@ def line_of(frame: FrameType) -> Line:
 def lines_of(path: tuple[Any, ...]) -> tuple[Line, ...]:
     """The lines of a path, which has codes and line numbers in turn."""
     return tuple(Line(code.co_filename, number) for code, number in zip(path[::2], path[1::2], strict=True))
+
+
+def outside(path: tuple[Any, ...]) -> list[Line]:
+    """The innermost line of a stack that is not in a module's forward: where the program calls the module."""
+    lines = lines_of(path)
+    names = [code.co_name for code in path[::2]]
+    return [line for name, line in zip(names, lines, strict=True) if name != "forward"][:1] or list(lines[:1])

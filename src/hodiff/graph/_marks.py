@@ -42,6 +42,7 @@ class Marks:
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.key = f"hodiff {next(_serial)}"
         self._held = f"{self.key} held"
+        self._grad = f"{self.key} grad"
         self._passes = passes
 
     # --- left by passes -----------------------------------------------------------------------------------------------
@@ -57,6 +58,12 @@ class Marks:
             grad = leaf.grad
             state = (0, 0) if grad is None else (id(grad), _traits.version(grad))
             _traits.tags(node)[key] = _Tag(call.number, _traits.version(leaf), *state)
+
+    def reached(self, call: Pass, nodes: Sequence[Node]) -> None:
+        """A pass that keeps its graph gave these leaves a gradient."""
+        for node in nodes:
+            if node.__class__ is _nodes.ACCUMULATE and (grad := node.variable.grad) is not None:
+                _traits.tags(node)[self._grad] = _Tag(call.number, 0, id(grad), _traits.version(grad))
 
     def name(self, frame: FrameType) -> None:
         """Note on the nodes that variables hold now which those are: a later step may give the names to others."""
@@ -91,6 +98,14 @@ class Marks:
         """A leaf's version when the pass that is its tag ran."""
         found = _traits.tags(leaf_node).get(self.key)
         return found.version if found else -1
+
+    def given(self, node: Node) -> Pass | None:
+        """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
+        tags, now = _traits.tags(node), node.variable.grad
+        tag = max((tags[key] for key in (self.key, self._grad) if key in tags), default=None)
+        if tag is None or now is None or id(now) != tag.grad or not bool(now.any()):
+            return None
+        return self._passes[tag.number] if _traits.version(now) - tag.grad_version in (0, 1) else None
 
     def untouched(self, leaf: Tensor, call: Pass) -> bool:
         """Whether a leaf's `.grad` is as a pass left it."""

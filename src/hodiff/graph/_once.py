@@ -85,17 +85,23 @@ def _is_steady(value: Any) -> bool:
 
 
 def each_time(e: Evidence) -> str | None:
-    """An attribute made from leaves alone: whoever reads it can make it."""
-    line = e.first.created
-    if not _wanted(e) or line is None or "." not in e.first.variable or not _from_leaves(e, line):
+    """Attributes made from leaves alone: whoever reads them can make them."""
+    if not _wanted(e):
         return None
-    return f"compute {e.code} again in each step, where it is read, as at {at(line)}.{e.because}"
+    found: list[str] = []
+    for part in e.parts:
+        line = part.created
+        if line is None or "." not in part.variable or not _from_leaves(e, part.variable, line):
+            return None
+        when = " again in each step, where it is read" if not found else ""
+        found.append(f"`{part.variable}`{when}, as at {at(line)}")
+    return "compute " + ";\nand ".join(found) + f".{e.because}"
 
 
-def _from_leaves(e: Evidence, line: Line) -> bool:
+def _from_leaves(e: Evidence, name: str, line: Line) -> bool:
     """Whether the line that made an attribute reads nothing but leaves below it, numbers, and PyTorch's functions."""
     leaves = set(map(id, e.below))
-    owner = e.value(e.first.variable.rpartition(".")[0])
+    owner = e.value(name.rpartition(".")[0])
     for chain in _variables.chains(line):
         head, *steps = chain.split(".")
         value: Any = owner if head == "self" else e.case.names.values.get(head)
@@ -175,12 +181,38 @@ def _clearing(e: Evidence, part: Part) -> str | None:
         entries = e.value(holder)
         if not isinstance(entries, dict):
             return None
+        if not _changes.refilled(holder, file):
+            return None
         if key[:1] in "'\"":
             return f"{holder}.pop({key})"
         made = all(isinstance(entry, Tensor) and entry.grad_fn is not None for entry in entries.values())
         return f"{holder}.clear()" if made else None  # a number may be another in the next run: an id(), say
-    guard = _changes.guarded(part.variable, file) if file else ""
+    guard = _changes.guarded(part.variable, file) if file and _fills(part) else ""
     return {"is None": f"{part.variable} = None", "hasattr": f"del {part.variable}"}.get(guard)
+
+
+def _fills(part: Part) -> bool:
+    """Whether an attribute was filled by a function that was running when its value was made: that makes it again."""
+    codes = part.path[::2]
+    return any(code.co_name in _variables.assigned_in(part.variable, code.co_filename) for code in codes)
+
+
+def is_remembered(e: Evidence) -> bool:
+    """Whether an attribute was given what was made elsewhere, and is since made again there, but not given anew."""
+    return (
+        e.first.kept
+        and e.first.again
+        and "." in e.first.variable
+        and e.first.variable[-1] != "]"
+        and not _fills(e.first)
+    )
+
+
+def is_lazy(e: Evidence) -> bool:
+    """Whether the source asks if the part was computed before: a cache, and no value that was put there once."""
+    file, name = e.first.path[0].co_filename if e.first.path else "", e.first.variable
+    holder = name[:-1].rpartition("[")[0] if name.endswith("]") else name
+    return bool(file) and bool(_changes.guarded(holder, file) or _changes.refilled(holder, file))
 
 
 def object_again(e: Evidence) -> str | None:

@@ -131,11 +131,27 @@ _HELD = ("_parameters", "_buffers", "_modules")
 """Where a module has its attributes."""
 
 
+_OFF = ("no_grad", "inference_mode", "set_grad_enabled")
+
+
 def _no_grad_blocks(line: Line) -> list[ast.AST]:
     scope = _source.scope_of(line)
     return [
         node
         for node in (ast.walk(scope) if scope is not None else ())
-        if isinstance(node, ast.With)
-        and any(word in ast.unparse(item) for item in node.items for word in ("no_grad", "inference_mode"))
+        if isinstance(node, ast.With) and any(word in ast.unparse(item) for item in node.items for word in _OFF[:2])
     ]
+
+
+def switched_off(line: Line) -> Line | None:
+    """What switches gradients off around a line, within its function: a `with`, or else the function's decorator."""
+    scope = _source.function_at(line)
+    given = [
+        (item.context_expr, node)
+        for node in _source.inside(_source.scope_of(line))
+        if isinstance(node, ast.With) and _source.within(node, line.number)
+        for item in node.items
+    ]
+    given += [(each, each) for each in getattr(scope, "decorator_list", [])]
+    found = [node for expression, node in given if any(word in ast.unparse(expression) for word in _OFF)]
+    return Line(line.file, found[0].lineno) if found else None

@@ -19,8 +19,8 @@ from hodiff.graph import (
     _variables,
     _written,
 )
-from hodiff.graph._case import Case, Change, Explanation
-from hodiff.graph._line import Line, at, lines_of, quoted
+from hodiff.graph._case import Case, Change, Explanation, Pass
+from hodiff.graph._line import Line, at, lines_of, outside, quoted
 
 ACTIVATIONS = frozenset(
     {"relu_", "relu6", "relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "rrelu_", "threshold_", "hardtanh"}
@@ -138,10 +138,34 @@ def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str
             "this is the graph of an earlier step, through a value that step handed on (a recurrent state):\n"
             "then that is to be cut (.detach()) where the step ends."
         ]
-    return [f"compute {loss} again{after}, from the forward pass on.{_chain(case)}"], [
+    return [f"compute {loss} again{after}, from the forward pass on.{_chain(case)}{_left(case, stale)}"], [
         "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
         f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
     ]
+
+
+def _left(case: Case, stale: _Stale) -> str:
+    """What an earlier pass left in `.grad` of leaves that no step has moved since, for this one to add to."""
+    if case.record is None:
+        return ""
+    names: dict[str, Pass] = {}
+    for node in _predict.executed(case.roots, case.inputs):
+        leaf = _traits.leaf(node)
+        given = case.record.marks.given(node) if leaf is not None and leaf is not stale.leaf else None
+        change = case.record.changed(leaf) if leaf is not None else None
+        if given is not None and leaf is not None and (change is None or change.passes <= given.number):
+            names.update({name: given} if (name := case.names.of(leaf)) else {})
+    if not names:
+        return ""
+    shown = ", ".join(list(names)[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    last = next(iter(names.values()))
+    return (
+        f"\n{shown} hold what {at(last.stack[0])} gave,\n"
+        "and this pass adds to it: zero that first, unless both are meant."
+    )
+
+
+NAMED = 2
 
 
 def _callers(case: Case, change: Change) -> list[Line]:
@@ -172,7 +196,7 @@ def _chain(case: Case) -> str:
     lines: dict[Line, None] = {}
     for node in _predict.executed(case.roots, case.inputs):
         if _predict.trouble(node) in ("freed", "stale") and record is not None:
-            lines.update({line: None} if (line := record.made(node)) is not None else {})
+            lines.update(dict.fromkeys(outside(record.path(node))))
     shown = sorted(lines)[:SHOWN]
     if not shown:
         return ""

@@ -104,12 +104,16 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+_WITHOUT_MEMORY = (RuntimeError, NotImplementedError, ValueError)
+"""What tensors raise that have no memory of one piece: sparse and nested ones, and a lazy module's parameters."""
+
+
 def storage(tensor: Tensor) -> tuple[int, int]:
     """An identity for the memory under a tensor, and its size in bytes: none, if it only says how many it would be."""
     try:
         memory = tensor.untyped_storage()
         return memory._cdata, 0 if tensor.is_meta else memory.nbytes()
-    except (RuntimeError, NotImplementedError):  # sparse, nested and the like: parts of its own
+    except _WITHOUT_MEMORY:
         return id(tensor), 0
 
 
@@ -117,7 +121,7 @@ def memory(tensor: Tensor) -> int:
     """An identity for the memory under a tensor."""
     try:
         return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
+    except _WITHOUT_MEMORY:
         return id(tensor)
 
 
@@ -126,6 +130,6 @@ def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
     try:
         memory = tensor.untyped_storage()
         return tuple(tensor.shape), memory._cdata, 0 if tensor.is_meta else memory.nbytes()
-    except (RuntimeError, NotImplementedError):
+    except _WITHOUT_MEMORY:
         nested = tensor.is_nested and tensor.layout is torch.strided
         return () if nested else tuple(tensor.shape), *storage(tensor)

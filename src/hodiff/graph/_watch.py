@@ -158,7 +158,7 @@ class Watch(TorchFunctionMode):
         after = counter()
         if after != before:
             self._log.add(before, after, self._paths.number(frame, self._entered))
-        elif kind != INPLACE and (isinstance(result, Tensor) or kind == CUT) and _has_no_graph(result):
+        elif kind != INPLACE and (isinstance(result, (Tensor, tuple)) or kind == CUT) and _has_no_graph(result):
             self.endings.note(func, kind, (args, kwargs or {}), result, frame)
         if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
             self._note_change(func, args[0], frame)
@@ -270,6 +270,8 @@ class Watch(TorchFunctionMode):
             self._log.add(before, after, place)
         if not call.retained:
             self.marks.freed(call, _predict.executed(roots, inputs))
+        elif func is not torch.autograd.grad:
+            self.marks.reached(call, _predict.executed(roots, inputs))
         if not (call.retained and create):  # a kept graph may be met again when what it needs has changed
             self.marks.name(frame)
         for listener in self._of_passes:
