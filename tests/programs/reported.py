@@ -32,6 +32,31 @@ def after_step(step: str, lines: str) -> Patch:
     return ((step, f"{step}\n{lines}"),)
 
 
+_KERNEL = (
+    ("x1 / self.length_scales", "x1 / torch.exp(self.log_length)"),
+    ("x2 / self.length_scales", "x2 / torch.exp(self.log_length)"),
+    ("return self.signal_variance", "return torch.exp(self.log_signal)"),
+)
+_REPLAYED = (
+    ("        self.log_prob = action_probs.log_prob(action)\n", "        self.log_prob = action\n"),
+    (
+        "        _, critic_value = self.actor_critic(state)\n",
+        "        logits, critic_value = self.actor_critic(state)\n"
+        "        log_probs = torch.distributions.Categorical(logits.softmax(1)).log_prob(log_probs)\n",
+    ),
+)
+_FROZEN = (
+    (
+        "        gradients =",
+        "        trained = {n: p for n, p in self.params.items() if p.requires_grad}\n        gradients =",
+    ),
+    ("loss, list(self.params.values())", "loss, list(trained.values())"),
+    ("maml_update(self.params, self.lr, gradients)", "{**self.params, **maml_update(trained, self.lr, gradients)}"),
+)
+_COPIED = (
+    ("torch.tensor(pred_x.softmax(-1))", "pred_x.softmax(-1)"),
+    ("torch.tensor(pred_y.softmax(-1))", "pred_y.softmax(-1)"),
+)
 _DETACH_H = swap("    loss.backward()\n", "    loss.backward()\n    h_state = h_state.detach()\n")
 _LSTM = (("self.lstm(x, self.hidden)", "self.lstm(x, tuple(h.detach() for h in self.hidden))"),)
 _DECODER = swap(
@@ -427,5 +452,75 @@ REPORTS = {
     ),
     "checkpoint_under_autocast": Report(
         "recomputed otherwise", "", "", swap("        if self.calls > 1:\n            x = x[:1]\n", "")
+    ),
+    "dehazing_losses_together": Report(
+        "changed in place",
+        "self.gen.net.2.weight, self.gen.net.2.bias and 2 more hold what",
+        "self.dis_optimizer.step()",
+        swap(
+            "        dis_fake = self.disc(outputs)\n",
+            "        dis_fake = self.disc(outputs.detach())\n",
+        )
+        + swap(
+            "        gen_gan_loss =",
+            "        return dis_loss\n\n    def of_generator(self, haze, clear):\n"
+            "        outputs = self.gen(haze)\n        dis_fake = self.disc(outputs)\n        gen_gan_loss =",
+        )
+        + swap(
+            "self.l1(outputs, dehaze_images)\n        return gen_loss, dis_loss",
+            "self.l1(outputs, clear)\n        return gen_loss",
+        )
+        + swap("def backward(self, gen_loss, dis_loss):", "def backward(self, dis_loss, haze, clear):")
+        + swap("        gen_loss.backward()", "        self.of_generator(haze, clear).backward()")
+        + swap("gen_loss, dis_loss = net.process(haze, clear)", "dis_loss = net.process(haze, clear)")
+        + swap("net.backward(gen_loss, dis_loss)", "net.backward(dis_loss, haze, clear)"),
+        (
+            swap("def backward(self, gen_loss, dis_loss):", "def backward(self, dis_loss, haze, clear):")
+            + swap("net.backward(gen_loss, dis_loss)", "net.backward(dis_loss, haze, clear)")
+            + swap(
+                "        gen_loss.backward()",
+                "        self.gen_optimizer.zero_grad()\n        outputs = self.gen(haze)\n"
+                "        dis_fake = self.disc(outputs)\n"
+                "        gen_loss = self.bce(dis_fake, torch.ones_like(dis_fake)) * 0.7 + self.l1(outputs, clear)\n"
+                "        gen_loss.backward()",
+            ),
+        ),
+    ),
+    "kernel_exponentials_once": Report(
+        "hoisted",
+        "`self.kernel.length_scales`, as at",
+        "self.signal_variance = torch.exp(self.log_signal)",
+        _KERNEL,
+        (_KERNEL,),
+    ),
+    "log_probs_replayed": Report(
+        "stored", "`self.memory`", "self.log_prob = action_probs.log_prob(action)", _REPLAYED, answers=(_REPLAYED,)
+    ),
+    "adapted_with_frozen_weights": Report("no graph", "self.params['model.0.haar_weights']", "", _FROZEN, (_FROZEN,)),
+    "environment_trained_in_evaluation": Report(
+        "no_grad",
+        "@torch.no_grad()",
+        "output = self.model(data)",
+        swap("    @torch.no_grad()\n", ""),
+        (
+            swap(
+                "        output = self.model(data)\n        loss = self.loss_function(output, target)\n"
+                "        self.model.zero_grad()\n        loss.mean().backward()\n",
+                "        with torch.enable_grad():\n            output = self.model(data)\n"
+                "            loss = self.loss_function(output, target)\n"
+                "            self.model.zero_grad()\n            loss.mean().backward()\n",
+            ),
+        ),
+    ),
+    "sampled_logits_data": Report(
+        "detached", "`loss`", "logits = torch.stack(logits, 1).data", swap("1).data", "1)"), (swap("1).data", "1)"),)
+    ),
+    "predictions_copied": Report("constant", "`loss`", "pre_y1 = torch.tensor(", _COPIED, (_COPIED,)),
+    "texts_embedded_by_the_dataset": Report(
+        "hoisted",
+        "dataset.tensor_frame.feat['text']",
+        "return self.embedding(idx)",
+        swap("return self.embedding(idx)", "return self.embedding(idx).detach()"),
+        answers=(swap("return self.embedding(idx)", "return self.embedding(idx).detach()"),),
     ),
 }

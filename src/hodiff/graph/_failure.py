@@ -115,6 +115,7 @@ def _bypass(failure: Failure, clues: _Clues) -> str:
 _WAYS_OUT = {
     "detached": "drop the detach() (or .data) there, if a derivative through it is wanted.",
     "no_grad": "move it out of the no_grad block, or compute it under torch.enable_grad().",
+    "inference": "move it out of the inference_mode block, or compute it under torch.inference_mode(False).",
     "gradient": (
         "take that gradient with hodiff.grad, which is differentiable inside f, or with "
         "autograd.grad(..., create_graph=True)."

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _cells, _traits
@@ -154,6 +155,8 @@ class Names:
                 queue.extend((path + step, item, depth + 1) for step, item in inside)
 
     def _add(self, path: str, tensor: Tensor) -> None:
+        if is_lazy(tensor):  # of a module that has not run: it answers next to nothing
+            return
         self.paths.setdefault(id(tensor), []).append(path)
         if id(tensor) in self.tensors:
             return

@@ -199,13 +199,11 @@ def _fills(part: Part) -> bool:
 
 def is_remembered(e: Evidence) -> bool:
     """Whether an attribute was given what was made elsewhere, and is since made again there, but not given anew."""
-    return (
-        e.first.kept
-        and e.first.again
-        and "." in e.first.variable
-        and e.first.variable[-1] != "]"
-        and not _fills(e.first)
-    )
+    part = e.first
+    if not part.kept or not part.again or "." not in part.variable or part.variable.endswith("]") or _fills(part):
+        return False
+    files = {code.co_filename for code in (*part.path[::2], *e.call.path[::2])}
+    return any(_variables.assigned_in(part.variable, file) for file in files)  # else a library keeps it
 
 
 def is_lazy(e: Evidence) -> bool:

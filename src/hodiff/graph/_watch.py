@@ -270,7 +270,7 @@ class Watch(TorchFunctionMode):
             self._log.add(before, after, place)
         if not call.retained:
             self.marks.freed(call, _predict.executed(roots, inputs))
-        elif func is not torch.autograd.grad:
+        elif name != "autograd.grad":  # which writes no `.grad`
             self.marks.reached(call, _predict.executed(roots, inputs))
         if not (call.retained and create):  # a kept graph may be met again when what it needs has changed
             self.marks.name(frame)

@@ -716,3 +716,120 @@ def test_with_nothing_recorded_a_changed_weight_leaves_both_ways_open(tmp_path):
     )
     assert "a recurrent state" in found.unknown[0]
     assert "computed again" in found.unknown[0]
+
+
+# --- what programs after further reports showed ---------------------------------------------------------------------
+
+
+def test_a_lazy_module_is_initialised_under_a_watch():
+    lazy = torch.nn.LazyLinear(2)
+    with watch():
+        assert lazy(torch.ones(1, 3)).shape == (1, 2)
+
+
+def test_an_explanation_passes_over_parameters_that_have_no_values_yet(tmp_path):
+    note = explained_script(
+        tmp_path,
+        "import torch\nspare, x = torch.nn.LazyLinear(2), torch.ones(2, requires_grad=True)\n"
+        "y = x.exp()\ny.sum().backward()\ny.mean().backward()\n",
+    )
+    assert "shared part: `y`" in note
+
+
+BLOCKS = {
+    "decorated": """
+@torch.no_grad()
+def evaluate():
+    loss = w.exp().sum()
+    loss.backward()
+evaluate()
+""",
+    "with": """
+with torch.no_grad():
+    hidden = w.exp()
+hidden.sum().backward()
+""",
+    "inference": """
+with torch.inference_mode():
+    hidden = w.exp()
+hidden.sum().backward()
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "fix"),
+    [
+        ("decorated", "@torch.no_grad()", "put `with torch.enable_grad():` around all that"),
+        ("with", "with torch.no_grad():", "put `with torch.enable_grad():` around all that"),
+        ("inference", "with torch.inference_mode():", "put `with torch.inference_mode(False):` around all that"),
+    ],
+)
+def test_a_block_without_gradients_is_shown_and_left_as_a_whole(name, off, fix, tmp_path):
+    note = explained_script(tmp_path, f"import torch\nw = torch.ones(2, requires_grad=True)\n{BLOCKS[name]}")
+    assert re.search(rf"switched off script\.py:\d+   {re.escape(off)}\n", note)
+    assert fix in note
+    assert ("to script.py:7 (loss.backward())." in note) == (name == "decorated")
+
+
+def explained_script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text, "utf-8")
+    with watch(), pytest.raises(RuntimeError) as caught:
+        runpy.run_path(str(path), run_name="__main__")
+    return caught.value.__notes__[0]
+
+
+def test_cuts_of_several_kinds_are_shown_and_none_is_called_the_fault(tmp_path):
+    note = explained_script(
+        tmp_path,
+        "import torch\n"
+        "w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)\n"
+        "prediction = w.exp().detach()\n"
+        "with torch.no_grad():\n    target = v.exp()\n"
+        "loss = (prediction - target).square().sum()\n"
+        "loss.backward()\n",
+    )
+    assert "cut at       script.py:3   prediction" in note
+    assert "cut at       script.py:5   target" in note
+    assert "not known: whether either is meant" in note
+    assert "fix" not in note
+
+
+def test_no_grad_blocks_of_two_functions_are_not_both_left(tmp_path):
+    note = explained_script(
+        tmp_path,
+        "import torch\nw = torch.ones(2, requires_grad=True)\n"
+        "@torch.no_grad()\ndef teacher():\n    return w.exp()\n"
+        "def student():\n    with torch.no_grad():\n        return w.sin()\n"
+        "loss = (student() - teacher()).sum()\nloss.backward()\n",
+    )
+    assert "not known: whether either is meant" in note
+    assert "fix" not in note
+
+
+def test_what_an_object_keeps_from_the_first_step_is_no_cache(tmp_path):
+    note = explained_script(
+        tmp_path,
+        "import torch\nw = torch.ones(2, requires_grad=True)\n"
+        "class Balance:\n    initial = None\n    def weigh(self, loss):\n"
+        "        if self.initial is None:\n            self.initial = loss\n        return loss / self.initial\n"
+        "balance = Balance()\n"
+        "for step in range(2):\n    loss = w.exp().sum()\n    ratio = balance.weigh(loss)\n    ratio.backward()\n",
+    )
+    assert "it is state from a previous step" in note
+    assert "balance.initial = balance.initial.detach()" in note
+    assert "= None" not in note.replace("initial = None", "", 0).split("=>")[1]
+
+
+def test_a_stored_loss_whose_baseline_a_pass_has_freed_says_where_that_was_computed(tmp_path):
+    note = explained_script(
+        tmp_path,
+        "import torch\nw, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)\n"
+        "terms = []\n"
+        "def step():\n    value = v.exp().sum()\n    value.backward()\n    terms.append(w.sum() * value)\n"
+        "for _ in range(3):\n    step()\n"
+        "objective = torch.stack(terms).sum()\nobjective.backward()\n",
+    )
+    assert "whether a gradient is to go on to what was computed at script.py:5" in note
+    assert "script.py:6 (value.backward()) differentiated already" in note

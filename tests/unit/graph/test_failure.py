@@ -100,7 +100,10 @@ CUT = {
     detached: ("h = x.detach() * 2", "drop the detach()"),
     by_data: ("h = x.sin().data", "drop the detach()"),
     under_no_grad: ("h = x * 2", "out of the no_grad block"),
-    under_inference_mode: ("h = x * 2", "out of the no_grad block"),
+    under_inference_mode: (
+        "h = x * 2",
+        "out of the inference_mode block, or compute it under torch.inference_mode(False)",
+    ),
     by_item: ("total = x.sum().item()", "tensor operations: item(), float(), NumPy"),
     by_float: ("total = float(x.square().sum())", "tensor operations: item(), float(), NumPy"),
     by_numpy: ("h = x.detach().numpy().copy()", "tensor operations: item(), float(), NumPy"),
