@@ -192,11 +192,11 @@ class SummedOperator(DataOperator[G]):
         Cost:
             Per shape 10 s (a small perceptron) to 50 s (a transformer), 0.2 to 2.5 s where the code is on disk;
             and for each batch a trace, 100 to 200 gradients. The first one on a machine compiles headers too,
-            for some 40 s. Of a point of up to 10,000 entries a pass for eight vectors is compiled, too, in up to
-            five times as long; `chunk_size=1` leaves it out. Measured, a product then takes 0.45 to 0.5 of its time (tiny model, transformer), 0.65
-            (convolutional network) or 0.75 (perceptron), a Gauss-Newton product 0.4 to 0.7: it pays after some
-            6,000 products of a transformer, 4,000 of a convolutional network, 17,000 of a perceptron; and after
-            100 to 400 where the code is on disk.
+            for some 40 s. Of a point of up to 10,000 entries a pass for eight vectors is compiled, too, in up
+            to five times as long; `chunk_size=1` leaves it out. Measured, a product then takes 0.45 to 0.5 of
+            its time (tiny model, transformer), 0.65 (convolutional network) or 0.75 (perceptron), a
+            Gauss-Newton product 0.4 to 0.7: it pays after some 6,000 products of a transformer, 4,000 of a
+            convolutional network, 17,000 of a perceptron; and after 100 to 400 where the code is on disk.
             Memory: beside the graph a few per cent of it.
 
         Examples:
