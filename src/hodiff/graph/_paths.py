@@ -62,7 +62,7 @@ class Paths:
         if len(self._numbers) >= REMEMBERED:
             self._numbers.clear()
             self._alive.clear()
-        path = path_of(frame, outermost) or (frame.f_code, frame.f_lineno or 0)
+        path: Key = path_of(frame, outermost) or (frame.f_code, frame.f_lineno or 0)
         files = [code.co_filename for code in path[::2]]  # by which Python does not tell codes apart
         number = self._equal.setdefault((*path, *files), len(self._all))
         if number == len(self._all):
