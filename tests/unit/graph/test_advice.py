@@ -833,3 +833,111 @@ def test_a_stored_loss_whose_baseline_a_pass_has_freed_says_where_that_was_compu
     )
     assert "whether a gradient is to go on to what was computed at script.py:5" in note
     assert "script.py:6 (value.backward()) differentiated already" in note
+
+
+# --- the words --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_freed_is_counted_by_kind(said):
+    note = said("""
+x = torch.ones(3, requires_grad=True)
+y = x.exp().exp().sin().cos().tanh().sigmoid().sqrt().log().atan()
+y.sum().backward()
+y.mean().backward()
+""")
+    (line,) = re.findall(r"freed nodes it needs: (.*)", note)
+    kinds = [f"{name}Backward0" for name in ("Atan", "Log", "Sqrt", "Sigmoid", "Tanh", "Cos")]
+    assert line == ", ".join(kinds) + " and 2 more kinds"
+    note = said("x = torch.ones(3, requires_grad=True)\ny = x.exp().exp()\ny.sum().backward()\ny.mean().backward()")
+    assert "freed nodes it needs: ExpBackward0 x2\n" in note
+
+
+def test_the_nearest_and_the_outermost_caller_are_told(said):
+    note = said("""
+def innermost(x):
+    return x.exp()
+
+
+def middle(x):
+    return innermost(x) * 1
+
+
+def outer(x):
+    return middle(x) * 1
+
+
+def losses(x):
+    return outer(x)
+
+
+y = losses(torch.ones(3, requires_grad=True))
+y.sum().backward()
+y.mean().backward()
+""")
+    called = re.findall(r"called from +(\S+)", note)
+    assert called == ["program.py:19", "program.py:22"]
+    assert "created at   program.py:15   return middle(x) * 1" in note
+
+
+def test_who_called_what_changed_a_value(said):
+    note = said("""
+def change(e):
+    e.add_(1)
+
+
+def around(e):
+    change(e)
+
+
+def whole(e):
+    around(e)
+
+
+e = torch.ones(3, requires_grad=True).exp()
+loss = e.sum()
+whole(e)
+loss.backward()
+""")
+    assert "changed at   program.py:7   e.add_(1)" in note
+    assert re.findall(r"called from +(\S+)", note) == ["program.py:11"]
+
+
+def test_no_copy_of_what_a_list_holds_too(said):
+    text = """
+kept = []
+
+
+def loss(x):
+    e = x.exp()
+    {also}
+    out = e.sum()
+    e += 1
+    return out
+
+
+loss(torch.ones(3, requires_grad=True)).backward()
+"""
+    assert "e = e.clone()" in said(text.format(also="pass"))
+    assert "clone" not in said(text.format(also="kept.append(e)"))
+
+
+def test_a_method_that_functools_keeps(said):
+    note = said("""
+import functools
+
+
+class Kernel:
+    def __init__(self):
+        self.w = torch.ones(3, requires_grad=True)
+
+    @functools.cache
+    def values(self):
+        return self.w.exp()
+
+
+kernel = Kernel()
+for _ in range(2):
+    kernel.values().sum().backward()
+""")
+    assert "functools keeps what the function returned once" in note
+    assert "Kernel.values.cache_clear()" in note

@@ -1,0 +1,57 @@
+"""Which variable is said to hold most of some graphs, where several do."""
+
+import sys
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hodiff.graph import _holders, watch
+from hodiff.graph._names import Names
+
+
+@pytest.fixture
+def made():
+    """Values of three iterations, and what marks their nodes."""
+    x = torch.ones(2, requires_grad=True)
+    values = [x.exp() for _ in range(3)]
+    return values, {value.grad_fn: object() for value in values}
+
+
+def holder(names, marks):
+    with watch() as record:
+        return _holders.of(names, record, marks.get, set(marks.values()))
+
+
+def test_the_most_exact_of_those_that_hold_all(made):
+    values, marks = made
+    other = [values[0].detach().requires_grad_().sin()]
+    found = holder(Names(roots={"one": values[0], "kept": {"loss": values, "other": other}}), marks)
+    assert (found.variable, found.iterations) == ("kept['loss']", 3)
+
+
+def test_of_two_ways_to_the_same_the_shorter(made):
+    values, marks = made
+    trainer = SimpleNamespace(state=SimpleNamespace(total=sum(values)))
+    found = holder(Names(roots={"trainer": trainer, "total": trainer.state.total}), marks)
+    assert (found.variable, found.iterations) == ("total", 3)
+
+
+def test_nothing_is_said_where_nothing_holds_them(made):
+    _, marks = made
+    assert holder(Names(roots={"other": torch.ones(2, requires_grad=True).sin()}), marks) is None
+    assert holder(Names(), marks) is None
+
+
+@pytest.mark.parametrize("bound", [3, None])
+def test_what_forgets_by_itself_does_not_grow(made, bound):
+    def keep(values):
+        recent = deque(values, maxlen=bound)
+        del values
+        return recent, Names([sys._getframe()])
+
+    recent, names = keep(made[0])
+    found = holder(names, made[1])
+    assert (found is None) == (bound is not None)
+    assert len(recent) == 3
