@@ -1,0 +1,92 @@
+"""What the user's source says of lines: changes in place, passes, and what a loop hands from round to round."""
+
+import pytest
+
+from hodiff.graph import _changes, _passes, _source, _variables
+from hodiff.graph._line import Line
+
+
+@pytest.fixture
+def line(tmp_path):
+    """A line of a file."""
+
+    def of(text, number=1):
+        path = tmp_path / f"source{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text, "utf-8")
+        return Line(str(path), number)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("x += 1", ["x"]),
+        ("x[0] = y = 1", ["x[0]"]),
+        ("x.sub_(m).div_(s)", ["x"]),
+        ("self.w.mul_(2)", ["self.w"]),
+        ("x.mul(2)", []),
+        ("x = 1", []),
+    ],
+)
+def test_what_a_line_changes(line, text, changed):
+    assert _changes.changed_at(line(text)) == changed
+
+
+def test_what_changes_it_later(line):
+    first = line("w -= 1\nv = w\nw.mul_(2)\nv.mul_(2)\n")
+    assert [each.number for each in _changes.also_changed(first)] == [3]
+    assert _changes.also_changed(first._replace(number=3)) == []
+
+
+@pytest.mark.parametrize(
+    ("test", "how"),
+    [
+        ("key in self.cache", "in"),
+        ("key not in self.cache", "in"),
+        ("self.cache is not None", "is None"),
+        ("hasattr(self, 'cache')", "hasattr"),
+        ("self.ready", ""),
+        ("key in self.other", ""),
+    ],
+)
+def test_how_a_cache_is_asked(line, test, how):
+    assert _changes.guarded("net.cache", line(f"if {test}:\n    pass").file) == how
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "loss", "frees"),
+    [
+        ("loss.backward()", "loss", "loss", True),
+        ("loss.backward(retain_graph=True)", "loss", "loss", False),
+        ("loss.backward(g)", "loss", "", True),
+        ("torch.autograd.backward(loss)", "loss", "", True),
+        ("g = torch.autograd.grad(loss, x)", "loss", "", True),
+        ("(g,) = grad(loss, x, create_graph=True)", "loss", "", False),
+        ("loss.exp()", "", "", False),
+    ],
+)
+def test_what_a_pass_differentiates(line, text, target, loss, frees):
+    here = line(text)
+    assert (_passes.target_of(here), _passes.loss_of(here)) == (target, loss)
+    assert _passes.frees(_source.statement(here), "loss") == frees
+
+
+LOOPS = """
+for step in range(3):
+    y = f(h)
+    if step:
+        pass
+    else:
+        k = g(k)
+    for t in range(2):
+        y.backward()
+        z = y
+    h = y
+"""
+
+
+def test_what_one_round_hands_to_the_next(line):
+    inner = line(LOOPS, 9)
+    assert [_variables.hands_on(name, inner) for name in "hkyz"] == [True, True, False, False]
+    assert [loop.lineno for loop in _source.loops(inner)] == [8, 2]
