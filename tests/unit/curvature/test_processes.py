@@ -318,7 +318,7 @@ def differentiated(rank: int) -> list[str]:
         lambda: hodiff.trace(2 * H + 1.0, samples=100, create_graph=True),
         lambda: hodiff.eigsh(H.block("0"), 2, create_graph=True),
     ):
-        with pytest.raises(hodiff.InputError) as caught:
+        with pytest.raises(hodiff.InputError, match="create_graph: ") as caught:
             estimate()
         found.append(str(caught.value))
     return found
