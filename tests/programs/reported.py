@@ -135,6 +135,22 @@ REPORTS = {
         swap("        state = next_state\n", "        state = tuple(part.detach() for part in next_state)\n"),
         (AS_PRINTED,),
     ),
+    "hidden_state_of_the_architect": Report(
+        "carried",
+        "hidden",
+        "hidden = probs[0] * s.tanh()",
+        swap("        return hidden_next\n\n\ndef", "        return hidden_next.detach()\n\n\ndef"),
+    ),
+    "neurons_trained_online": Report(
+        "carried",
+        "model[1].v",
+        "self.v = (1.0 - spike) * self.v",
+        swap(
+            "        if online:\n",
+            "        for neuron in (model[1], model[3]):\n            neuron.v = neuron.v.detach()\n        if online:\n",
+        ),
+        (AS_PRINTED,),
+    ),
     "lstm_hidden_in_module": Report("carried", "model.hidden", "lstm_out, self.hidden = ", _LSTM, (AS_PRINTED,)),
     "decoder_state_object": Report("carried", "dec_state.hidden", "hidden = self.cell(", _DECODER, (AS_PRINTED,)),
     "spiking_membranes": Report("carried", "net[3].mem", "self.mem = self.mem - spike", _SPIKING, (AS_PRINTED,)),

@@ -46,6 +46,11 @@ def _at_once(e: Evidence) -> bool:
     return e.made_before and not e.rounds and e.call.path != e.freed_by.path
 
 
+def _is_member(e: Evidence) -> bool:
+    """Whether an object or a container holds the value: maybe for good, and not for the next step alone."""
+    return e.first.kept and not e.first.variable.isidentifier()
+
+
 CAUSES = (
     Cause(
         "same loss twice",
@@ -69,7 +74,7 @@ CAUSES = (
     Cause(
         "carried",
         lambda e: (
-            (e.first.replaced or (not e.first.kept and e.first.again) or _once.is_remembered(e)) and not _at_once(e)
+            (e.first.replaced or (e.first.again and not _is_member(e)) or _once.is_remembered(e)) and not _at_once(e)
         ),
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (_earlier.detached_after,),

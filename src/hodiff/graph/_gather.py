@@ -95,9 +95,12 @@ def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tens
 
     What a pass did not run counts as well (the state beside a recurrent module's output), if the variable that
     held it has another value by now, or if the lines that made it have run again: then it is what a step left.
+    Where one thing that a step left cannot be run, all of them are named: to cut that one alone would leave the
+    gradient its way through the others.
     """
     below = _predict.below(case.roots)
     found: list[Node] = []
+    others: list[Node] = []
     seen: set[Node] = set()
     level = [root for root in case.roots if root is not None]
     while level:
@@ -109,11 +112,15 @@ def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tens
             old = node not in case.roots and (
                 record.marks.tag(node) is not None or _is_left(case, record, node, places)
             )
-            if old and node in needing:
+            if not old:
+                following += below[node]
+            elif node in needing:
                 found.append(node)
             else:
-                following += below[node]
+                others.append(node)
         level = following
+    if any(_is_left(case, record, node, places) for node in found):
+        found += [node for node in others if _is_left(case, record, node, places)]
     return [_named(case, record, node) for node in found]
 
 
