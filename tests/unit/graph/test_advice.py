@@ -775,7 +775,7 @@ def test_a_block_without_gradients_is_shown_and_left_as_a_whole(name, off, fix, 
 def explained_script(tmp_path, text):
     path = tmp_path / "script.py"
     path.write_text(text, "utf-8")
-    with watch(), pytest.raises(RuntimeError) as caught:
+    with watch(), pytest.raises(RuntimeError, match=r".") as caught:
         runpy.run_path(str(path), run_name="__main__")
     return caught.value.__notes__[0]
 
