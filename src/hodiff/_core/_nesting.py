@@ -92,7 +92,7 @@ def tangents() -> bool:
 
 def refuse_tangent(x: Tensor) -> None:
     """Raise for a point that carries a tangent of PyTorch's forward mode: a detached result would lose it."""
-    if tangents() and forward_ad.unpack_dual(x).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
         raise InputError(
             "x: carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a detached result would "
