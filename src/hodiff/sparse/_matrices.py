@@ -81,9 +81,10 @@ def sparse_hessian(
         DerivativeError: With `check`, the matrix misses an entry.
 
     Cost:
-        `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`; then one evaluation of `f`, one reverse pass, and a
-        batched pass for as many vectors as there are colours (3 for a chain, 9 for a grid whose points meet all their
-        neighbours, whatever its size). `check` adds a vector. Memory: the entries, and D numbers for each colour.
+        One evaluation of `f`, one reverse pass, and a batched pass for as many vectors as there are colours; before
+        them `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`. A chain has 3 colours, a grid whose points
+        meet all their neighbours 9, whatever its size. `check` adds a vector.
+        Memory: the entries, and D numbers for each colour.
 
     Examples:
         >>> import torch, hodiff
@@ -150,8 +151,8 @@ def sparse_jacobian(
         DerivativeError: With `check`, the matrix misses an entry.
 
     Cost:
-        `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`; then one evaluation of `f`, and a batched pass for
-        as many vectors as there are colours, after one more pass where columns are coloured.
+        One evaluation of `f`, and a batched pass for as many vectors as there are colours; before them
+        `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`, and one more pass where columns are coloured.
 
     Examples:
         >>> import torch, hodiff

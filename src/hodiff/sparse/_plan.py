@@ -305,7 +305,7 @@ def plan_hessian(
         GraphError: As for `hvp`.
 
     Cost:
-        `sparsity_pattern` and `color`, once. Each `plan(x)` is one evaluation of `f`, one reverse pass, and one
+        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f`, one reverse pass, and one
         batched pass for `plan.products` vectors.
 
     Examples:
@@ -351,7 +351,7 @@ def plan_jacobian(
         GraphError: As for `jacobian`.
 
     Cost:
-        `sparsity_pattern` and `color`, once. Each `plan(x)` is one evaluation of `f` and one batched pass for
+        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f` and one batched pass for
         `plan.products` vectors, after one more pass where columns are coloured.
 
     Examples:
