@@ -46,8 +46,9 @@ def sparsity_pattern(
 
     Returns:
         A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It may be wider than
-        need be, and misses nothing: at *x* and wherever `f` takes the same branches in Python, whatever the values.
-        A shape that follows from values, as that of `x[x > 0]`, is such a branch.
+        need be, and misses nothing: at *x*, and wherever `f` does the same in Python, whatever the values. Where Python
+        reads a value that follows from *x* (an `if`, `.item()`, the index in `x[x.argmax()]`, the shape of
+        `x[x > 0]`), `f` may do something else elsewhere: `values_read` says so, and a plan then checks each matrix.
         A zero in a tensor that `f` closes over counts as one for ever, unless the tensor requires grad: give what
         changes in `args`.
 
@@ -99,9 +100,9 @@ def detect(asked: Call, order: int) -> Pattern:
             raise _too_many(tracer) from error
     names = tuple(tracer.unknown) + ((tracer.lost,) if tracer.lost else ())
     if order == 1:
-        return Pattern(rows, columns, (tracer.width, len(sets)), names)
+        return Pattern(rows, columns, (tracer.width, len(sets)), names, tuple(tracer.values_read))
     both = torch.cat([rows, columns]), torch.cat([columns, rows])
-    return Pattern(*both, (len(sets), len(sets)), names)
+    return Pattern(*both, (len(sets), len(sets)), names, tuple(tracer.values_read))
 
 
 def _everything(sets: Sets) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,8 @@ class Pattern:
         columns: The column of each, ascending within a row.
         without_rule: PyTorch's operations that have no sparsity rule: each was taken to couple all of its inputs, so
             that the pattern may be wider than it need be.
+        values_read: How Python read values that follow from the point, such as an `if` does: the pattern holds where
+            `f` does the same with them. Empty where it holds anywhere.
 
     Examples:
         >>> import torch, hodiff
@@ -35,13 +37,18 @@ class Pattern:
     """
 
     def __init__(
-        self, rows: Tensor, columns: Tensor, shape: tuple[int, int], without_rule: tuple[str, ...] = ()
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        shape: tuple[int, int],
+        without_rule: tuple[str, ...] = (),
+        values_read: tuple[str, ...] = (),
     ) -> None:
         keys = sorted_unique(rows * shape[1] + columns)
         self.shape = shape
         self.rows = torch.div(keys, max(1, shape[1]), rounding_mode="floor")
         self.columns = keys - self.rows * shape[1]
-        self.without_rule = without_rule
+        self.without_rule, self.values_read = without_rule, values_read
 
     @property
     def nnz(self) -> int:
@@ -59,7 +66,7 @@ class Pattern:
 
     def transposed(self) -> Pattern:
         """The pattern of the transposed matrix."""
-        return Pattern(self.columns, self.rows, (self.shape[1], self.shape[0]), self.without_rule)
+        return Pattern(self.columns, self.rows, (self.shape[1], self.shape[0]), self.without_rule, self.values_read)
 
     def to_torch(self) -> Tensor:
         """A sparse boolean tensor in coordinate format."""

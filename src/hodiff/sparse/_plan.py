@@ -44,6 +44,7 @@ class Plan:
         self.products = int(colors.max()) + 1 if len(colors) else 0
         recover = {"star": _recover.symmetric, "rows": _recover.by_rows, "columns": _recover.by_columns}[kind]
         self.place = recover(pattern, colors)
+        self._whole = pattern, self.place
         self._f, self._point, self._order, self._options = f, point, order, options
 
     @property
@@ -61,12 +62,16 @@ class Plan:
         """The column of each entry."""
         return self.pattern.columns
 
+    @property
+    def _remarks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.pattern.without_rule, self.pattern.values_read
+
     def lower(self) -> Plan:
         """The same plan, of the lower triangle alone: what interior-point solvers take of a Hessian."""
         held = self.rows >= self.columns
         part = Plan.__new__(Plan)
         part.__dict__.update(self.__dict__)
-        part.pattern = Pattern(self.rows[held], self.columns[held], self.shape, self.pattern.without_rule)
+        part.pattern = Pattern(self.rows[held], self.columns[held], self.shape, *self._remarks)
         part.place = self.place[held]
         return part
 
@@ -75,7 +80,7 @@ class Plan:
         x: Any,
         *,
         output: SparseOutput | None = None,
-        check: bool = False,
+        check: bool | None = None,
         create_graph: bool | None = None,
         chunk_size: ChunkSize = "auto",
         args: Sequence[Any] | None = None,
@@ -87,7 +92,8 @@ class Plan:
             x: A point like the one that the plan was made at; or all its numbers in one vector, a tensor or a NumPy
                 array.
             output: Its form, as for `sparse_hessian`; None: as when the plan was made.
-            check: Whether to compare one product, as for `sparse_hessian`.
+            check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern may not hold, since
+                Python read values that follow from the point (`pattern.values_read`).
             create_graph: Whether the entries can be differentiated again, as for `grad`.
             chunk_size: How many products one pass takes.
             args: Further positional arguments for `f`; None: as when the plan was made.
@@ -106,7 +112,7 @@ class Plan:
         self,
         x: Any,
         *,
-        check: bool = False,
+        check: bool | None = None,
         create_graph: bool | None = None,
         chunk_size: ChunkSize = "auto",
         args: Sequence[Any] | None = None,
@@ -117,7 +123,8 @@ class Plan:
         Arguments are those of the plan itself.
         """
         asked = self._options
-        chunk, check = _checks.check_chunk_size(chunk_size), is_set(check, "check")
+        chunk = _checks.check_chunk_size(chunk_size)
+        compared = bool(self.pattern.values_read) if check is None else is_set(check, "check")
         where = self._point.where(x)
         passes = 1 if self.kind == "rows" else 2
         made = call(
@@ -129,7 +136,7 @@ class Plan:
             args=asked["args"] if args is None else args,
             kwargs=asked["kwargs"] if kwargs is None else kwargs,
         )
-        return self._evaluated(made, chunk, check)
+        return self._evaluated(made, chunk, compared)
 
     def _evaluated(self, made: Call, chunk: int | None, check: bool) -> Tensor:
         with Graph(made) as ev:
@@ -149,7 +156,7 @@ class Plan:
             whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
             values = whole.reshape(-1).index_select(0, self.place.to(whole.device))
         if random is not None and precision is not None:
-            self._compare(values.detach(), random, whole[-1].detach(), torch.finfo(precision).eps)
+            self._compare(whole.detach(), random, torch.finfo(precision).eps)
         return values
 
     def _seeds(self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None) -> list[Tensor]:
@@ -171,9 +178,11 @@ class Plan:
                 f"for each shape."
             )
 
-    def _compare(self, values: Tensor, vector: Tensor, product: Tensor, eps: float) -> None:
-        """Raise where the matrix times a random vector is not the product with that vector, to the precision *eps*."""
-        rows, columns = self.rows.to(values.device), self.columns.to(values.device)
+    def _compare(self, products: Tensor, vector: Tensor, eps: float) -> None:
+        """Raise where the matrix times a random vector is not the last product, to the precision *eps*."""
+        (pattern, place), product = self._whole, products[-1]
+        values = products.reshape(-1).index_select(0, place.to(products.device))
+        rows, columns = pattern.rows.to(values.device), pattern.columns.to(values.device)
         if self.kind == "rows":
             rows, columns = columns, rows
         terms = values.double() * vector.to(values.device, torch.float64)[columns]
@@ -191,17 +200,28 @@ class Plan:
             raise DerivativeError(
                 f"the pattern does not hold at this point: {side} {shown} of the matrix have an entry that it misses "
                 f"(its product with a random vector is off by {error:.2g}). Where f branches on values, or closes over "
-                f"what has changed, plan anew at this point, or give a pattern= that holds for all.{rounding}"
+                f"what has changed, plan anew at this point, or give a pattern= that holds for all.{self._read()}"
+                f"{rounding}"
             )
+
+    def _read(self) -> str:
+        """What Python read, in a message."""
+        if not self.pattern.values_read:
+            return ""
+        return (
+            f" Here f reads {', '.join(self.pattern.values_read)} from what follows from x. An index is followed where "
+            f"it is a tensor of one dimension: x[i[None]] for x[i]."
+        )
 
     def __repr__(self) -> str:
         name = "Hessian" if self._order == 2 else "Jacobian"
         by = {"star": "star colours", "rows": "colours of rows", "columns": "colours of columns"}[self.kind]
         wide = f"; without a rule: {', '.join(self.pattern.without_rule)}" if self.pattern.without_rule else ""
+        read = "; checked at each point, as f reads values of it" if self.pattern.values_read else ""
         small = "; computed once, the dense matrix is cheaper" if self.shape[1] < BREAK_EVEN else ""
         return (
             f"Plan of a {name} {self.shape[0]} x {self.shape[1]}: {self.pattern.nnz} entries by {self.products} "
-            f"products ({by}){wide}{small}"
+            f"products ({by}){wide}{read}{small}"
         )
 
 
@@ -297,8 +317,10 @@ def plan_hessian(
 
     Returns:
         A `Plan`: `plan(x)` is the matrix, of shape `(D, D)`; `plan.values(x)` its entries, in the order of `plan.rows`
-        and `plan.columns`; `plan.lower()` the same for the lower triangle. It holds wherever `f` takes the branches
-        in Python that it took at *x*, and `plan(x, check=True)` looks whether it does.
+        and `plan.columns`; `plan.lower()` the same for the lower triangle. It holds wherever `f` does in Python what it
+        did at *x*. Where `f` reads values that follow from *x* (`plan.pattern.values_read`), so that it may do
+        something else, each `plan(x)` is compared with one product more, and raises where an entry is missed;
+        `check=False` spares that, `check=True` asks for it in any case.
 
     Raises:
         InputError: As for `sparse_hessian`; or *f* is a tensor already computed.

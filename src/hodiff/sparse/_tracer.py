@@ -30,6 +30,13 @@ Found = Sequence[Sets | None] | None
 Rule = Callable[["Operation"], Found]
 
 
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""What PyTorch says of operations that give Python a number, or a shape, that follows from values."""
+
+PACK = torch.ops.aten._pack_padded_sequence.default
+"""It says nothing of the kind, and reads the lengths of sequences."""
+
+
 class Memory:
     """The sets of the numbers in one storage, in units of `size` bytes."""
 
@@ -100,6 +107,7 @@ class Tracer(DispatchMode):
         width: How many entries *u* has.
         unknown: The operators without a rule, by name; all their outputs depend on all their arguments.
         lost: Why nothing can be said about what a number depends on, if so.
+        values_read: How Python came to know of values that follow from the point: elsewhere `f` may do something else.
     """
 
     supports_higher_order_operators = True
@@ -113,6 +121,7 @@ class Tracer(DispatchMode):
         self.width = 0
         self.unknown: dict[str, None] = {}
         self.lost: str | None = None
+        self.values_read: dict[str, None] = {}
         self._memory: dict[int, Memory] = {}
         self._variable: dict[int, Any] = {}
         self._values_left = False
@@ -132,8 +141,8 @@ class Tracer(DispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "_schema", None) is None:
             return self._couple(func, args, kwargs)
-        if str(func) == "aten._local_scalar_dense.default":
-            self.leaves(args[0], "a Python number (.item(), bool(), float())")
+        if not READS.isdisjoint(func.tags) or func is PACK:
+            self._look_at_what_is_read(func, args)
         if not self._memory:
             result = func(*args, **kwargs)
             self._learn(func, args, kwargs, result)
@@ -144,6 +153,18 @@ class Tracer(DispatchMode):
             self._learn(func, args, kwargs, result)
             return result
         return self._follow(func, args, kwargs)
+
+    def _look_at_what_is_read(self, func: Any, args: Any) -> None:
+        """Note an operation that gives Python a number, or a shape, that follows from values."""
+        if torch.Tag.data_dependent_output in func.tags:
+            for tensor in tensors_in(args):
+                self.leaves(tensor, "a number (.item(), an `if`, an index that is a tensor of no dimension)")
+            return
+        counted = list(tensors_in(args))
+        if func.overloadpacket is torch.ops.aten.index:
+            counted = [index for index in tensors_in(args[1]) if index.dtype in (torch.bool, torch.uint8)]
+        if not self._values_left and any(self.is_variable(tensor) for tensor in counted):
+            self.values_read["how many elements a mask selects, or a sequence has"] = None
 
     def _couple(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A higher-order operator (`torch.cond`, `scan`): what it runs inside is not seen, and may couple all."""
@@ -232,8 +253,9 @@ class Tracer(DispatchMode):
 
     def leaves(self, tensor: Tensor, how: str) -> None:
         """Values leave PyTorch: what comes back later may follow from them."""
-        if self.is_variable(tensor):
+        if not self._values_left and self.is_variable(tensor):
             self._values_left = True
+            self.values_read[how] = None
         if self.is_live(tensor):
             self.lost = self.lost or f"the backward of f turns a gradient into {how}"
 
@@ -337,32 +359,38 @@ class _Open(threading.local):
 
 _open = _Open()
 
-WAYS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
+WAYS: tuple[tuple[Any, str, bool], ...] = (
+    *((Tensor, name, True) for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "__repr__")),
+    (Tensor, "tensor_split", False),  # reads the places where it splits below the operators
+    (torch, "tensor_split", False),
+)
+"""Whose function, its name, and whether it reads the tensor that comes first, or those after it."""
 
 
 def _watch() -> tuple[Callable[[], object], Callable[[], object]]:
-    before = {name: vars(Tensor).get(name) for name in WAYS}
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in WAYS]
 
     def switch() -> None:
-        for name in WAYS:
-            setattr(Tensor, name, _reporting(name, getattr(Tensor, name)))
+        for owner, name, reads_first in WAYS:
+            setattr(owner, name, _reporting(name, getattr(owner, name), reads_first))
 
     def restore() -> None:
-        for name, method in before.items():
-            if method is not None:
-                setattr(Tensor, name, method)
-            elif name in vars(Tensor):
-                delattr(Tensor, name)
+        for owner, name, function in before:
+            if function is not None:
+                setattr(owner, name, function)
+            elif name in vars(owner):
+                delattr(owner, name)
 
     return switch, restore
 
 
-def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def reported(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _reporting(name: str, function: Callable[..., Any], reads_first: bool) -> Callable[..., Any]:
+    @wraps(function)
+    def reported(*args: Any, **kwargs: Any) -> Any:
         for tracer in _open.tracers:
-            tracer.leaves(self, f"something else (.{name}())")
-        return method(self, *args, **kwargs)
+            for tensor in tensors_in(args[:1] if reads_first else (args[1:], kwargs)):
+                tracer.leaves(tensor, f"something else ({name})")
+        return function(*args, **kwargs)
 
     return reported
 

@@ -1,0 +1,156 @@
+"""Where Python reads a value that follows from the point, a plan is right at other points, or says that it is not."""
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import hodiff
+from hodiff.sparse import plan_hessian, sparsity_pattern
+from tests.unit.sparse.zoo import ZOO, D, generator
+
+pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning", "ignore:TypedStorage is deprecated")
+PLANNED_AT = torch.tensor([3.0, 1.0, 2.0, 1.5, 0.2], dtype=D)
+ELSEWHERE = [torch.tensor(p, dtype=D) for p in ([1.0, 0.1, 0.3, 3.0, 2.0], [0.5, 2.0, 0.3, 0.1, 0.9])]
+
+
+def top(x: Tensor) -> Tensor:
+    return x.detach().argmax()
+
+
+def chain(x: Tensor) -> Tensor:
+    return (x[1:] * x[:-1]).sum()
+
+
+def filled(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[top(x)] = x[0] * x[1]
+    return (y**3).sum()
+
+
+READ = {
+    "x[i]": lambda x: (x * x[top(x)]).sum(),
+    "select": lambda x: (x * x.select(0, top(x))).sum(),
+    "narrow": lambda x: (x[:2] * x.narrow(0, top(x), 2)).sum(),
+    "narrow by an int": lambda x: (x[:2] * x.narrow(0, int(top(x)), 2)).sum(),
+    "x[i:]": lambda x: (x * x.roll(1))[top(x) :].sum(),
+    "x[i:i + 2]": lambda x: (x[:2] * x[top(x) : top(x) + 2]).sum(),
+    "item": lambda x: (x * x[top(x).item()]).sum(),
+    "tolist": lambda x: (x * x[top(x).tolist()]).sum(),
+    "numpy": lambda x: (x * x[int(top(x).numpy())]).sum(),
+    "dlpack": lambda x: (x * x[int(numpy.from_dlpack(top(x)))]).sum(),
+    "storage": lambda x: (x * x[top(x).untyped_storage()[0]]).sum(),
+    "text": lambda x: (x * x[int(repr(top(x))[7:-1])]).sum(),
+    "formatted": lambda x: (x * x[int(f"{top(x)}")]).sum(),
+    "if": lambda x: (x**2).sum() if x[0] > 1 else chain(x),
+    "equal": lambda x: (x**2).sum() if torch.equal(x.detach().clamp(min=1), x.detach()) else chain(x),
+    "allclose": lambda x: (x**2).sum() if torch.allclose(x.detach()[:1], 3 * torch.ones(1, dtype=D)) else chain(x),
+    "length of a mask": lambda x: (x[: len(x[x > 1])] ** 2).sum() + (x[1:] * x[:-1])[len(x[x > 1]) :].sum(),
+    "length of unique": lambda x: (x[: len(x.detach().round().unique())] ** 3).sum() + chain(x),
+    "length of bincount": lambda x: (x[: len(torch.bincount(x.detach().long()))] ** 3).sum() + chain(x),
+    "repeat_interleave": lambda x: (x.repeat_interleave((x.detach() > 1).long() + 1)[:5] * x).sum(),
+    "tensor_split": lambda x: (x.tensor_split(top(x)[None])[0] ** 3).sum() + chain(x),
+    "torch.tensor_split": lambda x: (torch.tensor_split(x, top(x)[None])[0] ** 3).sum() + chain(x),
+    "split": lambda x: (x.split([int(top(x)), 5 - int(top(x))])[0] ** 3).sum() + chain(x),
+    "pack_padded_sequence": lambda x: (
+        (pack_padded_sequence(x[:, None, None], top(x)[None] + 1).data ** 3).sum() + chain(x)
+    ),
+    "roll": lambda x: (x * x.roll(int(top(x)))).sum(),
+    "offset": lambda x: torch.outer(x, x).diagonal(int(top(x))).sum(),
+    "arange": lambda x: (x[torch.arange(int(top(x)) + 1)] ** 3).sum() + chain(x),
+    "back in a tensor": lambda x: (x[torch.tensor([int(top(x))])] ** 2).sum() * x[0],
+    "x[i] = y": filled,
+}
+
+FOLLOWED = {  # an index that stays a tensor leads anywhere along its dimension: nothing is read, and all holds
+    "x[i[None]]": lambda x: (x * x[top(x)[None]]).sum(),
+    "gather": lambda x: (x * x.gather(0, top(x)[None])).sum(),
+    "index_select": lambda x: (x * x.index_select(0, top(x))).sum(),
+    "take": lambda x: (x * x.take(top(x))).sum(),
+    "scatter": lambda x: (x.scatter(0, top(x)[None], x[:1]) ** 2 * x).sum(),
+    "index_add": lambda x: (x.index_add(0, top(x)[None], x[:1]) ** 3).sum(),
+    "sort": lambda x: (x.sort().values[:3] * x[:3]).sum(),
+    "embedding": lambda x: (torch.nn.functional.embedding(top(x), x[:, None]) * x).sum(),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_plan_is_right_elsewhere_or_says_that_it_is_not(name: str) -> None:
+    f = READ[name]
+    plan = plan_hessian(f, PLANNED_AT)
+    assert plan.pattern.values_read
+    assert "checked at each point" in repr(plan)
+    for point in (PLANNED_AT, *ELSEWHERE):
+        try:
+            got = plan(point).to_dense()
+        except hodiff.DerivativeError as error:
+            assert "does not hold at this point" in str(error)
+            assert "Here f reads " in str(error)
+            assert point is not PLANNED_AT
+        else:
+            torch.testing.assert_close(got, hodiff.hessian(f, point))
+
+
+def test_most_of_these_do_not_hold_elsewhere() -> None:
+    """The table is of functions whose pattern moves: with `check=False` they are wrong."""
+    wrong = 0
+    for f in READ.values():
+        plan = plan_hessian(f, PLANNED_AT)
+        wrong += not torch.allclose(plan(ELSEWHERE[0], check=False).to_dense(), hodiff.hessian(f, ELSEWHERE[0]))
+    assert wrong >= 12
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_an_index_that_stays_a_tensor_is_followed(name: str) -> None:
+    plan = plan_hessian(FOLLOWED[name], PLANNED_AT)
+    assert plan.pattern.values_read == ()
+    for point in (PLANNED_AT, *ELSEWHERE):
+        torch.testing.assert_close(plan(point).to_dense(), hodiff.hessian(FOLLOWED[name], point))
+
+
+def test_a_number_that_comes_back_in_a_tensor_leads_anywhere() -> None:
+    """What was read may stand in any later tensor: its zeros and its indices are no constants."""
+    for f in (READ["back in a tensor"], lambda x: (x * torch.tensor([float(v) - 3 for v in x.detach()])).sum() ** 2):
+        plan = plan_hessian(f, PLANNED_AT)
+        for point in ELSEWHERE:
+            torch.testing.assert_close(plan(point, check=False).to_dense(), hodiff.hessian(f, point), check_dtype=False)
+
+
+READING = {  # the backward of a product asks whether it holds a zero; the others read by themselves
+    "scatter products",
+    "a value as a number",
+    "a Function in NumPy",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in READING])
+def test_other_functions_read_nothing(name: str) -> None:
+    assert sparsity_pattern(ZOO[name], torch.randn(12, dtype=D, generator=generator()) * 0.5).values_read == ()
+
+
+def test_the_check_is_one_product() -> None:
+    evaluations = []
+
+    def f(x: Tensor) -> Tensor:
+        evaluations.append(1)
+        return (x * x[x.argmax()]).sum()
+
+    plan = plan_hessian(f, PLANNED_AT)
+    evaluations.clear()
+    plan(PLANNED_AT)
+    assert len(evaluations) == 1
+    torch.testing.assert_close(plan.lower()(PLANNED_AT).to_dense(), hodiff.hessian(f, PLANNED_AT).tril())
+    with pytest.raises(hodiff.DerivativeError, match="does not hold at this point"):
+        plan.lower()(ELSEWHERE[0])
+
+
+def test_a_pattern_of_the_callers_own_is_believed() -> None:
+    f = READ["x[i]"]
+    full = torch.ones(5, 5).to_sparse()
+    plan = plan_hessian(f, PLANNED_AT, pattern=full)
+    torch.testing.assert_close(plan(ELSEWHERE[0]).to_dense(), hodiff.hessian(f, ELSEWHERE[0]))
+    with pytest.raises(
+        hodiff.DerivativeError, match="does not hold at this point"
+    ):  # one that hodiff found keeps its remark
+        plan_hessian(f, PLANNED_AT, pattern=sparsity_pattern(f, PLANNED_AT))(ELSEWHERE[0])
