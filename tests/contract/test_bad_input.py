@@ -190,7 +190,8 @@ def test_f_is_neither_function_nor_tensor(name: str, bad: object) -> None:
 BAD_VECTORS = {
     "shape": (torch.ones(5, dtype=D), r"\(5,\).*\(6,\)|\(6,\).*\(5,\)"),
     "two extra dimensions": (torch.ones(2, 2, 6, dtype=D), r"\(2, 2, 6\)"),
-    "transposed many": (torch.ones(6, 2, dtype=D), r"\(6, 2\)"),
+    "as many as entries": (torch.ones(6, 6, dtype=D), r"\(6, 6\).*\[\w\] for rows"),
+    "neither rows nor columns": (torch.ones(5, 2, dtype=D), r"\(5, 2\).*\(6,\)"),
     "0-d": (torch.ones((), dtype=D), r"\(\)"),
     "dtype": (torch.ones(6, dtype=torch.float32), r"float32.*float64|float64.*float32"),
     "integer": (torch.ones(6, dtype=torch.int64), r"int64"),
@@ -198,7 +199,7 @@ BAD_VECTORS = {
     "device": (torch.ones(6, dtype=D, device="meta"), r"meta"),
     "a number": (1.0, r"float"),
     "a list of too few numbers": ([1.0] * 5, r"5"),
-    "a tuple of the tensor": ((V,), r"tuple|structure"),
+    "a tuple of two tensors": ((V, V), r"tuple|structure"),
     "a dict": ({"x": V}, r"dict|structure"),
     "None": (None, r"None"),
 }

@@ -78,23 +78,24 @@ def test_products_of_a_jacobian():
     torch.testing.assert_close(joined(hodiff.jvp(f, model, v)), J @ v)
     torch.testing.assert_close(joined(hodiff.vjp(f, model, u)), J.T @ u)
     V, U = torch.randn(J.shape[1], 3, dtype=D), torch.randn(J.shape[0], 3, dtype=D)
-    pushed = hodiff.jvp(f, model, V)  # like f(x), so K of them are stacked
+    torch.testing.assert_close(hodiff.jvp(f, model, V), J @ V)  # columns of columns
+    torch.testing.assert_close(hodiff.vjp(f, model, U.numpy()), J.T @ U)
+    pushed = hodiff.jvp(f, model, hodiff.HessianOperator(lambda m: m(X).sum(), model).unflatten(V))  # in front
     assert pushed["y"].shape == (3, 5, 2)
     torch.testing.assert_close(torch.cat([part.reshape(3, -1) for part in pushed.values()], 1), (J @ V).T)
-    pulled = hodiff.vjp(f, model, U.numpy())
-    torch.testing.assert_close(torch.cat([part.reshape(3, -1) for part in pulled.values()], 1), (J.T @ U).T)
 
 
-def test_several_vectors_at_a_point_of_one_dimension_are_stacked_only():
-    """Square columns could not be told from rows, so columns are refused there; in operators they are all there is."""
+def test_several_vectors_at_a_point_of_one_dimension():
+    """Rows or columns, by their shape; as many as entries, in the list of the one leaf they are rows."""
     A = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0], [3.0, 0.0, 1.0]], dtype=D)
     f, x, V = (lambda x: (A @ x).pow(3).sum()), torch.ones(3, dtype=D), torch.randn(3, 3, dtype=D)
     H = hodiff.hessian(f, x)
-    torch.testing.assert_close(hodiff.hvp(f, x, V), V @ H)
+    torch.testing.assert_close(hodiff.hvp(f, x, [V]), [V @ H])
     torch.testing.assert_close(hodiff.hvp(f, x, V[:2]), V[:2] @ H)
     torch.testing.assert_close(hodiff.hvp(f, x, [1, 0, 2.5]), H @ torch.tensor([1, 0, 2.5], dtype=D))
-    with pytest.raises(hodiff.InputError, match=r"\(3, 2\), expected \(3,\), or \(K, 3\) for K.*give v\.T"):
-        hodiff.hvp(f, x, V[:, :2])
+    torch.testing.assert_close(hodiff.hvp(f, x, V[:, :2]), H @ V[:, :2])
+    with pytest.raises(hodiff.InputError, match=r"\(2, 2\), expected \(3,\), or \(K, 3\) for K vectors"):
+        hodiff.hvp(f, x, V[:2, :2])
 
 
 BAD = {

@@ -68,7 +68,7 @@ def patch_alone(x: torch.Tensor) -> torch.Tensor:
 def test_vectors_pass_one_at_a_time_where_their_batch_would_be_wrong(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
     expected = torch.stack([hodiff.grad(lambda x, i=i: f(x)[i], X) for i in range(len(f(X)))])
     assert relative_error(hodiff.jacobian(f, X), expected) < 1e-12
-    assert relative_error(hodiff.vjp(f, X, torch.eye(len(f(X)), dtype=X.dtype)), expected) < 1e-12
+    assert relative_error(hodiff.vjp(f, X, [torch.eye(len(f(X)), dtype=X.dtype)]), expected) < 1e-12
     for size in (1, 2, 4):
         assert relative_error(hodiff.jacobian(f, X, chunk_size=size), expected) < 1e-12
 

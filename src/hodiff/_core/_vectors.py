@@ -30,26 +30,46 @@ class Vectors(NamedTuple):
     flat: bool
 
     def like(self, found: Sequence[Tensor]) -> Any:
-        """Results, one for each leaf, in the spelling of the vectors."""
-        if not self.flat:
-            return _tree.rebuild(self.tree, iter(found))
-        dtype = promoted(found)
-        if self.number is None:
+        """Results like the point, one for each leaf, in the spelling of the vectors."""
+        if self.flat and self.number is None:
+            dtype = promoted(found)
             return torch.cat([part.reshape(-1).to(dtype) for part in found])
+        return self.arranged(found, self.tree)
+
+    def arranged(self, found: Sequence[Tensor], tree: _tree.Tree) -> Any:
+        """Results in a structure of their own; those of columns are columns, whatever the structure."""
+        if not self.flat or self.number is None:
+            return _tree.rebuild(tree, iter(found))
+        dtype = promoted(found)
         return torch.cat([part.reshape(self.number, -1).to(dtype) for part in found], dim=1).T.contiguous()
 
 
 def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str) -> Vectors:
-    """Vectors in any spelling: like the point, a list of its leaves, flat, columns; arrays and lists of numbers too."""
+    """Vectors in any spelling: like the point, a list of its leaves, flat, columns; arrays and lists of numbers too.
+
+    Several have one extra leading dimension, or are columns, which the shape tells. As many vectors as a line has
+    entries may be either, and are refused: in the list of its one leaf they are stacked in front.
+    """
     if _sharded.LOADED_BY in sys.modules:
         _sharded.check_vectors(value, name)
     if not isinstance(value, Tensor) and not (value.__class__ is dict and all(map(_is_tensor, value.values()))):
         value = as_tensors(value, promoted(likes), likes[0].device, name)
-    if isinstance(value, Tensor) and _is_plain(value) and _is_flat(value, tree, likes):
-        return _split(value, likes, name)
-    ordered = tree and listing(value, tree, len(likes))
+    if isinstance(value, Tensor) and _is_plain(value):
+        if tree is None and value.ndim == 2 and value.shape == 2 * likes[0].shape:
+            raise InputError(_rows_or_columns(value, name))
+        if _is_flat(value, tree, likes):
+            return _split(value, likes, name)
+    ordered = listing(value, tree, len(likes))
     leaves, count = structured(value, ordered or tree, likes, name, meaning)
     return Vectors(leaves, count, ordered or tree, False)
+
+
+def _rows_or_columns(value: Tensor, name: str) -> str:
+    return (
+        f"{name}: has shape {tuple(value.shape)}, as many vectors as entries, so they may be its rows or its columns. "
+        f"Say [{name}] for rows, stacked in front (the list of the leaves), and [{name}.T] for columns; or multiply by "
+        f"an operator, for which several vectors are columns: H @ {name} with H = hodiff.HessianOperator(f, x)."
+    )
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -104,13 +124,10 @@ def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
 def _is_flat(value: Tensor, tree: _tree.Tree, likes: Sequence[Tensor]) -> bool:
     """Whether a tensor is `(D,)`, or columns `(D, K)`, and nothing else.
 
-    Where the point is one tensor, its own shape comes first, and several like it. Columns for a point of one
-    dimension are refused: square ones could not be told from rows.
+    Where the point is one tensor, its own shape comes first, and several like it.
     """
-    if tree is None:
-        shape = likes[0].shape
-        if value.shape == shape or value.shape[1:] == shape or len(shape) == 1:
-            return False
+    if tree is None and (value.shape == likes[0].shape or value.shape[1:] == likes[0].shape):
+        return False
     return 0 < value.ndim <= 2 and value.shape[0] == sum([like.numel() for like in likes])
 
 

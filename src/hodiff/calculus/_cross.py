@@ -52,7 +52,7 @@ def cross_hvp(
         x: The point that the result is shaped like, as for `grad`.
         y: The point that *v* is shaped like, as for `grad`.
         v: A vector like *y* (a dict by parameter name for a module), or K vectors with one extra
-            leading dimension on every leaf.
+            leading dimension on every leaf; or in another spelling, as for `hvp`.
         batch_ndim: Leading dimensions, of *x* and *y* alike, that index independent samples.
         create_graph: Whether the product can be differentiated again, as for `hvp`.
         check_independence: Whether to test that samples are independent, as for `grad`.
@@ -63,7 +63,8 @@ def cross_hvp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, with the structure and shapes of *x*; for K vectors, with one more leading dimension.
+        The product, with the structure and shapes of *x*; for K vectors, with one more leading dimension, and
+        columns for columns.
 
     Raises:
         InputError: *v* does not resemble *y*; or as for `grad`.
@@ -87,7 +88,7 @@ def cross_hvp(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
-    vectors, count, *_ = second.vectors(v, "v")
+    given = second.vectors(v, "v")
     if is_set(check_independence, "check_independence"):
         _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
@@ -106,4 +107,6 @@ def cross_hvp(
     ) as ev:
         split, output = len(first.tensors), ev.scalars()
         gradient = _reverse.pull(ev, [output], [torch.ones_like(output)], differentiated=True, inputs=ev.leaves[split:])
-        return first.result(_reverse.products(ev, gradient, vectors, count, chunk_size=chunk, inputs=ev.leaves[:split]))
+        inputs = ev.leaves[:split]
+        products = _reverse.products(ev, gradient, given.leaves, given.number, chunk_size=chunk, inputs=inputs)
+        return given.arranged(products, first.tree())

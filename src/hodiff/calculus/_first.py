@@ -220,7 +220,7 @@ def vjp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, shaped like *x*; `(K, *shape)` on every leaf for K vectors.
+        The product, shaped like *x*; `(K, *shape)` on every leaf for K vectors, and columns `(D, K)` for columns.
 
     Raises:
         InputError: *u* does not resemble `f(x)`.
@@ -241,8 +241,9 @@ def vjp(
     ) as ev:
         outputs = ev.tensors()
         _, _, tree = _tree.flatten(ev.outputs)
-        vectors, count, *_ = match(u, tree, outputs, "u", "like f(x)")
-        return ev.where.result(_reverse.products(ev, outputs, vectors, count, chunk_size=chunk))
+        given = match(u, tree, outputs, "u", "like f(x)")
+        pulled = _reverse.products(ev, outputs, given.leaves, given.number, chunk_size=chunk)
+        return given.arranged(pulled, ev.where.tree())
 
 
 @overload

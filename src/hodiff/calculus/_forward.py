@@ -59,7 +59,7 @@ def jvp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, shaped like `f(x)`; `(K, *shape)` on every leaf for K vectors.
+        The product, shaped like `f(x)`; `(K, *shape)` on every leaf for K vectors, and columns `(M, K)` for columns.
 
     Raises:
         InputError: *v* does not resemble *x*.
@@ -79,14 +79,14 @@ def jvp(
     """
     chunk = _checks.check_chunk_size(chunk_size)
     where = Where(x)
-    tangents, count, *_ = where.vectors(v, "v")
+    given = where.vectors(v, "v")
     with Graph(
         call(f, where, passes=2, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
     ) as ev:
         outputs = ev.tensors()
-        pushed = _reverse.pushforward(ev, outputs, tangents, count, chunk_size=chunk)
+        pushed = _reverse.pushforward(ev, outputs, given.leaves, given.number, chunk_size=chunk)
         _, _, tree = _tree.flatten(ev.outputs)
-        return _tree.rebuild(tree, iter(pushed))
+        return given.arranged(pushed, tree)
 
 
 def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:

@@ -45,8 +45,9 @@ def hvp(
         x: Where: a tensor, a nested container of tensors, a module (its trainable parameters; `f`
             receives the module), or `hodiff.select(module, ...)`.
         v: A vector like *x* (a dict by parameter name for a module), or K vectors with one extra
-            leading dimension on every leaf; or a list of the leaves in the order of *x*; or flat `(D,)` or, unless
-            *x* is one tensor of one dimension, columns `(D, K)`. NumPy arrays and lists of numbers are converted.
+            leading dimension on every leaf; or a list of the leaves in the order of *x*; or flat `(D,)`, or columns
+            `(D, K)`. Where *x* is one tensor of one dimension, `(D, D)` could be rows or columns and is refused: give
+            `[V]` for rows, or `[V.T]` for columns. NumPy arrays and lists of numbers are converted.
         batch_ndim: So many leading dimensions of *x* index independent samples, as for `grad`; each
             sample has its own Hessian and its own part of *v*.
         create_graph: Whether the product can be differentiated again, as for `grad`. That is a third

@@ -180,6 +180,11 @@ class LinearOperator(ABC):
         u = self._range.as_tensors(u)
         if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
             return (self.T @ u.T).T
+        if isinstance(u, Tensor) and u.ndim == 2 and u.shape[0] == self.shape[0] and [u.shape] != self._range.shapes:
+            raise InputError(
+                f"u: has shape {tuple(u.shape)}, expected ({len(u)},), or (K, {len(u)}) for K vectors; several vectors "
+                f"on the left are rows: give u.T."
+            )
         return self.T @ u
 
     def _times(self, flat: Tensor) -> Tensor:
