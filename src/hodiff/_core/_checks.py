@@ -125,11 +125,12 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
         return
     if tuple(output.shape[:batch_ndim]) != tuple(batch) or output.numel() != batch.numel():
         averaged = " (an output already reduced over the batch scales every gradient by 1/N)" if not output.ndim else ""
-        several = tuple(output.shape[:batch_ndim]) == tuple(batch)
+        more = output.ndim - batch_ndim
+        total = "sum(-1)" if more == 1 else f"flatten({batch_ndim}).sum(-1)"
         way_out = (
-            f" For several outputs of each sample, take one at a time (lambda x: f(x)[..., 0]), reduce "
-            f"them (.sum(-1)), or use hodiff.jacobian(f, x, batch_ndim={batch_ndim})."
-            if several
+            f" For several outputs of each sample, take one at a time (lambda x: f(x)[..., {', '.join('0' * more)}]), "
+            f"reduce them (lambda x: f(x).{total}), or use hodiff.jacobian(f, x, batch_ndim={batch_ndim})."
+            if tuple(output.shape[:batch_ndim]) == tuple(batch)
             else " Return one number for each sample, not reduced over the batch."
         )
         raise InputError(

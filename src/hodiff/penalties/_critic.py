@@ -16,12 +16,16 @@ from hodiff.penalties._loss import check_critic, check_number
 
 
 class Critic(NamedTuple):
-    """A user's critic, made to return one number per sample, and its outputs beside."""
+    """A user's critic, made to return one number per sample, and its outputs beside.
+
+    Where it may give `maps` of outputs, `(N, 1, H, W)`, those of a sample are reduced to one.
+    """
 
     f: Any
     batch_ndim: int
     patch_reduction: PatchReduction
     grad_scale: float
+    maps: bool = True
 
     @property
     def __wrapped__(self) -> Any:
@@ -50,14 +54,15 @@ class Critic(NamedTuple):
         return (x if isinstance(x, Tensor) else _tree.flatten(x)[0][0]).shape[: self.batch_ndim]
 
     def per_sample(self, outputs: Any, batch: torch.Size) -> Tensor:
-        """One number per sample; an output without the batch in front is left for the check that names it."""
+        """One number per sample; what is none, and no map of one channel, is left for the check that names it."""
         if not isinstance(outputs, Tensor):
             raise InputError(
                 f"f: returned a {type(outputs).__name__}, expected the tensor of a critic's outputs, one per sample; "
                 f"choose it: lambda x: critic(x)[0]."
             )
         scalars = outputs
-        if batch and outputs.shape[: self.batch_ndim] == batch and outputs.numel() != batch.numel():
+        several = batch and outputs.numel() != batch.numel()
+        if several and self.maps and outputs.shape[: self.batch_ndim + 1] == (*batch, 1):
             rows = _norm.wide(outputs).flatten(self.batch_ndim)
             scalars = rows.sum(-1) if self.patch_reduction == "sum" else rows.mean(-1)
         if self.grad_scale == 1:

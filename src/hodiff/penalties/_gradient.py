@@ -127,8 +127,8 @@ def gradient_penalty(
         *return_outputs* `(penalty, outputs)`.
 
     Raises:
-        InputError: The output is not one per sample (a mean over the batch would make the gradient N times too small),
-            or an option is not known.
+        InputError: The output is not one per sample (a mean over the batch would make the gradient N times too small;
+            of class logits, `(N, K)`, choose or sum), or an option is not known.
         GraphError: An operation has no second derivative (it is named); `f` does not depend on *x*; `f` is wrapped in
             `DistributedDataParallel(static_graph=True)`, whose ranks would diverge silently.
 

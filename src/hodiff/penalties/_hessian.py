@@ -237,7 +237,7 @@ def curvature_penalty(
     which resists adversarial perturbations.
 
     Args:
-        f: The loss of each sample, a function of samples with outputs `(N,)`:
+        f: The loss of each sample, a function of samples with outputs `(N,)` or `(N, 1)`:
             `lambda x: F.cross_entropy(model(x), y, reduction="none")`.
         x: Where: a tensor `(N, ...)` or a container of them.
         weight: \(\gamma\), 4 in the paper.
@@ -256,8 +256,8 @@ def curvature_penalty(
         being those at the samples.
 
     Raises:
-        InputError: The loss is averaged over the batch, which would shrink the penalty by 1/N²; or as
-            for `gradient_penalty`.
+        InputError: The loss is averaged over the batch, which would shrink the penalty by 1/N², or not summed over
+            what belongs to one sample; or as for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Cost:
@@ -282,7 +282,7 @@ def curvature_penalty(
     return_outputs = is_set(return_outputs, "return_outputs")
     record = _nesting.loss_recorded(create_graph)
     _loss.check_function(f)
-    critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0)
+    critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
     critic.check()
     if is_set(check_independence, "check_independence"):
         _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)

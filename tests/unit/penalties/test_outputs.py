@@ -29,6 +29,9 @@ PENALTIES = {
 }
 
 
+SLICED = "sliced_score_matching_loss"  # its outputs are a score, like the point
+
+
 @pytest.mark.parametrize("name", PENALTIES)
 def test_outputs_come_from_the_evaluation_of_the_penalty(name):
     width, penalty = PENALTIES[name]
@@ -51,6 +54,72 @@ def test_outputs_come_from_the_evaluation_of_the_penalty(name):
     assert all(part is not None for part in found)
     loss, outputs = penalty(f, return_outputs=True, create_graph=False)
     assert not loss.requires_grad and not outputs.requires_grad
+
+
+SHAPES = {
+    "(N,)": (4,),
+    "(N, 1)": (4, 1),
+    "(N, 1, 1)": (4, 1, 1),
+    "(N, 1, H, W)": (4, 1, 2, 3),
+    "(N, 1, L)": (4, 1, 6),
+    "(N, K)": (4, 6),
+    "(N, H, W)": (4, 2, 3),
+    "(N, K, H, W)": (4, 3, 1, 2),
+    "(N, H, W, 1)": (4, 2, 3, 1),
+}
+ANY = {"jacobian_penalty", "jacobian_penalty, exact", "hessian_penalty"}
+ONE = ("(N,)", "(N, 1)", "(N, 1, 1)")
+MAPS = (*ONE, "(N, 1, H, W)", "(N, 1, L)")
+EACH = r"f: returned shape \(4, .*expected one element per sample: \(4,\)"
+TAKES = {"curvature_penalty": ONE, "sliced_score_matching_loss, density": ONE}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", [n for n in PENALTIES if n not in ("gradient_norm_penalty", SLICED)])
+def test_how_many_outputs_a_sample_may_have(name, shape):
+    """One, or a map of one channel, which is summed; of several, the gradient of their sum would be taken silently."""
+    penalty, size = PENALTIES[name][1], SHAPES[shape]
+    net = mlp(3, torch.Size(size[1:]).numel())
+    f = lambda x: net(x).reshape(size)
+    if name in ANY:
+        torch.testing.assert_close(penalty(f), penalty(lambda x: net(x).reshape(4, -1)))
+    elif shape in TAKES.get(name, MAPS):
+        torch.testing.assert_close(penalty(f), penalty(lambda x: net(x).sum(-1)))
+    else:
+        with pytest.raises(hodiff.InputError, match=EACH):
+            penalty(f)
+
+
+@pytest.mark.parametrize("name", ["gradient_penalty", "curvature_penalty"])
+def test_the_ways_out_of_several_outputs(name):
+    penalty, net = PENALTIES[name][1], mlp(3, 6)
+    for size, total, one in (
+        ((4, 6), "f(x).sum(-1)", "f(x)[..., 0]"),
+        ((4, 2, 3), "f(x).flatten(1).sum(-1)", "f(x)[..., 0, 0]"),
+    ):
+        f = lambda x, size=size: net(x).reshape(size)
+        with pytest.raises(hodiff.InputError, match=EACH) as caught:
+            penalty(f)
+        assert f"one at a time (lambda x: {one}), reduce them (lambda x: {total})" in str(caught.value)
+        for words, expected in ((total, lambda x: net(x).sum(-1)), (one, lambda x: net(x)[:, 0])):
+            torch.testing.assert_close(penalty(eval(f"lambda x: {words}", {"f": f})), penalty(expected))
+    with pytest.raises(hodiff.InputError, match=r"f: returned shape \(4, 6\), expected"):
+        x = X.clone().requires_grad_()
+        hodiff.gradient_penalty(net(x), x)  # already computed
+
+
+def test_several_batch_dimensions():
+    points = X.reshape(2, 2, 3)
+    net = mlp(3, 6)
+    with pytest.raises(hodiff.InputError, match=r"\(2, 2, 6\), expected one element per sample: \(2, 2\)"):
+        hodiff.eikonal_penalty(net, points)
+    value = hodiff.eikonal_penalty(lambda x: net(x).sum(-1), points)
+    torch.testing.assert_close(value, hodiff.eikonal_penalty(lambda x: net(x).sum(-1, keepdim=True), points))
+
+
+def test_no_penalty_is_left_out():
+    names = {name for name in hodiff.__all__ if name.endswith(("_penalty", "_loss", "Penalty"))}
+    assert names == {name.partition(",")[0] for name in PENALTIES} | {"PathLengthPenalty"}
 
 
 def test_path_lengths():
