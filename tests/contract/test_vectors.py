@@ -211,7 +211,9 @@ def test_from_the_left_several_vectors_are_rows() -> None:
         agree(rows.numpy() @ J, rows @ B)
         agree(rows.tolist() @ J, rows @ B)
     agree(draw(OUT) @ J, draw(OUT) @ B)
-    with pytest.raises(InputError, match=r"u: has shape \(4, 2\), expected \(4,\), or \(K, 4\).*several.*rows: give u\.T"):
+    with pytest.raises(
+        InputError, match=r"u: has shape \(4, 2\), expected \(4,\), or \(K, 4\).*several.*rows: give u\.T"
+    ):
         draw(OUT, 2) @ J
     structured = hodiff.JacobianOperator(mapped, Z)
     agree(draw(2, 2) @ structured, draw(OUT) @ B)  # like f(x)
@@ -377,8 +379,7 @@ NAMED_ALIKE = {
     "second_order_operator.b": "a coefficient field",
 }
 VECTORS = {"v", "u", "b", "start", "vectors", "flat"}
-NO_VECTORS = set(
-    """
+WORDS = """
     A a allow args axes basis batch batch_ndim batch_weight blocks C c call callback check check_independence
     chunk_size closure create_graph critic damping data decay detach directions epsilon exc exclude F f fake
     first_order g gamma generator grad_scale gradient_tol grads h has_aux index indices inputs iterations k keep
@@ -387,8 +388,8 @@ NO_VECTORS = set(
     preconditioner predict primals probes process_group products progress radius rank real records reduction release
     restart return_outputs return_state return_used roots rtol rule samples scaled segments self series shared shift
     since state std steps strict symmetric target tensor variance_reduced w weight where which width x x_star y
-    """.split()
-)
+"""
+NO_VECTORS = set(WORDS.split())
 
 
 def public() -> dict[str, Any]:

@@ -45,8 +45,8 @@ def test_batch_equals_loop(keep: bool, case: tuple) -> None:
     agree((value, gradient, second), (g(x), hodiff.grad(g, x, batch_ndim=k), hessian))
     many = direction(x, 4, 3)
     agree(
-        hodiff.hvp(g, x, many, batch_ndim=k),
-        torch.stack([hodiff.hvp(g, x, u, batch_ndim=k) for u in many]),
+        hodiff.hvp(g, x, [many], batch_ndim=k),
+        [torch.stack([hodiff.hvp(g, x, u, batch_ndim=k) for u in many])],
     )
 
 

@@ -143,10 +143,10 @@ def test_jacobian_routes(f: Expression, x: Tensor) -> None:
 @given(f=scalars(), x=points, many=st.integers(1, 4), chunk=st.sampled_from([1, 2, 3, 100, "auto"]))
 def test_many_vectors_are_single_ones_stacked(f: Scalar, x: Tensor, many: int, chunk: int | str) -> None:
     vectors = direction(x, 5, many)
-    agree(hodiff.hvp(f, x, vectors, chunk_size=chunk), torch.stack([hodiff.hvp(f, x, v) for v in vectors]))
+    agree(hodiff.hvp(f, x, [vectors], chunk_size=chunk), [torch.stack([hodiff.hvp(f, x, v) for v in vectors])])
     e = f.expression
-    agree(hodiff.jvp(e, x, vectors, chunk_size=chunk), torch.stack([hodiff.jvp(e, x, v) for v in vectors]))
-    agree(hodiff.vjp(e, x, vectors, chunk_size=chunk), torch.stack([hodiff.vjp(e, x, v) for v in vectors]))
+    agree(hodiff.jvp(e, x, [vectors], chunk_size=chunk), torch.stack([hodiff.jvp(e, x, v) for v in vectors]))
+    agree(hodiff.vjp(e, x, [vectors], chunk_size=chunk), torch.stack([hodiff.vjp(e, x, v) for v in vectors]))
 
 
 @given(f=scalars(), x=points, chunk=st.sampled_from([1, 2, 3]))
@@ -173,7 +173,7 @@ def test_cross_hessian_is_the_block_of_the_joint_hessian(f: Scalar, x: Tensor, y
         agree(block, whole[:n, n:].reshape(x.shape + y.shape).clone())
         many = direction(y, 0, 3)
         products = torch.einsum("ij,kj->ki", whole[:n, n:], many.reshape(3, -1)).reshape(3, *x.shape)
-        agree(hodiff.cross_hvp(split, x, y, many, chunk_size=chunk), products)
+        agree(hodiff.cross_hvp(split, x, y, [many], chunk_size=chunk), products)
         agree(hodiff.cross_hvp(split, x, y, many[0]), products[0].clone())
     agree(hodiff.cross_hessian(lambda b, a: split(a, b), y, x), whole[n:, :n].reshape(y.shape + x.shape).clone())
 

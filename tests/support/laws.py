@@ -122,10 +122,11 @@ def fields(draw: Any, dimension: int | None = None, outputs: bool = False) -> Fi
 
 
 def like(setting: Setting, rows: Tensor) -> Any:
-    """A flat vector in the structure of the point (a dict for a module), or several stacked."""
+    """A flat vector in the structure of the point (a dict for a module), or several stacked (a list for a tensor)."""
     where = dict(setting.where.named_parameters()) if isinstance(setting.where, nn.Module) else setting.where
     pieces = iter(rows.split([t.numel() for t in _tensors(where)], -1))
-    return _rebuilt(where, pieces, rows.shape[:-1])
+    found = _rebuilt(where, pieces, rows.shape[:-1])
+    return [found] if rows.ndim == 2 and isinstance(found, Tensor) else found  # at a line, as many as entries
 
 
 def rows(tree: Any, count: int) -> Tensor:

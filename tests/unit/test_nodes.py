@@ -102,3 +102,13 @@ def test_outputs_of_one_operation_are_told_apart():
 
     with pytest.raises(hodiff.GraphError, match=r"does not depend|other than through its argument"):
         hodiff.grad(returning, x)
+
+
+def test_by_what_many_numbers_became_one():
+    z = torch.rand(4, 3, requires_grad=True)
+    assert _nodes.reduction(z.sum()) == ("sum", (4, 3)) and _nodes.reduction(z.sum((0, 1))) == ("sum", (4, 3))
+    assert _nodes.reduction(z.mean()) == ("mean", (4, 3)) and _nodes.reduction(z.mean(0).mean(0)) == ("mean", (3,))
+    for how in ("mean", "sum"):
+        assert _nodes.reduction(torch.nn.functional.mse_loss(z, z.detach(), reduction=how)) == (how, None)
+    for other in (z.prod(), z, z.detach().sum(), 2 * z.mean(), z[0, 0]):
+        assert _nodes.reduction(other) == (None, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import methodcaller
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -302,6 +302,25 @@ def runs_hooks(graph: Survey) -> bool:
 def _raw_saved(kind: type) -> tuple[str, ...]:
     """The attributes under which nodes of a class show what they saved, packed."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+_LOSSES = {
+    f"{loss}Backward0"
+    for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
+                 "SmoothL1Loss", "HuberLoss", "SoftMarginLoss")
+}  # fmt: skip
+_SUMS, _MEANS = {"SumBackward0", "SumBackward1"}, {"MeanBackward0", "MeanBackward1"}
+
+
+def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size | None]:
+    """By what the last operation made one number of many, where that can be seen, and the shape of the many."""
+    node = value.grad_fn
+    kind = type(node).__name__
+    if kind in _LOSSES:
+        return ("mean" if node._saved_reduction == 1 else "sum"), None  # pyright: ignore
+    if kind in _MEANS or kind in _SUMS:
+        return ("mean" if kind in _MEANS else "sum"), torch.Size(node._saved_self_sym_sizes)  # pyright: ignore
+    return None, None
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:

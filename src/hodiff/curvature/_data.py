@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _tree
-from hodiff.errors import GraphError, InputError
+from hodiff._core import _checks, _nodes, _tree
+from hodiff.errors import GraphError, HodiffWarning, InputError
 
 BatchWeight = Callable[[Any], Any] | Literal["equal"] | None
 
@@ -132,11 +133,12 @@ class Weighted:
         if batch_weight is not None and not batches.given:
             raise InputError("batch_weight: weighs batches, but no data= is given.")
         self._batches, self._weight, self._name, self._bare = batches, batch_weight, name, bare
+        self._warned, self._units = False, 0
 
     def __call__(self, returned: Any, batch: Any, number: int) -> tuple[Any, Any]:
         """`(sum, weight)` of batch `number`."""
         if isinstance(returned, (tuple, list)):
-            return self._pair(returned)
+            return self._pair(returned, batch, number)
         if callable(self._weight):
             weight = _checked(self._weight(batch), "batch_weight")
             return returned * weight, weight
@@ -152,7 +154,7 @@ class Weighted:
             raise InputError(mean_of_many(self._name))
         return returned, 1.0
 
-    def _pair(self, returned: Sequence[Any]) -> tuple[Any, Any]:
+    def _pair(self, returned: Sequence[Any], batch: Any, number: int) -> tuple[Any, Any]:
         kind = type(returned).__name__
         if len(returned) != 2:
             raise InputError(f"{self._name}: returned a {kind} of {len(returned)}, expected (sum, weight).")
@@ -162,7 +164,40 @@ class Weighted:
             )
         if self._weight is not None:
             raise InputError(f"batch_weight: is given, but {self._name} returns (sum, weight), which needs none.")
-        return returned[0], _checked(returned[1], f"{self._name}: the weight")
+        value, weight = returned[0], _checked(returned[1], f"{self._name}: the weight")
+        if not self._warned and isinstance(value, Tensor):
+            self._look(value, weight, batch, number)
+        return value, weight
+
+    def _look(self, value: Tensor, weight: float, batch: Any, number: int) -> None:
+        """Warn, once, of the two slips that this contract invites, where the last operation shows them."""
+        how, shape = _nodes.reduction(value)
+        if how == "mean" and weight > 1:
+            self._warn(
+                f"{self._name} returned a mean beside the weight {weight:g}, where the sum over the batch belongs, so "
+                f"the result is some {weight:g} times too small. Return the sum, reduction='sum', or the mean alone, "
+                f"with batch_weight=lambda batch: len(batch[1])."
+            )
+        samples = _samples(batch) if how == "sum" and weight == 1 and number == self._units < 2 else 1
+        if samples > 1 and (shape is None or shape[:1] == (samples,)):
+            self._units += 1
+            if self._units == 2:
+                self._warn(
+                    f"{self._name} returned a sum over {samples} samples beside the weight 1, of several batches: what "
+                    f"is taken is the sum over all data, divided by the number of batches. Return (sum, {samples}), "
+                    f"the number of samples, for the mean; (sum, 1 / number of batches) for the sum over all data; and "
+                    f'the sum alone, with batch_weight="equal", where each batch is one unit.'
+                )
+
+    def _warn(self, text: str) -> None:
+        self._warned = True
+        warnings.warn(text, HodiffWarning, stacklevel=_checks.outside())
+
+
+def _samples(batch: Any) -> int:
+    """How many samples a batch has, as all of its tensors say; 1 where they do not agree."""
+    found = {leaf.shape[:1] for leaf in _tree.flatten(batch)[0] if isinstance(leaf, Tensor)}
+    return max(found.pop(), default=1) if len(found) == 1 else 1
 
 
 def _checked(weight: Any, name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numbers
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, final, overload
+from typing import Any, NoReturn, TypeVar, final, overload
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ class LinearOperator(ABC):
     # --- products
 
     @overload
-    def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
+    def __matmul__(self, v: LinearOperator) -> LinearOperator: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def __matmul__(self, v: Tensor) -> Tensor: ...
     @overload
@@ -292,6 +292,13 @@ class LinearOperator(ABC):
         return -self + other
 
     # --- exports
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        """NumPy would make an array without dimensions that holds the operator, and fail later and elsewhere."""
+        raise TypeError(
+            f"{self!r} is no array: its entries are not known. Its matrix is H.dense().numpy(); for SciPy's routines, "
+            f"which take products, H.to_scipy()."
+        )
 
     def dense(self) -> Tensor:
         """The matrix itself, `(M, D)`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class Shown(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._facts().values())})"
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        """NumPy would make an array without dimensions that holds the record, and fail later and elsewhere."""
+        raise TypeError(f"a {type(self).__name__} is no array but a record of .{', .'.join(vars(self))}.")
 
     def _repr_html_(self) -> str:
         rows = "".join(

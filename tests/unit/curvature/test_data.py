@@ -1,5 +1,7 @@
 """The data contract: sums and weights, data that can be read again, caches, staleness, randomness."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import hodiff
 from hodiff._core._live_bytes import LiveBytes
 from tests.support.ledger import Ledger, flags, snapshot, without_collector
-from tests.support.operators import IGNORED, LABELS, D, X, draw, network, plain_hessian, split, sum_of_cross_entropy
+from tests.support.operators import (
+    IGNORED,
+    LABELS,
+    TARGETS,
+    D,
+    X,
+    draw,
+    network,
+    plain_hessian,
+    predict,
+    split,
+    sum_of_cross_entropy,
+)
 from tests.support.properties import agree
 
 V = draw(39, seed=40)
@@ -402,3 +416,94 @@ def test_a_graph_that_is_not_kept_is_gone_before_the_next_is_built(name: str) ->
         begun.clear()
         H @ v
     assert len(begun) == 3 and max(begun) - begun[0] < 1000, begun
+
+
+# --- the slips that the pair invites ----------------------------------------------------------------------------------
+
+SEVERAL, ONE = split(X, LABELS, TARGETS), [(X, LABELS, TARGETS)]
+SINGLE = [(X[:1], LABELS[:1], TARGETS[:1]), (X[1:2], LABELS[1:2], TARGETS[1:2])]
+MEAN = r"returned a mean beside the weight \d+, .*times too small.*reduction='sum'.*batch_weight=lambda batch: len"
+UNITS = r"a sum over \d+ samples beside the weight 1.*number of batches\. Return \(sum, \d+\).*\(sum, 1 / number of b"
+LOSSES = {
+    "cross-entropy": lambda z, b, how: F.cross_entropy(z, b[1], reduction=how),
+    "cross-entropy of a map": lambda z, b, how: F.cross_entropy(z[..., None], b[1][:, None], reduction=how),
+    "squared error": lambda z, b, how: F.mse_loss(z, b[2], reduction=how),
+    "logistic": lambda z, b, how: F.binary_cross_entropy_with_logits(z, b[2].sigmoid(), reduction=how),
+    "binary": lambda z, b, how: F.binary_cross_entropy(z.sigmoid(), b[2].sigmoid(), reduction=how),
+    "smooth": lambda z, b, how: F.smooth_l1_loss(z, b[2], reduction=how),
+    "Huber": lambda z, b, how: F.huber_loss(z, b[2], reduction=how),
+    "soft margin": lambda z, b, how: F.soft_margin_loss(z, b[2].sign(), reduction=how),
+    "Poisson": lambda z, b, how: F.poisson_nll_loss(z, b[2].exp(), reduction=how),
+    "by hand": lambda z, b, how: getattr((z - b[2]).pow(4).sum(1), how)(),
+    "by hand, with dimensions": lambda z, b, how: getattr((z - b[2]).pow(4), how)((0, 1)),
+}
+KINDS = {
+    "Hessian": lambda pair, data, **o: hodiff.HessianOperator(lambda m, b: pair(m(b[0]), b), network(), data=data, **o),
+    "Gauss-Newton": lambda pair, data, **o: hodiff.GaussNewtonOperator(predict, pair, network(), data=data, **o),
+    "Fisher": lambda pair, data, **o: hodiff.FisherOperator(predict, pair, network(), data=data, kind="empirical", **o),
+}
+
+
+def over(f: Callable[..., Tensor], data: list[tuple[Tensor, ...]], how: str) -> list[Tensor]:
+    """The loss of each batch."""
+    model = network()
+    return [f(model(batch[0]), batch, how).detach() for batch in data]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mean_beside_the_number_of_samples(kind: str, loss: str) -> None:
+    f, make = LOSSES[loss], KINDS[kind]
+    for data in (SEVERAL, ONE):
+        H = make(lambda z, b: (f(z, b, "mean"), len(z)), data)
+        with pytest.warns(hodiff.HodiffWarning, match=MEAN) as told:
+            H @ V
+        H @ V, H.refresh() @ V, H.block("0") @ torch.ones(16, dtype=D)
+        assert len(told) == 1
+        agree(H.value, sum(over(f, data, "mean")) / 10)
+        H = make(lambda z, b: (f(z, b, "sum"), len(z)), data)  # the ways out, silent
+        agree((H @ V, H.value)[1], sum(over(f, ONE, "sum")) / 10)
+        if kind != "Fisher":  # which asks for each one's gradient
+            H = make(lambda z, b: f(z, b, "mean"), data, batch_weight=lambda b: len(b[1]))
+            agree(H.value, sum(m * len(b[1]) for m, b in zip(over(f, data, "mean"), data, strict=True)) / 10)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_beside_one_over_several_batches(kind: str, loss: str) -> None:
+    f, make = LOSSES[loss], KINDS[kind]
+    H = make(lambda z, b: (f(z, b, "sum"), 1), SEVERAL)
+    with pytest.warns(hodiff.HodiffWarning, match=UNITS) as told:
+        H @ V
+    H @ V, H.refresh() @ V
+    assert len(told) == 1
+    [whole] = over(f, ONE, "sum")
+    agree(H.value, whole / 2)
+    agree(make(lambda z, b: (f(z, b, "sum"), len(z)), SEVERAL).value, whole / 10)  # the ways out, silent
+    agree(make(lambda z, b: (f(z, b, "sum"), 1 / 2), SEVERAL).value, whole)
+    agree(make(lambda z, b: (f(z, b, "sum"), 1), ONE).value, whole)
+    if kind != "Fisher":
+        agree(make(lambda z, b: f(z, b, "sum"), SEVERAL, batch_weight="equal").value, whole / 2)
+
+
+QUIET = {
+    "a mean of one sample": (lambda z, b: (F.cross_entropy(z, b[1]), len(z)), [(X[:1], LABELS[:1])]),
+    "a mean of means": (lambda z, b: (F.cross_entropy(z, b[1]), 1), SEVERAL),
+    "a mean, weighted by hand": (lambda z, b: (F.cross_entropy(z, b[1]) * len(z), len(z)), SEVERAL),
+    "the mean over features, summed": (lambda z, b: ((z - b[2]).square().mean(1).sum(), len(z)), SEVERAL),
+    "one sample for each batch": (lambda z, b: (F.mse_loss(z, b[2], reduction="sum"), 1), SINGLE),
+    "samples without a batch": (lambda z, b: ((z - b[1]).square().sum(), 1), [(X[0], draw(3, 3)), (X[1], draw(2, 3))]),
+    "the mean over samples, summed": (lambda z, b: ((z - b[2]).square().mean(0).sum(), 1), SEVERAL),
+    "batches of which one has more": (
+        lambda z, b: (F.cross_entropy(z, b[1], reduction="sum"), len(z)),
+        split(X, LABELS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_no_word_about_what_is_meant(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    loss, data = QUIET[name]
+    for kind in ("Hessian", "Gauss-Newton"):
+        KINDS[kind](loss, data) @ V
+    assert not recwarn.list

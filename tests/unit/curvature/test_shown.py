@@ -4,6 +4,7 @@ import re
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,8 @@ def test_a_line_a_sentence_and_a_table(case):
     record = make()
     assert re.fullmatch(line, repr(record)), repr(record)
     assert re.search(sentence, record.message), record.message
+    with pytest.raises(TypeError, match=rf"a {type(record).__name__} is no array but a record of \.\w+, "):
+        np.asarray(record)
     table = record._repr_html_()
     assert table.count("<tr>") == len(record._facts()) and "<caption>" in table and "<script" not in table
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from tests.support.operators import D, X, draw, network
+from tests.support.operators import CASES, Case, D, X, draw, network
 from tests.support.properties import agree
 
 
@@ -55,6 +55,23 @@ def test_arrays_are_tensors(dtype: type) -> None:
     agree(H @ [part.numpy() for part in leaves(H, flat)], H @ leaves(H, flat), 0)
     assert isinstance(H @ v, Tensor) and np.array_equal(v, kept)
     assert torch.equal(H.flatten(v), flat)
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_an_operator_is_no_array(case: Case) -> None:
+    """NumPy would wrap it in an array without dimensions, and fail later and elsewhere."""
+    H, dense = case.build()
+    for convert in (np.asarray, np.array, lambda H: np.array([H, H]), lambda H: np.linalg.norm(H)):
+        with pytest.raises(TypeError, match=r"is no array.*H\.dense\(\)\.numpy\(\).*H\.to_scipy\(\)"):
+            convert(H)
+    for convert in (float, torch.as_tensor):
+        with pytest.raises((TypeError, RuntimeError), match=type(H).__name__):
+            convert(H)
+    ones = np.ones(len(dense.T))
+    np.testing.assert_allclose(
+        H.dense().numpy() @ ones, (dense @ torch.ones(len(dense.T), dtype=D)).numpy(), 1e-9, 1e-9
+    )
+    np.testing.assert_allclose(H.to_scipy() @ ones, (dense @ torch.ones(len(dense.T), dtype=D)).numpy(), 1e-9, 1e-9)
 
 
 def test_lists_of_numbers() -> None:
