@@ -105,7 +105,8 @@ class FisherOperator(PullbackOperator):
         predict: `predict(where, batch)` returns the outputs.
         loss: `nn.CrossEntropyLoss()`, `nn.MSELoss()`, `nn.BCEWithLogitsLoss()`, `nn.PoissonNLLLoss()` or
             `nn.GaussianNLLLoss()` (whose `predict` returns mean and variance), with targets `batch[1]`;
-            for `"empirical"` also a function `loss(outputs, batch)` that returns `(sum, weight)`.
+            for `"empirical"` also a function `loss(outputs, batch)` that returns `(sum, weight)`, as for
+            `hodiff.HessianOperator` (**never a mean beside a weight**).
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches.
         kind: `"exact"`, `"mc"` or `"empirical"`.

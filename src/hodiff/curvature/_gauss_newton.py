@@ -44,10 +44,11 @@ class GaussNewtonOperator(PullbackOperator):
     Args:
         predict: `predict(where, batch)` returns the outputs, a tensor or a container of tensors.
         loss: `loss(outputs, batch)` returns `(sum, weight)`, the sum over the batch and what it is
-            divided by; its Hessian is taken exactly. Or an `nn.CrossEntropyLoss`, `nn.MSELoss`,
-            `nn.BCEWithLogitsLoss`, `nn.PoissonNLLLoss` or `nn.GaussianNLLLoss` (of outputs mean and variance), whose
-            Hessian is written out; the targets are then `batch[1]`, and class weights, ignored
-            positions and label smoothing are accounted for, over all batches together.
+            divided by, as for `hodiff.HessianOperator` (**never a mean beside a weight**); its Hessian is taken
+            exactly. Or an `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.PoissonNLLLoss` or
+            `nn.GaussianNLLLoss` (of outputs mean and variance), whose Hessian is written out; the targets are then
+            `batch[1]`, and class weights, ignored positions and label smoothing are accounted for, over all
+            batches together.
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches.
         batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.

@@ -102,7 +102,9 @@ class HessianOperator(SummedOperator[GradientGraph]):
 
     Args:
         f: A function of *where* that returns one element; with `data`, `f(where, batch)` returns
-            `(sum, weight)`. Or, without `data`, such a tensor already computed, whose graph stays.
+            `(sum, weight)`. **The first is the sum over the batch, never its mean**, and the weights of all batches
+            are added up: for the mean over samples `(sum, number of samples)`, for the sum over all data
+            `(sum, 1 / number of batches)`. Or, without `data`, such a tensor already computed, whose graph stays.
         where: A tensor, a container of tensors, a module, or `hodiff.select(module, ...)`, as for `hodiff.grad`.
         data: A re-iterable of batches: a list, a DataLoader. Tensors in a batch are moved to the
             device of *where*.
@@ -135,7 +137,8 @@ class HessianOperator(SummedOperator[GradientGraph]):
 
     Warns:
         RandomnessWarning: `f` draws random numbers (dropout). Its operator is that of one draw.
-        HodiffWarning: With `process_group`, the processes' modules have different buffers.
+        HodiffWarning: A mean beside a weight above 1, or a sum over samples beside 1 with several batches, where the
+            last operation of `f` shows it; with `process_group`, the processes' modules have different buffers.
 
     Cost:
         Construction evaluates nothing. The first product: one evaluation and one pass for each batch.
