@@ -36,7 +36,11 @@ def test_its_addresses_work_where_the_package_is_published():
         elif inside.startswith("assets/"):
             assert (ROOT / "docs" / inside).is_file(), address
         else:
-            assert (ROOT / "docs" / f"{inside.rstrip('/') or 'index'}.md").is_file(), address
+            name, _, section = inside.partition("#")
+            page = ROOT / "docs" / f"{name.rstrip('/') or 'index'}.md"
+            assert page.is_file(), address
+            headings = re.findall("^#+ (.*)$", page.read_text(), re.MULTILINE)
+            assert not section or section in {h.lower().replace(" ", "-") for h in headings}, address
 
 
 def test_the_commands_are_complete_on_a_fresh_machine():

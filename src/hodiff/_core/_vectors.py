@@ -31,17 +31,23 @@ class Vectors(NamedTuple):
 
     def like(self, found: Sequence[Tensor]) -> Any:
         """Results like the point, one for each leaf, in the spelling of the vectors."""
-        if self.flat and self.number is None:
-            dtype = promoted(found)
-            return torch.cat([part.reshape(-1).to(dtype) for part in found])
-        return self.arranged(found, self.tree)
+        if not self.flat:
+            return _tree.rebuild(self.tree, iter(found))
+        if self.number is not None:
+            return _columns(found, self.number)
+        dtype = promoted(found)
+        return torch.cat([part.reshape(-1).to(dtype) for part in found])
 
     def arranged(self, found: Sequence[Tensor], tree: _tree.Tree) -> Any:
         """Results in a structure of their own; those of columns are columns, whatever the structure."""
-        if not self.flat or self.number is None:
-            return _tree.rebuild(tree, iter(found))
-        dtype = promoted(found)
-        return torch.cat([part.reshape(self.number, -1).to(dtype) for part in found], dim=1).T.contiguous()
+        if self.flat and self.number is not None:
+            return _columns(found, self.number)
+        return _tree.rebuild(tree, iter(found))
+
+
+def _columns(found: Sequence[Tensor], number: int) -> Tensor:
+    dtype = promoted(found)
+    return torch.cat([part.reshape(number, -1).to(dtype) for part in found], dim=1).T.contiguous()
 
 
 def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str) -> Vectors:
@@ -54,12 +60,13 @@ def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, mean
         _sharded.check_vectors(value, name)
     if not isinstance(value, Tensor) and not (value.__class__ is dict and all(map(_is_tensor, value.values()))):
         value = as_tensors(value, promoted(likes), likes[0].device, name)
-    if isinstance(value, Tensor) and _is_plain(value):
+    single = isinstance(value, Tensor)
+    if single and _is_plain(value):
         if tree is None and value.ndim == 2 and value.shape == 2 * likes[0].shape:
             raise InputError(_rows_or_columns(value, name))
         if _is_flat(value, tree, likes):
             return _split(value, likes, name)
-    ordered = listing(value, tree, len(likes))
+    ordered = None if single else listing(value, tree, len(likes))
     leaves, count = structured(value, ordered or tree, likes, name, meaning)
     return Vectors(leaves, count, ordered or tree, False)
 

@@ -184,8 +184,8 @@ class Weighted:
             if self._units == 2:
                 self._warn(
                     f"{self._name} returned a sum over {samples} samples beside the weight 1, of several batches: what "
-                    f"is taken is the sum over all data, divided by the number of batches. Return (sum, {samples}), "
-                    f"the number of samples, for the mean; (sum, 1 / number of batches) for the sum over all data; and "
+                    f"is taken is the sum over all data, divided by the number of batches. Return (sum, number of "
+                    f"samples) for the mean; (sum, 1 / number of batches) for the sum over all data; and "
                     f'the sum alone, with batch_weight="equal", where each batch is one unit.'
                 )
 

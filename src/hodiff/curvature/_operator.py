@@ -33,9 +33,10 @@ class LinearOperator(ABC):
     A vector is given, and comes back, in one of these spellings: with the structure of the point (a
     dict by parameter name for a module); as a list of the leaves in their order; `K` of either, stacked
     in one extra leading dimension on every leaf; flat, of shape `(D,)`; or as the columns of a `(D, K)`
-    matrix. Where the point is one tensor of one dimension, several vectors are always columns. A NumPy
-    array, or a list of numbers, is converted to the operator's dtype and device, and a tensor comes
-    back. Products are detached: to differentiate one, use `hodiff.hvp(..., create_graph=True)`.
+    matrix. Where the point is one tensor of one dimension, a matrix always holds columns. On the left,
+    `V @ A`, several vectors are rows. A NumPy array, or a list of numbers, is converted to the
+    operator's dtype and device, and a tensor comes back.
+    Products are detached: to differentiate one, use `hodiff.hvp(..., create_graph=True)`.
 
     | written | means |
     |---|---|

@@ -423,7 +423,7 @@ def test_a_graph_that_is_not_kept_is_gone_before_the_next_is_built(name: str) ->
 SEVERAL, ONE = split(X, LABELS, TARGETS), [(X, LABELS, TARGETS)]
 SINGLE = [(X[:1], LABELS[:1], TARGETS[:1]), (X[1:2], LABELS[1:2], TARGETS[1:2])]
 MEAN = r"returned a mean beside the weight \d+, .*times too small.*reduction='sum'.*batch_weight=lambda batch: len"
-UNITS = r"a sum over \d+ samples beside the weight 1.*number of batches\. Return \(sum, \d+\).*\(sum, 1 / number of b"
+UNITS = r"a sum over \d+ samples beside the weight 1.*\(sum, number of samples\) for the mean.*\(sum, 1 / number of b"
 LOSSES = {
     "cross-entropy": lambda z, b, how: F.cross_entropy(z, b[1], reduction=how),
     "cross-entropy of a map": lambda z, b, how: F.cross_entropy(z[..., None], b[1][:, None], reduction=how),

@@ -81,7 +81,7 @@ def test_stack_of_vectors_at_one_dimension_must_be_columns() -> None:
 
 
 def test_repr_says_what_is_there() -> None:
-    H = hodiff.HessianOperator(lambda m, b: (m(b[0]).sum(), 1), network().float(), data=split(X.float()))
+    H = hodiff.HessianOperator(lambda m, b: (m(b[0]).sum(), len(b[0])), network().float(), data=split(X.float()))
     assert repr(H) == "HessianOperator(39 x 39, float32, double backward, 2 batches, not evaluated)"
     H @ torch.ones(39)
     assert "2 batches, cached " in repr(H) and "KiB" in repr(H)
