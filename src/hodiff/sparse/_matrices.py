@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core import _checks
 from hodiff._core._call import call
-from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option
+from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option, is_set
 from hodiff._core._where import Where
 
 
@@ -180,6 +180,7 @@ def _matrix(
     from hodiff.sparse import _plan
 
     check_option(output, SparseOutput, "output")
+    check = is_set(check, "check")
     _checks.check_chunk_size(chunk_size)
     if output == "scipy":
         _plan.scipy_sparse()
