@@ -28,7 +28,7 @@ class Call(NamedTuple):
         args: Further positional arguments of the function.
         kwargs: Its keyword arguments.
         allow: The `@once_differentiable` Functions that are accepted.
-        strict: Whether each part of the point must matter.
+        strict: Whether each part of the point must matter (True), some part (None), or none (False).
         has_aux: Whether the function returns something beside the loss.
         spread: Whether it receives the items of the point one by one: f(x, y).
         keep: Whether the graph stays for passes after the evaluation.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     allow: Sequence[str | type]
-    strict: bool
+    strict: bool | None
     has_aux: bool
     spread: bool
     keep: bool
@@ -64,7 +64,7 @@ def call(
     args: Sequence[Any] = _NONE,
     kwargs: Mapping[str, Any] | None = None,
     allow: Allowed = (),
-    strict: bool = False,
+    strict: bool | None = None,
     batch_ndim: int = 0,
     has_aux: bool = False,
     spread: bool = False,
@@ -92,7 +92,7 @@ def call(
         args,
         kwargs or {},
         allowed(allow),
-        strict,
+        strict if strict is None else is_set(strict, "strict"),
         has_aux is not False and is_set(has_aux, "has_aux"),
         spread,
         keep,

@@ -224,9 +224,10 @@ class Graph:
         self.kinds = frozenset(survey.by_class)
         outputs = self.tensors()
         missing = self._unreached(survey)
-        if missing and len(missing) == len(self.leaves):
+        strict = self.call.strict
+        if missing and len(missing) == len(self.leaves) and (strict is not False or self._by_copies(survey)):
             raise _refusals.independent(self.owned, missing, any(output.requires_grad for output in outputs))
-        if missing and self.call.strict:
+        if missing and strict:
             raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
         if self.order >= 2:
             _refusals.judge(survey, self.leaves, self.order, self.call.allow)
@@ -268,6 +269,11 @@ class Graph:
         for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
             if survey.uses(tensor) if tensor.grad_fn is not None else ids and id(tensor) in ids:
                 raise _refusals.bypass(name)
+
+    def _by_copies(self, survey: _nodes.Survey) -> bool:
+        """Whether the outputs depend on tensors over the point's own memory: `f` used those, in place of the point."""
+        own = {memory_of(tensor) for tensor in self.where.tensors if tensor.numel()}
+        return not own.isdisjoint(map(memory_of, survey.variables()))
 
     def _kept_by(self, ticket: Ticket) -> str:
         """Which attribute of a module holds a value of an evaluation that has ended, in words."""

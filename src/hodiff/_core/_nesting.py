@@ -90,13 +90,13 @@ def tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
-def refuse_tangent(x: Tensor) -> None:
+def refuse_tangent(x: Tensor, name: str = "x") -> None:
     """Raise for a point that carries a tangent of PyTorch's forward mode: a detached result would lose it."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
         raise InputError(
-            "x: carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a detached result would "
-            "lose. Give its primal, and take the outer derivative by hodiff.jvp."
+            f"{name}: carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a detached result "
+            "would lose. Give its primal, and take the outer derivative by hodiff.jvp."
         )
 
 

@@ -41,7 +41,7 @@ class Common(TypedDict, total=False):
     """
 
     create_graph: bool | None
-    strict: bool
+    strict: bool | None
     allow: Allowed
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None

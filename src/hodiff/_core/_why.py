@@ -39,7 +39,7 @@ class Failure(NamedTuple):
     leaves: Sequence[Tensor]
     theirs: Sequence[Tensor]
     names: Sequence[str]
-    strict: bool
+    strict: bool | None
 
 
 Explainer = Callable[[Failure], str]

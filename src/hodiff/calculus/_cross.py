@@ -36,7 +36,7 @@ def cross_hvp(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -56,7 +56,8 @@ def cross_hvp(
         batch_ndim: Leading dimensions, of *x* and *y* alike, that index independent samples.
         create_graph: Whether the product can be differentiated again, as for `hvp`.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where the value does not depend on some part of *x* or *y*.
+        strict: What a part of *x* or *y* gives that the value does not depend on. None: zeros, and an error where that
+            is all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many of K vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after *x* and *y*.

@@ -39,7 +39,7 @@ def grad(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -58,7 +58,8 @@ def grad(
             another hodiff call (with grad mode on), else False.
         check_independence: Whether to test, for one more evaluation and two passes, that samples are independent, as
             `batch_ndim` supposes; a `BatchMixingWarning` says if they are not, and by how much.
-        strict: Raise where the result does not depend on some part of *x*, instead of giving zeros.
+        strict: What a part of *x* gives that the result does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `autograd.Function`s, or their names, that may be `@once_differentiable` where a
             second derivative follows.
         args: Further positional arguments for `f`.
@@ -128,7 +129,7 @@ def value_and_grad(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -142,7 +143,8 @@ def value_and_grad(
         batch_ndim: Leading dimensions of *x* that index independent samples, as for `grad`.
         create_graph: Whether gradient, value and extra keep their graph, as for `grad`.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where the value does not depend on some part of *x*.
+        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -198,7 +200,7 @@ def vjp(
     u: Any,
     *,
     create_graph: bool | None = None,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -213,7 +215,8 @@ def vjp(
         u: A vector like `f(x)`, or K of them with one extra leading dimension on every leaf; or in another
             spelling, as for `hvp`.
         create_graph: Whether the result can be differentiated again, as for `grad`.
-        strict: Raise where `f(x)` does not depend on some part of *x*.
+        strict: What a part of *x* gives that `f(x)` does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
@@ -272,7 +275,7 @@ def jacobian(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -289,7 +292,8 @@ def jacobian(
         batch_ndim: So many leading dimensions, of *x* and of `f(x)` alike, index independent samples.
         create_graph: Whether the result can be differentiated again, as for `grad`.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where `f(x)` does not depend on some part of *x*.
+        strict: What a part of *x* gives that `f(x)` does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows (or columns) one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.

@@ -37,7 +37,7 @@ def jvp(
     v: Any,
     *,
     create_graph: bool | None = None,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -52,7 +52,8 @@ def jvp(
         v: A vector like *x* (a dict by parameter name for a module), or K of them with one extra
             leading dimension on every leaf; or in another spelling, as for `hvp`.
         create_graph: Whether the result can be differentiated again, as for `grad`.
-        strict: Raise where `f(x)` does not depend on some part of *x*.
+        strict: What a part of *x* gives that `f(x)` does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.

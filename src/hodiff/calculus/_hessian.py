@@ -78,7 +78,7 @@ def hessian(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -93,7 +93,8 @@ def hessian(
         batch_ndim: Leading dimensions of *x* that index independent samples; one Hessian for each.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where the value does not depend on some part of *x*.
+        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
@@ -191,7 +192,7 @@ def value_grad_and_hessian(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -206,7 +207,8 @@ def value_grad_and_hessian(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether all three results can be differentiated again.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where the value does not depend on some part of *x*.
+        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
@@ -289,7 +291,7 @@ def cross_hessian(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -304,7 +306,8 @@ def cross_hessian(
         batch_ndim: Leading dimensions, of *x* and *y* alike, that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where the value does not depend on some part of *x* or *y*.
+        strict: What a part of *x* or *y* gives that the value does not depend on. None: zeros, and an error where that
+            is all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after *x* and *y*.

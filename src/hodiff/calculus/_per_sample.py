@@ -34,7 +34,7 @@ def per_sample_grad(
     batch: Any,
     *,
     create_graph: bool | None = None,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -51,7 +51,8 @@ def per_sample_grad(
         where: Where, as for `grad`: usually a module.
         batch: A tensor, or a container of them, with the samples in the leading dimension.
         create_graph: Whether the result can be differentiated again, as for `grad`.
-        strict: Raise where the losses do not depend on some part of *where*.
+        strict: What a part of *where* gives that the losses do not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many samples one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after the batch.

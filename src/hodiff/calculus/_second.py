@@ -31,7 +31,7 @@ def hvp(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -54,7 +54,8 @@ def hvp(
             derivative: given a function, layer, batch and instance norm are then computed from their
             definition, since PyTorch's own third derivative of them is wrong.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where the value does not depend on some part of *x*.
+        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many of K vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
@@ -120,7 +121,7 @@ def hessian_diagonal(
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
@@ -134,7 +135,8 @@ def hessian_diagonal(
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
         check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: Raise where the value does not depend on some part of *x*.
+        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting
+from hodiff._core import _checks, _nesting
 from hodiff.curvature._space import Parts, Space
 from hodiff.curvature._unchanged import one_look
-from hodiff.errors import GraphError
+from hodiff.errors import GraphError, HodiffWarning
 
 Product = Callable[[Parts, "int | None"], Parts]
 """A v, for the parts of one vector (the number is None), or of so many stacked ones."""
@@ -19,11 +20,16 @@ Chunk = Callable[[int], int]
 """How many of so many vectors one product should take."""
 
 
-def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk) -> Any:
-    """The product with a vector, or with several, in the spelling of `v`."""
-    refuse_differentiation()
+def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk, live: str | None = None) -> Any:
+    """The product with a vector, or with several, in the spelling of `v`; detached, and `live` as for `say_detached`.
+
+    Where `live` is None, the product is a step on the way to something of which that has been said.
+    """
     kind, parts, count, tree = domain.parse(v)
-    if any(part.requires_grad for part in parts):
+    requiring = any(part.requires_grad for part in parts)
+    if live is not None:
+        say_detached("A @ v", live or ("v requires grad" if requiring else ""))
+    if requiring:
         _nesting.refuse_transforms()
         parts = [part.detach() for part in parts]
     back = tree if target is domain or target.like(domain) else target.tree
@@ -65,7 +71,6 @@ def _in_chunks(parts: Parts, count: int, size: int, product: Product) -> Iterato
 
 def columns_of(product: Product, domain: Space, target: Space, chunk: Chunk) -> Tensor:
     """Products with the unit vectors, each as a row: `(D, M)`."""
-    refuse_differentiation()
     rows = torch.empty((domain.size, target.size), dtype=target.dtype, device=target.device)
     size = chunk(domain.size)
     with one_look():
@@ -75,11 +80,56 @@ def columns_of(product: Product, domain: Space, target: Space, chunk: Chunk) -> 
     return rows
 
 
-def refuse_differentiation() -> None:
-    """Raise inside the `f` of another hodiff call: an operator's products would be constants in it."""
-    if _nesting.inside() and torch.is_grad_enabled():
+WAYS = {
+    "A @ v": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True; of a matrix, PyTorch's own product",
+    "A.dense()": "hodiff.hessian(..., matrix=True) or hodiff.jacobian, with create_graph=True; of a matrix, the matrix",
+    "A.to_scipy()": "none by NumPy's arrays; hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True",
+    "A.value": "the function itself, or hodiff.value_and_grad with create_graph=True",
+    "A.gradient": "hodiff.grad with create_graph=True",
+    "trace": "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, torch.trace",
+    "eigsh": (
+        "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, "
+        "torch.linalg.eigvalsh"
+    ),
+    "diagonal": "hodiff.hessian_diagonal with create_graph=True; of a matrix, torch.diagonal",
+    "solve": (
+        "hodiff.implicit.root(lambda x: A x - b, found.value), or hodiff.implicit.argmin(lambda x: x @ (A x) / 2 - "
+        "b @ x, found.value) of a symmetric operator; of a small matrix, torch.linalg.solve"
+    ),
+    "logdet": "torch.logdet of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix",
+    "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
+    "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
+    "spectral_density": (
+        "torch.linalg.eigvalsh of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix"
+    ),
+}
+"""Where the derivative of a detached result is to be had."""
+
+
+def say_detached(name: str, live: str) -> None:
+    """Of a result that is made detached: raise inside the `f` of another hodiff call; warn where it should not be.
+
+    The warning is given once for each line of the caller's, by Python's own rule.
+
+    Args:
+        name: The result, a key of `WAYS`.
+        live: What requires grad of all that it is computed from, in words; nothing, where nothing does.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if _nesting.inside():
         raise GraphError(
             "an operator's products are detached, so inside the function of another hodiff call they would count as "
             "constants, silently. Use hodiff.hvp(f, x, v) there, or compute the product outside; if a constant is "
-            "meant, write `with torch.no_grad():` around it."
+            "meant, write `with torch.no_grad():` around it, or create_graph=False where there is one."
+        )
+    if live:
+        _nesting.refuse_transforms()
+        said = "" if "." in name or "@" in name else "create_graph=False, "
+        warnings.warn(
+            f"{name}: the result is detached, although {live}: it counts as a constant in what is computed from it. "
+            f"For its derivative: {WAYS[name]}. If a constant is meant, say so: {said}.detach() on what requires grad, "
+            f"or torch.no_grad().",
+            HodiffWarning,
+            stacklevel=_checks.outside(),
         )

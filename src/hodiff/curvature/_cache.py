@@ -54,6 +54,8 @@ class GraphCache(Generic[G, B]):
 
     def _forget(self) -> None:
         self.builder: B = self.builder.fresh()
+        live = any(tensor.grad_fn is not None for tensor in self.where.tensors)
+        self.live = "the point has a grad_fn" if live else ""
         self._graphs: dict[int, G] = {}
         self.attached: dict[Any, Any] = {}  # what others make of these graphs: it goes with them
         self._random: dict[int, RandomState] = {}

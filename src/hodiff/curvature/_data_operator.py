@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hodiff._core import _checks, _nesting, _results
 from hodiff.curvature import _memory
+from hodiff.curvature._apply import say_detached
 from hodiff.curvature._batch_graph import G
 from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._compilation import MANY, Compilation, Passes, through
@@ -44,6 +45,10 @@ class DataOperator(LinearOperator, Generic[G]):
         return self._space
 
     @property
+    def _live(self) -> str:
+        return self._graphs.live
+
+    @property
     def _shares(self) -> Shares | None:
         return self._graphs.shares
 
@@ -52,11 +57,13 @@ class DataOperator(LinearOperator, Generic[G]):
     @property
     def value(self) -> Any:
         """The value of the function at the point: the weighted mean over all batches."""
+        say_detached("A.value", self._live)
         return self._graphs.mean()
 
     @property
     def gradient(self) -> Any:
         """The gradient of that value, like the point (for a block, its part)."""
+        say_detached("A.gradient", self._live)
         return self._space.result(self._graphs.mean_gradient(self._chosen))
 
     # --- lifetime

@@ -15,6 +15,7 @@ from hodiff._core._random_vectors import standard_error
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     RandomVectors,
+    check_detached,
     check_rtol,
     check_square,
     reached,
@@ -33,6 +34,7 @@ def spectral_density(
     samples: int = 10,
     probes: Probes = "rademacher",
     vectors: Any = None,
+    create_graph: bool | None = None,
     steps: int = 50,
     width: float | None = None,
     points: int = 500,
@@ -55,6 +57,8 @@ def spectral_density(
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
             are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
             count as one.
+        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
+            False says that a constant is meant; True is refused, and names the way to the derivative.
         steps: How many products each vector takes: the nodes of its rule.
         width: The \(\sigma\), in units of the eigenvalues; None: a fiftieth of the spectrum's extent.
         points: How many points the grid has; it reaches four widths beyond the outermost nodes.
@@ -70,6 +74,9 @@ def spectral_density(
 
     Raises:
         InputError: The operator is not symmetric.
+
+    Warns:
+        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
 
     Cost:
         `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
@@ -96,6 +103,7 @@ def spectral_density(
         doi:10.1137/130934283.
     """
     check_square(operator, "spectral_density", symmetric=True, instead="hodiff.eigs")
+    check_detached("spectral_density", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     _checks.check_integer(steps, "steps", least=1)
     _checks.check_integer(points, "points", least=2)
@@ -132,6 +140,7 @@ def logdet(
     samples: int = 10,
     probes: Probes = "rademacher",
     vectors: Any = None,
+    create_graph: bool | None = None,
     steps: int = 50,
     rtol: float | None = None,
     generator: torch.Generator | None = None,
@@ -151,6 +160,8 @@ def logdet(
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
             are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
             count as one.
+        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
+            False says that a constant is meant; True is refused, and names the way to the derivative.
         steps: How many products each vector takes.
         rtol: Stop as soon as the standard error is below `rtol * |value|` (looked at every 8 vectors). None: spend all.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
@@ -169,6 +180,7 @@ def logdet(
     Warns:
         ConvergenceWarning: `rtol` was asked for and not reached; or the error of the rules is larger than the spread
             over random vectors, so that more steps are needed, not more vectors.
+        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
 
     Cost:
         `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
@@ -185,6 +197,7 @@ def logdet(
         Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
     check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
+    check_detached("logdet", operator, create_graph, vectors=vectors)
     if not _checks.is_number(shift):
         raise InputError(f"shift: got {shift!r}, expected a number.")
     drawn = RandomVectors(operator, samples, probes, vectors, generator)

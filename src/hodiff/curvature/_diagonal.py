@@ -15,6 +15,7 @@ from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     BLOCK,
     RandomVectors,
+    check_detached,
     check_rtol,
     check_square,
     exact_diagonal,
@@ -36,6 +37,7 @@ def diagonal(
     samples: int = 100,
     probes: Probes = "rademacher",
     vectors: Any = None,
+    create_graph: bool | None = None,
     method: Method = "estimate",
     rtol: float | None = None,
     generator: torch.Generator | None = None,
@@ -58,6 +60,8 @@ def diagonal(
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
             are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
             count as one.
+        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
+            False says that a constant is meant; True is refused, and names the way to the derivative.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, every 8 vectors.
         progress: Whether to show a bar over the products.
@@ -72,6 +76,7 @@ def diagonal(
 
     Warns:
         ConvergenceWarning: `rtol` was asked for and not reached.
+        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
 
     Cost:
         A product for each vector drawn, two for XDiag (one of them with the transpose), or as many as there are
@@ -90,6 +95,7 @@ def diagonal(
         trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
     check_square(operator, "diagonal")
+    check_detached("diagonal", operator, create_graph, vectors=vectors)
     check_option(method, Method, "method")
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     check_rtol(rtol, None if method == "exact" else drawn.number)

@@ -8,7 +8,14 @@ from torch import Tensor
 from hodiff._core import _checks, _nesting, _random_vectors
 from hodiff._core._options import check_option
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import check_rtol, check_square, default_rtol, kept_vectors, warn_not_converged
+from hodiff.curvature._probes import (
+    check_detached,
+    check_rtol,
+    check_square,
+    default_rtol,
+    kept_vectors,
+    warn_not_converged,
+)
 from hodiff.curvature._records import EigenRecord, RadiusRecord
 from hodiff.curvature._search import Pairs, Search, Which
 from hodiff.curvature._space import sum_dtype
@@ -66,6 +73,7 @@ def eigsh(
     Warns:
         ConvergenceWarning: The products ran out. The record then holds the best pairs found, with their
             residuals.
+        HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
 
     Cost:
         Often 30 to 150 products; memory for `basis` vectors in double precision, on the operator's
@@ -83,6 +91,7 @@ def eigsh(
     """
     check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
     if not _nesting.recorded(create_graph):
+        check_detached("eigsh", operator, create_graph)
         return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
     if which == "magnitude":
         raise InputError("create_graph: goes with which='largest' or 'smallest', whose order tells how far others are.")
@@ -116,6 +125,7 @@ def eigs(
     k: int = 6,
     *,
     which: Which = "magnitude",
+    create_graph: bool | None = None,
     rtol: float | None = None,
     products: int | None = None,
     basis: int | None = None,
@@ -132,6 +142,8 @@ def eigs(
         operator: A square operator.
         k: How many eigenpairs.
         which: Those of largest `"magnitude"`, or of `"largest"` or `"smallest"` real part.
+        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
+            False says that a constant is meant; True is refused, and names the way to the derivative.
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             entry of the projection seen. None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
@@ -154,6 +166,7 @@ def eigs(
     Warns:
         ConvergenceWarning: The products ran out. The record then holds the best pairs found, with their
             residuals.
+        HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
 
     Cost:
         Often 30 to 150 products; memory for `basis` vectors in double precision, on the operator's
@@ -177,12 +190,14 @@ def eigs(
         23(3). doi:10.1137/S0895479800371529.
     """
     check_square(operator, "eigs")
+    check_detached("eigs", operator, create_graph)
     return _eigenpairs("eigs", operator, k, which, rtol, products, basis, generator, callback, progress)
 
 
 def spectral_radius(
     operator: LinearOperator,
     *,
+    create_graph: bool | None = None,
     rtol: float | None = None,
     products: int | None = None,
     basis: int | None = None,
@@ -194,6 +209,8 @@ def spectral_radius(
 
     Args:
         operator: A square operator: the Jacobian of a map whose iteration is to converge, for example.
+        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
+            False says that a constant is meant; True is refused, and names the way to the derivative.
         rtol: As for `hodiff.eigs`.
         products: How many products to spend at most; None: 1050.
         basis: How many vectors to keep before a restart, as for `hodiff.eigs`.
@@ -210,6 +227,7 @@ def spectral_radius(
 
     Warns:
         ConvergenceWarning: The products ran out.
+        HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
 
     Cost:
         Often 20 to 100 products; memory for `basis` vectors in double precision.
@@ -224,6 +242,7 @@ def spectral_radius(
         As for `hodiff.eigs`; of a symmetric operator, as for `hodiff.eigsh`.
     """
     check_square(operator, "spectral_radius")
+    check_detached("spectral_radius", operator, create_graph)
 
     def of(found: EigenRecord) -> RadiusRecord:
         return RadiusRecord(found.value[0].abs(), found.residual[0], found.converged, found.products)

@@ -25,7 +25,7 @@ def to_scipy(operator: Any) -> Any:
     def product(turned: bool, straight: bool) -> Any:
         def apply(array: Any) -> Any:
             v = tensor(array.reshape(-1) if straight else array)  # SciPy may spell a vector as one column
-            return ((operator.T if turned else operator) @ v).cpu().numpy()
+            return (operator.T if turned else operator)._applied(v, "").cpu().numpy()
 
         return apply
 

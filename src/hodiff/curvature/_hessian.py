@@ -49,7 +49,7 @@ class HessianBuilder(Builder[GradientGraph]):
 
     f: Callable[..., Any] | Tensor
     weigh: Weighted
-    strict: bool
+    strict: bool | None
     allow: Allowed
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
@@ -117,7 +117,8 @@ class HessianOperator(SummedOperator[GradientGraph]):
         process_group: The processes that share the data (`torch.distributed.group.WORLD`, which is None before
             `init_process_group()`): each gives its own batches, ragged or none, and gets the product of all.
             None: this process has all of them.
-        strict: Raise where the value does not depend on some part of *where*.
+        strict: What a part of *where* gives that the value does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `hodiff.grad`.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
@@ -176,7 +177,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
         process_group: ProcessGroup | None = None,
-        strict: bool = False,
+        strict: bool | None = None,
         allow: Allowed = (),
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,

@@ -12,6 +12,7 @@ import torch
 from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
 from hodiff._core._where import Where
+from hodiff.curvature._apply import say_detached
 from hodiff.curvature._batch_graph import Builder
 from hodiff.curvature._cache import GraphCache
 from hodiff.curvature._data import Batches
@@ -111,6 +112,7 @@ class JacobianOperator(DataOperator[Linearised]):
     @property
     def value(self) -> Any:
         """The outputs at the point, of all batches."""
+        say_detached("A.value", self._live)
         self._graphs.check()
         return self._range.result([part.clone() for part in self._outputs.whole()])
 
@@ -169,7 +171,7 @@ class TransposedJacobianOperator(LinearOperator):
         def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(self, jacobian: JacobianOperator) -> None:
-        super().__init__()
+        super().__init__(jacobian)
         self._jacobian = jacobian
 
     @property

@@ -127,5 +127,5 @@ def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
 
 def _products(operator: LinearOperator, rows: Tensor) -> Tensor:
     if len(rows) == 1:
-        return (operator @ rows[0].to(operator.dtype)).to(rows.dtype)[None]
+        return operator._applied(rows[0].to(operator.dtype)).to(rows.dtype)[None]
     return flat_product(operator, rows)

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hodiff._core import _reverse
+from hodiff._core import _nesting, _reverse
 from hodiff._core._checks import check_real_tensor
 from hodiff._core._options import is_set
 from hodiff.curvature._operator import LinearOperator
@@ -44,7 +44,6 @@ class MatrixOperator(LinearOperator):
     """
 
     def __init__(self, A: Tensor, *, symmetric: bool | None = None) -> None:
-        super().__init__()
         fits = isinstance(A, Tensor) and A.layout is torch.strided and A.is_floating_point()
         if fits and (A.is_nested or A.is_meta):
             raise InputError(
@@ -54,12 +53,17 @@ class MatrixOperator(LinearOperator):
             kind = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
         check_real_tensor(A, "A")
+        if A.requires_grad:
+            _nesting.refuse_transforms()
+        _nesting.refuse_tangent(A, "A")
         written = A.numel() * A.element_size()
         if written > max(LARGEST_VIEW, A.untyped_storage().nbytes()):
             raise InputError(
                 f"A: is an expanded view of shape {tuple(A.shape)}, {written / 2**30:,.0f} GiB when written out, and "
                 "each product reads all of it; give hodiff.JacobianOperator a function that computes the product."
             )
+        super().__init__()
+        self._own = "the matrix requires grad" if A.requires_grad else ""
         self._matrix = A.detach()
         symmetric = None if symmetric is None else is_set(symmetric, "symmetric")
         diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
@@ -90,7 +94,9 @@ class MatrixOperator(LinearOperator):
             return [rows @ self._matrix.t()]
 
     def _transposed(self) -> LinearOperator:
-        return MatrixOperator(self._matrix.t(), symmetric=False)
+        turned = MatrixOperator(self._matrix.t(), symmetric=False)
+        turned._own = self._own
+        return turned
 
     def _chunk(self, count: int) -> int:
         return max(1, _reverse.CHUNK_BYTES // (2 * max(self.shape) * self._matrix.element_size()))

@@ -67,7 +67,7 @@ def nystrom(
     rows = _random_vectors.draw((rank, size), like, "gaussian", source(operator, generator))
     omega, _ = torch.linalg.qr(rows.T)
     vectors, values = _approximated(omega, flat_product(operator, omega.T).T, operator.dtype)
-    return NystromOperator(operator._domain, vectors, values, float(shift))
+    return NystromOperator(operator._domain, vectors, values, float(shift), operator._live)
 
 
 def _approximated(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -95,9 +95,9 @@ def _approximated(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Te
 class NystromOperator(LinearOperator):
     """U (Λ + μ)⁻¹ U' + (I - U U') / (λ + μ), with the last λ."""
 
-    def __init__(self, domain: Space, vectors: Tensor, values: Tensor, shift: float) -> None:
+    def __init__(self, domain: Space, vectors: Tensor, values: Tensor, shift: float, live: str) -> None:
         super().__init__()
-        self._space, self._shift = domain, shift
+        self._space, self._shift, self._own = domain, shift, live
         dtype = sum_dtype(domain.dtype)
         self._vectors = vectors.to(dtype)
         self._rest = 1 / (float(values[-1]) + shift)

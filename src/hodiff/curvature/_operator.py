@@ -16,7 +16,7 @@ from torch import Tensor
 from hodiff._core import _nesting
 from hodiff._core._spellings import SupportsArray
 from hodiff.curvature import _export
-from hodiff.curvature._apply import apply, columns_of, refuse_differentiation
+from hodiff.curvature._apply import apply, columns_of, say_detached
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space, sum_dtype
@@ -36,7 +36,13 @@ class LinearOperator(ABC):
     matrix. Where the point is one tensor of one dimension, a matrix always holds columns. On the left,
     `V @ A`, several vectors are rows. A NumPy array, or a list of numbers, is converted to the
     operator's dtype and device, and a tensor comes back.
-    Products are detached: to differentiate one, use `hodiff.hvp(..., create_graph=True)`.
+
+    Products are detached, as are `dense()`, `value`, `gradient` and what estimators return, but for `hodiff.trace` and
+    `hodiff.eigsh` with `create_graph=True`. Where that makes a constant of something that requires grad (a vector, the
+    matrix of a `MatrixOperator`, a point that was computed from something), a `HodiffWarning` says so, once for each
+    line that calls, and names the way to the derivative; inside the function of another hodiff call it is an error.
+    The parameters of a module as the point do not count, nor does a tensor that is a leaf; and what a function closes
+    over is not seen.
 
     | written | means |
     |---|---|
@@ -64,8 +70,9 @@ class LinearOperator(ABC):
 
     __array_ufunc__ = None  # an array on the left leaves the operation to us
 
-    def __init__(self) -> None:
+    def __init__(self, *made_of: LinearOperator) -> None:
         self.products = 0
+        self._made_of, self._own = made_of, ""
         self._transpose_of: LinearOperator | None = None
         self._block_of: LinearOperator | None = None
 
@@ -99,6 +106,14 @@ class LinearOperator(ABC):
     @abstractmethod
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         """The block of the leaves with these numbers, as a new operator."""
+
+    @property
+    def _live(self) -> str:
+        """What of it requires grad, in words (see `say_detached`): of the operators that it is made of, or its own."""
+        for part in self._made_of:
+            if part._live:
+                return part._live
+        return self._own
 
     def _own_diagonal(self) -> Tensor | None:
         """The diagonal, flat, where there is a cheaper way to it than a product for each column."""
@@ -165,8 +180,7 @@ class LinearOperator(ABC):
         """`A @ v`: a product in the spelling of `v`; with an operator, their product."""
         if isinstance(v, LinearOperator):
             return ProductOperator(self, v)
-        with together(self):
-            return apply(v, self._product, self._domain, self._range, self._chunk)
+        return self._applied(v, self._live)
 
     @overload
     def __rmatmul__(self, u: Tensor) -> Tensor: ...
@@ -188,9 +202,13 @@ class LinearOperator(ABC):
             )
         return self.T @ u
 
+    def _applied(self, v: Any, live: str | None = None) -> Any:
+        """`A @ v`; without `live`, of which nobody is told that it is detached: a step on the way to another result."""
+        with together(self):
+            return apply(v, self._product, self._domain, self._range, self._chunk, live)
+
     def _times(self, flat: Tensor) -> Tensor:
-        """The product with one flat vector of the operator's own, whose spelling need not be recognised."""
-        refuse_differentiation()
+        """That with one flat vector of the operator's own, whose spelling need not be recognised."""
         with together(self):
             return self._range.join(self._product(self._domain.split(flat), None), None)
 
@@ -313,10 +331,14 @@ class LinearOperator(ABC):
         Cost:
             One product for each column (or, where there are fewer, for each row), in chunks.
         """
-        with together(self):
-            return self._dense()
+        say_detached("A.dense()", self._live)
+        return self._dense()
 
     def _dense(self) -> Tensor:
+        with together(self):
+            return self._written_out()
+
+    def _written_out(self) -> Tensor:
         rows, columns = self.shape
         needed, free = rows * columns * self._domain.itemsize(), free_bytes(self.device)
         if needed > free:
@@ -336,6 +358,7 @@ class LinearOperator(ABC):
             ImportError: SciPy is not installed.
             InputError: NumPy has no such dtype (bfloat16).
         """
+        say_detached("A.to_scipy()", self._live)
         return _export.to_scipy(self)
 
 
@@ -388,7 +411,7 @@ class SumOperator(LinearOperator):
     """A + B."""
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
-        super().__init__()
+        super().__init__(left, right)
         for a, b in ((left._domain, right._domain), (left._range, right._range)):
             _check_sizes(a, b, "A + B")
         self._left, self._right = left, right
@@ -441,7 +464,7 @@ class AffineOperator(LinearOperator):
     """c A + λ I."""
 
     def __init__(self, inner: LinearOperator, factor: float, shift: float = 0.0) -> None:
-        super().__init__()
+        super().__init__(inner)
         self._inner, self._factor, self._shift = inner, factor, shift
 
     @property
@@ -493,7 +516,7 @@ class ProductOperator(LinearOperator):
     """A B. Between a flat matrix and an operator at a point, vectors are those of the point."""
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
-        super().__init__()
+        super().__init__(left, right)
         _check_sizes(left._domain, right._range, "A @ B")
         self._left, self._right = left, right
         middle = _structured(right._range, left._domain)
@@ -542,7 +565,7 @@ class BlockOperator(LinearOperator):
     """Some rows, and the same columns, of an operator that has no way of its own: vectors are padded with zeros."""
 
     def __init__(self, inner: LinearOperator, chosen: list[int]) -> None:
-        super().__init__()
+        super().__init__(inner)
         self._inner, self._chosen = inner, chosen
         self._space = inner._domain.only(chosen)
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _random_vectors, _reverse
-from hodiff._core._options import Probes
+from hodiff._core import _checks, _nesting, _random_vectors, _reverse, _tree
+from hodiff._core._options import Probes, is_set
+from hodiff.curvature._apply import WAYS, say_detached
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Space, sum_dtype
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
@@ -30,15 +31,23 @@ class RandomVectors:
     """
 
     def __init__(
-        self, operator: LinearOperator, samples: int, probes: Probes, vectors: Any, generator: torch.Generator | None
+        self,
+        operator: LinearOperator,
+        samples: int,
+        probes: Probes,
+        vectors: Any,
+        generator: torch.Generator | None,
+        *,
+        live: bool = False,
     ) -> None:
+        """With `live`, the caller's own keep their graph."""
         _checks.check_integer(samples, "samples", least=1)
         _random_vectors.check_probes(probes)
         _random_vectors.check_generator(generator)
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
         self._probes: Probes = probes
         self._generator = source(operator, generator)
-        self._rows = None if vectors is None else _distinct(_rows(operator._domain, vectors))
+        self._rows = None if vectors is None else _distinct(_rows(operator._domain, vectors, live=live))
         self.given = self._rows is not None
         self.number = samples if self._rows is None else len(self._rows)
         self._taken = 0
@@ -62,11 +71,11 @@ def source(operator: LinearOperator, generator: torch.Generator | None) -> torch
     return generator if generator is not None or shares is None else shares.generator(operator.device)
 
 
-def _rows(domain: Space, vectors: Any) -> Tensor:
+def _rows(domain: Space, vectors: Any, *, live: bool) -> Tensor:
     kind, parts, number, _ = domain.parse(vectors, "vectors")
     if number == 0 or not all(bool(part.isfinite().all()) for part in parts):
         raise InputError(f"vectors: {'holds none' if number == 0 else 'has entries that are not finite'}.")
-    parts = [part.detach() for part in parts]
+    parts = parts if live else [part.detach() for part in parts]
     if number is None:
         return domain.join(parts, None)[None]
     return parts[0].T if kind == "columns" else domain.join(parts, number)
@@ -119,6 +128,26 @@ def check_square(operator: object, name: str, *, symmetric: bool = False, instea
     return operator
 
 
+def check_detached(name: str, operator: object, create_graph: bool | None, **given: Any) -> None:
+    """Say that a result is detached, unless the caller has; `given` are the vectors that it is computed from."""
+    if create_graph is not None:
+        if is_set(create_graph, "create_graph"):
+            raise InputError(f"create_graph: {name} cannot be differentiated. For its derivative: {WAYS[name]}.")
+    elif isinstance(operator, LinearOperator):
+        live = [f"{argument} requires grad" for argument, value in given.items() if _requires_grad(value, argument)]
+        say_detached(name, operator._live or "".join(live[:1]))
+
+
+def _requires_grad(value: Any, name: str) -> bool:
+    """Whether something of it does; raise where it carries a tangent, which would be lost likewise."""
+    if isinstance(value, LinearOperator):
+        return bool(value._live)
+    leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        _nesting.refuse_tangent(leaf, name)
+    return any(leaf.requires_grad for leaf in leaves)
+
+
 def check_rtol(rtol: object, number: int | None = None) -> None:
     """Raise unless the tolerance is a positive number, or None; and where so many vectors cannot tell the error."""
     if rtol is not None and (not _checks.is_number(rtol) or rtol <= 0):
@@ -163,7 +192,7 @@ def power_of_two(product: Tensor) -> float:
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     """A times each row, `(K, D)` to `(K, D)`, in the precision of sums (the product itself has the operator's)."""
-    return (operator @ rows.to(operator.dtype).T).T.to(sum_dtype(operator.dtype))
+    return operator._applied(rows.to(operator.dtype).T).T.to(sum_dtype(operator.dtype))
 
 
 def exact_diagonal(operator: LinearOperator) -> Tensor:

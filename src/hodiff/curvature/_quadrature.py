@@ -56,7 +56,7 @@ class Rules(NamedTuple):
 
 def exact_rules(operator: LinearOperator) -> Rules:
     """All eigenvalues, each with the weight of one."""
-    matrix = operator.dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
+    matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
     unit = float(matrix.abs().max()) or 1.0
     values = torch.linalg.eigvalsh((matrix + matrix.T) / (2 * unit))[None] * unit
     return Rules(values, torch.full_like(values, 1 / len(matrix)), torch.ones(1, dtype=torch.bool), ())

@@ -74,7 +74,7 @@ class Search:
         return _random_vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _multiply(self, v: Tensor) -> Tensor:
-        found = check_finite((self._operator @ v.to(self._operator.dtype)).to(v.dtype), self._name)
+        found = check_finite(self._operator._applied(v.to(self._operator.dtype)).to(v.dtype), self._name)
         return self._measured(found)
 
     def _images(self, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from hodiff.curvature._gmres import gmres
 from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, minres
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
+    check_detached,
     check_finite,
     check_rtol,
     check_square,
@@ -44,6 +45,7 @@ def solve(
     operator: LinearOperator,
     b: V,
     *,
+    create_graph: bool | None = None,
     method: Method = "cg",
     damping: float = 0.0,
     preconditioner: LinearOperator | None = None,
@@ -64,6 +66,8 @@ def solve(
     Args:
         operator: A symmetric operator; for GMRES, a square one.
         b: The right-hand side: like the point, or flat `(D,)`.
+        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
+            False says that a constant is meant; True is refused, and names the way to the derivative.
         method: `"cg"`, `"minres"` or `"gmres"`.
         damping: The \(\lambda\) that is added.
         preconditioner: An operator close to the inverse of \(A + \lambda I\): `hodiff.nystrom(A, rank, damping)`,
@@ -92,6 +96,7 @@ def solve(
     Warns:
         ConvergenceWarning: The solution has not converged; the message says why, and what to do. With
             `iterations`: only where the steps could not be taken.
+        HodiffWarning: The solution is detached, although the operator or *b* requires grad (see `create_graph`).
 
     Cost:
         A product per iteration, and one for the residual. Memory: a few vectors; for GMRES, `restart` of them.
@@ -111,6 +116,8 @@ def solve(
         Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
         Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3). doi:10.1137/0907058.
     """
+    inexact = {} if iterations is None else {"start": start, "preconditioner": preconditioner}
+    check_detached("solve", operator, create_graph, b=b, **inexact)
     record, trouble = attempt(
         operator,
         b,

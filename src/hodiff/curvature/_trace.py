@@ -16,6 +16,7 @@ from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     BLOCK,
     RandomVectors,
+    check_detached,
     check_rtol,
     check_square,
     exact_diagonal,
@@ -60,8 +61,8 @@ def trace(
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
             are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
             count as one.
-        create_graph: Whether `value` can be differentiated, in the parameters and all that the operator's function
-            uses: a loss to train with, by `"hutchinson"`, of a `hodiff.HessianOperator`, its blocks, sums and
+        create_graph: Whether `value` can be differentiated, in the parameters, in *vectors* and all that the operator's
+            function uses: a loss to train with, by `"hutchinson"`, of a `hodiff.HessianOperator`, its blocks, sums and
             multiples. With one vector of your own it is \(v^\top H v\). None: only inside the function of another
             hodiff call.
         method: `"hutchinson"`, the mean of \(z^\top A z\); `"hutch++"`, which takes half of the vectors for
@@ -85,6 +86,7 @@ def trace(
 
     Warns:
         ConvergenceWarning: `rtol` was asked for and not reached.
+        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
 
     Cost:
         A product for each vector, two for `"xtrace"` and for each vector of the sketch of `"hutch++"`; memory for a
@@ -115,10 +117,13 @@ def trace(
     """
     check_square(operator, "trace")
     check_option(method, Method, "method")
-    drawn = RandomVectors(operator, samples, probes, vectors, generator)
+    recorded = _nesting.recorded(create_graph)
+    if not recorded:
+        check_detached("trace", operator, create_graph, vectors=vectors)
+    drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, drawn.number)
     leaves = _leaves_of(operator, blocks, method)
-    if _nesting.recorded(create_graph):
+    if recorded:
         return _differentiable(operator, drawn, blocks, method, rtol)
     needed = drawn.number * _PRODUCTS[method] // 2
     with Watch("trace", operator, needed, callback, progress) as watch:

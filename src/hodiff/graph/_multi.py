@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
 
     shared: Callable[[Any], Any] | None
     create_graph: bool | None
-    strict: bool
+    strict: bool | None
     release: bool
 
 
@@ -88,7 +88,7 @@ def multi_grad(
     shared: Callable[[Any], Any] | None = None,
     create_graph: bool | None = None,
     return_used: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     release: bool = False,
 ) -> Any:
     r"""Each loss's own gradient, \(\partial L_i / \partial x\) for all i.
@@ -107,7 +107,8 @@ def multi_grad(
             another hodiff call (with grad mode on), else False.
         return_used: Whether to say too which tensors of *where* each loss depends on, as far as its graph shows:
             zeros alone do not tell a gradient that vanishes from one that does not exist.
-        strict: Raise if one of the losses does not depend on one of the tensors of *where*.
+        strict: What a part of *where* gives that one of the losses does not depend on. None: zeros, and an error where
+            that is all of it. True: an error. False: zeros, all of it too: a loss that nothing of *where* matters to.
         release: Free each graph as it is used, as `backward()` would: what a loss saved goes as soon as
             no further loss needs it, and a later use raises, in our words. For losses that are tensors;
             the graphs of functions are freed in any case.
@@ -120,7 +121,7 @@ def multi_grad(
     Raises:
         InputError: No losses, a loss that is no scalar, or tensors and functions mixed; `shared` for
             tensors; `release` for a result that keeps its graph.
-        GraphError: No loss depends on `where` (of functions: one of them does not), or the graph was
+        GraphError: One of the losses does not depend on `where` (unless `strict=False`), or the graph was
             freed before.
 
     Cost:
@@ -145,6 +146,7 @@ def multi_grad(
     names, items = _items(losses)
     functions = _are_functions(items)
     release, return_used = is_set(release, "release"), is_set(return_used, "return_used")
+    strict = strict if strict is None else is_set(strict, "strict")
     options = _Options(_nesting.recorded(create_graph), strict, return_used, [])
     if shared is not None and not functions:
         raise InputError("shared: is for losses that are functions of (where, shared(where)); these are tensors.")
@@ -174,20 +176,36 @@ class _Options(NamedTuple):
     """Options, and the names of the tensors that each loss does not use, noted as they become known."""
 
     create_graph: bool
-    strict: bool
+    strict: bool | None
     noting: bool
     unused: list[list[str]]
 
-    def note(self, ev: Graph, loss: Tensor, name: Any) -> None:
-        """Look at what a loss does not depend on, where that is wanted."""
-        if self.strict or self.noting:
-            self.found(ev.unreached([loss]), name)
+    @property
+    def together(self) -> bool | None:
+        """`strict=` for all losses at once, whose rule is for each by itself."""
+        return False if self.strict is False else None
 
-    def found(self, missing: list[str], name: Any) -> None:
-        """Note it, and raise where that is asked for."""
+    def look(self, ev: Graph, losses: Mapping[Any, Tensor]) -> None:
+        """At what each loss does not depend on, before any pass: where that is wanted, or no pass will tell."""
+        if self.strict or self.noting or (ev.create_graph and self.strict is None and len(losses) > 1):
+            for name, loss in losses.items():
+                self.found(ev.unreached([loss]), name, len(ev.leaves))
+
+    def filled(self, ev: Graph, row: Sequence[Tensor | None], loss: Tensor, name: Any) -> Row:
+        """Zeros for what a pass did not reach; where that is all of it, a look at whether the loss leads there."""
+        if self.strict is None and not self.noting and all(part is None for part in row):
+            self.found(ev.unreached([loss]), name, len(row))
+        return _results.filled(row, ev.leaves)
+
+    def found(self, missing: list[str], name: Any, count: int) -> None:
+        """Note which of so many leaves are missing in a loss, and raise where they may not be."""
         self.unused.append(missing)
-        if self.strict:
-            _check_strictly(missing, name)
+        strict = "" if self.strict is None else "strict=True: "
+        if missing and self.strict is not False and (strict or len(missing) == count):
+            raise GraphError(
+                f"{strict}losses[{name!r}] does not depend on {_refusals.listed(missing)}."
+                + ("" if strict else " Was it detached, or computed from others? If zeros are meant: strict=False.")
+            )
 
 
 def _items(losses: Any) -> tuple[list[Any], list[Any]]:
@@ -223,21 +241,18 @@ def _scalar(loss: Any, name: Any) -> Tensor:
 
 
 def _of_tensors(losses: dict[Any, Any], point: Where, options: _Options, release: bool) -> list[Row]:
-    with Graph(call(list(losses.values()), point, passes=1, create_graph=options.create_graph)) as ev:
-        scalars = [_scalar(loss, name) for name, loss in losses.items()]
-        for loss, name in zip(scalars, losses, strict=True):
-            options.note(ev, loss, name)
-        return _released(scalars, ev.leaves) if release else [_whole(ev, loss) for loss in scalars]
+    given, graph, strict = list(losses.values()), options.create_graph, options.together
+    with Graph(call(given, point, passes=1, create_graph=graph, strict=strict)) as ev:
+        scalars = {name: _scalar(loss, name) for name, loss in losses.items()}
+        options.look(ev, scalars)
+        return (_released if release else _whole)(ev, scalars, options)
 
 
-def _check_strictly(unused: list[str], name: Any) -> None:
-    if unused:
-        raise GraphError(f"strict=True: losses[{name!r}] does not depend on {_refusals.listed(unused)}.")
-
-
-def _whole(ev: Graph, loss: Tensor) -> Row:
-    """One pass from a loss to the leaves, over a graph that stays."""
-    return _reverse.pull(ev, [loss], [None])
+def _whole(ev: Graph, losses: Mapping[Any, Tensor], options: _Options) -> list[Row]:
+    """One pass from each loss to the leaves, over a graph that stays."""
+    if ev.create_graph:
+        return [_reverse.pull(ev, [loss], [None]) for loss in losses.values()]
+    return [options.filled(ev, _bare([loss], ev.leaves, None, keep=True), loss, n) for n, loss in losses.items()]
 
 
 class _Turn(NamedTuple):
@@ -268,16 +283,17 @@ def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
     return [turn(index) for index in order]
 
 
-def _released(losses: Sequence[Tensor], leaves: list[Tensor]) -> list[Row]:
+def _released(ev: Graph, named: Mapping[Any, Tensor], options: _Options) -> list[Row]:
     """One pass per loss; after each, what no later one needs is released."""
     from hodiff.graph import _saved, _traits
 
+    names, losses = list(named), list(named.values())
     with _traits.without_modes():
         turns = _turns(losses)
     rows: dict[int, Row] = {}
     for turn in turns:
-        found = _bare([losses[turn.number]], leaves, None, keep=not turn.alone)
-        rows[turn.number] = _filled(found, leaves)
+        found = _bare([losses[turn.number]], ev.leaves, None, keep=not turn.alone)
+        rows[turn.number] = options.filled(ev, found, losses[turn.number], names[turn.number])
         with _traits.without_modes():
             for node in turn.nodes:
                 _saved.release(node)
@@ -302,10 +318,10 @@ def _together(functions: dict[Any, Any], point: Where, shared: Callable[[Any], A
         trunk = shared(argument)
         return [_scalar(function(argument, trunk), name) for name, function in functions.items()]
 
-    with Graph(call(losses, point, passes=1, create_graph=True)) as ev:
-        for loss, name in zip(ev.outputs, functions, strict=True):
-            options.note(ev, loss, name)
-        return [_whole(ev, loss) for loss in ev.outputs]
+    with Graph(call(losses, point, passes=1, create_graph=True, strict=options.together)) as ev:
+        named = dict(zip(functions, ev.outputs, strict=True))
+        options.look(ev, named)
+        return _whole(ev, named, options)
 
 
 class _Head(NamedTuple):
@@ -317,7 +333,7 @@ class _Head(NamedTuple):
 
 def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
     """The trunk once; then one head at a time on its detached value, and the trunk's pass for each."""
-    with Graph(call(shared, point, passes=1, create_graph=False)) as ev:
+    with Graph(call(shared, point, passes=1, create_graph=False, strict=options.together)) as ev:
         trunk = ev.tensors()
         _, _, tree = _tree.flatten(ev.outputs)
         argument = point.argument(ev.leaves)
@@ -332,8 +348,8 @@ def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any]
         for name, head in zip(functions, heads, strict=True):
             below = _through(trunk, head.by_trunk, ev.leaves, keep=head is not heads[-1])
             row = [_sum(a, b) for a, b in zip(head.by_leaves, below, strict=True)]
-            options.found([n for n, part in zip(point.names, row, strict=True) if part is None], name)
-            rows.append(_filled(row, ev.leaves))
+            options.found([n for n, part in zip(point.names, row, strict=True) if part is None], name, len(row))
+            rows.append(_results.filled(row, ev.leaves))
         return rows
 
 
@@ -352,10 +368,6 @@ def _through(
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
-
-
-def _filled(row: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Row:
-    return [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(row, leaves, strict=True)]
 
 
 def _bare(

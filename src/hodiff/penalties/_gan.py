@@ -242,8 +242,7 @@ def dragan_penalty(
     leaves, names, tree = _tree.flatten(real, "real")
     for leaf, name in zip(leaves, names, strict=True):
         _checks.check_real_tensor(leaf, name)
-    with torch.no_grad():  # a constant to the derivative, the batch's standard deviation included
-        noise = [_uniform(leaf, generator) * (std * leaf.std(correction=0)) for leaf in leaves]
+    noise = [_uniform(leaf, generator) * (std * leaf.std(correction=0)) for leaf in leaves]
     far = _tree.rebuild(tree, map(torch.add, leaves, noise))
     points = interpolate(real, far, batch_ndim=batch_ndim, detach=False, generator=generator)
     return gradient_penalty(

@@ -47,7 +47,7 @@ class Wanted(Recipe, total=False):
     one_sided: bool
     power: float
     ord: float
-    strict: bool
+    strict: bool | None
 
 
 @overload
@@ -84,7 +84,7 @@ def gradient_penalty(
     grad_scale: float = 1.0,
     return_outputs: bool = False,
     check_independence: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -117,7 +117,8 @@ def gradient_penalty(
         return_outputs: Whether to return what `f` returned as well, from the same evaluation.
         check_independence: Whether to test that no sample's output depends on another sample, for one more
             evaluation and two passes; a `BatchMixingWarning` says if it does, and by how much.
-        strict: Raise where the output does not depend on some part of *x*.
+        strict: What a part of *x* gives that the output does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         args: Further positional arguments for `f`: labels, for instance.
         kwargs: Keyword arguments for `f`.
@@ -221,7 +222,7 @@ class Rule(NamedTuple):
 
 
 def outputs_and_gradient(
-    critic: Critic, x: Any, *, create_graph: bool, strict: bool, allow: Allowed, args: Any, kwargs: Any
+    critic: Critic, x: Any, *, create_graph: bool, strict: bool | None, allow: Allowed, args: Any, kwargs: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """What the critic returns, and the gradient's leaves."""
     tensor = isinstance(critic.f, Tensor)

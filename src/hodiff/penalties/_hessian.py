@@ -286,7 +286,7 @@ def curvature_penalty(
     critic.check()
     if is_set(check_independence, "check_independence"):
         _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    options = {"create_graph": record, "strict": False, "allow": allow, "args": args, "kwargs": kwargs}
+    options = {"create_graph": record, "strict": None, "allow": allow, "args": args, "kwargs": kwargs}
     where = Where(x)
     random = RandomState.of(where.tensors[0].device)
     outputs, here = outputs_and_gradient(critic, where, **options)

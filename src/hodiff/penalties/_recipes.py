@@ -38,7 +38,7 @@ class OfPoints(Common, total=False):
 class OfParameters(Common, total=False):
     """What `gradient_norm_penalty` takes beside."""
 
-    strict: bool
+    strict: bool | None
 
 
 @overload
@@ -166,7 +166,7 @@ def gradient_norm_penalty(
     power: float = 2,
     create_graph: bool | None = None,
     return_outputs: bool = False,
-    strict: bool = False,
+    strict: bool | None = None,
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -182,7 +182,8 @@ def gradient_norm_penalty(
         power: The exponent; 1 penalises the norm itself (Zhao et al.).
         create_graph: As for `gradient_penalty`.
         return_outputs: Whether to return the loss too, of the same evaluation.
-        strict: Raise where the loss does not depend on some parameter.
+        strict: What a part of *where* gives that the loss does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: As for `gradient_penalty`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.

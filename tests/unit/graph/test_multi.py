@@ -34,7 +34,7 @@ def compare(seed: int, options: dict) -> int:
         return 0
     if all(not part.any() for row in expected for part in row):
         return 0
-    got = hodiff.multi_grad(graphs.losses, where, **options)
+    got = hodiff.multi_grad(graphs.losses, where, strict=False, **options)
     for row, right in zip(got, expected, strict=True):
         for part, other in zip(row, right, strict=True):
             torch.testing.assert_close(part, other, rtol=1e-12, atol=1e-12)
@@ -268,11 +268,56 @@ def test_zero_where_a_loss_does_not_depend_and_an_error_where_none_does():
         hodiff.multi_grad([(b * 2).sum()], a)
 
 
-def test_a_tensor_that_carries_no_graph_among_losses():
+@pytest.mark.parametrize("return_used", [False, True], ids=["", "used"])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kind", ["tensors", "tensors, released", "functions", "shared"])
+@pytest.mark.parametrize("other", ["constant", "detached", "of another"])
+def test_each_loss_by_itself_depends_on_something(other, kind, create_graph, return_used):
+    """Zeros for a loss that nothing matters to are given where they are asked for, and else an error names it."""
+    release = kind == "tensors, released"
+    a, b = (torch.ones(2, requires_grad=True) for _ in "ab")
+    second = {
+        "constant": lambda z: torch.tensor(1.0),
+        "detached": lambda z: z.detach().sum(),
+        "of another": lambda z: b.exp().sum(),
+    }[other]
+    losses = {"first": (a**2).sum(), "second": second(a**2)}
+    options = {"return_used": return_used, "create_graph": create_graph and not release}
+    if release:
+        options["release"] = True
+    if kind == "functions":
+        losses = {"first": lambda a: (a**2).sum(), "second": lambda a: second(a**2)}
+    elif kind == "shared":
+        losses = {"first": lambda a, z: z.sum(), "second": lambda a, z: second(z)}
+        options["shared"] = lambda a: a**2
+    words = r"losses\['second'\] does not depend on where.*strict=False" if kind != "functions" else "depend|no graph"
+    with pytest.raises(hodiff.GraphError, match=words):
+        hodiff.multi_grad(losses, a, **options)
+    if kind.startswith("tensors"):
+        a = torch.ones(2, requires_grad=True)
+        losses = {"first": (a**2).sum(), "second": second(a**2)}
+    found = hodiff.multi_grad(losses, a, strict=False, **options)
+    if return_used:
+        found, used = found
+        assert used == {"first": True, "second": False}
+    assert torch.equal(found["first"], torch.full((2,), 2.0)) and torch.equal(found["second"], torch.zeros(2))
+
+
+def test_a_loss_that_depends_by_a_path_without_a_gradient_is_no_error():
+    """The engine gives nothing there, as for a loss that does not depend; the graph tells the two apart."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return None
+
     a = torch.ones(2, requires_grad=True)
-    constant, loss = hodiff.multi_grad([torch.tensor(1.0), a.sum()], a)
-    assert torch.equal(constant, torch.zeros(2))
-    assert torch.equal(loss, torch.ones(2))
+    first, second = hodiff.multi_grad([a.sum(), Nothing.apply(a).sum()], a)
+    assert torch.equal(first, torch.ones(2)) and torch.equal(second, torch.zeros(2))
 
 
 @pytest.mark.parametrize(

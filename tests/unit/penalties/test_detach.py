@@ -29,7 +29,7 @@ def alpha():
 def noisy(x):
     draws = seeded()
     u = torch.rand(x.shape, generator=draws, dtype=DOUBLE)
-    far = x + 0.5 * x.detach().std(correction=0) * u
+    far = x + 0.5 * x.std(correction=0) * u
     return torch.lerp(x, far, torch.rand(6, generator=draws, dtype=DOUBLE).unsqueeze(1))
 
 
