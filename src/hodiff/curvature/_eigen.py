@@ -81,7 +81,7 @@ def eigsh(
         Wu, K., Simon, H. (2000). Thick-restart Lanczos method for large symmetric eigenvalue problems.
         SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
     """
-    check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
+    operator = check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
     if not _nesting.recorded(create_graph):
         return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
     if which == "magnitude":
@@ -176,7 +176,7 @@ def eigs(
         Stewart, G. W. (2002). A Krylov-Schur algorithm for large eigenproblems. SIAM J. Matrix Anal. Appl.
         23(3). doi:10.1137/S0895479800371529.
     """
-    check_square(operator, "eigs")
+    operator = check_square(operator, "eigs")
     return _eigenpairs("eigs", operator, k, which, rtol, products, basis, generator, callback, progress)
 
 
@@ -223,7 +223,7 @@ def spectral_radius(
     Reference:
         As for `hodiff.eigs`; of a symmetric operator, as for `hodiff.eigsh`.
     """
-    check_square(operator, "spectral_radius")
+    operator = check_square(operator, "spectral_radius")
 
     def of(found: EigenRecord) -> RadiusRecord:
         return RadiusRecord(found.value[0].abs(), found.residual[0], found.converged, found.products)
