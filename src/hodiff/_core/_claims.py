@@ -28,7 +28,7 @@ from hodiff.errors import GraphError
 lock = threading.RLock()  # the only one: the collector may close what was lost at any moment, so two could cross
 _changed = threading.Condition(lock)  # notified when a claim is released
 _claims: dict[Any, tuple[int, dict[Any, None]]] = {}  # a module, or what else -> (owning thread, the loans that claim)
-_waiting: dict[int, int] = {}  # thread -> the thread it waits for
+_waiting: dict[int, Iterable[Any]] = {}  # thread -> what it waits for
 
 
 class _Here(threading.local):
@@ -117,11 +117,8 @@ def claimed(modules: Iterable[nn.Module]) -> bool:
 def _wait(modules: Iterable[Any]) -> None:
     """Wait until no other thread has any of `modules`; the lock is held. A circle of waiting threads raises."""
     me = _me()
-    while True:
-        owner = next((_claims[module][0] for module in modules if module in _claims and _claims[module][0] != me), None)
-        if owner is None:
-            return
-        _waiting[me] = owner
+    while _owners(modules, me):
+        _waiting[me] = modules
         try:
             if _in_circle(me):
                 raise GraphError(
@@ -133,11 +130,21 @@ def _wait(modules: Iterable[Any]) -> None:
             del _waiting[me]
 
 
+def _owners(modules: Iterable[Any], me: int) -> set[int]:
+    """The other threads that have any of them now."""
+    return {_claims[module][0] for module in modules if module in _claims} - {me}
+
+
 def _in_circle(start: int) -> bool:
-    thread = _waiting.get(start)
-    while thread is not None and thread != start:
-        thread = _waiting.get(thread)
-    return thread == start
+    """Whether a thread waits for itself. One that was woken, and has not run since, waits only for what is claimed."""
+    seen, threads = {start}, [start]
+    for thread in threads:
+        owners = _owners(_waiting.get(thread, ()), thread)
+        if start in owners:
+            return True
+        threads += owners - seen
+        seen |= owners
+    return False
 
 
 # --- forks

@@ -135,10 +135,10 @@ class Lending:
         def restore() -> None:
             for cache in theirs:
                 parametrize._cache = cache
-            _claims.release((parametrize,), restore)
+            _claims.release((parametrize,), self.ticket)
 
         self._undo += [restore]
-        _claims.claim((parametrize,), restore)
+        _claims.claim((parametrize,), self.ticket)
         theirs += [parametrize._cache]
         parametrize._cache = {}
 

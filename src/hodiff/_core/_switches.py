@@ -44,27 +44,25 @@ class Counted:
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
-        self._last = 0
-        self._users: dict[int, int] = {}  # by number, each in its thread
+        self._users: dict[object, int] = {}  # each in its thread
         self._restore: Callable[[], object] | None = None
         _claims.in_child(self._keep)
 
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
-        number = 0
+        user = lambda: None  # noqa: E731 - an object of its own, made without a call
 
         def leave() -> None:
             with _claims.lock:
-                if number in self._users:
-                    del self._users[number]
+                if user in self._users:
+                    del self._users[user]
                 if not self._users and self._restore is not None:
                     self._restore()
                     self._restore = None
 
         undo += [leave]
         with _claims.lock:
-            self._last = number = self._last + 1
-            self._users[number] = _claims.here.thread
+            self._users[user] = _claims.here.thread
             if self._restore is None:
                 switch, self._restore = self._switch()
                 switch()
@@ -72,7 +70,7 @@ class Counted:
     def _keep(self, thread: int) -> None:
         """Leave it for all threads but one."""
         if self._restore is not None:
-            self._users = {number: user for number, user in self._users.items() if user == thread}
+            self._users = {user: where for user, where in self._users.items() if where == thread}
             undo: Undo = []
             self.enter(undo)  # the last one out restores
             undo_all(undo)
