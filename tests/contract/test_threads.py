@@ -1,6 +1,8 @@
 """Eight threads that differentiate at once, one module between them, get the numbers that one thread gets."""
 
 import ast
+import importlib
+import linecache
 import sys
 import threading
 import time
@@ -488,3 +490,25 @@ def test_all_that_can_change_has_a_discipline() -> None:
     }
     found = {name for name in found if not name.startswith("graph._evidence.")}  # of one case, made and read in a call
     assert found == set(DISCIPLINE)
+
+
+def test_a_library_that_another_thread_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is there before its contents are; an import waits for them."""
+    x = torch.ones(3, dtype=D)
+    for name in ("torch.distributed.tensor", "torch.distributed.fsdp", "scipy.sparse"):
+        whole, waited = importlib.import_module(name), []
+
+        class Loading(type(sys)):
+            def __getattr__(self, wanted: str, whole: Any = whole, waited: list[str] = waited) -> Any:
+                frame = sys._getframe(1)
+                if "import" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+                    raise AttributeError(f"partially initialized module has no attribute {wanted!r}")
+                waited.append(wanted)
+                return getattr(whole, wanted)
+
+        monkeypatch.setitem(sys.modules, name, Loading(name))
+        model = nn.Linear(3, 1, dtype=D)
+        hodiff.hvp(lambda m: m(x).square().sum(), model, dict(model.named_parameters()))
+        plan_hessian(lambda x: x.pow(3).sum(), x, pattern=([0, 1, 2], [0, 1, 2]))
+        assert waited, name
+        monkeypatch.undo()
