@@ -383,7 +383,7 @@ WORDS = """
     A a allow args axes basis batch batch_ndim batch_weight blocks C c call callback check check_independence
     chunk_size closure create_graph critic damping data decay detach directions epsilon exc exclude F f fake
     first_order g gamma generator grad_scale gradient_tol grads h has_aux index indices inputs iterations k keep
-    kind kwargs label last log_density loss losses matrix memory_budget method module n names node one_sided
+    kind kwargs label last log_density loss losses made_of matrix memory_budget method module n names node one_sided
     operator ord order output outputs param_group params patch_reduction path pattern patterns points polish power
     preconditioner predict primals probes process_group products progress radius rank real records reduction release
     restart return_outputs return_state return_used roots rtol rule samples scaled segments self series shared shift

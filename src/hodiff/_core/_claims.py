@@ -1,8 +1,12 @@
-"""A module on loan belongs to one thread at a time: the others wait.
+"""What threads share: one lock, claims to what one thread has for longer, and what a forked child puts right.
 
-So each evaluation has leaves of its own, and starts from the user's buffers (the power iteration of
-spectral norm moves them). Claims of one thread nest: each is known by the loan that makes it, which may release it
-twice, or before it is made.
+What can change belongs to one thread (`threading.local`), is changed under `lock`, for moments in which no code of the
+user's runs, or is claimed: the others wait, and a circle of waiting threads raises. All else is built before anyone
+else can see it, and not changed then.
+
+A module on loan is claimed, so each evaluation has leaves of its own, and starts from the user's buffers (the power
+iteration of spectral norm moves them). Claims of one thread nest: each is known by the loan that makes it, which may
+release it twice, or before it is made.
 
 What runs in a reverse pass counts as the thread's that began the pass: on a GPU the engine has threads of its own, and
 their nodes may evaluate `f` once more while that one waits.
@@ -11,8 +15,9 @@ their nodes may evaluate `f` once more while that one waits.
 from __future__ import annotations
 
 import functools
+import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,11 +25,20 @@ from torch import nn
 
 from hodiff.errors import GraphError
 
-lock = threading.RLock()  # guards everything below
-_changed = threading.Condition(lock)  # notified when a module is given back
-_claims: dict[nn.Module, tuple[int, dict[object, None]]] = {}  # module -> (owning thread, the loans that claim it)
-_waiting: dict[int, int] = {}  # thread -> the thread it waits for
+lock = threading.RLock()  # the only one: the collector may close what was lost at any moment, so two could cross
+_changed = threading.Condition(lock)  # notified when a claim is released
+_claims: dict[Any, tuple[int, dict[Any, None]]] = {}  # a module, or what else -> (owning thread, the loans that claim)
+_waiting: dict[int, Iterable[Any]] = {}  # thread -> what it waits for
 
+
+class _Here(threading.local):
+    """Which thread this is; to read that costs no call."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+here = _Here()
 
 _torch: Any = torch._C
 _KEY = "hodiff: the thread that waits for what runs here"
@@ -38,7 +52,7 @@ def _me() -> int:
     return _known()
 
 
-def claim(modules: Iterable[nn.Module], loan: object) -> None:
+def claim(modules: Iterable[Any], loan: Any) -> None:
     """Make `modules` this thread's, for a loan, waiting until no other has any of them."""
     with lock:
         try:
@@ -56,7 +70,7 @@ def claim(modules: Iterable[nn.Module], loan: object) -> None:
                 _claims[module] = (me, {loan: None})
 
 
-def release(modules: Iterable[nn.Module], loan: object) -> None:
+def release(modules: Iterable[Any], loan: Any) -> None:
     """Undo a loan's `claim`."""
     with lock:
         for module in modules:
@@ -70,6 +84,25 @@ def release(modules: Iterable[nn.Module], loan: object) -> None:
             _changed.notify_all()
 
 
+class Held:
+    """`with Held(something):` it is this thread's. What an interrupt keeps from its end goes with the object."""
+
+    __slots__ = ("_loan", "_what")
+
+    def __init__(self, what: object) -> None:
+        self._what, self._loan = (what,), object()
+
+    def __enter__(self) -> None:
+        claim(self._what, self._loan)
+
+    def __exit__(self, *exc: object) -> None:
+        release(self._what, self._loan)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loan"):
+            release(self._what, self._loan)
+
+
 def wait_for(root: nn.Module) -> None:
     """Wait until no other thread has the module, or one below it; the lock is held, and keeps it so."""
     if _claims:
@@ -81,27 +114,68 @@ def claimed(modules: Iterable[nn.Module]) -> bool:
     return bool(_claims) and any(module in _claims for module in modules)
 
 
-def _wait(modules: Iterable[nn.Module]) -> None:
+def _wait(modules: Iterable[Any]) -> None:
     """Wait until no other thread has any of `modules`; the lock is held. A circle of waiting threads raises."""
     me = _me()
-    while True:
-        owner = next((_claims[module][0] for module in modules if module in _claims and _claims[module][0] != me), None)
-        if owner is None:
-            return
-        _waiting[me] = owner
+    while _owners(modules, me):
+        _waiting[me] = modules
         try:
             if _in_circle(me):
                 raise GraphError(
-                    "two threads differentiate in each other's modules and wait for each other. "
-                    "Give both calls the same modules (a tuple of them), or use one lock around both."
+                    "two threads differentiate in each other's modules, or evaluate each other's operators, and wait "
+                    "for each other. Give both calls the same modules (a tuple of them), or use one lock around both."
                 )
             _changed.wait()
         finally:
             del _waiting[me]
 
 
+def _owners(modules: Iterable[Any], me: int) -> set[int]:
+    """The other threads that have any of them now."""
+    return {_claims[module][0] for module in modules if module in _claims} - {me}
+
+
 def _in_circle(start: int) -> bool:
-    thread = _waiting.get(start)
-    while thread is not None and thread != start:
-        thread = _waiting.get(thread)
-    return thread == start
+    """Whether a thread waits for itself. One that was woken, and has not run since, waits only for what is claimed."""
+    seen, threads = {start}, [start]
+    for thread in threads:
+        owners = _owners(_waiting.get(thread, ()), thread)
+        if start in owners:
+            return True
+        threads += owners - seen
+        seen |= owners
+    return False
+
+
+# --- forks
+
+_restored: list[Callable[[int], object]] = []
+
+
+def in_child(restore: Callable[[int], object]) -> None:
+    """Let `restore(thread)` undo in a forked child what other threads than this one have open."""
+    _restored.append(restore)
+
+
+def _forked() -> None:
+    """The thread that forked is the only one left; what the others had is given back, where they stood."""
+    _waiting.clear()
+    try:
+        for restore in _restored:
+            restore(_me())
+    finally:
+        lock.release()
+
+
+def _close_loans(me: int) -> None:
+    theirs = [(thing, loans) for thing, (owner, loans) in _claims.items() if owner != me]
+    for loan in {loan: None for _, loans in theirs for loan in loans}:
+        if hasattr(loan, "close"):
+            loan.close()
+    for thing, _ in theirs:
+        _claims.pop(thing, None)
+
+
+in_child(_close_loans)
+if hasattr(os, "register_at_fork"):  # the lock is held meanwhile, so that nothing under it is halfway
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=_forked)

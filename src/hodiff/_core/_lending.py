@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hodiff._core import _binding, _nesting, _refusals, _sharded, _switches, _translate
+from hodiff._core import _binding, _claims, _nesting, _refusals, _sharded, _switches, _translate
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._inference import NormalTensors
@@ -129,13 +129,17 @@ class Lending:
         switch.enter(self._undo)
 
     def _set_aside_cache(self) -> None:
-        """Let `parametrize.cached()` fill a cache of this evaluation's own."""
-        theirs = parametrize._cache
+        """Let `parametrize.cached()` fill a cache of this evaluation's own; there is one for all threads."""
+        theirs: list[Any] = []
 
         def restore() -> None:
-            parametrize._cache = theirs
+            for cache in theirs:
+                parametrize._cache = cache
+            _claims.release((parametrize,), self.ticket)
 
         self._undo += [restore]
+        _claims.claim((parametrize,), self.ticket)
+        theirs += [parametrize._cache]
         parametrize._cache = {}
 
     def _lend(self) -> None:
@@ -171,8 +175,8 @@ class Lending:
         self._state.take(module, root=root)
         if "max_norm" in module.__dict__ and module.max_norm is not None and not self._is_point(module):
             self._copy_table(module)
-        if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule) and not self._ran:
-            self.hooks.of_module(module, self._undo)
+        if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule):
+            self.hooks.of_module(module, self._state.put_back)
 
     def _is_point(self, module: nn.Module) -> bool:
         return any(module in owned.assembly.modules for owned in self.call.where.owned)
@@ -186,7 +190,7 @@ class Lending:
         def restore() -> None:
             module._parameters["weight"] = theirs
 
-        self._undo += [restore]
+        self._state.put_back += [restore]
         module._parameters["weight"] = copy
 
     # --- running f

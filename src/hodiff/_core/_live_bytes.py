@@ -15,17 +15,25 @@ from hodiff._core._dispatch_mode import DispatchMode
 class LiveBytes(DispatchMode):
     """Counts the storages that operations make while it is on, those of reverse passes included.
 
-    A storage that only a graph holds counts too: its weak reference ends when the memory goes.
+    A storage that only a graph holds counts too: its weak reference ends when the memory goes, in any thread, or in the
+    middle of a line. So what has gone is only listed then, and taken off when the thread of the mode looks.
 
     Attributes:
-        now: Bytes alive, of those made while this was on.
         peak: The largest value of `now` since the last `restart`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self._now = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._gone: list[int] = []
+
+    @property
+    def now(self) -> int:
+        """Bytes alive, of those made while this was on."""
+        while self._gone:
+            self._now -= self._sizes.pop(self._gone.pop())
+        return self._now
 
     def restart(self) -> None:
         """Forget the peak."""
@@ -40,15 +48,12 @@ class LiveBytes(DispatchMode):
         return outputs
 
     def _count(self, storage: Any) -> None:
-        key = storage._cdata
+        before, key = self.now, storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+            self._now = before + self._sizes[key]
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._gone.append, key)
 
 
 def _storages(values: list[Any]) -> Iterator[Any]:

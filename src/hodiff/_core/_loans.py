@@ -62,15 +62,17 @@ class StateLoan:
 
     Attributes:
         attributes: What the attributes of each were, when it was borrowed; None of one that keeps nothing.
+        put_back: What else is done when they are given back.
     """
 
-    __slots__ = ("_claimed", "_cloned", "_dtype", "attributes")
+    __slots__ = ("_claimed", "_cloned", "_dtype", "attributes", "put_back")
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._cloned: list[nn.Module] = []
         self._claimed: list[nn.Module] = []
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
+        self.put_back: list[Callable[[], object]] = []
 
     def take(self, module: nn.Module, *, root: bool = False) -> None:
         """Put clones in place of a module's buffers, and note its attributes; no other thread has it meanwhile."""
@@ -107,6 +109,9 @@ class StateLoan:
         """Return everything; the last borrower puts the original buffers back. It may be run again."""
         self.tidy()
         self.attributes.clear()
+        for step in self.put_back:
+            step()
+        self.put_back = []
         for module in self._cloned:
             if module in _lent:
                 clones = _lent[module]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hodiff._core import _nodes, _sharded, _translate
+from hodiff._core import _claims, _nodes, _sharded, _translate
 from hodiff._core._checks import outside
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
 
@@ -321,11 +320,10 @@ def warn_of_mixing(batch_ndim: int) -> None:
 
 
 _warned: set[type] = set()
-_warned_lock = threading.Lock()
 
 
 def _warn_once(function: type) -> None:
-    with _warned_lock:
+    with _claims.lock:
         if function in _warned:
             return
         _warned.add(function)

@@ -46,8 +46,11 @@ def check_vectors(value: Any, name: str) -> None:
 
 def check_modules(modules: Iterable[nn.Module], name: str) -> None:
     """Raise for a module under `fully_shard`, or one that has DTensors for parameters."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    kinds: tuple[type, ...] = ()
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        kinds = FSDPModule, FullyShardedDataParallel
     for module in modules:
         if kinds and isinstance(module, kinds):
             plain = next((k.__name__ for k in type(module).__mro__ if not k.__name__.startswith(("FSDP", "Fully"))), "")
@@ -74,5 +77,8 @@ def freed() -> GraphError:
 
 
 def _is_dtensor(value: Tensor) -> bool:
-    tensor: Any = sys.modules.get(LOADED_BY)
-    return tensor is not None and isinstance(value, tensor.DTensor)
+    if LOADED_BY not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor  # which waits where another thread has only begun to load it
+
+    return isinstance(value, DTensor)

@@ -10,10 +10,11 @@ without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
+
+from hodiff._core import _claims
 
 Undo = list[Callable[[], object]]
 """What is to be undone, the last step first."""
@@ -43,31 +44,36 @@ class Counted:
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
-        self._lock = threading.RLock()  # a lending that was lost may be closed by the collector, at any moment
-        self._users = 0
+        self._users: dict[object, int] = {}  # each in its thread
         self._restore: Callable[[], object] | None = None
+        _claims.in_child(self._keep)
 
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
-        inside = False
+        user = lambda: None  # noqa: E731 - an object of its own, made without a call
 
         def leave() -> None:
-            nonlocal inside
-            with self._lock:
-                if inside:
-                    inside = False
-                    self._users -= 1
+            with _claims.lock:
+                if user in self._users:
+                    del self._users[user]
                 if not self._users and self._restore is not None:
                     self._restore()
                     self._restore = None
 
         undo += [leave]
-        with self._lock:
-            inside = True
-            self._users += 1
+        with _claims.lock:
+            self._users[user] = _claims.here.thread
             if self._restore is None:
                 switch, self._restore = self._switch()
                 switch()
+
+    def _keep(self, thread: int) -> None:
+        """Leave it for all threads but one."""
+        if self._restore is not None:
+            self._users = {user: where for user, where in self._users.items() if where == thread}
+            undo: Undo = []
+            self.enter(undo)  # the last one out restores
+            undo_all(undo)
 
 
 def _plain_attention() -> tuple[Callable[[], object], Callable[[], object]]:

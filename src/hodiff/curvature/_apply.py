@@ -20,11 +20,12 @@ Chunk = Callable[[int], int]
 """How many of so many vectors one product should take."""
 
 
-def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk, live: str | None = None) -> Any:
+def apply(v: Any, operator: Any, live: str | None = None) -> Any:
     """The product with a vector, or with several, in the spelling of `v`; detached, and `live` as for `say_detached`.
 
     Where `live` is None, the product is a step on the way to something of which that has been said.
     """
+    domain, target = operator._domain, operator._range
     kind, parts, count, tree = domain.parse(v)
     requiring = any(part.requires_grad for part in parts)
     if live is not None:
@@ -34,13 +35,14 @@ def apply(v: Any, product: Product, domain: Space, target: Space, chunk: Chunk, 
         parts = [part.detach() for part in parts]
     back = tree if target is domain or target.like(domain) else target.tree
     if count is None:
-        found = product(parts, None)
+        found = operator._product(parts, None)
         return target.join(found, None) if kind == "flat" else target.result(found, back)
+    fixed = operator._fixed()  # for all of them
     with one_look():
         if kind == "columns":
-            return _apply_to_columns(parts[0], chunk(count), product, domain, target).T
+            return _apply_to_columns(parts[0], fixed._chunk(count), fixed._product, domain, target).T
         results = target.empty(count)
-        for start, stop, found in _in_chunks(parts, count, chunk(count), product):
+        for start, stop, found in _in_chunks(parts, count, fixed._chunk(count), fixed._product):
             for result, part in zip(results, found, strict=True):
                 result[start:stop] = part
         return target.result(results, back)

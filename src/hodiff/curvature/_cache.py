@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting, _nodes, _reverse
+from hodiff._core import _claims, _nesting, _nodes, _reverse
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
@@ -36,6 +36,9 @@ class GraphCache(Generic[G, B]):
 
     All batches are kept or none, unless their order is fixed: of shuffled data, kept and new batches
     would overlap (a product was 23-93 % off).
+
+    Of one evaluation: once that has been made, by one thread, nothing of it changes but what can be made again. To
+    evaluate anew is to have another cache, so a product that another thread has begun goes on with its own.
     """
 
     def __init__(
@@ -47,7 +50,6 @@ class GraphCache(Generic[G, B]):
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
         self._closed = False
-        self._evaluating = threading.RLock()
         functions = [value for value in vars(builder).values() if inspect.isroutine(value)]
         self._modules = Modules(self.where, any(map(says_training, functions)))
         self._forget()
@@ -77,21 +79,21 @@ class GraphCache(Generic[G, B]):
         if self._closed:
             with self._together():  # others may be about to evaluate theirs
                 raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
-        with self._evaluating:  # of several threads one evaluates
-            if self._values is None:
-                with self._together():
-                    self._evaluate()
-                return
-            self._modules.check()
-            self._values.check_versions()
+        if self._values is None:
+            with _claims.Held(self._batches):  # of several threads one evaluates, and those of later caches wait too
+                if self._values is None:
+                    with self._together():
+                        self._evaluate()
+                    return
+        self._modules.check()
+        self._values.check_versions()
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.shares is None else self.shares.together()
 
     def _evaluate(self) -> None:
         self._modules.check()
-        self._values = Values(self.where)
-        kind = self.device.type
+        values, kind = Values(self.where), self.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         try:
             self._first_pass()
@@ -99,6 +101,7 @@ class GraphCache(Generic[G, B]):
             if self.shares is not None:
                 self._add_others(self.shares)
             check_total(self.weight)
+            self._values = values  # others look here
         except BaseException:
             self._forget()
             raise
@@ -309,21 +312,24 @@ class GraphCache(Generic[G, B]):
 
     # --- lifetime
 
-    def refresh(self) -> None:
-        """Forget everything; the next product evaluates at the point as it is then."""
+    def anew(self) -> Self:
+        """An empty one in its place, whose first product evaluates at the point as it is then."""
+        found = copy.copy(self)
         if not isinstance(self._point, Where):
-            now = Where(self._point)
+            found.where = now = Where(self._point)
             if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in self.where.tensors]:
                 raise InputError(
                     "refresh: the point has other leaves than when the operator was made (parameters were frozen, "
                     "added or resized); make a new operator."
                 )
-            self.where = now
-        self._forget()
-        self._closed = False
-        self._modules = Modules(self.where, self._modules.modes_count)
+        found._forget()
+        found._closed = False
+        found._modules = Modules(found.where, self._modules.modes_count)
+        return found
 
-    def close(self) -> None:
-        """Free the graphs."""
-        self._forget()
-        self._closed = True
+    def closed(self) -> Self:
+        """An empty one in its place, that evaluates nothing."""
+        found = copy.copy(self)
+        found._forget()
+        found._closed = True
+        return found

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _random_vectors
+from hodiff._core import _checks, _claims, _random_vectors
 from hodiff.curvature import _memory
 from hodiff.curvature._batch_graph import BatchGraph
 from hodiff.curvature._cache import GraphCache
@@ -37,26 +37,29 @@ class Passes(NamedTuple):
 class Compilation:
     """Compiled passes of one operator (or block), made once for each shape of a batch."""
 
-    def __init__(self, graphs: GraphCache[Any, Any], chosen: Sequence[int], space: Space, many: bool) -> None:
-        self._graphs, self._key, self._space = graphs, tuple(chosen), space
+    def __init__(self, chosen: Sequence[int], space: Space, many: bool) -> None:
+        self._key, self._space = tuple(chosen), space
         self._many = many and space.size <= SMALL
         self._code: dict[Key, Pass] = {}
         self.record: CompiledRecord | None = None
 
-    def passes(self, apply: Apply) -> dict[int, Passes]:
-        """Those of the batches by number; made now, where the graphs are new."""
-        found = self._graphs.attached.get(self._key)
-        return self.make(apply) if found is None else found
+    def passes(self, graphs: GraphCache[Any, Any], apply: Apply) -> dict[int, Passes]:
+        """Those of the batches by number; made now, by one thread, where the graphs are new."""
+        found = graphs.attached.get(self._key)
+        if found is None:
+            with _claims.Held(self):
+                found = graphs.attached.get(self._key)
+                return self.make(graphs, apply) if found is None else found
+        return found
 
-    @property
-    def bytes(self) -> int:
+    def bytes(self, graphs: GraphCache[Any, Any]) -> int:
         """What the constants take that are not the graphs' own."""
-        return 0 if self.record is None or self._key not in self._graphs.attached else self.record.bytes
+        return 0 if self.record is None or self._key not in graphs.attached else self.record.bytes
 
-    def make(self, apply: Apply) -> dict[int, Passes]:
+    def make(self, graphs: GraphCache[Any, Any], apply: Apply) -> dict[int, Passes]:
         """Trace the pass over each kept graph, and compile those of new shapes."""
         start, found, eager, error, size, before = time.perf_counter(), {}, {}, 0.0, 0, len(self._code)
-        for number, graph in self._graphs.kept_graphs().items():
+        for number, graph in graphs.kept_graphs().items():
             try:
                 found[number], own, extra = self._compiled(graph, apply)
             # Of any kind: what tracer and compiler raise is not written down anywhere, and eager products go on.
@@ -64,12 +67,12 @@ class Compilation:
                 eager[number] = _words(reason)
                 continue
             error, size = max(error, own), size + extra
-        count, seconds = self._graphs.batches or 0, time.perf_counter() - start
+        count, seconds = graphs.batches or 0, time.perf_counter() - start
         eager |= dict.fromkeys(set(range(count)) - set(found) - set(eager), "its graph is not kept (memory_budget=)")
         first = self.record is None
         compiled = len(self._code) - before
         self.record = CompiledRecord(count, len(found), compiled, seconds, error, size, dict(sorted(eager.items())))
-        self._graphs.attached[self._key] = found
+        graphs.attached[self._key] = found
         if eager and first:
             _warn(self.record)
         return found
@@ -96,7 +99,7 @@ class Compilation:
 
         with graph.ready():
             vectors = self._draw(count, generator)
-            traced, size = _memory.measured(lambda: trace(eager, vectors), self._graphs.device)
+            traced, size = _memory.measured(lambda: trace(eager, vectors), vectors[0].device)
             if traced.key not in self._code:
                 if len(self._code) >= SHAPES * (1 + self._many):
                     raise NotCompiled(f"more than {SHAPES} shapes of batches are not compiled")

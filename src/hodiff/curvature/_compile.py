@@ -10,7 +10,6 @@ Two batches of one shape have the same code, and differ in their constants.
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _results
+from hodiff._core import _claims, _results
 from hodiff.curvature._space import Parts
 from hodiff.errors import GraphError
 
@@ -28,7 +27,7 @@ Key = tuple[Any, ...]
 """What two traced passes share if one piece of compiled code does for both."""
 
 
-_alone = threading.RLock()
+_ALONE = "the compiler"
 """Of several threads one traces: PyTorch has one flag for it, and two may leave it set."""
 
 
@@ -90,7 +89,7 @@ def trace(function: Callable[[Parts], Parts], vectors: Sequence[Tensor]) -> Trac
     """The operations that a pass runs on its vectors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with _alone, _results.unseen(), _plain(vectors[0].device.type):
+    with _claims.Held(_ALONE), _results.unseen(), _plain(vectors[0].device.type):
         traced = make_fx(lambda *parts: tuple(function(list(parts))))(*vectors)
     graph = traced.graph
     drawn = sorted({str(node.target) for node in graph.nodes if _draws(node.target)})
@@ -128,7 +127,7 @@ def _draws(target: Any) -> bool:
 def compile_traced(traced: Traced, vectors: Sequence[Tensor]) -> Pass:
     """Code for the graph, from the compiler or from its caches on disk."""
     inductor: Any = __import__("torch._inductor", fromlist=["standalone_compile"])
-    with _alone, warnings.catch_warnings():
+    with _claims.Held(_ALONE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         with _plain(vectors[0].device.type):
             # Shapes of its own: those that tracing left on the graph keep PyTorch 2.14 and later from their cache.

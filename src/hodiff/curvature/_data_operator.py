@@ -21,8 +21,19 @@ from hodiff.curvature._cost import CompiledRecord, Cost
 from hodiff.curvature._operator import LinearOperator, together
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space, accumulate
+from hodiff.errors import GraphError
 
 ChunkSize = int | Literal["auto"]
+
+
+class Evaluation(Generic[G]):
+    """Where an operator and its blocks find the graphs of the evaluation at hand."""
+
+    def __init__(self, graphs: GraphCache[G, Any]) -> None:
+        self.graphs = graphs
+
+    def _fixed(self, made: dict[int, Any]) -> Self:
+        return made.setdefault(id(self), type(self)(self.graphs))
 
 
 class DataOperator(LinearOperator, Generic[G]):
@@ -30,7 +41,7 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def __init__(self, graphs: GraphCache[G, Any], chunk_size: ChunkSize) -> None:
         super().__init__()
-        self._graphs = graphs
+        self._evaluation = Evaluation(graphs)
         self._chunk_size = _checks.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
         self._space = Space.of(graphs.where)
@@ -52,6 +63,11 @@ class DataOperator(LinearOperator, Generic[G]):
     def _shares(self) -> Shares | None:
         return self._graphs.shares
 
+    @property
+    def _graphs(self) -> GraphCache[G, Any]:
+        """Of the evaluation at hand. What reads it twice must read it once: `refresh()` puts another in its place."""
+        return self._evaluation.graphs
+
     # --- by-products
 
     @property
@@ -68,14 +84,22 @@ class DataOperator(LinearOperator, Generic[G]):
 
     # --- lifetime
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, or copied in depth."""
+        raise GraphError(
+            f"a {type(self).__name__} cannot be pickled or copied in depth (copy.deepcopy, torch.save, what is sent to "
+            f"a worker): it holds graphs, functions and claims of this process. Copy the model and build an operator "
+            f"on the copy; in a worker, build it anew there."
+        )
+
     def refresh(self) -> Self:
         """Forget all graphs; the next product evaluates at the point as it is then. Returns the operator."""
-        self._graphs.refresh()
+        self._evaluation.graphs = self._graphs.anew()
         return self
 
     def close(self) -> None:
         """Free all graphs now; they go with the last reference in any case."""
-        self._graphs.close()
+        self._evaluation.graphs = self._graphs.closed()
 
     def __enter__(self) -> Self:
         return self
@@ -126,14 +150,15 @@ class DataOperator(LinearOperator, Generic[G]):
         return self._chunk_size or self._graphs.auto_chunk(self._domain.size)
 
     def _chunk(self, count: int) -> int:
+        graphs = self._graphs
         if self._shares is not None:
-            self._graphs.evaluate()  # all ranks must take as many, which they agree about there
+            graphs.evaluate()  # all ranks must take as many, which they agree about there
         inner = self._inner_chunk()
-        if self._graphs.complete_everywhere:
+        if graphs.complete_everywhere:
             return inner
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
         one = 3 * (self._domain.size + self._range.size) * self._domain.itemsize()
-        return max(inner, self._graphs.free_bytes() // (4 * one))
+        return max(inner, graphs.free_bytes() // (4 * one))
 
     def _extra_bytes(self) -> int:
         """What is kept beside the graphs."""
@@ -141,7 +166,7 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = copy.copy(self)
-        block.products, block._transpose_of = 0, None
+        block._transpose_of = None
         block._chosen = [self._chosen[index] for index in chosen]
         block._space = self._space.only(chosen)
         return block
@@ -212,12 +237,13 @@ class SummedOperator(DataOperator[G]):
             >>> H.compile() @ torch.ones(2)  # doctest: +SKIP
             tensor([1., 4.])
         """
+        graphs = self._graphs
         with together(self):
-            self._graphs.check()
+            graphs.check()
         if self._compilation is None:
             many = self._chunk_size is None or self._chunk_size >= MANY
-            self._compilation = Compilation(self._graphs, self._chosen, self._space, many)
-        self._compilation.make(self._apply)
+            self._compilation = Compilation(self._chosen, self._space, many)
+        self._compilation.make(graphs, self._apply)
         return self
 
     @property
@@ -225,11 +251,11 @@ class SummedOperator(DataOperator[G]):
         """What `compile()` has done; None before."""
         return None if self._compilation is None else self._compilation.record
 
-    def _passes_of(self, number: int) -> Passes | None:
+    def _passes_of(self, graphs: GraphCache[G, Any], number: int) -> Passes | None:
         """The compiled passes of a batch, once it has been evaluated."""
         if self._compilation is None or _nesting.tangents():  # code carries no tangents
             return None
-        return self._compilation.passes(self._apply).get(number)
+        return self._compilation.passes(graphs, self._apply).get(number)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = super()._blocked(chosen)
@@ -237,7 +263,7 @@ class SummedOperator(DataOperator[G]):
         return block
 
     def _extra_bytes(self) -> int:
-        return 0 if self._compilation is None else self._compilation.bytes
+        return 0 if self._compilation is None else self._compilation.bytes(self._graphs)
 
     def _about(self) -> str:
         record = self.compiled
@@ -252,9 +278,9 @@ class SummedOperator(DataOperator[G]):
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk = 1 if count is None else self._inner_chunk()
         total: Parts = []
-        numbers = itertools.count()
-        for graph in self._graphs:  # `enumerate` would hold each while the next is built
-            passes = self._passes_of(next(numbers))
+        graphs, numbers = self._graphs, itertools.count()
+        for graph in graphs:  # `enumerate` would hold each while the next is built
+            passes = self._passes_of(graphs, next(numbers))
             with graph.ready():
                 if passes is None:
                     found = self._apply(graph, parts, count, chunk)
@@ -264,8 +290,8 @@ class SummedOperator(DataOperator[G]):
             total = accumulate(total, found) if total else [part.contiguous() for part in found]
             del graph
         if self._shares is not None:
-            return self._over_all(self._shares, total, parts, count)
-        factor = 1 / self._graphs.weight
+            return self._over_all(self._shares, total, parts, count, graphs.weight)
+        factor = 1 / graphs.weight
         if factor != 1:
             for part in total:
                 part.mul_(factor)
@@ -274,10 +300,10 @@ class SummedOperator(DataOperator[G]):
             for part, given in zip(total, parts, strict=True)
         ]
 
-    def _over_all(self, shares: Shares, total: Parts, parts: Parts, count: int | None) -> Parts:
+    def _over_all(self, shares: Shares, total: Parts, parts: Parts, count: int | None, weight: float) -> Parts:
         """The mean over the batches of all processes, from the sum over those of this one."""
         own = total or [torch.zeros_like(part) for part in parts]
-        digest, factor = shares.digest(parts, count), 1 / self._graphs.weight
+        digest, factor = shares.digest(parts, count), 1 / weight
         found, _ = shares.sum("multiplies", own, who=self._names(), count=count, digest=digest)
         return [(part * factor).to(given.dtype) for part, given in zip(found, parts, strict=True)]
 

@@ -102,7 +102,7 @@ def spectral_density(
         Lin, L., Saad, Y., Yang, C. (2016). Approximating spectral densities of large matrices. SIAM Review 58(1).
         doi:10.1137/130934283.
     """
-    check_square(operator, "spectral_density", symmetric=True, instead="hodiff.eigs")
+    operator = check_square(operator, "spectral_density", symmetric=True, instead="hodiff.eigs")
     check_detached("spectral_density", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     _checks.check_integer(steps, "steps", least=1)
@@ -196,7 +196,7 @@ def logdet(
         Ubaru, S., Chen, J., Saad, Y. (2017). Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIAM J.
         Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
-    check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
+    operator = check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
     check_detached("logdet", operator, create_graph, vectors=vectors)
     if not _checks.is_number(shift):
         raise InputError(f"shift: got {shift!r}, expected a number.")

@@ -94,7 +94,7 @@ def diagonal(
         Epperly, E. N., Tropp, J. A., Webber, R. J. (2024). XTrace: making the most of every sample in stochastic
         trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
-    check_square(operator, "diagonal")
+    operator = check_square(operator, "diagonal")
     check_detached("diagonal", operator, create_graph, vectors=vectors)
     check_option(method, Method, "method")
     drawn = RandomVectors(operator, samples, probes, vectors, generator)

@@ -47,8 +47,8 @@ _SMALL = 2**20
 
 def _words(part: Tensor, rows: int) -> Tensor:
     """The bits as rows of integers of 32 bits."""
-    flat = part.reshape(rows, part.numel() // rows).contiguous()
-    size = flat.element_size()
-    if size >= 4:
-        return flat.view(torch.int32)
-    return flat.view(torch.int16 if size == 2 else torch.int8).to(torch.int32)
+    line, size = part.reshape(-1), part.element_size()
+    if line.stride(0) != 1:  # `.contiguous()` keeps the stride of a single entry, which bars a view of another dtype
+        line = line.clone(memory_format=torch.contiguous_format)
+    bits = line.view(torch.int32) if size >= 4 else line.view(torch.int16 if size == 2 else torch.int8).to(torch.int32)
+    return bits.view(rows, -1)

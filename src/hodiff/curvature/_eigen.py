@@ -89,7 +89,7 @@ def eigsh(
         Wu, K., Simon, H. (2000). Thick-restart Lanczos method for large symmetric eigenvalue problems.
         SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
     """
-    check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
+    operator = check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
     if not _nesting.recorded(create_graph):
         check_detached("eigsh", operator, create_graph)
         return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
@@ -189,7 +189,7 @@ def eigs(
         Stewart, G. W. (2002). A Krylov-Schur algorithm for large eigenproblems. SIAM J. Matrix Anal. Appl.
         23(3). doi:10.1137/S0895479800371529.
     """
-    check_square(operator, "eigs")
+    operator = check_square(operator, "eigs")
     check_detached("eigs", operator, create_graph)
     return _eigenpairs("eigs", operator, k, which, rtol, products, basis, generator, callback, progress)
 
@@ -241,7 +241,7 @@ def spectral_radius(
     Reference:
         As for `hodiff.eigs`; of a symmetric operator, as for `hodiff.eigsh`.
     """
-    check_square(operator, "spectral_radius")
+    operator = check_square(operator, "spectral_radius")
     check_detached("spectral_radius", operator, create_graph)
 
     def of(found: EigenRecord) -> RadiusRecord:

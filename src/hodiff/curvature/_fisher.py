@@ -154,8 +154,6 @@ class FisherOperator(PullbackOperator):
         approximation for natural gradient descent. arXiv:1905.12558.
     """
 
-    _graphs: GraphCache[CurvedOutputs, FisherBuilder]
-
     def __init__(
         self,
         predict: Callable[..., Any],
@@ -194,20 +192,21 @@ class FisherOperator(PullbackOperator):
             return self._diagonal_of_scores()
 
     def _diagonal_of_scores(self) -> Tensor | None:
-        self._graphs.evaluate()
-        shares, own = self._shares, sum(self._graphs.builder.ranks.values())
+        shares, graphs = self._shares, self._graphs
+        graphs.evaluate()
+        own = sum(graphs.builder.ranks.values())
         rank = own if shares is None else int(sum(facts[0] for facts in shares.facts("sums", [own])))
         if not 0 < rank < self.shape[1]:
             return None
         self._count(rank)
         total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
-        for graph in self._graphs:
+        for graph in graphs:
             if isinstance(graph.curvature, OuterProducts):
                 total += self._squares(graph, graph.curvature) / graph.curvature.draws
             del graph  # before the next is built
         if shares is not None:
             ((total,), _) = shares.sum("takes a diagonal", [total], who=self._names())
-        return total / self._graphs.weight
+        return total / graphs.weight
 
     def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
         """The squares of J' s, summed over the scores of a batch."""

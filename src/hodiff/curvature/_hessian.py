@@ -116,7 +116,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
         progress: Whether to show a bar over the batches.
         process_group: The processes that share the data (`torch.distributed.group.WORLD`, which is None before
             `init_process_group()`): each gives its own batches, ragged or none, and gets the product of all.
-            None: this process has all of them.
+            None: this process has all of them. Of several processes, each uses the group in one thread.
         strict: What a part of *where* gives that the value does not depend on. None: zeros, and an error where that is
             all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `@once_differentiable` Functions to accept, as for `hodiff.grad`.

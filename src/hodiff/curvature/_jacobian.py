@@ -61,8 +61,6 @@ class JacobianOperator(DataOperator[Linearised]):
         (tensor([3., 4.]), tensor([3., 2.]))
     """
 
-    _graphs: GraphCache[Linearised, JacobianBuilder]
-
     def __init__(
         self,
         predict: Callable[..., Any],
@@ -94,15 +92,8 @@ class JacobianOperator(DataOperator[Linearised]):
         return 1, 1
 
     @property
-    def _outputs(self) -> Outputs:
-        """The outputs that the evaluation has noted; the first one is made where there is none."""
-        if not self._graphs.evaluated:
-            self._graphs.evaluate()
-        return self._graphs.builder.outputs
-
-    @property
     def _range(self) -> Space:
-        return self._outputs.space()
+        return _outputs(self._graphs).space()
 
     @property
     def symmetric(self) -> bool:
@@ -113,8 +104,10 @@ class JacobianOperator(DataOperator[Linearised]):
     def value(self) -> Any:
         """The outputs at the point, of all batches."""
         say_detached("A.value", self._live)
-        self._graphs.check()
-        return self._range.result([part.clone() for part in self._outputs.whole()])
+        graphs = self._graphs
+        graphs.check()
+        outputs = _outputs(graphs)
+        return outputs.space().result([part.clone() for part in outputs.whole()])
 
     @property
     def gradient(self) -> Any:
@@ -135,9 +128,10 @@ class JacobianOperator(DataOperator[Linearised]):
     def _pull(self, parts: Parts, count: int | None) -> Parts:
         """J' u: each batch takes its rows of u."""
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
-        single, start, total = self._graphs.batches == 1, 0, None
-        lengths, numbers = self._outputs.lengths, itertools.count()
-        for graph in self._graphs:  # `enumerate` would hold each while the next is built
+        graphs = self._graphs
+        single, start, total = graphs.batches == 1, 0, None
+        lengths, numbers = _outputs(graphs).lengths, itertools.count()
+        for graph in graphs:  # `enumerate` would hold each while the next is built
             stop = start + lengths[next(numbers)]
             own = parts if single else [part.narrow(lead, start, stop - start) for part in parts]
             with graph.ready():
@@ -145,7 +139,7 @@ class JacobianOperator(DataOperator[Linearised]):
             total = found if total is None else accumulate([part.contiguous() for part in total], found)
             start = stop
             del graph
-        leaves = [self._graphs.where.tensors[index] for index in self._chosen]
+        leaves = [graphs.where.tensors[index] for index in self._chosen]
         return [part.to(leaf.dtype) for part, leaf in zip(total or [], leaves, strict=True)]
 
     def _transposed(self) -> TransposedJacobianOperator:
@@ -156,6 +150,13 @@ class JacobianOperator(DataOperator[Linearised]):
 
     def _route(self) -> str:
         return "linearised outputs"
+
+
+def _outputs(graphs: GraphCache[Linearised, JacobianBuilder]) -> Outputs:
+    """The outputs that an evaluation has noted; it is made where it has not been."""
+    if not graphs.evaluated:
+        graphs.evaluate()
+    return graphs.builder.outputs
 
 
 @final

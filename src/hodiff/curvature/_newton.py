@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _switches
+from hodiff._core import _checks, _claims, _nesting, _switches
 from hodiff._core._call import call
 from hodiff._core._graph import detached
 from hodiff._core._lending import Lending
@@ -98,6 +98,11 @@ class NewtonCG(torch.optim.Optimizer):
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"params: {error}; expected model.parameters(), or a list of groups.") from error
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups."""
+        own = {name: getattr(self, name) for name in ("_limit", "_rtol", "_first_radius", "last")}
+        return super().__getstate__() | own
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its `damping` checked."""
         damping = param_group.get("damping", self.defaults["damping"])
@@ -118,6 +123,10 @@ class NewtonCG(torch.optim.Optimizer):
             raise InputError(
                 "closure: is missing; NewtonCG evaluates the loss: optimizer.step(lambda: loss(model(x), y))."
             )
+        with _claims.Held(self):  # of several threads one steps
+            return self._stepped(closure)
+
+    def _stepped(self, closure: Callable[[], Tensor]) -> Tensor:
         point = self._trainable()
         state = self.state[self.param_groups[0]["params"][0]]
         state.setdefault("radius", self._first_radius)

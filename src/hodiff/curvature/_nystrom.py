@@ -56,7 +56,7 @@ def nystrom(
         Frangella, Z., Tropp, J. A., Udell, M. (2023). Randomized Nyström preconditioning. SIAM J. Matrix Anal. Appl.
         44(2). doi:10.1137/21M1466244.
     """
-    check_square(operator, "nystrom", symmetric=True, instead="a preconditioner of your own")
+    operator = check_square(operator, "nystrom", symmetric=True, instead="a preconditioner of your own")
     size = operator.shape[0]
     if _checks.check_integer(rank, "rank", least=1) > size:
         raise InputError(f"rank: got {rank}, and the operator has {size} columns.")

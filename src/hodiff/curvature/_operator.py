@@ -5,15 +5,16 @@ Each operator knows one product, A v. Its transpose is an operator of its own: o
 
 from __future__ import annotations
 
+import copy
 import numbers
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, TypeVar, final, overload
+from typing import Any, NoReturn, Self, TypeVar, final, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting
+from hodiff._core import _claims, _nesting
 from hodiff._core._spellings import SupportsArray
 from hodiff.curvature import _export
 from hodiff.curvature._apply import apply, columns_of, say_detached
@@ -52,10 +53,6 @@ class LinearOperator(ABC):
     | `A.T` | the transpose |
     | `A.block("layer1.*")` | the rows and columns of some leaves |
 
-    Attributes:
-        products: How many products with a single vector have been computed, those of its transpose and of
-            its blocks among them.
-
     Cost:
         A product costs what its class says. Several vectors are taken in chunks whose temporaries
         stay within some 32 MiB, and written into the result as they come.
@@ -71,10 +68,11 @@ class LinearOperator(ABC):
     __array_ufunc__ = None  # an array on the left leaves the operation to us
 
     def __init__(self, *made_of: LinearOperator) -> None:
-        self.products = 0
+        self._taken: dict[int, int] = {}  # of each thread, which alone adds to it
         self._made_of, self._own = made_of, ""
         self._transpose_of: LinearOperator | None = None
         self._block_of: LinearOperator | None = None
+        self._fixed_of: LinearOperator | None = None
 
     # --- what a class provides
 
@@ -164,6 +162,32 @@ class LinearOperator(ABC):
         size = f"{rows} x {columns}, {str(self.dtype).removeprefix('torch.')}"
         return f"{type(self).__name__}({size}{', ' if about else ''}{about})"
 
+    # --- copies
+
+    def __copy__(self) -> Self:
+        """One that shares what has been computed, and counts its own products."""
+        found = object.__new__(type(self))
+        vars(found).update(vars(self))
+        found._taken = {}
+        return found
+
+    def _fixed(self, made: dict[int, Any] | None = None) -> Self:
+        """A copy for what takes several products: it stays with the evaluation at hand, and counts its own.
+
+        Another thread's `refresh()` does not reach it, and the products that others take are not among its own.
+        """
+        if self._fixed_of is not None:
+            return self
+        made = {} if made is None else made
+        if id(self) not in made:
+            made[id(self)] = found = copy.copy(self)
+            found._block_of = found._fixed_of = None
+            for name, value in list(vars(found).items()):
+                if hasattr(value, "_fixed"):
+                    setattr(found, name, value._fixed(made))
+            found._fixed_of = self
+        return made[id(self)]
+
     # --- products
 
     @overload
@@ -205,7 +229,7 @@ class LinearOperator(ABC):
     def _applied(self, v: Any, live: str | None = None) -> Any:
         """`A @ v`; without `live`, of which nobody is told that it is detached: a step on the way to another result."""
         with together(self):
-            return apply(v, self._product, self._domain, self._range, self._chunk, live)
+            return apply(v, self, live)
 
     def _times(self, flat: Tensor) -> Tensor:
         """That with one flat vector of the operator's own, whose spelling need not be recognised."""
@@ -216,10 +240,19 @@ class LinearOperator(ABC):
         self._count(1 if count is None else count)
         return self._multiply(parts, count)
 
+    @property
+    def products(self) -> int:
+        """How many products with a single vector have been computed, those of its transpose and its blocks among them.
+
+        In all threads.
+        """
+        return sum(self._taken.values())
+
     def _count(self, number: int) -> None:
         """A product of a transpose or of a block is one of the operator that it belongs to."""
-        self.products += number
-        for whole in (self._transpose_of, self._block_of):
+        me = _claims.here.thread
+        self._taken[me] = self._taken.get(me, 0) + number
+        for whole in (self._fixed_of,) if self._fixed_of is not None else (self._transpose_of, self._block_of):
             if whole is not None:
                 whole._count(number)
 
@@ -332,13 +365,10 @@ class LinearOperator(ABC):
             One product for each column (or, where there are fewer, for each row), in chunks.
         """
         say_detached("A.dense()", self._live)
-        return self._dense()
+        with together(self):
+            return self._fixed()._dense()
 
     def _dense(self) -> Tensor:
-        with together(self):
-            return self._written_out()
-
-    def _written_out(self) -> Tensor:
         rows, columns = self.shape
         needed, free = rows * columns * self._domain.itemsize(), free_bytes(self.device)
         if needed > free:

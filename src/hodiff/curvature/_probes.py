@@ -108,7 +108,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def check_square(operator: object, name: str, *, symmetric: bool = False, instead: str = "") -> LinearOperator:
-    """The operator, checked to be one, square, and symmetric where that matters (and what to use `instead`)."""
+    """The operator, fixed (see there), checked to be one, square, and symmetric where that matters (else `instead`)."""
     if isinstance(operator, torch.Tensor):
         raise InputError(f"{name}: got a tensor; write hodiff.MatrixOperator(A).")
     if not isinstance(operator, LinearOperator):
@@ -125,7 +125,7 @@ def check_square(operator: object, name: str, *, symmetric: bool = False, instea
             f"{name}: {type(operator).__name__} is not known to be symmetric; use {instead}, or, if the matrix is "
             f"meant to be so, hodiff.MatrixOperator((A + A.T) / 2)."
         )
-    return operator
+    return operator._fixed()
 
 
 def check_detached(name: str, operator: object, create_graph: bool | None, **given: Any) -> None:

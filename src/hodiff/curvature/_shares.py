@@ -11,6 +11,7 @@ once the lines have shown that all ranks mean the same. A rank that fails before
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from hodiff._core import _claims
 from hodiff._core._where import Where
 from hodiff.curvature._digest import Digest
 from hodiff.curvature._lines import LENGTH, STEPS, Line, Step
@@ -46,7 +48,8 @@ class Shares:
         self._group = group
         self.rank, self.world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self._owner, self._chunk_size = owner, 0 if chunk_size == "auto" else chunk_size
-        self._number = _made[group] = _made.get(group, 0) + 1
+        with _claims.lock:
+            self._number = _made[group] = _made.get(group, 0) + 1
         self._structure = [(name, tuple(t.shape), str(t.dtype)) for name, t in _named(where)]
         self._size = sum(tensor.numel() for tensor in where.tensors)
         self._device = where.tensors[0].device
@@ -65,6 +68,7 @@ class Shares:
     @contextmanager
     def together(self) -> Iterator[None]:
         """What one rank raises in here, all raise: that one its own error, the others one that names it."""
+        self._in_one_thread()
         if self._inside:
             yield
             return
@@ -152,7 +156,9 @@ class Shares:
             )
         if _differ([(line.number, line.digest) for line in lines]):
             sizes = [line.number for line in lines]
-            names = ", ".join(f"{name} {shape}" for name, shape, _ in self._structure[:4])
+            names = ", ".join(
+                f"{name} {shape} {dtype.removeprefix('torch.')}" for name, shape, dtype in self._structure[:4]
+            )
             raise _told(
                 InputError(
                     f"process_group: the points of the ranks differ in names, shapes or dtypes (sizes {sizes}); {mine}"
@@ -178,7 +184,24 @@ class Shares:
         slots = buffer[: self._head].tolist()
         return [Line.of(slots[start : start + LENGTH]) for start in range(0, self._head, LENGTH)]
 
+    def _in_one_thread(self) -> None:
+        """Raise in another thread than the group's first, while that one lives: ranks would take turns otherwise."""
+        me = threading.get_ident()
+        with _claims.lock:
+            first = _threads.setdefault(self._group, me)
+            if first != me and first in {thread.ident for thread in threading.enumerate()}:
+                raise _told(
+                    GraphError(
+                        f"process_group: this {self._owner} is used in several threads, and no rank knows in what "
+                        f"order the threads of another come, so sums would be of different products. Use all operators "
+                        f"of a group of {self.world} processes in one thread, or give each thread a group of its own: "
+                        f"torch.distributed.new_group(), called in the same order on every rank."
+                    )
+                )
+            _threads[self._group] = me
+
     def _reduce(self, buffer: Tensor) -> None:
+        self._in_one_thread()
         try:
             torch.distributed.all_reduce(buffer, group=self._group)
         except RuntimeError as error:
@@ -247,7 +270,7 @@ class Shares:
 
 
 def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> Shares | None:
-    """The processes of `process_group=`, checked; None where there is no group."""
+    """The processes of `process_group=`, checked; None where there is no group, or no other process in it."""
     if process_group is None:
         return None
     distributed = torch.distributed
@@ -268,8 +291,13 @@ def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: 
                     f"{where.name}: is wrapped in DistributedDataParallel, whose forward communicates by itself, so "
                     f"that ranks with different numbers of batches would wait for each other; pass model.module."
                 )
+    if distributed.get_world_size(process_group) == 1:
+        return None
     return Shares(process_group, where, owner, chunk_size)
 
+
+_threads: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The thread in which the operators of each group are used."""
 
 _made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many operators each group has had: two of one shape, in another order on some rank, would be added up."""

@@ -154,7 +154,7 @@ def attempt(
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has something else to say than a warning."""
     check_option(method, Method, "method")
-    check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
+    operator = check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
     check_rtol(rtol)
     _check_damping(damping)
     limits = _limits(operator, rtol, products, iterations)
@@ -260,7 +260,9 @@ class Measured:
 def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product:
     if preconditioner is None:
         return lambda r: r
-    check_square(preconditioner, "preconditioner", symmetric=method != "gmres", instead="method='gmres'")
+    preconditioner = check_square(
+        preconditioner, "preconditioner", symmetric=method != "gmres", instead="method='gmres'"
+    )
     if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
         raise InputError(
             f"preconditioner: is {tuple(preconditioner.shape)}, {preconditioner.dtype}; the operator is "

@@ -115,7 +115,7 @@ def trace(
         Epperly, E. N., Tropp, J. A., Webber, R. J. (2024). XTrace: making the most of every sample in stochastic
         trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
-    check_square(operator, "trace")
+    operator = check_square(operator, "trace")
     check_option(method, Method, "method")
     recorded = _nesting.recorded(create_graph)
     if not recorded:

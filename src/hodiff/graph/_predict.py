@@ -145,7 +145,7 @@ def having(nodes: Iterable[Node], reason: str) -> list[Node]:
 
 def _asking() -> Callable[[Node], str]:
     """How this thread asks for the trouble of a node now."""
-    known = _known.get(threading.get_ident())
+    known = _state.known()
     return _trouble if known is None else known.trouble
 
 
@@ -177,28 +177,29 @@ class _Known:
         return found
 
 
-_known: weakref.WeakValueDictionary[int, _Known] = weakref.WeakValueDictionary()
-"""Each thread's. Weak: what an interrupt keeps from its end is forgotten, and nobody is told what was once."""
+class _State(threading.local):
+    """What this thread has found out. Weak: what an interrupt keeps from its end is forgotten."""
+
+    known: Callable[[], _Known | None] = staticmethod(lambda: None)
+
+
+_state = _State()
 
 
 @contextmanager
 def unchanging() -> Iterator[None]:
     """A context in which no pass runs and nothing is changed: each graph is walked, and each node looked at, once."""
-    me, mine = threading.get_ident(), _Known()
-    before = _known.get(me)
-    _known[me] = mine
+    mine, before = _Known(), _state.known
+    _state.known = weakref.ref(mine)
     try:
         yield
     finally:
-        if before is None:
-            del _known[me]
-        else:
-            _known[me] = before
+        _state.known = before
 
 
 def below(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
     """The nodes below some roots, outputs first, with the nodes that each leads to. Not to be changed."""
-    known = _known.get(threading.get_ident())
+    known = _state.known()
     if known is None:
         return _nodes.walk(roots)
     key = tuple(root for root in roots if root is not None)

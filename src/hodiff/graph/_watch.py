@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
+from hodiff.errors import GraphError
 from hodiff.graph import _calls, _explain, _predict, _saved, _traits
 from hodiff.graph._calls import CUT, GRADIENT, INPLACE, PASS, tensors_in
 from hodiff.graph._case import PASSES, Change, Lost, Pass
@@ -107,6 +108,12 @@ class Watch(TorchFunctionMode):
 
     def __init_subclass__(cls) -> None:  # its frames would pass for the user's
         raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied, or pickled."""
+        raise GraphError(
+            "a Watch cannot be copied or pickled: it follows graphs of this process; keep what is needed of .passes."
+        )
 
     def __enter__(self) -> Self:
         _recording.here.append(self)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _nesting, _reverse
+from hodiff._core import _checks, _claims, _nesting, _reverse
 from hodiff._core._options import Allowed, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -125,11 +125,12 @@ class PathLengthPenalty(nn.Module):
             layers = w.shape[1] if w.ndim == 3 else 1
             lengths = _norm.norm(gradient, 1) / layers**0.5
             self.lengths = lengths.detach()
-            mean = self.mean_length.to(lengths)
-            if self.training:
-                mean = mean.lerp(lengths.mean(), self.decay)
-                with torch.no_grad():
-                    self.mean_length.copy_(mean)
+            with _claims.lock:  # of several threads each moves what another has left
+                mean = self.mean_length.to(lengths)
+                if self.training:
+                    mean = mean.lerp(lengths.mean(), self.decay)
+                    with torch.no_grad():
+                        self.mean_length.copy_(mean)
             loss = _loss.reduce((lengths - mean).square(), reduction, self.weight)
             loss = _loss.finished(loss, f, images, gradient, record)
         return (loss, outputs) if return_outputs else loss

@@ -109,13 +109,21 @@ def starts(rows: Tensor, count: int) -> Tensor:
 GIVEN = "a hodiff Pattern, a SciPy sparse matrix, a sparse tensor, or a pair (rows, columns) of index vectors"
 
 
+def _is_scipys(value: Any) -> bool:
+    if "scipy.sparse" not in sys.modules:
+        return False
+    from scipy.sparse import issparse  # which waits where another thread has only begun to load it
+
+    return bool(issparse(value))
+
+
 def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
     """A pattern as the caller gives it: every place that is stored counts, whatever is stored there."""
     if isinstance(value, Pattern):
         pattern = value
     elif isinstance(value, Tensor):
         pattern = _of_tensor(value)
-    elif "scipy.sparse" in sys.modules and sys.modules["scipy.sparse"].issparse(value):
+    elif _is_scipys(value):
         found = value.tocoo()
         pattern = _of_pairs(found.row, found.col, tuple(found.shape))
     elif isinstance(value, (tuple, list)) and len(value) == 2:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -398,16 +398,12 @@ def _reporting(name: str, function: Callable[..., Any], reads_first: bool) -> Ca
 _watched = Counted(_watch)
 
 
-_decompositions: dict[Any, Any] = {}
-
-
+@cache
 def decompositions() -> dict[Any, Any]:
     """PyTorch's own definitions of operators in terms of others."""
-    if not _decompositions:
-        from torch._decomp import core_aten_decompositions
+    from torch._decomp import core_aten_decompositions
 
-        _decompositions.update(core_aten_decompositions())
-    return _decompositions
+    return dict(core_aten_decompositions())
 
 
 def tensors_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:

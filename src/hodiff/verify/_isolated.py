@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes
+from hodiff._core import _claims, _nodes
 from hodiff._core._options import Allowed
 from hodiff.calculus._first import grad
 from hodiff.graph._calls import tensors_in
@@ -42,7 +42,7 @@ def functions(evaluation: Evaluation, order: int, allow: Allowed) -> list[Cause]
     kinds = {kind: None for kind, _ in _nodes.survey([output]).functions() if not _is_known(kind)}
     found = []
     for kind in kinds:
-        with _watched(kind) as uses, torch.enable_grad():
+        with _claims.Held(kind), _watched(kind) as uses, torch.enable_grad():
             evaluation.run(leaves)
         for use in uses[:3]:
             wrong = _first_wrong(kind.apply, use.args, {}, order, (kind,))  # type: ignore[attr-defined]

@@ -3,6 +3,8 @@
 import datetime
 import functools
 import os
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -579,7 +581,7 @@ DIFFERENCES = {
     other_step: "process_group: the ranks are at different steps, operators or blocks (rank 0 evaluates, rank 1 mul",
     seeded_by_rank: "process_group: ranks [1, 2] multiply another vector",
     seeded_on_one: "process_group: the ranks are at different steps, operators or blocks (rank 0 evaluates,",
-    other_dtype: "process_group: the points of the ranks differ in names, shapes or dtypes (sizes [39, 39, 39])",
+    other_dtype: "process_group: the points of the ranks differ in names, shapes or dtypes (sizes [39, 39, 39]); rank ",
     other_order: "process_group: the ranks are at different steps, operators or blocks (rank 0 multiplies, rank 1 mul",
     other_order_at_first: "process_group: the ranks use different operators at the same time; counted in the order in",
     other_rounding: "process_group: rank 1 multiplies another vector than rank 0, so that the sum belongs to none. "
@@ -592,8 +594,78 @@ DIFFERENCES = {
 def test_ranks_that_differ_are_found_on_all(three: Ranks, function: Any) -> None:
     for outcome in three(function):
         assert outcome.error.startswith(f"InputError: {DIFFERENCES[function]}"), outcome
+        assert (function is other_dtype) <= ("0.bias (4,) float" in outcome.error), outcome
         assert outcome.seconds < TIMEOUT
     assert not any(outcome.error for outcome in three(healthy))
+
+
+def bias_of_one_entry(rank: int) -> Tensor:
+    model = nn.Linear(3, 1, dtype=D)
+    with torch.no_grad():
+        [parameter.fill_(0.5) for parameter in model.parameters()]
+    data = [(X[rank::3].contiguous(), X[rank::3, :1])]
+    H = hodiff.HessianOperator(lambda m, b: ((m(b[0]) - b[1]).pow(2).sum(), len(b[1])), model, data=data,
+                               process_group=dist.group.WORLD)  # fmt: skip
+    V = draw(4, 3)
+    several = [
+        H @ V,
+        torch.stack([H @ column for column in V.T], 1),
+        H @ V.T.contiguous().T,
+        (H @ V[:, :1]).repeat(1, 3),
+    ]
+    return torch.stack(several)
+
+
+def test_columns_at_a_leaf_of_one_entry(three: Ranks) -> None:
+    for outcome in three(bias_of_one_entry):
+        assert not outcome.error, outcome
+        columns, one_by_one, rows, first = outcome.value
+        assert torch.allclose(columns, one_by_one, rtol=1e-12)
+        assert torch.equal(columns, rows)
+        assert torch.allclose(first[:, 0], columns[:, 0], rtol=1e-12)
+
+
+def other_thread(rank: int) -> tuple[list[Any], list[str]]:
+    """Products in the thread of the group, in one beside it, and in one after it."""
+    group = dist.new_group([0, 1, 2])
+    H, v = build("Hessian", group), draw(39)
+    again = build("Gauss-Newton", group)
+    found: list[Any] = []
+    refused: list[str] = []
+
+    def multiply(H: Any) -> None:
+        try:
+            found.append(H @ v)
+        except hodiff.GraphError as error:
+            refused.append(str(error))
+
+    def owner() -> None:
+        multiply(H)
+        others = [threading.Thread(target=multiply, args=(operator,)) for operator in (H, again)]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join()
+        multiply(H)
+
+    thread = threading.Thread(target=owner)
+    thread.start()
+    thread.join()
+    multiply(H)  # that thread has ended, and this one takes its place
+    return found, refused
+
+
+def test_several_threads_of_several_processes_are_refused(three: Ranks) -> None:
+    expected = build("Hessian", None) @ draw(39)
+    for outcome in three(other_thread):
+        assert not outcome.error, outcome
+        found, refused = outcome.value
+        assert len(found) == 3
+        assert all(torch.allclose(value, expected, rtol=1e-12) for value in found)
+        assert len(refused) == 2
+        assert all("is used in several threads, and no rank knows in what order" in text for text in refused)
+        assert "a group of its own: torch.distributed.new_group()" in refused[0]
+        assert outcome.seconds < TIMEOUT
 
 
 # --- the group itself fails -------------------------------------------------------------------------------------------
@@ -792,3 +864,101 @@ def test_each_rank_has_the_compiler() -> None:
     with_data, without = (outcome.value[3] for outcome in outcomes)
     assert (with_data.batches, with_data.compiled, with_data.shapes, with_data.eager) == (3, 3, 3, {})
     assert (without.batches, without.compiled) == (0, 0)
+
+
+# --- forks --------------------------------------------------------------------------------------------------------
+
+
+def forked(rank: int, times: int) -> list[Any]:
+    """How children end that were forked while another thread was inside a call on the module that they use."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).to(D)
+    v = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    inside, go = threading.Event(), threading.Event()
+
+    def plain(model: nn.Module) -> Tensor:
+        return model(X).square().mean()
+
+    def slow(model: nn.Module) -> Tensor:
+        loss = plain(model)
+        inside.set()
+        go.wait(TIMEOUT)
+        return loss
+
+    kept = {**model.state_dict(keep_vars=True)}
+    values = {name: tensor.detach().clone() for name, tensor in kept.items()}
+    expected = hodiff.hvp(plain, model, v)
+
+    def child() -> int:
+        now = model.state_dict(keep_vars=True)
+        own = all(now[name] is kept[name] and torch.equal(now[name], values[name]) for name in kept)
+        still = torch.is_grad_enabled() and torch.backends.cuda.flash_sdp_enabled()
+        hooks = len(nn.modules.module._global_forward_pre_hooks)
+        found = hodiff.hvp(plain, model, v)
+        right = all(torch.allclose(found[name], expected[name], rtol=1e-12) for name in v)
+        return 0 if own and still and not hooks and right else 1
+
+    ends = []
+    for number in range(times):
+        inside.clear(), go.clear()
+        H = hodiff.HessianOperator(slow, model)
+        calls = [lambda: hodiff.hvp(slow, model, v), lambda H=H: H @ v, lambda H=H: H.gradient]
+        thread = threading.Thread(target=calls[number % 3])
+        thread.start()
+        inside.wait(TIMEOUT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any fork beside threads
+            pid = os.fork()
+        if not pid:
+            end = 2
+            try:
+                end = child()
+            finally:
+                os._exit(end)
+        ends += [_end_of(pid)]
+        go.set()
+        thread.join()
+    return ends
+
+
+def _end_of(pid: int) -> Any:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return "hangs"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_forked_while_a_thread_is_inside_a_call(three: Ranks) -> None:
+    for outcome in three(forked, 4):
+        assert not outcome.error, outcome
+        assert outcome.value == [0] * 4
+
+
+def forked_inside(rank: int) -> list[Any]:
+    """A fork in the midst of `f`, by the thread itself: parent and child both go on with it."""
+    pids: list[int] = []
+
+    def f(x: Tensor) -> Tensor:
+        if not pids:
+            pids.append(os.fork())
+        return x.pow(3).sum()
+
+    x, right = torch.ones(3, dtype=D), False
+    try:
+        right = torch.equal(hodiff.hvp(f, x, x), 6 * x) and torch.equal(hodiff.hvp(f, x, x), 6 * x)
+    finally:
+        if pids == [0]:
+            os._exit(0 if right and torch.backends.cuda.flash_sdp_enabled() else 1)
+    return [right, _end_of(pids[0])]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_inside_a_function(three: Ranks) -> None:
+    for outcome in three(forked_inside):
+        assert not outcome.error, outcome
+        assert outcome.value == [True, 0]
