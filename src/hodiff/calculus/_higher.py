@@ -56,8 +56,8 @@ def nth_derivative(
         A tensor shaped like *x*; `f(x)` itself for order 0.
 
     Raises:
-        InputError: *n* is not an integer of at least 0, `f(x)` has another shape than *x*, or an
-            entry of `f(x)` depends on other entries of *x*.
+        InputError: *n* is not an integer of at least 0, or above 170 (33 for single precision); `f(x)` has another
+            shape than *x*, or an entry of `f(x)` depends on other entries of *x*.
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
