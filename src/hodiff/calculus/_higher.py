@@ -16,7 +16,7 @@ from hodiff._core._options import Allowed
 from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
-from hodiff.jets._registry import ByNoRoute, NoConstants, NoRule
+from hodiff.jets._registry import NoConstants, NoDerivative, NoRule
 from hodiff.jets._series import Series
 
 What = Callable[..., Any] | Tensor
@@ -121,7 +121,7 @@ def derivatives(
         try:
             return _by_jets(f, x, n, create_graph, args, kwargs)
         except NoRule as error:
-            if _jet.is_jet(x) or isinstance(error, ByNoRoute):
+            if _jet.is_jet(x) or isinstance(error, NoDerivative):
                 raise
     given = {"allow": allow, "args": args, "kwargs": kwargs}
     state = RandomState.of(x.device)
