@@ -14,6 +14,9 @@ RELEASE = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[
 # 2.13 alone: the pairwise distances have no second derivative. Their nodes carry no marker that says so.
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
 
+# From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had slope 1 at either.
+CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
+
 # All: their backward has a batching rule that is wrong without a word, so vectors pass them one at a time.
 # (masked_select: where its argument is broadcast to the mask.)
 BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "AsStridedScatterBackward0", "MaskedSelectBackward0")

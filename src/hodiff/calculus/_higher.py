@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from hodiff._core._options import Allowed
 from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
-from hodiff.jets._registry import NoDerivative, NoRule
+from hodiff.jets._registry import NoConstants, NoDerivative, NoRule
 from hodiff.jets._series import Series
 
 What = Callable[..., Any] | Tensor
@@ -57,8 +56,8 @@ def nth_derivative(
         A tensor shaped like *x*; `f(x)` itself for order 0.
 
     Raises:
-        InputError: *n* is not an integer of at least 0, `f(x)` has another shape than *x*, or an
-            entry of `f(x)` depends on other entries of *x*.
+        InputError: *n* is not an integer of at least 0, or above 170 (33 for single precision); `f(x)` has another
+            shape than *x*, or an entry of `f(x)` depends on other entries of *x*.
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
@@ -126,7 +125,9 @@ def derivatives(
                 raise
     given = {"allow": allow, "args": args, "kwargs": kwargs}
     state = RandomState.of(x.device)
-    with Graph(call(f, x, passes=n, create_graph=create_graph, **given)) as ev:
+    with ExitStack() as stack:
+        with NoConstants() if n else nullcontext():  # where Taylor mode raises from order 3 on
+            ev = stack.enter_context(Graph(call(f, x, passes=n, create_graph=create_graph, **given)))
         value = _check_shape(_checks.check_output(ev.outputs), x)
         weights = _weights(value) if n and value.numel() > 1 else None
         found, weighted = [value], [value]
@@ -223,6 +224,7 @@ def _by_jets(
     record = _nesting.recorded(create_graph)
     if not record:
         _nesting.refuse_transforms()
+    factor = _push.factorials(n, x.dtype)
     state = RandomState.of(x.device)
     given = {"args": args, "kwargs": kwargs}
     output, expansion = _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given)
@@ -238,8 +240,10 @@ def _by_jets(
         weights = _weights(x)
         _check_elementwise(again(weights), _orders(series, n), weights, again)
     with torch.set_grad_enabled(record):
-        found = [part * math.factorial(k) if k else part for k, part in enumerate(_orders(series, n))]
-    return tuple(found) if record or _jet.is_jet(x) else detached(tuple(found), {memory_of(x)})
+        found = tuple(part * factor[k] if k else part for k, part in enumerate(_orders(series, n)))
+        if record:
+            return _push.connected(found, [x])
+    return found if _jet.is_jet(x) else detached(found, {memory_of(x)})
 
 
 def _orders(series: Series, n: int) -> list[Any]:

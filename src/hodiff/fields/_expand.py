@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -17,7 +18,7 @@ from hodiff._core._options import ChunkSize, check_option, is_set
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.fields._extra import WithExtra
 from hodiff.jets import _jet, _push
-from hodiff.jets._registry import ByNoRoute, NoRule
+from hodiff.jets._registry import ByNoRoute, NoConstants, NoRule
 
 Method = Literal["auto", "jets", "reverse"]
 """`method=`: which route computes."""
@@ -106,20 +107,27 @@ class FieldCall:
         """The shape of one sample."""
         return tuple(self.x.shape[self.batch_ndim :])
 
-    def evaluation(self, passes: int) -> Graph:
+    @contextlib.contextmanager
+    def evaluation(self, passes: int) -> Iterator[Graph]:
         """The evaluation of f at x, for nested reverse mode."""
-        return Graph(
-            call(
-                self.f.f if self.has_aux else self.f,
-                self.x,
-                passes=passes,
-                batch_ndim=self.batch_ndim,
-                create_graph=self.record,
-                has_aux=self.has_aux,
-                args=self.args,
-                kwargs=self.kwargs,
-            )
+        asked = call(
+            self.f.f if self.has_aux else self.f,
+            self.x,
+            passes=passes,
+            batch_ndim=self.batch_ndim,
+            create_graph=self.record,
+            has_aux=self.has_aux,
+            args=self.args,
+            kwargs=self.kwargs,
         )
+        with contextlib.ExitStack() as stack:
+            with self.watched():
+                ev = stack.enter_context(Graph(asked))
+            yield ev
+
+    def watched(self) -> Any:
+        """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""
+        return NoConstants() if self.method == "auto" else contextlib.nullcontext()
 
     def note(self, ev: Graph) -> None:
         """Keep what `f` returned beside its value, of an evaluation for nested reverse mode."""
@@ -133,22 +141,13 @@ class FieldCall:
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""
         if self.record:
-            return self._connected(result)
+            return _push.connected(result, [self.x])
         if _jet.is_jet(self.x):
             return detached(result)
         if torch.compiler.is_compiling():  # where memory has no address: what may be the caller's is copied
             return _tree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)
         whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
         return detached(whole, {memory_of(self.x)})
-
-    def _connected(self, result: Any) -> Any:
-        """A differentiable result that came out constant (of a linear function) is still a function of x: plus 0."""
-        x = self.x
-        if not isinstance(x, Tensor) or _jet.is_jet(x) or not x.requires_grad:
-            return result
-        linked = lambda leaf: leaf + x.reshape(-1)[:0].sum().to(leaf)  # noqa: E731
-        constant = lambda leaf: isinstance(leaf, Tensor) and not _jet.is_jet(leaf) and not leaf.requires_grad  # noqa: E731
-        return _tree.tree_map(lambda leaf: linked(leaf) if constant(leaf) else leaf, result)
 
 
 def choose(call: FieldCall, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:

@@ -225,5 +225,9 @@ def biharmonic(
         outer = {**both, "create_graph": call.record, "method": route}
         return laplacian(lambda y: laplacian(f, y, create_graph=True, method=route, **inner), x, **outer)
 
+    def reverse() -> Any:
+        with call.watched():
+            return nested("reverse")
+
     with call.grad_mode():
-        return choose(call, lambda: nested("jets"), lambda: nested("reverse"))
+        return choose(call, lambda: nested("jets"), reverse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
@@ -260,6 +259,7 @@ def _by_jets(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
 def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     axes = sorted({each[0] for each in wanted if each}) or [0]
     order = max(1, *(len(each) for each in wanted)) if len(wanted) > 1 else max(1, len(wanted[0]))
+    factor = _push.factorials(order, call.x.dtype)
     seeds = _push.units(call.x, call.batch_ndim)[axes]
     output, expansion = _push.push(
         call.f, [call.x], [[seeds]], order, record=call.record, args=call.args, kwargs=call.kwargs
@@ -267,7 +267,7 @@ def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     series = _push.coefficients(output, expansion, call.batch)
     found: dict[Index, Any] = {(): series[0]}
     for k in range(1, order + 1):
-        rows = _push.entry(series, k, len(axes)) * math.factorial(k)
+        rows = _push.entry(series, k, len(axes)) * factor[k]
         found |= {(axis,) * k: rows[i] for i, axis in enumerate(axes)}
     return found
 
@@ -287,7 +287,8 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
         record = call.record or level > 0
         output, expansion = _push.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
         series = _push.coefficients(output, expansion)
-        parts = [series[0], *(_push.entry(series, k, 1)[0] * math.factorial(k) for k in range(1, power + 1))]
+        factor = _push.factorials(power, call.x.dtype)
+        parts = [series[0], *(_push.entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1))]
         return torch.cat(parts, 0)
 
     stacked = expand(0, call.x)
@@ -347,7 +348,7 @@ def jet(
     order = _check_series(points, given)
     record = _nesting.loss_recorded(create_graph)
     with torch.set_grad_enabled(record):
-        factor = [1.0 if scaled else float(math.factorial(k)) for k in range(order + 1)]
+        factor = [1.0] * (order + 1) if scaled else _push.factorials(order, points[0].dtype)
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
         if torch.compiler.is_compiling():
             _compiled_callers.check_point([point for point in points if not _jet.is_jet(point)])
@@ -365,7 +366,9 @@ def jet(
             for k in range(1, order + 1)
         ]
         value = _tree.rebuild(tree, iter([each[0] for each in found]))
-    return (value, rows) if record else (detached(value), [detached(row) for row in rows])
+    if record:
+        return _push.connected((value, rows), (*points, *(c for each in given for c in each)))
+    return (detached(value), [detached(row) for row in rows])
 
 
 def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:

@@ -25,11 +25,16 @@ from hodiff.jets._registry import (
     NoRule,
     Rule,
     Several,
+    listed,
     operation,
 )
-from hodiff.jets._series import Expansion, Series
+from hodiff.jets._series import Expansion, Series, surroundings
 
 _FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
+
+
+_PLACES = frozenset(listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu"))
+"""Attributes that a jet, which lies nowhere, has of its value."""
 
 
 _FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -120,13 +125,15 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         return args[0]
     if attribute in ("H", "mH", "imag"):
         raise NoRule(f".{attribute}", "the tensor is real")
-    return _metadata(func, args, {})
+    return func(value_of(args[0])) if attribute in _PLACES else _metadata(func, args, {})
 
 
 def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     """Apply the operation of that name, by its rule."""
     expansion = _latest(name, args, kwargs)
     if not torch.compiler.is_compiling():
+        if surroundings() != expansion.surroundings:
+            raise NoRule(f"a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, here of {name}")
         expansion.meet(args)
         expansion.meet(kwargs.values())
     if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _running.depth):

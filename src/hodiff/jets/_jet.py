@@ -19,6 +19,9 @@ from torch import Tensor
 from hodiff.jets._registry import OPERATORS, RULES, NoRule
 from hodiff.jets._series import Expansion, Series
 
+NOWHERE = torch.device("meta")
+BELOW_PYTHON = "it is called below Python (TorchScript, torch.func, or C++)"
+
 
 class Jet(Tensor):
     """A tensor with a Taylor series; see the module."""
@@ -30,9 +33,9 @@ class Jet(Tensor):
 
     @staticmethod
     def __new__(cls, series: Series, expansion: Expansion) -> Jet:
-        """Wrap a series; the metadata are those of its value."""
+        """Wrap a series; the metadata are those of its value, but for the device: without data there is none."""
         value = series[0]
-        jet = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)  # pyright: ignore[reportAttributeAccessIssue]
+        jet = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=NOWHERE)  # pyright: ignore[reportAttributeAccessIssue]
         jet.series = series
         jet.expansion = expansion
         jet.shared = False
@@ -46,7 +49,10 @@ class Jet(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Whatever reaches a kernel has slipped past the rules."""
-        raise NoRule(str(func).removeprefix("aten."), "it is called below Python (TorchScript, torch.func, or C++)")
+        name = str(func).removeprefix("aten.")
+        for jet in jets_among((args, kwargs or {})):
+            jet.expansion.refused = name
+        raise NoRule(name, BELOW_PYTHON)
 
     def __repr__(self, **kwargs: Any) -> str:
         return (
@@ -57,7 +63,7 @@ class Jet(Tensor):
         return format(self.series[0], spec)
 
     def __deepcopy__(self, memo: Any) -> Jet:
-        return Jet(list(self.series), self.expansion)
+        raise NoRule("copy.deepcopy", "of a leaf it is a constant; use .clone(), or .detach() if a constant is meant")
 
 
 class TracedJet:

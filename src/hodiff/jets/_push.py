@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _refusals
+from hodiff._core import _checks, _nodes, _refusals, _tree
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
-from hodiff.errors import GraphError, InputError
+from hodiff.errors import GraphError, HodiffError, InputError
 from hodiff.jets import _jet
-from hodiff.jets._series import Expansion, Series, Turn, full
+from hodiff.jets._registry import NoRule
+from hodiff.jets._series import Expansion, Series, TooWide, Turn, full
 
 
 def units(x: Any, batch_ndim: int) -> Tensor:
@@ -70,9 +74,31 @@ def push(
         expansion = Expansion(number, order, rows, **options)
         jets, bases = _jets(points, seeds, expansion)
         values = [_jet.value_of(point) for point in points]
-        output = lending.run(jets, [value for value in values if not value.is_inference()])
+        loaded = "torch._dynamo" in sys.modules
+        try:
+            output = lending.run(jets, [value for value in values if not value.is_inference()])
+        except Exception as error:
+            _refuse_in_other_words(error, expansion, loaded)
+            raise
         _refuse_bypass(points, bases, output, expansion)
     return output, expansion
+
+
+def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool) -> None:
+    """Raise in the words of Taylor mode what f has met because its argument is a jet, and PyTorch says in its own.
+
+    The interpreter of TorchScript wraps what its operations raise; Dynamo, where f is the first to load it, raises on
+    jets what it likes (where it was there before, it is off); and other code speaks of the type,
+    or of a tensor without data.
+    """
+    if isinstance(error, (HodiffError, TooWide)):
+        return
+    if expansion.refused is not None:
+        raise NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
+    if not loaded and "torch._dynamo" in sys.modules:
+        raise NoRule("torch.compile, or an operator that it runs (torch.cond, ...), inside f") from error
+    if re.search(r"\bJet\b|\bmeta\b|incompatible tensor type", str(error)):
+        raise NoRule("what f does", f"{type(error).__name__}: {error}") from error
 
 
 def _jets(points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expansion) -> tuple[list[Any], list[Any]]:
@@ -143,3 +169,23 @@ def entry(series: Series, k: int, rows: int) -> Any:
     if series[k] is None:
         return series[0].new_zeros(()).expand(rows, *series[0].shape)
     return full(series[k], series[0].shape)
+
+
+def factorials(order: int, dtype: torch.dtype) -> list[float]:
+    """What makes derivatives of coefficients: 0!, 1!, ... up to the order, as far as the dtype can hold both."""
+    if math.log(torch.finfo(dtype).tiny) + math.lgamma(order + 1) > 0:
+        raise InputError(
+            f"order {order} is too high for Taylor mode in {dtype}: coefficient n is the derivative over n!, "
+            f"which is too small a number. Orders up to 170 can be had in torch.float64, up to 33 in torch.float32."
+        )
+    return [float(math.factorial(k)) for k in range(order + 1)]
+
+
+def connected(result: Any, points: Iterable[Any]) -> Any:
+    """A differentiable result that came out constant (of a polynomial) is still a function of the points: plus 0."""
+    ends = [x for x in points if isinstance(x, Tensor) and not _jet.is_jet(x) and x.requires_grad]
+    items, _, tree = _tree.flatten(result)
+    for index, item in enumerate(items):
+        if ends and isinstance(item, Tensor) and not _jet.is_jet(item) and not item.requires_grad:
+            items[index] = item + sum(x.reshape(-1)[:0].sum().to(item) for x in ends)
+    return items[0] if tree is None else _tree.rebuild(tree, iter(items))

@@ -48,6 +48,17 @@ class _Open(threading.local):
 _open = _Open()
 
 
+def surroundings() -> tuple[Any, ...]:
+    """The transform of `torch.func` and the tracer that operations run in now: a jet knows those it was made in."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY  # pyright: ignore[reportAttributeAccessIssue]
+    return (
+        torch._C._functorch.maybe_current_level(),  # pyright: ignore[reportAttributeAccessIssue]
+        torch._C._get_dispatch_mode(proxies),  # pyright: ignore[reportAttributeAccessIssue]
+        torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch),
+        torch._C._is_tracing(),
+    )
+
+
 class Turn:
     """The while in which `f` runs on the jets of one expansion; entering it gives that expansion's number.
 
@@ -88,6 +99,8 @@ class Expansion:
         widest: The bytes of the largest value met, where there is a limit.
         nests: Whether a later expansion began at a jet of this one.
         constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
+        surroundings: The transform and the tracer that it began in.
+        refused: The operation that was last refused below Python, where another error may take the place of ours.
     """
 
     __slots__ = (
@@ -99,6 +112,8 @@ class Expansion:
         "number",
         "order",
         "record",
+        "refused",
+        "surroundings",
         "tally",
         "weights",
         "widest",
@@ -127,6 +142,8 @@ class Expansion:
         self.widest = 0
         self.nests = False
         self.constants: dict[int, Tensor] = {}
+        self.refused: str | None = None
+        self.surroundings = None if torch.compiler.is_compiling() else surroundings()
 
     def meet(self, values: Iterable[Any]) -> None:
         """Note the constants with a graph among the arguments of an operation."""

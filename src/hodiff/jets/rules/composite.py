@@ -11,12 +11,36 @@ import torch.nn.functional as F
 from hodiff._core import _near_zero, _norms
 from hodiff.jets import _jet
 from hodiff.jets._registry import MixesSamples, NoRule, operation, rule
-from hodiff.jets._series import Expansion
+from hodiff.jets._series import Expansion, aligned
 
 
 def _still(x: Any, expansion: Expansion) -> Any:
     """The value of a jet of this expansion, for shifts that do not change the result."""
     return x.series[0].detach() if _jet.belongs(x, expansion) else x.detach()
+
+
+def _root(total: Any, power: float = 0.5) -> Any:
+    """A power of a sum; at 0 its derivatives of every order are zero, as PyTorch has those of distances."""
+    still = _jet.value_of(total).detach() == 0
+    safe = torch.where(still, 1.0, total)
+    return torch.where(still, 0.0, torch.sqrt(safe) if power == 0.5 else safe**power)
+
+
+def _powers(x: Any, p: Any, dims: Any, keep: bool) -> Any:
+    """Σ |x|^p."""
+    return (x.square() if p == 2 else torch.abs(x) if p == 1 else torch.abs(x) ** p).sum(dims, keepdim=keep)
+
+
+def _norm(expansion: Expansion, total: Any, p: Any) -> Any:
+    """(Σ |x|^p)^(1/p). At 0 its slope is zero, as in PyTorch; and, as there, the rest is NaN below p = 3, else zero."""
+    if p == 1 or p >= 3:
+        return total if p == 1 else _root(total, 1 / p)
+    found: Any = torch.sqrt(total) if p == 2 else total ** (1 / p)
+    if not _jet.belongs(found, expansion) or found.series[1] is None:
+        return found
+    value, slope, *rest = found.series
+    slope = torch.where(_jet.value_of(value).detach() == 0, 0.0, aligned(slope, value.ndim))
+    return _jet.wrap([value, slope, *rest], expansion)
 
 
 def _softmax_parts(expansion: Expansion, x: Any, dim: int) -> tuple[Any, Any, Any]:
@@ -137,7 +161,7 @@ def rms_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return normal if weight is None else normal * weight
 
 
-@rule("composite", "var", "std")
+@rule("composite", "var", "std", "var_mean", "std_mean")
 def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Mean square deviation, with Bessel's correction unless told otherwise."""
     names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
@@ -154,7 +178,8 @@ def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     found = centred.square().sum(dims, keepdim=keep) * (
         1 / max(count - correction, 0) if count > correction else math.nan
     )
-    return torch.sqrt(found) if operation(func) == "std" else found
+    found = _root(found) if operation(func).startswith("std") else found
+    return (found, x.mean(dims, keepdim=keep)) if operation(func).endswith("mean") else found
 
 
 @rule("composite", "norm", "linalg_vector_norm", "linalg_norm")
@@ -172,10 +197,35 @@ def vector_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if spectral or isinstance(p, str) or p in (math.inf, -math.inf, 0) or names.get("dtype") is not None:
         raise NoRule(f"{name} of this kind")
     dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    if p == 2:
-        return torch.sqrt(x.square().sum(dims, keepdim=keep))
-    summed: Any = (torch.abs(x) if p == 1 else torch.abs(x) ** p).sum(dims, keepdim=keep)
-    return summed if p == 1 else summed ** (1 / p)
+    return _norm(expansion, _powers(x, p, dims, keep), p)
+
+
+@rule("composite", "dist", "pairwise_distance")
+def norm_of_difference(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """From the definition."""
+    if operation(func) == "dist":
+        names = dict(zip(("input", "other", "p"), args, strict=False)) | kwargs
+        return torch.linalg.vector_norm(names["input"] - names["other"], names.get("p", 2))
+    names = dict(zip(("x1", "x2", "p", "eps", "keepdim"), args, strict=False)) | kwargs
+    apart = names["x1"] - names["x2"] + names.get("eps", 1e-6)
+    return torch.linalg.vector_norm(apart, names.get("p", 2.0), -1, names.get("keepdim", False))
+
+
+@rule("composite", "cdist", "pdist")
+def distances(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """From the definition: the third derivatives of PyTorch's own are NaN, or not there."""
+    pairs = operation(func) == "pdist"
+    names = dict(zip(("input", "p") if pairs else ("x1", "x2", "p"), args, strict=False)) | kwargs
+    p = names.get("p", 2.0)
+    if p in (0, math.inf):
+        raise NoRule(f"{operation(func)} of this kind")
+    if pairs:
+        i, j = torch.triu_indices(len(names["input"]), len(names["input"]), 1, device=names["input"].device)
+        apart = names["input"][i] - names["input"][j]
+    else:
+        apart = names["x1"].unsqueeze(-2) - names["x2"].unsqueeze(-3)
+    total = _powers(apart, p, -1, False)
+    return total if p == 1 else _root(total, 1 / p)
 
 
 @rule("composite", "cosine_similarity")
@@ -183,7 +233,7 @@ def cosine_similarity(expansion: Expansion, func: Any, args: Any, kwargs: Any) -
     """The inner product of unit vectors."""
     names = dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)) | kwargs
     a, b, dim, eps = names["x1"], names["x2"], names.get("dim", 1), names.get("eps", 1e-8)
-    size = lambda v: torch.clamp(torch.sqrt(v.square().sum(dim)), min=eps)  # noqa: E731
+    size = lambda v: torch.clamp(_norm(expansion, v.square().sum(dim), 2), min=eps)  # noqa: E731
     return (a * b).sum(dim) / (size(a) * size(b))
 
 

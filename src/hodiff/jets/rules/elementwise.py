@@ -371,12 +371,25 @@ def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         return _tensor_power(expansion, series, exponent)
     series = series_of(exponent, expansion)
     if _jet.belongs(base, expansion):
-        return series_of(torch.exp(exponent * torch.log(base)), expansion)
-    value, logarithm = torch.pow(base, series[0]), math.log(base) if isinstance(base, (int, float)) else torch.log(base)
+        return _power_of_both(expansion, base, exponent)
+    value = torch.pow(base, series[0])
+    if isinstance(base, (int, float)):
+        logarithm: Any = math.log(base)
+    else:
+        logarithm = torch.where((base == 0) & (series[0] >= 0), 0.0, torch.log(base))
     s: Series = [value]
     for m in range(1, expansion.order + 1):
         s.append(s[-1] * logarithm * (1 / m))
     return composed(expansion, s, [value, *(None if c is None else full(c, series[0].shape) for c in series[1:])])
+
+
+def _power_of_both(expansion: Expansion, base: Any, exponent: Any) -> Series:
+    """X ** y = x ** y_0 exp((y - y_0) log x): of whole y_0 it has a value also where x is negative, and 0 ** y is 0."""
+    start = series_of(exponent, expansion)[0]
+    still = _jet.value_of(base).detach() == 0
+    logarithm = torch.log(torch.where(still, 1.0, base))
+    found = series_of(torch.pow(base, start) * torch.exp((exponent - start) * logarithm), expansion)
+    return [torch.pow(series_of(base, expansion)[0], start), *found[1:]]
 
 
 def _tensor_power(expansion: Expansion, series: Series, exponent: Any) -> Series:

@@ -8,7 +8,6 @@ some operations (`slogdet`, `solve`, ...) its second derivative is silently wron
 from __future__ import annotations
 
 import math
-import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from hodiff._core import _reverse, _tree
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._registry import RULES, NoDerivative, NoRule, Several, operation
+from hodiff.jets._registry import RULES, NoDerivative, NoRule, Several, operation, without_derivative
 from hodiff.jets._series import Expansion, Series, full
 
 UNKNOWN_TO_JETS = {
@@ -42,15 +41,10 @@ UNKNOWN_TO_JETS = {
 }
 
 
-_CONSTANT_TO_AUTOGRAD = re.compile(
-    "special_(bessel|modified_bessel|scaled_modified_bessel|spherical_bessel|airy)|.*_polynomial_[a-z]"
-)
-
-
 def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Coefficients of any differentiable operation of PyTorch."""
     name = operation(func)
-    if _CONSTANT_TO_AUTOGRAD.match(name):
+    if without_derivative(func):
         raise NoDerivative(name)
     if name in UNKNOWN_TO_JETS:
         raise NoRule(name, UNKNOWN_TO_JETS[name])
@@ -135,7 +129,7 @@ def _along(one: Callable[..., tuple[Tensor, ...]], paths: list[Path], order: int
     found = []
     for k in range(1, order + 1):
         g = _reverse.derivative(g, t).sum()
-        found.append(_reverse.derivative(g, u) / math.factorial(k))
+        found.append(_reverse.derivative(g, u) / float(math.factorial(k)))
     return found
 
 

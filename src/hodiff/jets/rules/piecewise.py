@@ -19,7 +19,7 @@ def elu(x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale:
     found = [value]
     for m in range(1, order + 1):
         part = below * (alpha * scale * input_scale**m / math.factorial(m))
-        found.append(torch.where(x > 0, scale if m == 1 else 0.0, part))
+        found.append(torch.where(x > 0, scale, part) if m == 1 else torch.where(x < 0, part, 0.0))
     return found
 
 

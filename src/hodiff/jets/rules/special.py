@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hodiff._core import _versions
 from hodiff.jets import _jet
 from hodiff.jets._jet import belongs, series_of
 from hodiff.jets._registry import NoRule, Several, listed, operation, rule
@@ -23,7 +24,7 @@ from hodiff.jets._series import Expansion, Series, aligned, full, linear_combina
         "new_tensor detach item __bool__ __float__ __int__ __index__ __len__ __contains__ bool int long "
         "heaviside bitwise_and bitwise_or bernoulli multinomial searchsorted bucketize histc unique bincount "
         "numpy_dtype is_nonzero is_same_size result_type can_cast __repr__ __format__ __str__ short byte char "
-        "isreal isneginf isposinf is_floating_point __floordiv__ __rfloordiv__ finfo"
+        "isreal isneginf isposinf get_device is_floating_point __floordiv__ __rfloordiv__ finfo"
     ),
 )
 def constant(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
@@ -60,8 +61,8 @@ def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The greater (lesser) of two; where they are equal, the mean, as in PyTorch."""
     x, y = [*args, *kwargs.values()][:2]
     a, b = series_of(x, expansion), series_of(y, expansion)
-    if operation(func) in ("fmax", "fmin") and bool((torch.isnan(a[0]) | torch.isnan(b[0])).any()):
-        raise NoRule(operation(func), "with NaN among the values")
+    if operation(func) in ("fmax", "fmin") and bool((torch.isnan(a[0]) | torch.isnan(b[0]) | (a[0] == b[0])).any()):
+        raise NoRule(operation(func), "with NaN among the values, or equal ones")
     upper = operation(func) in ("maximum", "fmax", "max")
     value = func(a[0], b[0])
     first, tied = (a[0] > b[0] if upper else a[0] < b[0]), a[0] == b[0]
@@ -138,10 +139,10 @@ def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     x = series_of(given["input"], expansion)
     value = torch.clamp(x[0], low, high)
     inside = torch.ones_like(value)
-    if low is not None:
-        inside = inside * (x[0] >= low)
-    if high is not None:
-        inside = inside * (x[0] <= high)
+    for bound, within in ((low, torch.gt), (high, torch.lt)):
+        if bound is not None:
+            share = _versions.CLAMPED[isinstance(bound, torch.Tensor)]
+            inside = inside * torch.where(x[0] == bound, share, within(x[0], bound).to(value.dtype))
     return [value, *(None if c is None else aligned(c, value.ndim) * inside for c in x[1:])]
 
 
@@ -205,4 +206,8 @@ unsupported(
     *listed("polar stft hilbert to_sparse"),
 )
 unsupported("jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function")
+unsupported(
+    "forward mode inside f (torch.func.jvp, torch.autograd.forward_ad) takes the tangent for a constant",
+    *["_make_dual", "_unpack_dual", "_fwd_primal"],
+)
 unsupported("it reads memory as it lies; use slices", "as_strided", "as_strided_scatter", "as_strided_copy")

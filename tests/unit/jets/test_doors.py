@@ -1,0 +1,178 @@
+"""Where a jet could leave Taylor mode unseen: each is right by the automatic route, and refused by name by Taylor mode.
+
+The oracle knows no derivative: second differences of f at plain tensors.
+"""
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import hodiff
+from tests.support.properties import agree
+
+D = torch.float64
+X = torch.tensor([0.3, 0.5, 0.7], dtype=D)
+ONES = torch.ones(3, dtype=D)
+
+
+def second_differences(f: Callable[[Tensor], Tensor]) -> Tensor:
+    h, axes = 1e-3, torch.eye(3, dtype=D)
+    return sum((f(X + h * e) - 2 * f(X) + f(X - h * e)) / h**2 for e in axes)  # pyright: ignore[reportReturnType]
+
+
+def dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(torch.sin(forward_ad.make_dual(primal, tangent))).tangent.sum()
+
+
+def cube(y: Tensor) -> Tensor:
+    return (y**3).sum()
+
+
+@pytest.fixture(scope="module")
+def traced() -> Any:
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
+        return torch.jit.trace(cube, (X,))
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Any:
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
+        return torch.jit.script(cube)
+
+
+FORWARD = r"forward mode inside f|a transform of torch\.func"
+TRANSFORM = r"a transform of torch\.func or a tracer"
+BELOW = "called below Python"
+DOORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "jvp": (lambda z: torch.func.jvp(torch.sin, (z,), (z**2,))[1].sum(), FORWARD),
+    "jvp along a constant": (lambda z: torch.func.jvp(torch.sin, (z,), (ONES,))[1].sum(), FORWARD),
+    "jvp at a constant": (lambda z: torch.func.jvp(torch.sin, (ONES,), (z**2,))[1].sum(), FORWARD),
+    "jvp, x from outside": (lambda z: torch.func.jvp(lambda y: (y * z**2).sin(), (ONES,), (ONES,))[1].sum(), FORWARD),
+    "make_dual": (lambda z: dual(z, z**2), FORWARD),
+    "make_dual at a constant": (lambda z: dual(ONES, z**2), FORWARD),
+    "jacfwd": (lambda z: torch.func.jacfwd(torch.sin)(z).sum(), TRANSFORM),
+    "linearize": (lambda z: torch.func.linearize(torch.sin, z)[1](z**2).sum(), FORWARD),
+    "linearize at a constant": (lambda z: torch.func.linearize(torch.sin, ONES)[1](z**2).sum(), "no rule for"),
+    "make_fx": (lambda z: make_fx(cube)(z)(z**2), TRANSFORM),
+    "make_fx, x from outside": (lambda z: make_fx(lambda y: (y * z**3).sum())(ONES)(0 * ONES) + cube(z), TRANSFORM),
+    "make_fx before dispatch": (lambda z: make_fx(cube, pre_dispatch=True)(z)(z**2), TRANSFORM),
+    "functionalize": (lambda z: torch.func.functionalize(lambda y: (y * z**3).sum())(ONES), TRANSFORM),
+    "vmap, x from outside": (lambda z: torch.vmap(lambda y: y * z**3)(torch.ones(2, dtype=D)).sum(), TRANSFORM),
+    "without overrides": (lambda z: _without_overrides(z), BELOW),
+    "as a Parameter": (lambda z: (nn.Parameter(z) ** 3).sum() + cube(z), "instance of type Jet"),
+    "deepcopy": (lambda z: (copy.deepcopy(z) ** 3).sum() + cube(z), r"copy\.deepcopy"),
+    "into .data": (lambda z: _into_data(z) + cube(z), "incompatible tensor type"),
+    "to_dlpack": (lambda z: torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(z)).sum() + cube(z), "meta"),
+}
+AS_A_CONSTANT = ("as a Parameter", "deepcopy", "into .data", "to_dlpack")
+"""Those that cut the graph in plain PyTorch: beside them `cube` is what is differentiated."""
+FROZEN = ("linearize", "make_fx, x from outside")
+"""Those whose differences are not their derivative: PyTorch's own record takes x, or what is made of it, for fixed."""
+
+
+def _without_overrides(z: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return cube(z)
+
+
+def _into_data(z: Tensor) -> Tensor:
+    held = torch.zeros(3, dtype=D)
+    held.data = z
+    return (held**3).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning")
+@pytest.mark.parametrize("name", DOORS)
+def test_no_door_leads_out_of_taylor_mode_unseen(name: str) -> None:
+    f, words = DOORS[name]
+    with pytest.raises(hodiff.GraphError, match=words):
+        hodiff.laplacian(f, X, batch_ndim=0, method="jets")
+    with pytest.warns(hodiff.HodiffWarning, match="Taylor mode has no rule for"):
+        got = hodiff.laplacian(f, X, batch_ndim=0)
+    agree(got.detach(), hodiff.laplacian(f, X, batch_ndim=0, method="reverse").detach())
+    if name not in FROZEN:
+        agree(got.detach(), second_differences(cube if name in AS_A_CONSTANT else f), 1e-5)
+
+
+FIELDS: dict[str, Callable[..., Any]] = {
+    "divergence": lambda f, x: hodiff.divergence(f, x),
+    "curl": lambda f, x: hodiff.curl(f, x)[0],
+    "second_order_operator": lambda f, x: hodiff.second_order_operator(
+        lambda z: f(z).sum(-1), x, torch.eye(3, dtype=D)
+    ),
+    "partial": lambda f, x: hodiff.partial(lambda z: f(z).sum(-1), x, (0, 0, 1, 1)),
+    "nth_derivative": lambda f, x: hodiff.nth_derivative(f, x, 3),
+    "biharmonic": lambda f, x: hodiff.biharmonic(lambda z: f(z).sum(-1), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_tangent_that_depends_on_x_is_differentiated_everywhere(name: str) -> None:
+    """d sin along z² is z² cos z."""
+    along = lambda z: torch.func.jvp(torch.sin, (z,), (z**2,))[1]
+    got, expected = (FIELDS[name](f, X[None]) for f in (along, lambda z: z**2 * z.cos()))
+    torch.testing.assert_close(got, expected)
+
+
+def test_jet_refuses_a_tangent() -> None:
+    with pytest.raises(hodiff.GraphError, match=r"hodiff\.jet has no other route"):
+        hodiff.jet(lambda z: dual(z, z**2), X, [ONES])
+
+
+@pytest.mark.parametrize("kind", ["traced", "scripted"])
+def test_torchscript_is_refused_by_name_and_served_by_reverse(kind: str, request: pytest.FixtureRequest) -> None:
+    f = request.getfixturevalue(kind)
+    with pytest.raises(hodiff.GraphError, match=rf"pow.*{BELOW}"):
+        hodiff.laplacian(f, X, batch_ndim=0, method="jets")
+    with pytest.warns(hodiff.HodiffWarning, match=BELOW):
+        got = hodiff.laplacian(f, X, batch_ndim=0)
+    agree(got.detach(), 6 * X.sum())
+
+
+def test_an_error_of_f_is_its_own_though_an_operation_was_refused_before() -> None:
+    """What f raises of itself comes from the other route, as it is."""
+
+    def f(z: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            torch.func.functionalize(cube)(z)
+        raise KeyError("mine")
+
+    with pytest.warns(hodiff.HodiffWarning, match="Taylor mode"), pytest.raises(KeyError, match="mine"):
+        hodiff.laplacian(f, X, batch_ndim=0)
+
+
+def test_an_error_of_f_passes_unchanged() -> None:
+    def f(z: Tensor) -> Tensor:
+        raise ValueError(f"mine, of shape {tuple(z.shape)}")
+
+    with pytest.raises(ValueError, match=re.escape("mine, of shape (3,)")):
+        hodiff.laplacian(f, X, batch_ndim=0)
+
+
+def test_the_surroundings_of_the_call_are_no_door() -> None:
+    """A transform or a tracer around the call was there first."""
+    laplacian = lambda z: hodiff.laplacian(cube, z, batch_ndim=0, method="jets", create_graph=True)
+    agree(torch.vmap(laplacian)(X[None]), 6 * X.sum()[None])
+    agree(make_fx(laplacian)(X)(2 * X), 12 * X.sum())
+
+
+def test_a_jet_tells_the_device_of_its_value_and_has_no_data() -> None:
+    seen: list[Any] = []
+
+    def f(z: Tensor) -> Tensor:
+        seen[:] = [z.device, z.is_cpu, z.is_meta, z.get_device(), z.new_zeros(2).device, torch.zeros_like(z).device]
+        return cube(z)
+
+    hodiff.laplacian(f, X, batch_ndim=0, method="jets")
+    cpu = torch.device("cpu")
+    assert seen == [cpu, True, False, -1, cpu, cpu]
