@@ -112,8 +112,8 @@ RESULTS = {**ESTIMATORS, **METHODS, **SPELLINGS}
 NO_RESULT = {
     name: reason
     for reason, names in {
-        "an operator, whose products say it": "T block __copy__ __add__ __radd__ __mul__ __rmul__ __truediv__ __neg__ __sub__ "
-        "__rsub__",
+        "an operator, whose products say it": "T block __copy__ __add__ __radd__ __mul__ __rmul__ __truediv__ __neg__ "
+        "__sub__ __rsub__",
         "carries the graph of its vector": "flatten unflatten",
         "refused": "__array__",
         "no tensors": "symmetric shape dtype device cost compile compiled refresh close products",
