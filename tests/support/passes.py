@@ -12,7 +12,7 @@ class Count:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.passes = 0
-        hodiff.graph.inspect(torch.ones(1, requires_grad=True).exp().sum())  # what it proves once in a process takes passes
+        hodiff.graph.inspect(torch.ones(1, requires_grad=True).exp().sum())  # it tests itself, by passes, at first use
         engine = torch.autograd._engine_run_backward
 
         def counted(*args: object, **kwargs: object) -> object:
