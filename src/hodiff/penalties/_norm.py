@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _tree
+from hodiff._core._faults import is_wrapped
 from hodiff.errors import InputError
 
 
@@ -95,12 +96,9 @@ def _ordinary(norms: Tensor) -> bool:
 
     Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced region, under vmap.
     """
-    if norms.device.type != "cpu" or torch.compiler.is_compiling():
+    if norms.device.type != "cpu" or torch.compiler.is_compiling() or is_wrapped(norms):
         return False
-    try:
-        return bool(((norms > 1e-12) & (norms < 1e12)).all())
-    except RuntimeError:  # vmap refuses the question
-        return False
+    return bool(((norms > 1e-12) & (norms < 1e12)).all())
 
 
 def squares(leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
