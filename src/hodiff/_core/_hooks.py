@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import _nesting
 from hodiff._core._switches import Counted, Undo
@@ -22,10 +23,19 @@ Hook = Callable[..., Any]
 class Hooks:
     """Whether hooks of one evaluation changed a gradient."""
 
-    __slots__ = ("changed",)
+    __slots__ = ("_before", "changed")
 
     def __init__(self) -> None:
         self.changed = False
+        self.begin()
+
+    def begin(self) -> None:
+        """From here on hooks count as registered by `f`."""
+        self._before = RemovableHandle.next_id
+
+    def registered(self) -> bool:
+        """Whether a hook was registered since, on whatever: each gets a handle with a number."""
+        return RemovableHandle.next_id != self._before
 
     def watched(self, hook: Hook) -> Hook:
         """The hook, seen when it returns another gradient."""

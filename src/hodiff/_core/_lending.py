@@ -268,7 +268,8 @@ class Lending:
     # --- random numbers
 
     def remember(self) -> None:
-        """Note the random state that `f` begins with."""
+        """Note the random state that `f` begins with, and the hooks."""
+        self.hooks.begin()
         device = self.call.where.tensors[0].device
         for tensor in self.call.where.tensors:
             if tensor.is_cuda:

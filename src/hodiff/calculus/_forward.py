@@ -1,8 +1,8 @@
-"""Forward mode: `jvp`, and the columns of tall Jacobians.
+"""Products from the right: `jvp`, and the columns of tall Jacobians.
 
-Forward mode serves detached results only. To differentiate its result would be reverse-over-forward,
-which PyTorch gets wrong through norm layers (75 % off through LayerNorm); a differentiable `jvp` is
-made of two reverse passes instead.
+Both by two reverse passes: u -> J'u is linear, and its derivative by u in the direction v is J v. PyTorch's forward
+mode would run `f` again, under transforms that refuse much of Python, take `no_grad` for nothing, and leave no graph
+that could be looked at; and to differentiate its result is wrong through norm layers (75 % off through LayerNorm).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from hodiff._core import _checks, _dense, _nesting, _reverse, _tree, _versions
+from hodiff._core import _checks, _dense, _results, _reverse, _tree
 from hodiff._core._call import call
+from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, Chunked, ChunkSize
 from hodiff._core._where import Where
@@ -90,50 +90,80 @@ def jvp(
         return given.arranged(pushed, tree)
 
 
-def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
-    """The Jacobian's blocks by columns, in forward mode; None where rows are better, or the only right way.
+MANY_ROWS = 4
+"""How many times as many rows as columns a Jacobian has that is made by columns: these need a pass more."""
 
-    Forward mode evaluates `f` again, so it must find what the first evaluation found: not when `f`
-    draws random numbers, and not inside another call, whose derivative would reach into it.
+SMALL = 2**16
+"""Fewer numbers than these, in the cotangents of all rows together, cost less than the pass more."""
+
+
+def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
+    """The Jacobian's blocks by columns, J e for each unit vector e; None where rows are better, or the only right way.
+
+    Rows need first derivatives alone, and have whatever a hook or a Python Function makes of a gradient; to columns
+    J'u must be linear in u. So they are held against J'u for one u, which also finds what is not finite.
     """
-    leaves, batch_ndim = ev.leaves, ev.batch_ndim
-    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in leaves)
+    batch_ndim = ev.batch_ndim
+    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in ev.leaves)
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
-    if not ev.owned or ev.create_graph or _nesting.nested() or not 0 < columns < rows or ev.drew_random():
+    small = MANY_ROWS * columns > rows or rows * sum(output.numel() for output in outputs) < SMALL
+    if small or not columns or ev.create_graph or not _is_linear(ev, outputs):
         return None
-    largest = max(output.numel() for output in outputs)
-    size = chunk_size or max(8, _reverse.CHUNK_BYTES // (8 * largest * outputs[0].element_size()))
-    primals = [leaf.detach() for leaf in leaves]
+    cotangents = [_generic(output) for output in outputs]
     try:
-        _versions.load_forward_mode()
-        blocks = [_columns_of(ev, primals, index, len(outputs), size) for index in range(len(primals))]
-    except Exception:  # no forward rule, no batching rule, or data-dependent Python: the rows need none of these
+        pulled = _reverse.pull(ev, outputs, cotangents, differentiated=True)
+        blocks = [_columns_of(ev, part, cotangents, chunk_size) for part in pulled]
+    except RuntimeError as error:  # no second derivative, or no room for its graph: rows need neither
+        if not isinstance(error, torch.OutOfMemoryError) and not is_fault(error):
+            raise
+        return None
+    if not all(_add_up(block, part, cotangents, batch_ndim) for block, part in zip(blocks, pulled, strict=True)):
         return None
     return [
-        [_as_block(blocks[j][i], output, leaf, batch_ndim) for j, leaf in enumerate(leaves)]
+        [_as_block(block[i], output, leaf, batch_ndim) for block, leaf in zip(blocks, ev.leaves, strict=True)]
         for i, output in enumerate(outputs)
     ]
 
 
-def _columns_of(ev: Graph, primals: list[Tensor], index: int, outputs: int, size: int) -> list[Tensor]:
+def _is_linear(ev: Graph, outputs: list[Tensor]) -> bool:
+    """Whether nothing is known that makes J'u another function of u than a linear one, with a derivative.
+
+    Of a tensor already computed it is not known: its graph may have hooks, which nothing shows.
+    """
+    plain = all(type(tensor) is Tensor for tensor in (*ev.leaves, *outputs))
+    return plain and ev.owned and not ev.hooked() and _reverse.has_second_derivatives(ev)
+
+
+def _generic(output: Tensor) -> Tensor:
+    """A cotangent that no symmetry cancels: the same at every call, of numbers between 1 and 2.
+
+    Positive ones, for the backward of logcumsumexp takes their logarithm.
+    """
+    order = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    numbers = (order * 0.6180339887).frac() + 1
+    return numbers.to(output.dtype).reshape(output.shape).requires_grad_()
+
+
+def _columns_of(ev: Graph, pulled: Tensor, cotangents: list[Tensor], chunk_size: int | None) -> list[Tensor]:
     """The derivatives of all outputs by each entry of one leaf: (entries, *output shape) for each output."""
+    count, units = _dense.basis(pulled, ev.batch_ndim)
+    chunks = _reverse.pull_many(ev, [pulled], units, count, chunk_size=chunk_size, inputs=cotangents)
+    return _reverse.stacked(ev, chunks, count, cotangents)
 
-    def push(tangent: Tensor) -> tuple[Tensor, ...]:
-        with forward_ad.dual_level():
-            duals = list(primals)
-            duals[index] = forward_ad.make_dual(primals[index], tangent)
-            values, _, _ = _tree.flatten(ev.at(duals))
-            found = [forward_ad.unpack_dual(value) for value in values]
-            return tuple(torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent for pair in found)
 
-    count, units = _dense.basis(primals[index], ev.batch_ndim)
-    with torch.no_grad():
-        parts = [_reverse.batched(push, units(start, min(start + size, count))) for start in range(0, count, size)] or [
-            []
-        ]
-    return [torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i] for i in range(outputs)]
+def _add_up(columns: list[Tensor], pulled: Tensor, cotangents: list[Tensor], batch_ndim: int) -> bool:
+    """Whether the columns give J'u for the u that it was computed with, for each sample: no NaN or infinity does."""
+    coarse = max((pulled.dtype, *(u.dtype for u in cotangents)), key=lambda dtype: torch.finfo(dtype).eps)
+    expected = pulled.detach().to(coarse).reshape(pulled.shape[:batch_ndim].numel(), len(columns[0]))
+    found = size = torch.zeros_like(expected)
+    for column, u in zip(columns, cotangents, strict=True):
+        u = u.detach().reshape(len(expected), u.shape[batch_ndim:].numel())
+        lines = column.reshape(len(column), *u.shape)
+        found = found + torch.einsum("dbm,bm->bd", lines, u).to(expected)
+        size = size + torch.linalg.vector_norm(lines, dim=-1).T.to(expected)
+    return _results.agree(found, expected, size)
 
 
 def _as_block(columns: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> Tensor:
     """From (input event, *output shape) to (*batch, *output event, *input event)."""
-    return columns.movedim(0, -1).reshape((*output.shape, *leaf.shape[batch_ndim:]))
+    return columns.movedim(0, -1).to(leaf).reshape((*output.shape, *leaf.shape[batch_ndim:])).contiguous()
