@@ -310,7 +310,7 @@ def jacobian(
 
     Cost:
         One evaluation of `f`, and one batched reverse pass per chunk of rows. Where `f(x)` has many
-        elements, four times as many as *x* at least, and the result is detached: one pass, which is
+        elements, twice as many as *x* at least, and the result is detached: one pass, which is
         differentiated by one batched pass per chunk of columns, in about the time of `torch.func.jacfwd`.
         Not of a tensor already computed, and not where `f` registers a hook, calls a Python
         `autograd.Function` or has an operation without a second derivative: these go by rows.

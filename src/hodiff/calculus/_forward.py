@@ -90,7 +90,7 @@ def jvp(
         return given.arranged(pushed, tree)
 
 
-MANY_ROWS = 4
+MANY_ROWS = 2
 """How many times as many rows as columns a Jacobian has that is made by columns: these need a pass more."""
 
 SMALL = 2**16
@@ -112,15 +112,19 @@ def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -
     cotangents = [_generic(output) for output in outputs]
     try:
         pulled = _reverse.pull(ev, outputs, cotangents, differentiated=True)
-        blocks = [_columns_of(ev, part, cotangents, chunk_size) for part in pulled]
+        found = [_columns_of(ev, part, cotangents, chunk_size) for part in pulled]
     except RuntimeError as error:  # no second derivative, or no room for its graph: rows need neither
         if not isinstance(error, torch.OutOfMemoryError) and not is_fault(error):
             raise
         return None
-    if not all(_add_up(block, part, cotangents, batch_ndim) for block, part in zip(blocks, pulled, strict=True)):
+    agree = all(_add_up(blocks, part, cotangents) for blocks, part in zip(found, pulled, strict=True))
+    if not agree:
         return None
     return [
-        [_as_block(block[i], output, leaf, batch_ndim) for block, leaf in zip(blocks, ev.leaves, strict=True)]
+        [
+            blocks[i].to(leaf).reshape((*output.shape, *leaf.shape[batch_ndim:]))
+            for blocks, leaf in zip(found, ev.leaves, strict=True)
+        ]
         for i, output in enumerate(outputs)
     ]
 
@@ -139,31 +143,32 @@ def _generic(output: Tensor) -> Tensor:
 
     Positive ones, for the backward of logcumsumexp takes their logarithm.
     """
-    order = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
-    numbers = (order * 0.6180339887).frac() + 1
+    count = output.numel()
+    numbers = torch.linspace(0, 0.6180339887 * count, count, device=output.device).frac_().add_(1)
     return numbers.to(output.dtype).reshape(output.shape).requires_grad_()
 
 
 def _columns_of(ev: Graph, pulled: Tensor, cotangents: list[Tensor], chunk_size: int | None) -> list[Tensor]:
-    """The derivatives of all outputs by each entry of one leaf: (entries, *output shape) for each output."""
+    """The derivatives of each output by all entries of one leaf: (samples, entries of the output, of the leaf)."""
     count, units = _dense.basis(pulled, ev.batch_ndim)
     chunks = _reverse.pull_many(ev, [pulled], units, count, chunk_size=chunk_size, inputs=cotangents)
-    return _reverse.stacked(ev, chunks, count, cotangents)
+    samples = pulled.shape[: ev.batch_ndim].numel()
+    return [
+        columns.reshape(count, samples, u.shape[ev.batch_ndim :].numel()).movedim(0, -1).contiguous()
+        for columns, u in zip(_reverse.stacked(ev, chunks, count, cotangents), cotangents, strict=True)
+    ]
 
 
-def _add_up(columns: list[Tensor], pulled: Tensor, cotangents: list[Tensor], batch_ndim: int) -> bool:
+def _add_up(blocks: list[Tensor], pulled: Tensor, cotangents: list[Tensor]) -> bool:
     """Whether the columns give J'u for the u that it was computed with, for each sample: no NaN or infinity does."""
     coarse = max((pulled.dtype, *(u.dtype for u in cotangents)), key=lambda dtype: torch.finfo(dtype).eps)
-    expected = pulled.detach().to(coarse).reshape(pulled.shape[:batch_ndim].numel(), len(columns[0]))
-    found = size = torch.zeros_like(expected)
-    for column, u in zip(columns, cotangents, strict=True):
-        u = u.detach().reshape(len(expected), u.shape[batch_ndim:].numel())
-        lines = column.reshape(len(column), *u.shape)
-        found = found + torch.einsum("dbm,bm->bd", lines, u).to(expected)
-        size = size + torch.linalg.vector_norm(lines, dim=-1).T.to(expected)
+    samples, _, entries = blocks[0].shape
+    expected = pulled.detach().to(coarse).reshape(samples, entries)
+    sums = [
+        (u.detach().reshape(samples, 1, block.shape[1]) @ block).squeeze(1).to(expected)
+        for u, block in zip(cotangents, blocks, strict=True)
+    ]
+    # How large a sum would be, about, were the signs random.
+    sizes = [torch.linalg.vector_norm(block).to(expected) / max(1, expected.numel()) ** 0.5 for block in blocks]
+    found, size = (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0) for parts in (sums, sizes))
     return _results.agree(found, expected, size)
-
-
-def _as_block(columns: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> Tensor:
-    """From (input event, *output shape) to (*batch, *output event, *input event)."""
-    return columns.movedim(0, -1).to(leaf).reshape((*output.shape, *leaf.shape[batch_ndim:])).contiguous()
