@@ -53,6 +53,7 @@ STANDING = {
     ("graph._traits", "storage", "_WITHOUT_MEMORY"): GETTER,
     ("graph._watch", "Watch.__exit__", "suppress(Exception)"): "a RuntimeError is on its way, and goes on",
     ("jets.rules.batched", "_batched", "RuntimeError"): "raised again where its text is not of a batching rule",
+    ("penalties._norm", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
     ("sparse._sets", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
     ("verify._isolated", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
     ("verify._remarks", "_variables", "TypeError"): "`inspect` knows no closure of what is no function",

@@ -21,21 +21,22 @@ Hook = Callable[..., Any]
 
 
 class Hooks:
-    """Whether hooks of one evaluation changed a gradient."""
+    """Whether hooks of one evaluation changed a gradient.
 
-    __slots__ = ("_before", "changed")
+    Attributes:
+        changed: Whether one did.
+        before: The number of the next hook, as `f` began.
+    """
+
+    __slots__ = ("before", "changed")
 
     def __init__(self) -> None:
         self.changed = False
-        self.begin()
-
-    def begin(self) -> None:
-        """From here on hooks count as registered by `f`."""
-        self._before = RemovableHandle.next_id
+        self.before = RemovableHandle.next_id
 
     def registered(self) -> bool:
-        """Whether a hook was registered since, on whatever: each gets a handle with a number."""
-        return RemovableHandle.next_id != self._before
+        """Whether a hook was registered since `before`, on whatever: each gets a handle with a number."""
+        return RemovableHandle.next_id != self.before
 
     def watched(self, hook: Hook) -> Hook:
         """The hook, seen when it returns another gradient."""
