@@ -1,8 +1,6 @@
 """A Jacobian of many more rows than columns is made by columns, and is what its rows would be."""
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +10,9 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import hodiff
-from hodiff.calculus import _forward
 from tests.support.differences import first_difference, relative_error
 from tests.support.inputs import Expression, expressions, points
-from tests.support.passes import Count
+from tests.support.passes import Count, by
 from tests.support.properties import agree
 
 D = torch.float64
@@ -23,25 +20,6 @@ X = torch.linspace(-1, 1.5, 6, dtype=D)
 A = torch.cos(torch.arange(400 * 6, dtype=D)).reshape(400, 6)
 BATCH = torch.randn(5, 6, dtype=D, generator=torch.Generator().manual_seed(0))
 ROWS, COLUMNS = 400, 6
-
-
-@contextmanager
-def by(columns: bool) -> Iterator[list[bool]]:
-    """Columns wherever they are possible, or nowhere; the list says for each Jacobian whether it was made so."""
-    made, before, tall = [], (_forward.MANY_ROWS, _forward.SMALL), _forward.tall_jacobian
-    _forward.MANY_ROWS, _forward.SMALL = (0, 0) if columns else (math.inf, math.inf)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        found = tall(*args, **kwargs)
-        made.append(found is not None)
-        return found
-
-    _forward.tall_jacobian = watched
-    try:
-        yield made
-    finally:
-        _forward.MANY_ROWS, _forward.SMALL = before
-        _forward.tall_jacobian = tall
 
 
 def both(call: Callable[[], Any]) -> tuple[Any, Any]:
