@@ -76,3 +76,24 @@ def network_of_input(n: int) -> Callable[[Tensor], Tensor]:
     net = nn.Sequential(nn.Linear(n, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
     net.requires_grad_(False)
     return lambda x: net(x).sum()
+
+
+def bundle_adjustment(
+    cameras: int = 60, points: int = 100, seen: int = 1000
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Where points are seen, for all cameras (rotation, translation) and points: residuals `(2 seen,)`, and a start."""
+    generator = torch.Generator().manual_seed(0)
+    camera = torch.randint(cameras, (seen,), generator=generator)
+    point = torch.randint(points, (seen,), generator=generator)
+
+    def residuals(x: Tensor) -> Tensor:
+        views, places = x[: 6 * cameras].view(cameras, 6)[camera], x[6 * cameras :].view(points, 3)[point]
+        turn, shift = views[:, :3], views[:, 3:]
+        angle = (turn.square().sum(-1, keepdim=True) + 1e-9).sqrt()
+        axis = turn / angle
+        along = axis * (axis * places).sum(-1, keepdim=True)
+        turned = places * angle.cos() + torch.linalg.cross(axis, places) * angle.sin() + along * (1 - angle.cos())
+        local = turned + shift
+        return (local[:, :2] / (local[:, 2:] + 5)).reshape(-1)
+
+    return residuals, 0.3 * torch.randn(6 * cameras + 3 * points, generator=generator)

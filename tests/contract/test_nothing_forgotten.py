@@ -462,7 +462,6 @@ def test_a_transform_of_forward_mode_is_refused_by_taylor_mode():
 
 
 def test_a_tall_jacobian_in_the_function_of_another():
-    """Forward mode does not nest, so the inner one takes the other route."""
 
     def tall(x):
         return torch.outer(x, x).flatten().sin()

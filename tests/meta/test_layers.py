@@ -14,7 +14,7 @@ FEATURES = ("curvature", "penalties", "fields", "sparse", "implicit")
 # Which parts of the library a part may import, besides itself.
 MAY_IMPORT = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
-    "graph": ("errors", "_core._nodes", "_core._why", "_core._lazy"),
+    "graph": ("errors", "_core._faults", "_core._nodes", "_core._why", "_core._lazy"),
     "jets": FOUNDATION,  # an engine below the calculus, which takes its high orders from it
     "calculus": (*FOUNDATION, "jets"),
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),

@@ -1,10 +1,16 @@
-"""Count evaluations of a function, and runs of the reverse engine."""
+"""Count evaluations of a function, and runs of the reverse engine; say which of them a Jacobian takes."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 import hodiff
 from hodiff._core import _engine
+from hodiff.calculus import _forward
 
 
 class Count:
@@ -28,3 +34,22 @@ class Count:
             return f(*args)
 
         return counted
+
+
+@contextmanager
+def by(columns: bool) -> Iterator[list[bool]]:
+    """Columns wherever they are possible, or nowhere; the list says for each Jacobian whether it was made so."""
+    made, before, tall = [], (_forward.MANY_ROWS, _forward.SMALL), _forward.tall_jacobian
+    _forward.MANY_ROWS, _forward.SMALL = (0, 0) if columns else (math.inf, math.inf)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found = tall(*args, **kwargs)
+        made.append(found is not None)
+        return found
+
+    _forward.tall_jacobian = watched
+    try:
+        yield made
+    finally:
+        _forward.MANY_ROWS, _forward.SMALL = before
+        _forward.tall_jacobian = tall

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+import hodiff
 from tests.support.differences import estimated
+from tests.support.passes import by
 from tests.torch_ops import page, results, sweep
+from tests.torch_ops.database import names, problems
 from tests.torch_ops.judge import compare
 from tests.torch_ops.more import MORE
 from tests.torch_ops.routes import ROUTES
@@ -37,6 +40,27 @@ def test_right_or_refused(name: str) -> None:
         for route in OURS & verdicts.keys():
             assert results.kind(verdicts[route]) in ALLOWED, f"{route}: {verdicts[route]}"
     assert any(results.kind(v) == "right" for verdicts in samples for v in verdicts.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SHARE)
+def test_columns_of_a_jacobian_are_its_rows(name: str) -> None:
+    """Or there are no columns: PyTorch has no second derivative, or something is not finite."""
+    for problem in problems(name, SAMPLES):
+        call = lambda problem=problem: hodiff.jacobian(problem.outputs, problem.x)
+        with by(columns=True):
+            columns = call()
+        with by(columns=False):
+            rows = call()
+        size = float(rows.abs().nan_to_num().sum())
+        torch.testing.assert_close(columns, rows, rtol=1e-9, atol=1e-9 * size, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_columns_of_any_jacobian_are_its_rows() -> None:
+    for name in set(names()) - set(SHARE):
+        test_columns_of_a_jacobian_are_its_rows(name)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -178,6 +178,10 @@ class Graph:
         """Whether `f` drew random numbers (from PyTorch's default generators)."""
         return self._lending.drew_random()
 
+    def hooked(self) -> bool:
+        """Whether `f` registered a hook, on a tensor or a node of its graph."""
+        return self._lending.hooks.registered()
+
     # --- what came out
 
     def tensors(self) -> list[Tensor]:

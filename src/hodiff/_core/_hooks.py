@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import _nesting
 from hodiff._core._switches import Counted, Undo
@@ -20,12 +21,22 @@ Hook = Callable[..., Any]
 
 
 class Hooks:
-    """Whether hooks of one evaluation changed a gradient."""
+    """Whether hooks of one evaluation changed a gradient.
 
-    __slots__ = ("changed",)
+    Attributes:
+        changed: Whether one did.
+        before: The number of the next hook, as `f` began.
+    """
+
+    __slots__ = ("before", "changed")
 
     def __init__(self) -> None:
         self.changed = False
+        self.before = RemovableHandle.next_id
+
+    def registered(self) -> bool:
+        """Whether a hook was registered since `before`, on whatever: each gets a handle with a number."""
+        return RemovableHandle.next_id != self.before
 
     def watched(self, hook: Hook) -> Hook:
         """The hook, seen when it returns another gradient."""

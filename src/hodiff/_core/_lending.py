@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import _binding, _claims, _nesting, _refusals, _sharded, _switches, _translate
 from hodiff._core._call import Call
@@ -268,7 +269,8 @@ class Lending:
     # --- random numbers
 
     def remember(self) -> None:
-        """Note the random state that `f` begins with."""
+        """Note the random state that `f` begins with, and the hooks."""
+        self.hooks.before = RemovableHandle.next_id
         device = self.call.where.tensors[0].device
         for tensor in self.call.where.tensors:
             if tensor.is_cuda:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from hodiff._core._faults import interrupts
 from hodiff.errors import InputError
 
 Allowed = Sequence[str | type] | str | type
@@ -92,8 +92,11 @@ def is_set(value: Any, name: str) -> bool:
     """Whether a flag is on; raise for what is neither true nor false, as an array, or a word: "no" would be true."""
     if value is True or value is False:  # as nearly always
         return value
-    with contextlib.suppress(Exception):
+    try:
         if bool(value == bool(value)):
             return bool(value)
+    except Exception as error:  # it is no flag then, whatever it is
+        if interrupts(error):
+            raise
     shown = f"{value!r}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
     raise InputError(f"{name}: is {shown}, expected True or False.")

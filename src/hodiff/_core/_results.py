@@ -76,6 +76,12 @@ def _is_spread(part: Tensor) -> bool:
     return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
 
 
+def agree(found: Tensor, expected: Tensor, size: Tensor) -> bool:
+    """Whether two results of that size are equal up to what batches of another size, or another order, may change."""
+    eps = torch.finfo(found.dtype).eps ** 0.5
+    return bool(((found - expected).abs() <= eps * (expected.abs() + size)).all())
+
+
 class _Unseen(threading.local):
     on = False
 

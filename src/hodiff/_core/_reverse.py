@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from hodiff._core import _engine, _nodes, _refusals, _results, _translate, _versions
+from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
 from hodiff.errors import GraphError
 
@@ -205,8 +206,8 @@ def pull_many(
             continue
         except GraphError:
             raise
-        except Exception:
-            if not batched or stop - start == 1:
+        except Exception as error:  # of an operation without a batching rule, or of one whose rule fails
+            if not batched or stop - start == 1 or not is_fault(error):
                 raise
             batched = False
             continue
@@ -250,6 +251,11 @@ def fitting(largest: int, elements: int, itemsize: int, device: torch.device) ->
     fit = CHUNK_BYTES // max(1, (4 * largest + 6 * elements) * itemsize)
     # Large vectors fill a device one by one, and a processor's caches soon: then batching them costs time.
     return fit if fit >= (25 if device.type == "cpu" else 8) else 1
+
+
+def has_second_derivatives(ev: Graph) -> bool:
+    """Whether all operations have one, as far as is known: no Python Function, none that PyTorch lacks it of."""
+    return ev.kinds <= _cleared[False] or all(_is_harmless(kind, third=False) for kind in ev.kinds)
 
 
 def _is_harmless(kind: type, *, third: bool) -> bool:

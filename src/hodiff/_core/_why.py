@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError
 
 
@@ -82,7 +83,9 @@ def _asked(failure: Failure) -> str:
     _state.explaining = True
     try:
         return next((explainer(failure) for explainer in _explainers), "")
-    except Exception:  # an explanation must not hide what it explains
+    except Exception as error:  # an explanation must not hide what it explains
+        if interrupts(error):
+            raise
         return ""
     finally:
         _state.explaining = False

@@ -309,9 +309,11 @@ def jacobian(
         GraphError: As for `grad`.
 
     Cost:
-        One evaluation of `f`, and one batched reverse pass per chunk of rows. When `f(x)` has more
-        elements than *x*, and the result is detached: one evaluation in forward mode per chunk of
-        columns instead (not when `f` draws random numbers, or has an operation without forward mode).
+        One evaluation of `f`, and one batched reverse pass per chunk of rows. Where `f(x)` has many
+        elements, twice as many as *x* at least, and the result is detached: one pass, which is
+        differentiated by one batched pass per chunk of columns, in about the time of `torch.func.jacfwd`.
+        Not of a tensor already computed, and not where `f` registers a hook, calls a Python
+        `autograd.Function` or has an operation without a second derivative: these go by rows.
         Memory: the result, and what a pass over one chunk needs.
 
     Examples:

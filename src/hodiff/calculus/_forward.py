@@ -1,8 +1,8 @@
-"""Forward mode: `jvp`, and the columns of tall Jacobians.
+"""Products from the right: `jvp`, and the columns of tall Jacobians.
 
-Forward mode serves detached results only. To differentiate its result would be reverse-over-forward,
-which PyTorch gets wrong through norm layers (75 % off through LayerNorm); a differentiable `jvp` is
-made of two reverse passes instead.
+Both by two reverse passes: u -> J'u is linear, and its derivative by u in the direction v is J v. PyTorch's forward
+mode would run `f` again, under transforms that refuse much of Python, take `no_grad` for nothing, and leave no graph
+that could be looked at; and to differentiate its result is wrong through norm layers (75 % off through LayerNorm).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from hodiff._core import _checks, _dense, _nesting, _reverse, _tree, _versions
+from hodiff._core import _checks, _dense, _results, _reverse, _tree
 from hodiff._core._call import call
+from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, Chunked, ChunkSize
 from hodiff._core._where import Where
@@ -90,50 +90,85 @@ def jvp(
         return given.arranged(pushed, tree)
 
 
-def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
-    """The Jacobian's blocks by columns, in forward mode; None where rows are better, or the only right way.
+MANY_ROWS = 2
+"""How many times as many rows as columns a Jacobian has that is made by columns: these need a pass more."""
 
-    Forward mode evaluates `f` again, so it must find what the first evaluation found: not when `f`
-    draws random numbers, and not inside another call, whose derivative would reach into it.
+SMALL = 2**16
+"""Fewer numbers than these, in the cotangents of all rows together, cost less than the pass more."""
+
+
+def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
+    """The Jacobian's blocks by columns, J e for each unit vector e; None where rows are better, or the only right way.
+
+    Rows need first derivatives alone, and have whatever a hook or a Python Function makes of a gradient; to columns
+    J'u must be linear in u. So they are held against J'u for one u, which also finds what is not finite.
     """
-    leaves, batch_ndim = ev.leaves, ev.batch_ndim
-    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in leaves)
+    batch_ndim = ev.batch_ndim
+    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in ev.leaves)
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
-    if not ev.owned or ev.create_graph or _nesting.nested() or not 0 < columns < rows or ev.drew_random():
+    small = MANY_ROWS * columns > rows or rows * sum(output.numel() for output in outputs) < SMALL
+    if small or not columns or ev.create_graph or not _is_linear(ev, outputs):
         return None
-    largest = max(output.numel() for output in outputs)
-    size = chunk_size or max(8, _reverse.CHUNK_BYTES // (8 * largest * outputs[0].element_size()))
-    primals = [leaf.detach() for leaf in leaves]
+    cotangents = [_generic(output) for output in outputs]
     try:
-        _versions.load_forward_mode()
-        blocks = [_columns_of(ev, primals, index, len(outputs), size) for index in range(len(primals))]
-    except Exception:  # no forward rule, no batching rule, or data-dependent Python: the rows need none of these
+        pulled = _reverse.pull(ev, outputs, cotangents, differentiated=True)
+        found = [_columns_of(ev, part, cotangents, chunk_size) for part in pulled]
+    except RuntimeError as error:  # no second derivative, or no room for its graph: rows need neither
+        if not isinstance(error, torch.OutOfMemoryError) and not is_fault(error):
+            raise
+        return None
+    agree = all(_add_up(blocks, part, cotangents) for blocks, part in zip(found, pulled, strict=True))
+    if not agree:
         return None
     return [
-        [_as_block(blocks[j][i], output, leaf, batch_ndim) for j, leaf in enumerate(leaves)]
+        [
+            blocks[i].to(leaf).reshape((*output.shape, *leaf.shape[batch_ndim:]))
+            for blocks, leaf in zip(found, ev.leaves, strict=True)
+        ]
         for i, output in enumerate(outputs)
     ]
 
 
-def _columns_of(ev: Graph, primals: list[Tensor], index: int, outputs: int, size: int) -> list[Tensor]:
-    """The derivatives of all outputs by each entry of one leaf: (entries, *output shape) for each output."""
+def _is_linear(ev: Graph, outputs: list[Tensor]) -> bool:
+    """Whether nothing is known that makes J'u another function of u than a linear one, with a derivative.
 
-    def push(tangent: Tensor) -> tuple[Tensor, ...]:
-        with forward_ad.dual_level():
-            duals = list(primals)
-            duals[index] = forward_ad.make_dual(primals[index], tangent)
-            values, _, _ = _tree.flatten(ev.at(duals))
-            found = [forward_ad.unpack_dual(value) for value in values]
-            return tuple(torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent for pair in found)
-
-    count, units = _dense.basis(primals[index], ev.batch_ndim)
-    with torch.no_grad():
-        parts = [_reverse.batched(push, units(start, min(start + size, count))) for start in range(0, count, size)] or [
-            []
-        ]
-    return [torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i] for i in range(outputs)]
+    Of a tensor already computed it is not known: its graph may have hooks, which nothing shows.
+    """
+    plain = all(type(tensor) is Tensor for tensor in (*ev.leaves, *outputs))
+    return plain and ev.owned and not ev.hooked() and _reverse.has_second_derivatives(ev)
 
 
-def _as_block(columns: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> Tensor:
-    """From (input event, *output shape) to (*batch, *output event, *input event)."""
-    return columns.movedim(0, -1).reshape((*output.shape, *leaf.shape[batch_ndim:]))
+def _generic(output: Tensor) -> Tensor:
+    """A cotangent that no symmetry cancels: the same at every call, of numbers between 1 and 2.
+
+    Positive ones, for the backward of logcumsumexp takes their logarithm.
+    """
+    count = output.numel()
+    numbers = torch.linspace(0, 0.6180339887 * count, count, device=output.device).frac_().add_(1)
+    return numbers.to(output.dtype).reshape(output.shape).requires_grad_()
+
+
+def _columns_of(ev: Graph, pulled: Tensor, cotangents: list[Tensor], chunk_size: int | None) -> list[Tensor]:
+    """The derivatives of each output by all entries of one leaf: (samples, entries of the output, of the leaf)."""
+    count, units = _dense.basis(pulled, ev.batch_ndim)
+    chunks = _reverse.pull_many(ev, [pulled], units, count, chunk_size=chunk_size, inputs=cotangents)
+    samples = pulled.shape[: ev.batch_ndim].numel()
+    return [
+        columns.reshape(count, samples, u.shape[ev.batch_ndim :].numel()).movedim(0, -1).contiguous()
+        for columns, u in zip(_reverse.stacked(ev, chunks, count, cotangents), cotangents, strict=True)
+    ]
+
+
+def _add_up(blocks: list[Tensor], pulled: Tensor, cotangents: list[Tensor]) -> bool:
+    """Whether the columns give J'u for the u that it was computed with, for each sample: no NaN or infinity does."""
+    coarse = max((pulled.dtype, *(u.dtype for u in cotangents)), key=lambda dtype: torch.finfo(dtype).eps)
+    samples, _, entries = blocks[0].shape
+    expected = pulled.detach().to(coarse).reshape(samples, entries)
+    sums = [
+        (u.detach().reshape(samples, 1, block.shape[1]) @ block).squeeze(1).to(expected)
+        for u, block in zip(cotangents, blocks, strict=True)
+    ]
+    # How large a sum would be, about, were the signs random.
+    sizes = [torch.linalg.vector_norm(block).to(expected) / max(1, expected.numel()) ** 0.5 for block in blocks]
+    found, size = (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0) for parts in (sums, sizes))
+    return _results.agree(found, expected, size)

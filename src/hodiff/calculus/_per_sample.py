@@ -8,8 +8,9 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _dense, _nesting, _nodes, _reverse, _tree
+from hodiff._core import _checks, _dense, _nesting, _nodes, _results, _reverse, _tree
 from hodiff._core._call import call
+from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, Chunked, ChunkSize
 from hodiff._core._selection import Selection
@@ -159,7 +160,7 @@ def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) 
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
             values, found = _chunk(ev, samples, [leaf[part] for leaf in batch], count)
-            if not _agree(values, expected[part], expected[part].abs().mean()):
+            if not _results.agree(values, expected[part], expected[part].abs().mean()):
                 return None
             if len(values) == count:
                 rows = found
@@ -167,8 +168,14 @@ def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) 
             rows = rows or [leaf.new_empty((count, *leaf.shape)) for leaf in ev.leaves]
             for row, gradient in zip(rows, found, strict=True):
                 row[part] = gradient
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return None  # no batching rule, Python that looks at values, a change in place: the rows need none of these
+    except Exception as error:  # no batching rule, Python that looks at values, a change in place, the batch's length
+        if not is_fault(error):
+            error.add_note(
+                "hodiff: f was given one sample at a time, under torch.vmap. The rows of hodiff.jacobian(lambda where: "
+                "f(where, batch), where) are the same gradients, of an f that only takes the whole batch."
+            )
+            raise
+        return None
     finally:
         samples.whole()
         ev.put_back()
@@ -201,13 +208,7 @@ def _add_up(rows: Tensor, total: Tensor) -> bool:
     else:
         with torch.autocast(rows.device.type, enabled=False):
             added = lines.new_ones(len(rows)) @ lines  # quicker than a sum
-    return _agree(added, total.permute(order).reshape(-1), size)
-
-
-def _agree(found: Tensor, expected: Tensor, size: Tensor) -> bool:
-    """Whether two results are equal up to what batches of another size may change."""
-    eps = torch.finfo(found.dtype).eps ** 0.5
-    return bool(((found - expected).abs() <= eps * (expected.abs() + size)).all())
+    return _results.agree(added, total.permute(order).reshape(-1), size)
 
 
 def _auto(ev: Graph, losses: Tensor) -> int:

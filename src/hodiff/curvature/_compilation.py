@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _claims, _random_vectors
+from hodiff._core._faults import interrupts
 from hodiff.curvature import _memory
 from hodiff.curvature._batch_graph import BatchGraph
 from hodiff.curvature._cache import GraphCache
@@ -64,6 +65,8 @@ class Compilation:
                 found[number], own, extra = self._compiled(graph, apply)
             # Of any kind: what tracer and compiler raise is not written down anywhere, and eager products go on.
             except Exception as reason:
+                if interrupts(reason):
+                    raise
                 eager[number] = _words(reason)
                 continue
             error, size = max(error, own), size + extra

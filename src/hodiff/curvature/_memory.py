@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hodiff._core._faults import is_fault
 from hodiff._core._live_bytes import LiveBytes
 from hodiff.errors import InputError
 
@@ -30,11 +31,14 @@ def _machine() -> int:
         for line in Path("/proc/meminfo").read_text("ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
+    except (OSError, ValueError, IndexError) as error:
+        if not is_fault(error):
+            raise
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
+    except (AttributeError, OSError, ValueError) as error:
+        if not is_fault(error):
+            raise
         return UNKNOWN
 
 
@@ -44,7 +48,9 @@ def _container() -> int:
     try:
         limit = (group / "memory.max").read_text("ascii").strip()
         return int(limit) - int((group / "memory.current").read_text("ascii")) if limit != "max" else 1 << 62
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if not is_fault(error):
+            raise
         return 1 << 62
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _claims
+from hodiff._core._faults import interrupts
 from hodiff._core._where import Where
 from hodiff.curvature._digest import Digest
 from hodiff.curvature._lines import LENGTH, STEPS, Line, Step
@@ -205,6 +206,8 @@ class Shares:
         try:
             torch.distributed.all_reduce(buffer, group=self._group)
         except RuntimeError as error:
+            if interrupts(error):
+                raise
             raise _told(
                 GraphError(
                     f"process_group: rank {self.rank} could not exchange sums with the others: one of them has ended, "

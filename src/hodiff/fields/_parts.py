@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _checks, _reverse
+from hodiff._core._faults import is_fault, is_wrapped
 from hodiff._core._random_state import RandomState
 from hodiff.errors import GraphError
 from hodiff.fields._curves import Curves, by_jets, by_reverse
@@ -69,8 +70,7 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any) -> Curves:
 
 def _hidden(x: Any) -> bool:
     """Whether values cannot be looked at: while `torch.compile` traces, and below a `vmap` around the call."""
-    wrappers: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.compiler.is_compiling() or wrappers.is_functorch_wrapped_tensor(_jet.value_of(x))
+    return torch.compiler.is_compiling() or is_wrapped(_jet.value_of(x))
 
 
 def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
@@ -152,10 +152,7 @@ def _same(a: Tensor, b: Tensor, bound: Any = 0.0) -> bool:
 
 def _truth(condition: Tensor) -> bool:
     """A condition; False where f brings in tensors of a `vmap` around the call, which hides the values."""
-    try:
-        return bool(condition)
-    except RuntimeError:
-        return False
+    return not is_wrapped(condition) and bool(condition)
 
 
 def _by_samples(
@@ -177,7 +174,10 @@ def _by_samples(
         value, first, second = zip(*parts, strict=True)
         found = Curves(torch.cat(value), torch.cat(first, 1), torch.cat(second, 1))
         last = _along(block, _rows(rehearsal.vector, rows))[0]  # pyright: ignore[reportPossiblyUnboundVariable]
-    except Exception:  # f cannot take fewer samples: with the whole batch it speaks for itself
+    except Exception as error:  # f cannot take fewer samples: with the whole batch it speaks for itself
+        if not is_fault(error):
+            error.add_note("hodiff: f was given a part of the batch's samples; chunk_size= keeps the batch whole.")
+            raise
         return None
     return found if rehearsal.agrees(mixed(found), slice(None)) and rehearsal.agrees(last, blocks[-1]) else None
 

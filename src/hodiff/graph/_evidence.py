@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hodiff._core import _nodes
+from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.graph import _predict, _source, _traits
 from hodiff.graph._case import Case, Pass, Record
@@ -209,7 +210,9 @@ class Evidence:
         """What a path leads to; None if nothing."""
         try:  # a path of ours, through variables alone
             return eval(path, {"__builtins__": {}}, dict(self.case.names.values))
-        except Exception:  # a path may lead through the user's `__getitem__`, which may raise anything
+        except Exception as error:  # a path may lead through the user's `__getitem__`, which may raise anything
+            if interrupts(error):
+                raise
             return None
 
     def line_in(self, call: Pass, code: CodeType | None) -> Line | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _nodes
+from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError
 from hodiff.graph import _calls, _explain, _predict, _saved, _traits
@@ -187,7 +188,9 @@ class Watch(TorchFunctionMode):
         try:
             path = self._path(frame)
             explained = _explain.of_operation(error, func, arguments, lines_of(path), list(user_frames(frame)), self)
-        except Exception:  # an explanation must not hide what it explains
+        except Exception as other:  # an explanation must not hide what it explains
+            if interrupts(other):
+                raise
             return
         if explained is not None:
             _explain.attach(error, explained)
@@ -298,7 +301,9 @@ class Watch(TorchFunctionMode):
         with _predict.unchanging():
             try:
                 explained = _explain.of_pass(error, call, roots, inputs, list(user_frames(frame)), self)
-            except Exception:  # an explanation must not hide what it explains
+            except Exception as other:  # an explanation must not hide what it explains
+                if interrupts(other):
+                    raise
                 explained = None
             if explained is not None:
                 _explain.attach(error, explained)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _compiled_callers, _tree
+from hodiff._core._faults import is_fault, is_wrapped
 from hodiff._core._graph import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
@@ -35,10 +36,6 @@ _FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, 
 
 _PLACES = frozenset(listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu"))
 """Attributes that a jet, which lies nowhere, has of its value."""
-
-
-_FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a rule raises that does not know its arguments. Other exceptions pass: they mean something to their makers."""
 
 
 class _Running(threading.local):
@@ -210,7 +207,7 @@ def _memory(value: Any) -> int:
     """Where the value of a jet, or a tensor, lies; below a `vmap` around the call."""
     wrappers: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     value = value_of(value)
-    while wrappers.is_functorch_wrapped_tensor(value):
+    while is_wrapped(value):
         value = wrappers.get_unwrapped(value)
     return memory_of(value)
 
@@ -219,8 +216,8 @@ def _applied(found: Rule, name: str, func: Any, expansion: Expansion, args: Any,
     """What the rule gives. Where it fails, either the operation does, in the shapes that f knows, or it has no rule."""
     try:
         return found.apply(expansion, func, args, kwargs)
-    except _FAULTS as error:
-        if isinstance(error, HodiffError) or (isinstance(error, RuntimeError) and type(error) not in _FAULTS):
+    except Exception as error:
+        if isinstance(error, HodiffError) or not is_fault(error):
             raise
         failed = error
     func(*replaced(args, value_of), **replaced(kwargs, value_of))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hodiff._core._faults import is_wrapped
+
 
 def plus(x: Tensor, a: Any, y: Tensor) -> Tensor:
     """X + a y."""
@@ -49,7 +51,7 @@ def root(v: Tensor) -> Tensor:
 def _can_be_read(v: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device; inside transforms and traces there are none."""
     plain = v.is_cpu and v.__class__ is Tensor and not torch.compiler.is_compiling()
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(v)  # pyright: ignore[reportAttributeAccessIssue]
+    return plain and not is_wrapped(v)
 
 
 def decayed(g: Tensor, a: Any, p: Tensor) -> Tensor:

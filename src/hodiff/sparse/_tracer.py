@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from hodiff._core._dispatch_mode import DispatchMode
+from hodiff._core._faults import is_fault
 from hodiff._core._switches import Counted, Undo, undo_all
-from hodiff.sparse._sets import Sets, TooMany
+from hodiff.sparse._sets import Sets
 
 Found = Sequence[Sets | None] | None
 """The sets of each output (None: nothing live in it); None where a rule does not apply after all."""
@@ -213,9 +214,9 @@ class Tracer(DispatchMode):
         try:
             with self:
                 return table[func](*args, **kwargs) if func in table else func.decompose(*args, **kwargs)
-        except TooMany:
-            raise
-        except Exception:  # a definition that does not know these arguments: there is always the plain answer
+        except Exception as error:  # a definition that does not know these arguments: there is always the plain answer
+            if not is_fault(error):
+                raise
             return NotImplemented
 
     def _is_view(self, tensor: Tensor, operation: Operation) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hodiff._core._faults import interrupts
 from hodiff._core._options import Allowed
 from hodiff.graph import _cut
 from hodiff.graph._line import Line
@@ -63,7 +64,9 @@ def _held(
     with evaluation.holding({site.key: site.value for site in sites}):
         try:
             return difference(function, evaluation.point, path[failed.order - 1])
-        except Exception:  # f goes another way then, or the value has another shape
+        except Exception as error:  # f goes another way then, or the value has another shape
+            if interrupts(error):
+                raise
             return None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hodiff._core import _checks
 from hodiff._core._call import call
+from hodiff._core._faults import interrupts
 from hodiff._core._lending import Lending
 from hodiff._core._options import Allowed
 from hodiff._core._random_vectors import check_generator
@@ -101,11 +102,9 @@ def check_derivatives(
     where = Where(x)
     try:
         report = _run(f, where, torch.float64, order, allow, directions, generator, args, kwargs)
-    except HodiffError:
-        raise
-    except Exception:  # f cannot run in float64: data in a closure, or a kernel for float32 only
+    except Exception as error:  # f cannot run in float64: data in a closure, or a kernel for float32 only
         dtype = where.tensors[0].dtype
-        if dtype == torch.float64:
+        if dtype == torch.float64 or isinstance(error, HodiffError) or interrupts(error):
             raise
         report = _run(f, where, dtype, order, allow, directions, generator, args, kwargs)
     checks, dtype = report.checks, report.dtype

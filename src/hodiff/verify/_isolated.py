@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _claims, _nodes
+from hodiff._core._faults import interrupts
 from hodiff._core._options import Allowed
 from hodiff.calculus._first import grad
 from hodiff.graph._calls import tensors_in
@@ -166,7 +167,9 @@ def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, a
                 check = compare(lower, point, path[level], level + 1, allow, [""] * len(point))
                 if check.verdict == "disagrees":
                     return check
-        except Exception:  # it cannot be called alone, or has no derivative there: nothing is known of it
+        except Exception as error:  # it cannot be called alone, or has no derivative there: nothing is known of it
+            if interrupts(error):
+                raise
             return None
         finally:
             torch.set_rng_state(state)

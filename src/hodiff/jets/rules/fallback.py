@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _reverse, _tree
+from hodiff._core._faults import is_fault
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
 from hodiff.jets._registry import RULES, NoDerivative, NoRule, Several, operation, without_derivative
@@ -120,7 +121,9 @@ def _along(one: Callable[..., tuple[Tensor, ...]], paths: list[Path], order: int
     points = [path(t) for path in paths]
     try:
         output = _reverse.batched(one, points)[0]
-    except RuntimeError:  # no batching rule
+    except RuntimeError as error:  # no batching rule
+        if not is_fault(error):
+            raise
         output = torch.stack([one(*each)[0] for each in zip(*points, strict=True)])
     if not output.requires_grad:
         return None

@@ -1,0 +1,55 @@
+"""Which exceptions a fallback may take for the failure of what it tried.
+
+An exception may be no failure. What the handler of a signal raises (a time limit, Ctrl-C) comes at whatever line is
+being run; and an exception of a class of its own means something to its makers. A call that went on by another route
+would have lost them.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff.errors import HodiffError
+
+_FAULTS = frozenset({
+    ArithmeticError, AssertionError, AttributeError, FileNotFoundError, FloatingPointError, IndexError, KeyError,
+    LookupError, NotImplementedError, OSError, OverflowError, PermissionError, RuntimeError, TypeError, ValueError,
+    ZeroDivisionError,
+})  # fmt: skip
+"""What Python and PyTorch raise where code fails. Not TimeoutError, MemoryError, nor any derived class."""
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether code failed: an exception of a common class or of ours, raised by no handler of a signal.
+
+    A warning too, where the filters make exceptions of them: PyTorch warns of what it batches slowly.
+    """
+    return (type(error) in _FAULTS or isinstance(error, (HodiffError, Warning))) and not interrupts(error)
+
+
+def is_wrapped(value: Tensor) -> bool:
+    """Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def interrupts(error: BaseException) -> bool:
+    """Whether the handler of a signal raised an exception."""
+    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code(handler: Any) -> CodeType | None:
+    """What runs where a handler is called: a function, a method, a partial, an object with `__call__`."""
+    handler = getattr(handler, "func", handler)
+    function = handler if hasattr(handler, "__code__") else getattr(handler, "__func__", type(handler).__call__)
+    return getattr(function, "__code__", None)

@@ -1,0 +1,129 @@
+"""Nothing is caught that was not meant: a fallback that hides its own failure looks like one that is never needed."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.meta.source import library_files, module_name, tree
+
+# Classes of exceptions that mean one thing each.
+NARROW = {
+    "ByNoRoute", "GraphError", "HodiffError", "ImportError", "InputError", "Miscompiled", "NoRule", "StopIteration",
+    "SyntaxError", "SystemExit", "TooMany", "TooWide", "_Several", "hodiff.GraphError",
+    "importlib.metadata.PackageNotFoundError", "torch.OutOfMemoryError",
+}  # fmt: skip
+
+GETTER = "one attribute or method of PyTorch, which raises where a node or a tensor has none"
+SIGNATURE = "`inspect` has no signature of what is built in, or the arguments do not fit it"
+
+# What catches more, does not raise it again, and does not ask `_core._faults` what it is: why it may.
+STANDING = {
+    ("_core._binding", "refused", "(TypeError, ValueError)"): SIGNATURE,
+    ("_core._binding", "refused", "TypeError"): SIGNATURE,
+    ("_core._claims", "claim", "RuntimeError"): "the identity of a thread that has none yet",
+    ("_core._graph", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,
+    ("_core._lending", "Lending.__del__", "AttributeError"): "an object that was interrupted before it was made",
+    ("_core._live_bytes", "_storages", "suppress(NotImplementedError)"): GETTER,
+    ("_core._nodes", "_elements", "RuntimeError"): GETTER,
+    ("_core._nodes", "_metadata", "(RuntimeError, NotImplementedError)"): GETTER,
+    ("_core._results", "_memory", "(RuntimeError, NotImplementedError)"): GETTER,
+    ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
+    ("cli._operations", "here", "RuntimeError"): "what plain PyTorch refuses, which the command reports",
+    ("curvature._data", "_length", "TypeError"): "an iterable without a length",
+    ("curvature._modes", "_holds_function", "ValueError"): "the cell of a closure that is not filled yet",
+    ("curvature._signatures", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
+    ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",
+    ("graph._names", "Names._add", "(RuntimeError, ValueError)"): GETTER,
+    ("graph._names", "_inside", "TypeError"): "an object without `__dict__`",
+    ("graph._saved", "is_freed_like_others", "(RuntimeError, AttributeError)"): GETTER,
+    ("graph._saved", "is_whole", "(RuntimeError, AttributeError)"): GETTER,
+    ("graph._self_test", "answers.run", "Exception"): "in a thread of its own, where no signal is handled",
+    ("graph._slots", "_check", "RuntimeError"): GETTER,
+    ("graph._slots", "_one_slot", "RuntimeError"): GETTER,
+    ("graph._slots", "_packed", "(KeyError, ValueError)"): GETTER,
+    ("graph._slots", "_unpacked", "RuntimeError"): GETTER,
+    ("graph._slots", "drop", "(RuntimeError, AttributeError)"): GETTER,
+    ("graph._slots", "read", "(RuntimeError, AttributeError)"): GETTER,
+    ("graph._slots", "read_function", "AttributeError"): GETTER,
+    ("graph._slots", "read_function", "RuntimeError"): GETTER,
+    ("graph._slots", "state_of", "RuntimeError"): GETTER,
+    ("graph._source", "parsed", "(SyntaxError, ValueError)"): "source that does not parse",
+    ("graph._traits", "measure", "_WITHOUT_MEMORY"): GETTER,
+    ("graph._traits", "memory", "_WITHOUT_MEMORY"): GETTER,
+    ("graph._traits", "shape", "(AttributeError, IndexError, RuntimeError, TypeError, ValueError)"): GETTER,
+    ("graph._traits", "storage", "_WITHOUT_MEMORY"): GETTER,
+    ("graph._watch", "Watch.__exit__", "suppress(Exception)"): "a RuntimeError is on its way, and goes on",
+    ("jets.rules.batched", "_batched", "RuntimeError"): "raised again where its text is not of a batching rule",
+    ("penalties._norm", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
+    ("sparse._sets", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
+    ("verify._isolated", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
+    ("verify._remarks", "_variables", "TypeError"): "`inspect` knows no closure of what is no function",
+}
+
+
+def caught() -> Iterator[tuple[tuple[str, str, str], bool]]:
+    """Where exceptions are caught and go no further: module, function, classes; and whether `_faults` is asked."""
+    for path in library_files():
+        yield from _below(tree(path), module_name(path).removeprefix("hodiff."), "")
+
+
+def _below(node: ast.AST, module: str, function: str) -> Iterator[tuple[tuple[str, str, str], bool]]:
+    for child in ast.iter_child_nodes(node):
+        inner = function
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f"{function}.{child.name}".lstrip(".")
+        elif isinstance(child, ast.ExceptHandler) and not isinstance(child.body[-1], ast.Raise):
+            kinds = ast.unparse(child.type) if child.type else "everything"
+            yield (module, inner, kinds), "is_fault(" in ast.unparse(child) or "interrupts(" in ast.unparse(child)
+        elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith("suppress"):
+            yield (module, inner, f"suppress({', '.join(map(ast.unparse, child.args))})"), False
+        yield from _below(child, module, inner)
+
+
+def is_narrow(kinds: str) -> bool:
+    return {kind.strip(" ()") for kind in kinds.removeprefix("suppress").split(",")} <= NARROW
+
+
+def test_what_catches_more_than_it_means_says_why():
+    found = {place for place, asked in caught() if not asked and not is_narrow(place[2])}
+    assert not found - STANDING.keys(), "ask `_core._faults.is_fault`, name the condition, or give the reason here"
+    assert not STANDING.keys() - found, "these are caught no longer"
+
+
+def test_who_asks_what_a_failure_is():
+    """Each has its row in tests/unit/test_faults.py, or is one of those that ask again or explain."""
+    assert {place[:2] for place, asked in caught() if asked} == {
+        ("_core._options", "is_set"),
+        ("_core._reverse", "pull_many"),
+        ("_core._why", "_asked"),
+        ("calculus._forward", "tall_jacobian"),
+        ("calculus._per_sample", "_by_samples"),
+        ("curvature._compilation", "Compilation.make"),
+        ("curvature._memory", "_container"),
+        ("curvature._memory", "_machine"),
+        ("fields._parts", "_by_samples"),
+        ("graph._evidence", "Evidence.value"),
+        ("graph._watch", "Watch._failed"),
+        ("graph._watch", "Watch._refused"),
+        ("jets._dispatch", "_applied"),
+        ("jets.rules.fallback", "_along"),
+        ("sparse._tracer", "Tracer._decomposed"),
+        ("verify._blame", "_held"),
+        ("verify._check", "check_derivatives"),
+        ("verify._isolated", "_first_wrong"),
+    }
+
+
+SOURCE = """
+def f():
+    try:
+        g()
+    except Exception:
+        return None
+    with contextlib.suppress(OSError):
+        g()
+"""
+
+
+def test_a_new_one_is_seen():
+    found = list(_below(ast.parse(SOURCE), "m", ""))
+    assert found == [(("m", "f", "Exception"), False), (("m", "f", "suppress(OSError)"), False)]

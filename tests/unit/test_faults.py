@@ -1,0 +1,245 @@
+"""An exception that is no failure of what was tried passes every fallback: a time limit, a class of its own."""
+
+import functools
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hodiff
+from hodiff._core import _reverse
+from hodiff._core._faults import interrupts, is_fault
+from hodiff._core._options import is_set
+from hodiff.calculus import _forward, _per_sample
+from hodiff.curvature import _memory
+from hodiff.fields import _parts
+from hodiff.sparse import _tracer
+
+D = torch.float64
+X = torch.linspace(-1, 1.5, 4, dtype=D)
+
+
+class Limit(RuntimeError):
+    """A time limit of the user's."""
+
+
+class Handlers:
+    """The ways to write a handler."""
+
+    def method(self, number: int, frame: Any) -> None:
+        raise RuntimeError("time is up")
+
+    def __call__(self, number: int, frame: Any) -> None:
+        raise RuntimeError("time is up")
+
+
+def handler(number: int, frame: Any, *, error: type[Exception] = RuntimeError) -> None:
+    raise error("time is up")
+
+
+def deeper(number: int, frame: Any) -> None:
+    handler(number, frame)
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[Any], None]]:
+    """Sets the handler of SIGUSR1."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda handler: signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [handler, deeper, functools.partial(handler, error=ValueError), Handlers().method, Handlers()],
+    ids=["function", "function that calls another", "partial", "method", "object"],
+)
+def test_what_a_handler_raises_is_no_fault(written: Any, alarm: Callable[[Any], None]) -> None:
+    alarm(written)
+    error = raised(lambda: signal.raise_signal(signal.SIGUSR1))
+    assert interrupts(error)
+    assert not is_fault(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("vmap"), NotImplementedError(), ValueError(), IndexError(), OSError()])
+def test_what_code_raises_is_a_fault(error: Exception, alarm: Callable[[Any], None]) -> None:
+    alarm(handler)
+
+    def fails() -> None:
+        raise error
+
+    assert is_fault(raised(fails))
+    assert not interrupts(error)
+
+
+@pytest.mark.parametrize("error", [Limit(), TimeoutError(), MemoryError(), torch.OutOfMemoryError(), StopIteration()])
+def test_other_classes_mean_something_to_their_makers(error: Exception) -> None:
+    assert not is_fault(error)
+
+
+# --- the fallbacks: what they try, where it is interrupted, and that they fall back where it fails
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+def tall() -> Any:
+    return hodiff.jacobian(lambda x: torch.outer(torch.linspace(1, 2, 300, dtype=D), x).sin().flatten(), X)
+
+
+def many_rows() -> Any:
+    return hodiff.jacobian(lambda x: Cubed.apply(x), X)
+
+
+def per_sample() -> Any:
+    return hodiff.per_sample_grad(lambda w, b: (w * b).sum(-1) ** 2, X, torch.eye(4, dtype=D))
+
+
+def pattern() -> Any:
+    return hodiff.sparse_jacobian(lambda x: nn.functional.layer_norm(x.reshape(2, 2), (2,)).reshape(-1), X).to_dense()
+
+
+def wide() -> Any:
+    net = nn.Sequential(nn.Linear(24, 256), nn.Tanh(), nn.Linear(256, 1)).to(D)
+    with torch.no_grad():
+        for index, p in enumerate(net.parameters()):
+            p.copy_(torch.sin(torch.arange(p.numel(), dtype=D) + index).reshape(p.shape) / 8)
+    points = torch.cos(torch.arange(24 * 512, dtype=D)).reshape(512, 24)
+    return hodiff.laplacian(net, points, create_graph=False)
+
+
+FALLBACKS: dict[str, tuple[Callable[[], Any], Any, str, int]] = {  # the call; whose attribute fails, at which use
+    "columns to rows": (tall, _forward, "_columns_of", 1),
+    "a batch of vectors to one at a time": (many_rows, _reverse, "_pull_batched", 1),
+    "samples under vmap to rows": (per_sample, _per_sample, "_chunk", 1),
+    "a decomposition to the plain answer": (pattern, _tracer.Tracer, "__enter__", 2),
+    "blocks of samples to the whole batch": (wide, _parts, "by_jets", 2),
+    "memory that the machine tells": (lambda: _memory.free_bytes(torch.device("cpu")) > 0, Path, "read_text", 1),
+    "memory that the container tells": (lambda: _memory._container() > 0, Path, "read_text", 1),
+}
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, failure: Callable[[], object]) -> list[int]:
+    """Let a function fail at its use number `at`; the list counts."""
+    original, uses = getattr(owner, name), [0]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        uses[0] += 1
+        if uses[0] == at:
+            failure()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    return uses
+
+
+@pytest.mark.parametrize("error", [Limit, TimeoutError, MemoryError, RuntimeError, ValueError, OSError])
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_a_time_limit_passes(
+    name: str, error: type[Exception], alarm: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, owner, attribute, at = FALLBACKS[name]
+    alarm(functools.partial(handler, error=error))
+    fail(monkeypatch, owner, attribute, at, lambda: signal.raise_signal(signal.SIGUSR1))
+    with pytest.raises(error, match="time is up"):
+        call()
+
+
+@pytest.mark.parametrize("error", [Limit, TimeoutError, MemoryError])
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_a_class_of_its_own_passes(name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    call, owner, attribute, at = FALLBACKS[name]
+
+    def stop() -> None:
+        raise error("enough")
+
+    fail(monkeypatch, owner, attribute, at, stop)
+    with pytest.raises(error, match="enough"):
+        call()
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_a_failure_takes_the_other_route(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, owner, attribute, at = FALLBACKS[name]
+    expected = call()
+
+    def stop() -> None:
+        raise OSError("not here") if owner is Path else RuntimeError("not here")
+
+    uses = fail(monkeypatch, owner, attribute, at, stop)
+    torch.testing.assert_close(call(), expected)
+    assert uses[0] >= at
+
+
+# --- what asks again, and what explains, passes over the user's own exceptions, but not over a handler's
+
+
+@pytest.mark.parametrize("error", [Limit, TimeoutError, RuntimeError])
+def test_a_time_limit_passes_a_check_of_derivatives(error: type[Exception], alarm: Callable[[Any], None]) -> None:
+    """In float64, where a failure of f lets it be checked in its own dtype."""
+    alarm(functools.partial(handler, error=error))
+    with pytest.raises(error, match="time is up"):
+        hodiff.check_derivatives(stopped(lambda: signal.raise_signal(signal.SIGUSR1)), X.float())
+
+    def fail() -> None:
+        raise error("not in float64")
+
+    assert hodiff.check_derivatives(stopped(fail), X.float()).dtype == torch.float32
+
+
+def stopped(stop: Callable[[], object]) -> Callable[[Tensor], Tensor]:
+    """A function that is stopped in float64."""
+
+    def f(x: Tensor) -> Tensor:
+        if x.dtype == D:
+            stop()
+        return (x**3).sum()
+
+    return f
+
+
+def test_a_time_limit_passes_an_explanation(alarm: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """f is called once more to find its line: that may be what takes too long."""
+    alarm(functools.partial(handler, error=TimeoutError))
+    calls = []
+
+    def cut(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return x.detach().sum()
+
+    with pytest.raises(TimeoutError, match="time is up"):
+        hodiff.grad(cut, X)
+    calls[:] = [1] * 10
+
+
+def test_a_time_limit_passes_a_flag(alarm: Callable[[Any], None]) -> None:
+    class Slow:
+        def __bool__(self) -> bool:
+            signal.raise_signal(signal.SIGUSR1)
+            return True
+
+    alarm(functools.partial(handler, error=TimeoutError))
+    with pytest.raises(TimeoutError, match="time is up"):
+        is_set(Slow(), "flag")
