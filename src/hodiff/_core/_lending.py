@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _binding, _claims, _nesting, _refusals, _sharded, _switches, _translate
+from hodiff._core import _binding, _claims, _control_flow, _nesting, _refusals, _sharded, _switches, _translate
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._inference import NormalTensors
 from hodiff._core._loans import ParameterLoan, StateLoan, cast
 from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
+
+_control_flow.install()
 
 MARK = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
