@@ -56,6 +56,14 @@ def _map(f: Any, xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
     return _pytree.tree_map(_stacked, *(f(*row, *pos_args) for row in _rows(xs)))
 
 
+def _associative_scan(combine_fn: Any, xs: Sequence[Tensor], additional_inputs: Sequence[Any]) -> Any:
+    first, *others = _rows(xs)
+    outputs, structure = [first], _pytree.tree_structure(combine_fn(*first, *first, *additional_inputs))
+    for row in others:
+        outputs += [_pytree.tree_leaves(combine_fn(*outputs[-1], *row, *additional_inputs))]
+    return _pytree.tree_unflatten([_stacked(*parts) for parts in zip(*outputs, strict=True)], structure)
+
+
 def _scan(combine_fn: Any, init: Sequence[Any], xs: Sequence[Tensor], additional_inputs: Sequence[Any]) -> Any:
     carry, outputs, structure = list(init), [], None
     for row in _rows(xs):
@@ -86,6 +94,7 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "while_loop": _while_loop,
     "map_impl": _map,
     "scan": _scan,
+    "associative_scan": _associative_scan,
     "flex_attention": _flex_attention,
 }
 """What each operator is, by its name."""
