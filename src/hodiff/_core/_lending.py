@@ -315,7 +315,7 @@ def _aliases(
     """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
     try:
         if create_graph:
-            torch.empty(0).requires_grad_()  # refused there, as the leaves of a detached result are
+            torch.empty(0, device="cpu").requires_grad_()  # refused there, as the leaves of a detached result are
             return [
                 _connected(tensor, index in copied).requires_grad_()
                 if tensor.requires_grad
