@@ -355,7 +355,9 @@ INSIDE: dict[str, Inside] = {
     "func.jacfwd": Inside(func_jacfwd),
     "func.jacfwd of a sum": Inside(torch.func.jacfwd(_total(once))),
     "func.hessian": Inside(func_hessian),
-    "func.linearize": Inside(func_linearize, linear_part),
+    "func.linearize": Inside(  # check_derivatives finds the point that is frozen
+        func_linearize, linear_part, refused=r"detach\(\) in _create_param .*gives a value without its graph"
+    ),
     "func.functional_call": Inside(func_call),
     "vmap": Inside(in_vmap),
     "vmap of cond": Inside(cond_in_vmap),
