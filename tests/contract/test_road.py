@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from tests.support.callers import CALLERS, NOT_CALLED, PLAIN, SCALE, Caller, D, public
+from tests.support.callers import CALLERS, NOT_CALLED, PLAIN, SCALE, Caller, D, public, tensors
 
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 EVERY = pytest.mark.parametrize("caller", CALLERS, ids=repr)
@@ -239,6 +239,19 @@ def test_under_inference_mode(caller: Caller) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         same(got, call(caller, wave))
+
+
+@pytest.mark.parametrize("name", sorted({c.name for c in CALLERS} | {n for n in PLAIN if not n.startswith("graph.")}))
+def test_under_another_default_device(name: str) -> None:
+    """A default device is for what the user makes. The meta device has no numbers: whatever went there is seen."""
+    if name == "PathLengthPenalty":
+        pytest.skip("it is a module, whose buffer is on the default device")
+    caller = {c.name: c for c in CALLERS}.get(name)
+    call = PLAIN[name] if caller is None else lambda x: caller.run(caller.shaped(wave), x, ())
+    expected = call(X)
+    with torch.device("meta"):
+        got = call(X)
+    same([t.detach() for t in tensors(got)], [t.detach() for t in tensors(expected)])
 
 
 class Cube(torch.autograd.Function):

@@ -109,7 +109,7 @@ ONLY_IN = {
     "torch.func.grad_and_value": ("penalties._compiled",),
     "torch.autograd.functional": (),
     "torch.autograd.graph": ("_core._nodes", "graph"),
-    "torch.utils._pytree": (),
+    "torch.utils._pytree": ("_core._control_flow",),  # which stands in for operators that are made with it
     "torch.fx": ("curvature._compile",),
     "torch._inductor": ("curvature._compile",),
     "torch.jit.script": (),  # deprecated: the tests ignore the warning, because torch itself uses it

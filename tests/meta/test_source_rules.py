@@ -13,6 +13,27 @@ def test_no_assert_in_the_library():
             assert not isinstance(node, ast.Assert), f"{where(path, node.lineno)}: raise an error with words instead"
 
 
+MAKERS = re.compile(
+    r"torch\.(zeros|ones|full|empty|eye|arange|linspace|tensor|rand|randn|randint|randperm|sparse_\w+_tensor)"
+)
+
+
+ANYWHERE = {
+    ("_path_length.py", "torch.zeros(())"): "a module's buffer, which is made where the user makes modules",
+    ("_registry.py", "torch.ones((), requires_grad=True)"): "asked whether it has a derivative, and for no number",
+}
+
+
+def test_what_the_library_makes_says_on_which_device():
+    """A user's default device (`torch.set_default_device`, `with torch.device`) is for what the user makes."""
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and MAKERS.fullmatch(ast.unparse(node.func)) and "cli" not in path.parts:
+                said = "device" in {keyword.arg for keyword in node.keywords}
+                made = ast.unparse(node)
+                assert said or (path.name, made) in ANYWHERE, f"{where(path, node.lineno)}: {made}"
+
+
 def test_no_benchmark_catches_an_exception():
     """What cannot run is said by a condition; a row that hides a crash reads like one that has nothing to say."""
     for path in (ROOT / "benchmarks").rglob("*.py"):

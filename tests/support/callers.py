@@ -80,11 +80,11 @@ def generator() -> torch.Generator:
 
 def direction(x: Any) -> Tensor:
     """A fixed vector like `x`."""
-    return torch.cos(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape)
+    return torch.cos(torch.arange(x.numel(), dtype=x.dtype, device=x.device)).reshape(x.shape)
 
 
 def _weight() -> Tensor:
-    return torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 3.0]], dtype=D)
+    return torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 3.0]], dtype=D, device="cpu")
 
 
 def _hessian_operator(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
@@ -103,7 +103,7 @@ def _gauss_newton(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
 
 
 def _fisher(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
-    targets = torch.zeros(2, 3, dtype=D)
+    targets = torch.zeros(2, 3, dtype=D, device="cpu")
     operator = hodiff.FisherOperator(
         lambda z, batch: f(z, *batch[0]), nn.MSELoss(), x, data=[(tuple(args), targets)], kind="exact"
     )
@@ -152,13 +152,13 @@ CALLERS: tuple[Caller, ...] = (
     Caller(
         "cross_hessian", "scalar", 2,
         lambda f, x, a: hodiff.cross_hessian(
-            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, torch.ones(2, dtype=D), args=a
+            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, torch.ones(2, dtype=D, device="cpu"), args=a
         ),
     ),
     Caller(
         "cross_hvp", "scalar", 2,
         lambda f, x, a: hodiff.cross_hvp(
-            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, *(torch.ones(2, dtype=D),) * 2, args=a
+            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, *(torch.ones(2, dtype=D, device="cpu"),) * 2, args=a
         ),
     ),
     Caller("implicit.argmin", "scalar", 2, _argmin),
@@ -171,8 +171,8 @@ CALLERS: tuple[Caller, ...] = (
     Caller("sparse_hessian", "scalar", 2, lambda f, x, a: hodiff.sparse_hessian(f, x, args=a).to_dense()),
     Caller("sparse_jacobian", "same", 1, lambda f, x, a: hodiff.sparse_jacobian(f, x, args=a).to_dense()),
     Caller("sparse.sparsity_pattern", "scalar", 2, lambda f, x, a: hodiff.sparse.sparsity_pattern(f, x, args=a).rows),
-    Caller("sparse.plan_hessian", "scalar", 2, lambda f, x, a: hodiff.sparse.plan_hessian(f, x, args=a).values(x)),
-    Caller("sparse.plan_jacobian", "same", 1, lambda f, x, a: hodiff.sparse.plan_jacobian(f, x, args=a).values(x)),
+    Caller("sparse.plan_hessian", "scalar", 2, lambda f, x, a: hodiff.sparse.plan_hessian(f, x, args=a)(x).to_dense()),
+    Caller("sparse.plan_jacobian", "same", 1, lambda f, x, a: hodiff.sparse.plan_jacobian(f, x, args=a)(x).to_dense()),
     Caller("nth_derivative", "same", 2, lambda f, x, a: hodiff.nth_derivative(f, x, 2, args=a)),
     Caller("derivatives", "same", 3, lambda f, x, a: hodiff.derivatives(f, x, 3, args=a)),
     Caller("HessianOperator", "scalar", 2, _hessian_operator),
@@ -278,7 +278,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "spectral_density": lambda x: hodiff.spectral_density(_matrix(), samples=4, steps=2, generator=generator()),
     "nystrom": lambda x: hodiff.nystrom(_matrix(), 2, 0.5, generator=generator()) @ x[0],
     "logdet": lambda x: hodiff.logdet(_matrix(), shift=1.0, samples=4, steps=2, generator=generator()),
-    "sparse.color": lambda x: hodiff.sparse.color(torch.eye(3).to_sparse()),
+    "sparse.color": lambda x: hodiff.sparse.color(torch.eye(3, device="cpu").to_sparse()),
     "graph.inspect": lambda x: len(hodiff.graph.inspect(_loss(x)).nodes),
     "graph.predict": lambda x: hodiff.graph.predict(_loss(x)).verdict,
     "graph.shared": lambda x: hodiff.graph.shared(_loss(x), _loss(x)).nodes,

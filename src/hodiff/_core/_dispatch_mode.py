@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hodiff._core._compiled_callers import uncompiled
 
@@ -23,3 +24,9 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def tracing() -> bool:
+    """Whether PyTorch follows what runs, with stand-ins for values: Dynamo, `torch.export`, `make_fx`."""
+    mode = _get_current_dispatch_mode()
+    return (mode is not None and mode.is_infra_mode()) or torch.compiler.is_compiling()

@@ -54,7 +54,9 @@ def check(
         if any(output.shape[:batch_ndim] != batch for output in outputs):
             return  # the call itself says so
         count = batch.numel()
-        weights = torch.linspace(-1, 1, count, dtype=torch.float64)[torch.randperm(count, generator=ours)]
+        weights = torch.linspace(-1, 1, count, dtype=torch.float64, device="cpu")[
+            torch.randperm(count, generator=ours, device="cpu")
+        ]
         pairs = [_cotangents(output, weights, batch_ndim, ours) for output in outputs]
         rows = lambda start, stop: [pair[start:stop] for pair in pairs]  # noqa: E731
         found = _reverse.stacked(ev, _reverse.pull_many(ev, outputs, rows, 2, chunk_size=1), 2, ev.leaves)
@@ -68,7 +70,9 @@ def _beside(where: Where, ours: torch.Generator) -> Where:
     moved = []
     with torch.no_grad():
         for leaf in where.tensors:
-            noise = torch.rand(leaf.shape, generator=ours, dtype=torch.float32).to(leaf.device, leaf.dtype)
+            noise = torch.rand(leaf.shape, generator=ours, dtype=torch.float32, device="cpu").to(
+                leaf.device, leaf.dtype
+            )
             size = leaf.abs().mean()
             step = torch.where(leaf == 0, torch.where(size > 0, size, 1), leaf)
             moved.append(leaf + (0.005 + 0.005 * noise) * step)
@@ -79,7 +83,11 @@ def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Ge
     """Random numbers for the entries of one output, the same for each sample; and those times its weight."""
     event = output.shape[batch_ndim:]
     # Ones would not do: the sum of a softmax has no derivative.
-    entries = torch.randn(event, generator=ours, dtype=torch.float64) if event.numel() > 1 else torch.ones(event)
+    entries = (
+        torch.randn(event, generator=ours, dtype=torch.float64, device="cpu")
+        if event.numel() > 1
+        else torch.ones(event, device="cpu")
+    )
     plain = entries.to(torch.float64).expand(output.shape)
     weighted = plain * weights.reshape(*output.shape[:batch_ndim], *[1] * len(event))
     return torch.stack([plain, weighted]).to(output)

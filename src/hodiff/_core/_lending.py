@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _binding, _claims, _nesting, _refusals, _sharded, _switches, _translate
+from hodiff._core import _binding, _claims, _control_flow, _nesting, _refusals, _sharded, _switches, _translate
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._inference import NormalTensors
 from hodiff._core._loans import ParameterLoan, StateLoan, cast
 from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
+
+_control_flow.install()
 
 MARK = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
@@ -313,7 +315,7 @@ def _aliases(
     """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
     try:
         if create_graph:
-            torch.empty(0).requires_grad_()  # refused there, as the leaves of a detached result are
+            torch.empty(0, device="cpu").requires_grad_()  # refused there, as the leaves of a detached result are
             return [
                 _connected(tensor, index in copied).requires_grad_()
                 if tensor.requires_grad

@@ -103,7 +103,13 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
     _warn_once(function)
 
 
-_WITHOUT_SECOND = frozenset({"CheckpointFunction", "CondAutogradOp", "WhileLoopAutogradOp", "ScanAutogradOp"})
+_WITHOUT_SECOND = frozenset({
+    "CheckpointFunction",
+    "CondAutogradOp",
+    "FlexAttentionAutogradOp",
+    "ScanAutogradOp",
+    "WhileLoopAutogradOp",
+})  # fmt: skip
 """PyTorch's own Functions whose backward is cut off from their arguments: its derivative would be zero, silently."""
 
 

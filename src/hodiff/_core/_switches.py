@@ -48,6 +48,11 @@ class Counted:
         self._restore: Callable[[], object] | None = None
         _claims.in_child(self._keep)
 
+    @property
+    def on(self) -> bool:
+        """Whether anyone is inside."""
+        return self._restore is not None
+
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
         user = lambda: None  # noqa: E731 - an object of its own, made without a call

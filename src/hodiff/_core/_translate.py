@@ -8,6 +8,8 @@ from collections.abc import Callable
 from hodiff._core import _sharded, _versions
 from hodiff.errors import GraphError
 
+_AS_PYTHON = "give hodiff the function, which runs it as the Python that it stands for, or use a Python"
+
 # Keyed by a piece of a node's name, lower case without underscores: the same key finds the forward
 # node (`CdistBackward0`), its derivative (`CdistBackwardBackward0`) and the engine's error text.
 _WAYS_OUT = {
@@ -30,9 +32,12 @@ _WAYS_OUT = {
     "compiledfunction": (
         "a compiled function; compute it uncompiled, or give hodiff the function, which runs it eagerly"
     ),
-    "condautogradop": "torch.cond; use a Python `if`, or torch.where",
-    "whileloopautogradop": "while_loop (torch._higher_order_ops); use a Python loop",
-    "scanautogradop": "scan (torch._higher_order_ops); use a Python loop",
+    "condautogradop": f"torch.cond; {_AS_PYTHON} `if`, or torch.where",
+    "whileloopautogradop": f"while_loop (torch._higher_order_ops); {_AS_PYTHON} loop",
+    "scanautogradop": f"scan (torch._higher_order_ops); {_AS_PYTHON} loop",
+    "flexattentionautogradop": (
+        "flex_attention; give hodiff the function, which writes it out, or use scaled_dot_product_attention"
+    ),
     "checkpointfunction": "a re-entrant checkpoint; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
 }
 
@@ -70,7 +75,9 @@ def missing(names: list[str]) -> GraphError:
     pieces = list(dict.fromkeys(piece for name in names if (piece := _piece(name)) is not None))
     if pieces:
         ways_out = "; nor of ".join(_WAYS_OUT[piece] for piece in pieces)
-        return GraphError.about(f"PyTorch has no second derivative of {ways_out}.", operations=pieces)
+        return GraphError.about(
+            f"PyTorch has no second derivative of {ways_out}. (A product J v takes one as well.)", operations=pieces
+        )
     return GraphError(
         f"an operation in this graph has no second derivative in PyTorch. Operations in it: {', '.join(names)}. "
         f"Write that operation with others, or check it alone with hodiff.check_derivatives."
@@ -100,6 +107,10 @@ _RECOMPUTED = (
     "an activation checkpoint recomputed something else than its forward pass. A third or higher derivative writes "
     "norm layers out from their definition, which a recomputation does not repeat: switch checkpointing off for this "
     "call."
+)
+_SELECTIVE = (
+    "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "
+    "context_fn= out, or switch checkpointing off for this call."
 )
 _ONCE = (
     "a @once_differentiable autograd.Function was asked for a second derivative. "
@@ -146,6 +157,7 @@ _TEXTS: dict[str, Callable[[], GraphError]] = {
     "CheckpointFunctionBackward": _reentrant,
     "torch.utils.checkpoint is incompatible": _reentrant,
     "Checkpointing is not compatible with .grad()": _reentrant,
+    "computed under selective activation checkpoint": lambda: GraphError.about(_SELECTIVE),
     "torch.utils.checkpoint: ": lambda: GraphError.about(_RECOMPUTED),
     "marked with @once_differentiable": lambda: GraphError.about(_ONCE),
     "out of bounds for storage of size 0": _sharded.freed,

@@ -32,4 +32,4 @@ def load_forward_mode() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*torch\.jit", FutureWarning)
         with forward_ad.dual_level():
-            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+            forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))

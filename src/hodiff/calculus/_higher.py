@@ -158,7 +158,7 @@ def _replayed(state: RandomState) -> Iterator[None]:
 
 def _weights(like: Tensor) -> Tensor:
     """Numbers in [1, 2), always the same ones, that touch nobody's random state."""
-    return (1 + torch.rand(like.shape, generator=torch.Generator().manual_seed(0))).to(like)
+    return (1 + torch.rand(like.shape, generator=torch.Generator().manual_seed(0), device="cpu")).to(like)
 
 
 def _along(ev: Graph, below: Tensor, weights: Tensor, *, last: bool) -> Tensor:

@@ -48,7 +48,7 @@ class Basis:
         like = start if isinstance(start, Tensor) else start()
         self._locked = like.new_empty((0, like.numel())) if locked is None else locked
         self.vectors = torch.empty((room + 1, like.numel()), dtype=like.dtype, device=like.device)
-        self.projection = torch.zeros((room + 1, room + 1), dtype=torch.float64)
+        self.projection = torch.zeros((room + 1, room + 1), dtype=torch.float64, device="cpu")
         self._eps = eps  # of the products; the basis may be more precise
         self.size, self.scale, self.exhausted = 0, scale, False
         if isinstance(start, Tensor):
@@ -78,7 +78,7 @@ class Basis:
 
     def _orthogonalised(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
         """`w` without its parts in the basis and the locked vectors; twice where much cancels."""
-        total = torch.zeros(count, dtype=torch.float64)
+        total = torch.zeros(count, dtype=torch.float64, device="cpu")
         norm = float(w.norm())
         for _ in range(3):
             before = norm

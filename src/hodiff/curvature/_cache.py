@@ -188,7 +188,7 @@ class GraphCache(Generic[G, B]):
         return [(self.gradient[index] / self.weight).to(tensors[index].dtype) for index in chosen]
 
     def _total(self) -> Tensor:
-        return torch.zeros(()) if self.value is None else self.value
+        return torch.zeros((), device="cpu") if self.value is None else self.value
 
     def __iter__(self) -> Iterator[G]:
         """One graph after another: those that are kept, the others built again."""

@@ -114,9 +114,9 @@ def spectral_density(
         # A spectrum of one value has no extent, but for rounding; its own size is then the unit.
         largest = max(abs(low), abs(high))
         sigma = width or (high - low if high - low > 1e-6 * largest else largest) / 50 or 1.0
-        grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=torch.float64)
+        grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=torch.float64, device="cpu")
         exact = found.exact
-        empty = torch.empty(0)
+        empty = torch.empty(0, device="cpu")
         bare = DensityRecord(empty, None, grid, found.nodes, found.weights, sigma, exact, spent)
         value, error = bare.at(grid, sigma)
         return dataclasses.replace(bare, value=value, stderr=error)
@@ -209,7 +209,7 @@ def logdet(
     def estimate(found: Rules) -> tuple[Tensor, Tensor | None, Tensor]:
         """Value, standard error over vectors, and the error of their rules."""
         logs, error = found.means(lambda nodes, weights: _logs(nodes, weights, shift, eps) * size)
-        spread = torch.zeros((), dtype=torch.float64) if found.exact else standard_error(logs)
+        spread = torch.zeros((), dtype=torch.float64, device="cpu") if found.exact else standard_error(logs)
         return logs.mean(), spread, error
 
     def record(found: Rules, asked: float | None, spent: int) -> TraceRecord:

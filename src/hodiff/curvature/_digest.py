@@ -37,7 +37,7 @@ class Digest:
     def _up_to(self, size: int) -> Tensor:
         """Odd random factors; the first ones stay the same."""
         if size > len(self._factors):
-            drawn = torch.randint(-(2**30), 2**30, (size,), generator=torch.Generator().manual_seed(0))
+            drawn = torch.randint(-(2**30), 2**30, (size,), generator=torch.Generator().manual_seed(0), device="cpu")
             self._factors = (2 * drawn + 1).to(self._device, torch.int32)
         return self._factors
 

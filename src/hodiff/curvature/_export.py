@@ -17,7 +17,7 @@ def to_scipy(operator: Any) -> Any:
         raise ImportError("to_scipy() needs SciPy: pip install 'hodiff[scipy]'") from error
     if operator.dtype is torch.bfloat16:
         raise InputError("to_scipy: NumPy has no bfloat16; make the operator in float32.")
-    numpy_dtype = torch.empty((), dtype=operator.dtype).numpy().dtype
+    numpy_dtype = torch.empty((), dtype=operator.dtype, device="cpu").numpy().dtype
 
     def tensor(array: Any) -> torch.Tensor:
         return torch.from_numpy(array.astype(numpy_dtype, copy=True)).to(operator.device)

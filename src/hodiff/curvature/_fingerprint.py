@@ -45,7 +45,7 @@ class Fingerprint:
     def _now(self) -> Tensor:
         # In their own width, where the sum wraps around: a wider one is thirty times slower.
         sums = [bits.sum(dtype=bits.dtype).reshape(1) for bits in self._summed]
-        return torch.cat(self._entries + sums) if self._entries else torch.empty(0)
+        return torch.cat(self._entries + sums) if self._entries else torch.empty(0, device="cpu")
 
     def changed(self) -> list[int]:
         """The numbers of the tensors whose values differ from those that were."""

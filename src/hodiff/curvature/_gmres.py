@@ -83,4 +83,4 @@ class LeastSquares:
         for i in reversed(range(count)):
             rest = self._right[i] - sum(self._columns[j][i] * y[j] for j in range(i + 1, count))
             y[i] = rest / self._columns[i][i] if self._counts(self._columns[i][i]) else 0.0
-        return torch.tensor(y, dtype=torch.float64)
+        return torch.tensor(y, dtype=torch.float64, device="cpu")

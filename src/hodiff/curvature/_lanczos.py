@@ -45,8 +45,8 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     count, size = rows.shape
     eps = torch.finfo(operator.dtype).eps
     basis = rows.new_empty((count, steps, size))
-    diagonal = torch.zeros((count, steps), dtype=torch.float64)
-    beside = torch.zeros((count, steps), dtype=torch.float64)
+    diagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
+    beside = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
     overlaps = Overlaps(diagonal, beside, eps)
     lengths = rows.norm(dim=1, keepdim=True)
     if not bool(lengths.all()):
@@ -92,9 +92,11 @@ class Overlaps:
 
     def __init__(self, diagonal: Tensor, beside: Tensor, eps: float) -> None:
         self._diagonal, self._beside, self._eps = diagonal, beside, eps
-        self._now = torch.ones((len(diagonal), 1), dtype=torch.float64)  # v_j'v_k of the last vector, for k <= j
+        self._now = torch.ones(
+            (len(diagonal), 1), dtype=torch.float64, device="cpu"
+        )  # v_j'v_k of the last vector, for k <= j
         self._before = self._now[:, :0]
-        self._again = torch.zeros(len(diagonal), dtype=torch.bool)
+        self._again = torch.zeros(len(diagonal), dtype=torch.bool, device="cpu")
 
     def lost(self, j: int, scale: float) -> list[int]:
         """The processes whose vector j + 1 has to be made orthogonal to those before; that is taken to be done."""

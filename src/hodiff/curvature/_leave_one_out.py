@@ -85,7 +85,7 @@ def _with_error(estimates: Callable[[Tensor], Tensor], number: int) -> tuple[Ten
     over spectra that are flat, clustered or decay. Leaving out each vector in turn (the jackknife) says too much, by
     theory (Efron and Stein, 1981): 1.3 to 5 times. The geometric mean of both was 1.0 to 1.4 (once 1.9) of it.
     """
-    every = torch.arange(number)
+    every = torch.arange(number, device="cpu")
     found = estimates(every)
     if number == 1:
         return found[0], None

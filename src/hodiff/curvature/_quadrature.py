@@ -47,11 +47,11 @@ class Rules(NamedTuple):
         """
         fine = f(self.nodes, self.weights)
         if self.exact:
-            return fine, torch.zeros(())
+            return fine, torch.zeros((), device="cpu")
         half, quarter = (f(*rule) for rule in self.coarser)
         last, before = (float(((a - b) * ~self.whole).mean().abs()) for a, b in ((fine, half), (half, quarter)))
         ratio = min(last / before, 0.75) if before else 0.75
-        return fine, torch.tensor(last * ratio / (1 - ratio), dtype=torch.float64)
+        return fine, torch.tensor(last * ratio / (1 - ratio), dtype=torch.float64, device="cpu")
 
 
 def exact_rules(operator: LinearOperator) -> Rules:
@@ -59,7 +59,7 @@ def exact_rules(operator: LinearOperator) -> Rules:
     matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
     unit = float(matrix.abs().max()) or 1.0
     values = torch.linalg.eigvalsh((matrix + matrix.T) / (2 * unit))[None] * unit
-    return Rules(values, torch.full_like(values, 1 / len(matrix)), torch.ones(1, dtype=torch.bool), ())
+    return Rules(values, torch.full_like(values, 1 / len(matrix)), torch.ones(1, dtype=torch.bool, device="cpu"), ())
 
 
 def rules(
@@ -68,7 +68,7 @@ def rules(
     """The rules of all random vectors, some at a time; `look` sees them as they come, and may end it."""
     size, dtype = operator.shape[0], sum_dtype(operator.dtype)
     steps = min(steps, size)
-    together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype).element_size()))
+    together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
     count = min(together, 8)
     found = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name)
     while not look(found) and len(found.nodes) < drawn.number:

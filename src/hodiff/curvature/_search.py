@@ -55,7 +55,7 @@ class Search:
         double = sum_dtype(operator.dtype) if operator.device.type == "mps" else torch.float64
         self._eps = torch.finfo(operator.dtype).eps
         self._locked = torch.empty((0, operator.shape[0]), dtype=double, device=operator.device)
-        self._values = torch.empty(0, dtype=torch.float64 if symmetric else torch.complex128)
+        self._values = torch.empty(0, dtype=torch.float64 if symmetric else torch.complex128, device="cpu")
 
     def run(self) -> None:
         """Search, lock what has converged, and search again beside it, until nothing better is left."""
@@ -208,7 +208,7 @@ def invariant(square: Tensor, order: Callable[[Tensor], Tensor], count: int) -> 
     an orthogonal similarity, which is stable however far from orthogonal the eigenvectors are. A pair is not divided,
     so that there may be one vector more.
     """
-    turned, basis = square.clone(), torch.eye(len(square), dtype=square.dtype)
+    turned, basis = square.clone(), torch.eye(len(square), dtype=square.dtype, device="cpu")
     done = 0
     while done < count:
         values, vectors = torch.linalg.eig(turned[done:, done:])

@@ -180,7 +180,7 @@ class Shares:
     def _exchange(self, buffer: Tensor, line: Line) -> list[Line]:
         buffer[: self._head].zero_()
         own = self.rank * LENGTH
-        buffer[own : own + LENGTH] = torch.tensor(line.slots(), dtype=buffer.dtype)
+        buffer[own : own + LENGTH] = torch.tensor(line.slots(), dtype=buffer.dtype, device="cpu")
         self._reduce(buffer)
         slots = buffer[: self._head].tolist()
         return [Line.of(slots[start : start + LENGTH]) for start in range(0, self._head, LENGTH)]
@@ -242,7 +242,7 @@ class Shares:
         """What the first of the ranks that failed says."""
         sent = text.encode("utf-8", "replace")[:_TEXT] if self.rank == failed[0] else b""
         letters = torch.zeros(_TEXT, dtype=self._dtype, device=self._device)
-        letters[: len(sent)] = torch.tensor(list(sent), dtype=self._dtype)
+        letters[: len(sent)] = torch.tensor(list(sent), dtype=self._dtype, device="cpu")
         self._reduce(letters)
         return bytes(map(int, letters.tolist())).rstrip(b"\0").decode("utf-8", "replace")
 

@@ -255,7 +255,7 @@ class Space:
 
     def itemsize(self) -> int:
         """Bytes of one entry of a flat vector."""
-        return torch.empty((), dtype=self.dtype).element_size()
+        return torch.empty((), dtype=self.dtype, device="cpu").element_size()
 
 
 def _is_tensor(value: Any) -> bool:

@@ -48,7 +48,7 @@ def steihaug(
             break
         turned = product(d) / unit
         curvature = dot(d, turned)
-        check_finite(torch.tensor(curvature), "NewtonCG")
+        check_finite(torch.tensor(curvature, device="cpu"), "NewtonCG")
         to_boundary = _to_boundary(s, d, radius)
         length = rr / curvature if curvature > 0 else math.inf
         end = "negative curvature" if curvature <= 0 else "boundary" if length >= to_boundary else "budget"

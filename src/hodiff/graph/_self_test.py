@@ -53,8 +53,8 @@ def _states_are_told() -> bool:
     """A graph of each state, with the answer that it must give."""
 
     def fresh() -> tuple[Tensor, Tensor, Tensor]:
-        x = torch.ones(3).requires_grad_()
-        y = x * torch.full((3,), 2.0)
+        x = torch.ones(3, device="cpu").requires_grad_()
+        y = x * torch.full((3,), 2.0, device="cpu")
         return x, y, (y * y).sum()
 
     x, y, loss = fresh()
@@ -81,7 +81,7 @@ def _states_are_told() -> bool:
 
 
 def _references() -> int:
-    product = (torch.ones(3).requires_grad_() * 2.0).exp().grad_fn
+    product = (torch.ones(3, device="cpu").requires_grad_() * 2.0).exp().grad_fn
     (name, raw_name, _), *_ = _slots.plan(type(product)).names
     slot = Slot(name, *_slots.state_of(getattr(product, raw_name)))
     return sys.getrefcount(slot.value) - 1
@@ -89,5 +89,5 @@ def _references() -> int:
 
 def _sequences_agree() -> bool:
     before = _traits.counter()
-    y = torch.ones(3).requires_grad_() * 2.0
+    y = torch.ones(3, device="cpu").requires_grad_() * 2.0
     return y.grad_fn is not None and _traits.counter() == before + 1 and _traits.sequence(y.grad_fn) == before

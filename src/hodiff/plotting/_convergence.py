@@ -60,7 +60,11 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
         axes.set_ylabel("estimate" if errors is None else "estimate ± 2 standard errors")
     elif isinstance(first, NewtonRecord):
         axes = axes_or_new(axes)
-        axes.plot(torch.tensor(spent).cumsum(0), [record.value - record.decrease for record in records], label=label)
+        axes.plot(
+            torch.tensor(spent, device="cpu").cumsum(0),
+            [record.value - record.decrease for record in records],
+            label=label,
+        )
         axes.set_ylabel("loss")
     else:
         raise InputError(f"records: hold a {type(first).__name__}, which does not say how far it has converged.")

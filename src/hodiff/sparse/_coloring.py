@@ -155,7 +155,7 @@ def _star(pattern: Pattern, order: Order) -> Tensor:
     colors = _best(_STAR, rest, order)
     if crowd:
         first = _count(colors[~private])
-        colors[private] = torch.arange(first, first + crowd)
+        colors[private] = torch.arange(first, first + crowd, device="cpu")
         colors = torch.unique(colors, return_inverse=True)[1]
     return colors
 
@@ -209,7 +209,7 @@ def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool
                     for x in neighbours[w]:
                         if bit[x] == free:
                             shut[x] |= d
-    return torch.tensor([b.bit_length() - 1 for b in bit], dtype=torch.int64)
+    return torch.tensor([b.bit_length() - 1 for b in bit], dtype=torch.int64, device="cpu")
 
 
 # --- any matrix
@@ -225,7 +225,7 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
     turned = pattern.transposed()
     rows_of = _lists(turned.rows, turned.columns, columns)
     lengths = torch.bincount(pattern.rows, minlength=rows)
-    met = torch.zeros(columns, dtype=torch.int64).index_add(0, pattern.columns, lengths[pattern.rows])
+    met = torch.zeros(columns, dtype=torch.int64, device="cpu").index_add(0, pattern.columns, lengths[pattern.rows])
     around = [0] * rows  # the colours in each row
     bits = [0] * columns
     for column in _sequence(met, order):
@@ -235,12 +235,12 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
         bits[column] = free = ~taken & (taken + 1)
         for row in rows_of[column]:
             around[row] |= free
-    return torch.tensor([b.bit_length() - 1 for b in bits], dtype=torch.int64)
+    return torch.tensor([b.bit_length() - 1 for b in bits], dtype=torch.int64, device="cpu")
 
 
 def _with_diagonal(pattern: Pattern, order: Order) -> Tensor:
     """Columns that meet in a row, or are neighbours, differ: that is a star colouring too."""
-    diagonal = torch.arange(pattern.shape[0])
+    diagonal = torch.arange(pattern.shape[0], device="cpu")
     whole = Pattern(torch.cat([pattern.rows, diagonal]), torch.cat([pattern.columns, diagonal]), pattern.shape)
     return _by_rows(whole, order)
 

@@ -109,7 +109,9 @@ def _everything(sets: Sets) -> tuple[Tensor, Tensor]:
     """All pairs of an element and a number."""
     if len(sets) * sets.width > _DENSE:
         raise TooMany
-    return torch.arange(len(sets)).repeat_interleave(sets.width), torch.arange(sets.width).repeat(len(sets))
+    return torch.arange(len(sets), device="cpu").repeat_interleave(sets.width), torch.arange(
+        sets.width, device="cpu"
+    ).repeat(len(sets))
 
 
 _DENSE = 2**26

@@ -70,9 +70,11 @@ class Pattern:
 
     def to_torch(self) -> Tensor:
         """A sparse boolean tensor in coordinate format."""
-        ones = torch.ones(self.nnz, dtype=torch.bool)
+        ones = torch.ones(self.nnz, dtype=torch.bool, device="cpu")
         indices = torch.stack([self.rows, self.columns])
-        return torch.sparse_coo_tensor(indices, ones, self.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices, ones, self.shape, device="cpu", is_coalesced=True, check_invariants=False
+        )
 
     def to_scipy(self) -> Any:
         """A boolean `scipy.sparse.csr_array`."""

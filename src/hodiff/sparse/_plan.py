@@ -227,7 +227,7 @@ class Plan:
 
 def _random(count: int) -> Tensor:
     """A vector to compare products by: no entry is near zero; of its own, so that no generator of the user's moves."""
-    sizes = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    sizes = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu") + 0.5
     return sizes * (1 - 2 * (sizes * 1e4).long().remainder(2))
 
 
@@ -288,10 +288,17 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
         return values.new_zeros(pattern.shape).index_put(places, values)
     if output == "csr":
         return torch.sparse_csr_tensor(
-            pattern.starts().to(device), pattern.columns.to(device), values, pattern.shape, check_invariants=False
+            pattern.starts().to(device),
+            pattern.columns.to(device),
+            values,
+            pattern.shape,
+            device=device,
+            check_invariants=False,
         )
     indices = torch.stack([pattern.rows, pattern.columns]).to(device)
-    return torch.sparse_coo_tensor(indices, values, pattern.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, pattern.shape, device=device, is_coalesced=True, check_invariants=False
+    )
 
 
 def plan_hessian(

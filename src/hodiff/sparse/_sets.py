@@ -42,9 +42,9 @@ class Sets:
     @classmethod
     def singletons(cls, first: int, count: int, width: int) -> Sets:
         """The sets {first}, {first + 1}, ..."""
-        items = torch.arange(first, first + count)
-        start = torch.cat([_zeros(1), torch.arange(count + 1)])
-        return cls(torch.arange(1, count + 1), start, items, width)
+        items = torch.arange(first, first + count, device="cpu")
+        start = torch.cat([_zeros(1), torch.arange(count + 1, device="cpu")])
+        return cls(torch.arange(1, count + 1, device="cpu"), start, items, width)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,8 +90,8 @@ class Sets:
             pairs, of_pair = torch.unique(self.rows * len(other.start) + other.rows, return_inverse=True)
             left, right = pairs // len(other.start), pairs % len(other.start)
             united = Sets.joined([self._of_rows(left), other._of_rows(right)])
-            return united.grouped(torch.arange(len(pairs)).repeat(2), len(pairs)).take(of_pair)
-        return Sets.joined([self, other]).grouped(torch.arange(count).repeat(2), count)
+            return united.grouped(torch.arange(len(pairs), device="cpu").repeat(2), len(pairs)).take(of_pair)
+        return Sets.joined([self, other]).grouped(torch.arange(count, device="cpu").repeat(2), count)
 
     def spread(self, elements: Tensor, targets: Tensor, count: int) -> Sets:
         """`count` new elements: the set of each is the union of those of the `elements` that have it as a target."""
@@ -114,12 +114,12 @@ class Sets:
         groups = torch.div(keys, self.width, rounding_mode="floor")
         start = torch.cat([_zeros(1), torch.bincount(groups, minlength=count).cumsum(0)])
         items = keys - groups * self.width
-        return Sets(torch.arange(1, count + 1), torch.cat([_zeros(1), start]), items, self.width)
+        return Sets(torch.arange(1, count + 1, device="cpu"), torch.cat([_zeros(1), start]), items, self.width)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Element and member of all, ordered by both."""
         lengths = (self.start[1:] - self.start[:-1])[self.rows]
-        elements = torch.repeat_interleave(torch.arange(len(self)), lengths, output_size=_total(lengths))
+        elements = torch.repeat_interleave(torch.arange(len(self), device="cpu"), lengths, output_size=_total(lengths))
         return elements, self._members(self.rows, lengths)
 
     # --- within the table
@@ -134,7 +134,9 @@ class Sets:
         ends = lengths.cumsum(0)
         shift = self.start[rows] - (ends - lengths)
         total = _total(lengths)
-        return self.items[torch.arange(total) + torch.repeat_interleave(shift, lengths, output_size=total)]
+        return self.items[
+            torch.arange(total, device="cpu") + torch.repeat_interleave(shift, lengths, output_size=total)
+        ]
 
     def _compact(self) -> Sets:
         """Without the rows that no element has, where they are many."""
@@ -166,4 +168,4 @@ def _total(lengths: Tensor) -> int:
 
 
 def _zeros(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int64)
+    return torch.zeros(count, dtype=torch.int64, device="cpu")

@@ -97,7 +97,7 @@ def _united(parts: Sequence[Sets], width: int) -> Sets:
     if not parts:
         return Sets.empty(1, width)
     whole = Sets.joined(parts)
-    return whole.grouped(torch.zeros(len(whole), dtype=torch.int64), 1)
+    return whole.grouped(torch.zeros(len(whole), dtype=torch.int64, device="cpu"), 1)
 
 
 class Tracer(DispatchMode):
@@ -178,7 +178,7 @@ class Tracer(DispatchMode):
             self.unknown[str(func)] = None
             whole = _united(live, self.width)
             for tensor in tensors_in(result):
-                self.write(tensor, whole.take(torch.zeros(_length(tensor), dtype=torch.int64)))
+                self.write(tensor, whole.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")))
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ class Tracer(DispatchMode):
             self.unknown[operation.name] = None
             everything = operation.everything()
             for tensor in written:
-                self.write(tensor, everything.take(torch.zeros(_length(tensor), dtype=torch.int64)))
+                self.write(tensor, everything.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")))
             return result
         for tensor, sets in zip(operation.outputs, found, strict=True):
             if any(tensor is other for other in written):
@@ -453,8 +453,8 @@ def _places(tensor: Tensor) -> Tensor:
     """Where in memory each element of a tensor lies, counted in elements."""
     offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
     if tensor.is_contiguous():
-        return torch.arange(offset, offset + tensor.numel())
-    places = torch.full(shape, offset)
+        return torch.arange(offset, offset + tensor.numel(), device="cpu")
+    places = torch.full(shape, offset, device="cpu")
     for dim, (length, step) in enumerate(zip(shape, stride, strict=True)):
-        places += (torch.arange(length) * step).reshape(-1, *[1] * (tensor.ndim - dim - 1))
+        places += (torch.arange(length, device="cpu") * step).reshape(-1, *[1] * (tensor.ndim - dim - 1))
     return places.reshape(-1)

@@ -65,7 +65,7 @@ class Evaluation:
         lending.remember()
         self.output = _checks.check_output(self.run(self.point))
         self.drew, self.attributes = lending.drew_random(), Attributes(lending.borrowed)
-        self._weights = torch.ones(()) if self.output.numel() == 1 else normal(self.output, generator)
+        self._weights = torch.ones((), device="cpu") if self.output.numel() == 1 else normal(self.output, generator)
 
     def run(self, leaves: Point) -> Any:
         """What the function returns: with a graph, for leaves that require grad."""

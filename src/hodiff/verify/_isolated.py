@@ -160,7 +160,10 @@ def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, a
         warnings.simplefilter("ignore")
         try:
             outputs = [each.detach() for each in run(point)]
-            weights = [torch.randn(each.shape, dtype=each.dtype, generator=generator).to(each) for each in outputs]
+            weights = [
+                torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu").to(each)
+                for each in outputs
+            ]
             path = [tuple(part.to(point[0].device) for part in _directions(point, generator)) for _ in range(order)]
             for level in range(order):
                 lower = derived(scalar, path[:level], allow)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hodiff.errors
+from hodiff._core._dispatch_mode import tracing
 from hodiff._core._lending import Lending
 from hodiff.graph import _calls
 from hodiff.graph._calls import CUT, GRADIENT, PASS, PLAIN, tensors_in
@@ -93,7 +94,9 @@ class _Counting(TorchFunctionMode):
         return super().__enter__()
 
     def concerns(self, func: Function, kind: int, frame: FrameType) -> bool:
-        """Whether a call is one of the user's that can cut: no attribute is set, and the library did not ask."""
+        """Whether a call is one of the user's that can cut: not of values, no attribute is set, and we did not ask."""
+        if tracing():  # stand-ins, as in `torch.func.linearize`
+            return False
         if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
             return False
         return kind == PASS or not _is_ours(frame)

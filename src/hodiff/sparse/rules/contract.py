@@ -49,7 +49,7 @@ def _matmul(op: Operation, a: Tensor, b: Tensor) -> Sets | None:
 
 def _transposed(stack: int, rows: int, columns: int) -> Tensor:
     """The places of the entries of transposed matrices."""
-    return torch.arange(stack * rows * columns).reshape(stack, rows, columns).mT.reshape(-1)
+    return torch.arange(stack * rows * columns, device="cpu").reshape(stack, rows, columns).mT.reshape(-1)
 
 
 def _times(
@@ -59,11 +59,11 @@ def _times(
     stack, rows, inner, columns = sizes
     entries = _entries(op, matrix, sizes, turned=turned)
     if entries is None:
-        lines = torch.arange(stack * rows)
+        lines = torch.arange(stack * rows, device="cpu")
         whole = left.grouped(lines.repeat_interleave(inner), stack * rows)
         return whole.take(lines.repeat_interleave(columns))
     k, i, j = entries
-    row = torch.arange(rows).reshape(-1, 1)
+    row = torch.arange(rows, device="cpu").reshape(-1, 1)
     source = (k * rows + row) * inner + i
     target = (k * rows + row) * columns + j
     return left.spread(source.reshape(-1), target.reshape(-1), stack * rows * columns)

@@ -25,7 +25,7 @@ def along(shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None 
     gone = {dim % ndim for dim in dims} if ndim else set()
     kept = [1 if dim in gone else length for dim, length in enumerate(shape)]
     count = torch.Size(kept).numel()
-    first = torch.arange(count).reshape(kept)
+    first = torch.arange(count, device="cpu").reshape(kept)
     if part is None:
         return count, first.expand(tuple(shape)).reshape(-1)
     if ndim:

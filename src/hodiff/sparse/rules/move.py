@@ -30,12 +30,14 @@ def moved(op: Operation) -> Found:
         if isinstance(value, Tensor):
             sets = op.sets(value)
             if sets is not None:
-                numbers = torch.arange(first, first + value.numel(), dtype=torch.float64).reshape(value.shape)
+                numbers = torch.arange(first, first + value.numel(), dtype=torch.float64, device="cpu").reshape(
+                    value.shape
+                )
                 parts.append(sets)
                 first += value.numel()
                 return numbers
             data = value.is_floating_point() or value.is_complex()
-            return torch.zeros(value.shape, dtype=torch.float64) if data else value.cpu()
+            return torch.zeros(value.shape, dtype=torch.float64, device="cpu") if data else value.cpu()
         if isinstance(value, (tuple, list)):
             return type(value)([numbered(item) for item in value])
         return value
@@ -92,7 +94,7 @@ def scattered(op: Operation) -> Found:
 def _targets(op: Operation, base: Tensor, source: Tensor) -> tuple[Sets, Tensor, int, Tensor | None] | None:
     """The sets written, the group of each, how many groups, and for each entry of `self` its group (None: itself)."""
     sets = op.sets(source)
-    places = torch.arange(base.numel()).reshape(base.shape)
+    places = torch.arange(base.numel(), device="cpu").reshape(base.shape)
     dim, index = op.argument("dim"), op.argument("index")
     if sets is None:
         return None
@@ -103,7 +105,7 @@ def _targets(op: Operation, base: Tensor, source: Tensor) -> tuple[Sets, Tensor,
         hit = places[tuple(slice(None) if i is None else i.cpu() for i in indices)]
         return sets.take(_numbers(source, hit.shape)), hit.reshape(-1), base.numel(), None
     if op.name in ("scatter", "scatter_add"):
-        numbers = torch.arange(source.numel()).reshape(source.shape)
+        numbers = torch.arange(source.numel(), device="cpu").reshape(source.shape)
         part = numbers[tuple(slice(0, n) for n in index.shape)] if source.ndim else numbers.expand(index.shape)
         sets, part = sets.take(part.reshape(-1)), index.shape
         hit = None if op.is_variable(index) else places.gather(dim, index.cpu())
@@ -117,7 +119,7 @@ def _targets(op: Operation, base: Tensor, source: Tensor) -> tuple[Sets, Tensor,
 
 
 def _numbers(tensor: Tensor, shape: Any) -> Tensor:
-    return torch.arange(tensor.numel()).reshape(tensor.shape).expand(shape).reshape(-1)
+    return torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape).expand(shape).reshape(-1)
 
 
 def masked_scatter(op: Operation) -> Found:
@@ -130,7 +132,7 @@ def masked_scatter(op: Operation) -> Found:
     if sets is None:
         return [kept]
     hit = mask.cpu().expand(base.shape).reshape(-1).nonzero()[:, 0]
-    return [kept | sets.spread(torch.arange(len(hit)), hit, base.numel())]
+    return [kept | sets.spread(torch.arange(len(hit), device="cpu"), hit, base.numel())]
 
 
 def masked_scatter_backward(op: Operation) -> Found:
@@ -155,7 +157,7 @@ def adjoint(shape: Callable[[Operation], Any], movement: Callable[[Operation, Te
         if sets is None or len(op.live) != 1 or _has_variable_index(op):
             return None
         count = torch.Size(size).numel()
-        numbers = movement(op, torch.arange(1, count + 1, dtype=torch.float64).reshape(tuple(size)))
+        numbers = movement(op, torch.arange(1, count + 1, dtype=torch.float64, device="cpu").reshape(tuple(size)))
         targets = numbers.reshape(-1).long() - 1
         if len(targets) != gradient.numel():
             return None
@@ -180,7 +182,7 @@ def embedding_backward(op: Operation) -> Found:
     if sets is None or op.is_variable(indices):
         return None
     width = gradient.shape[-1]
-    targets = (indices.cpu().reshape(-1, 1) * width + torch.arange(width)).reshape(-1)
+    targets = (indices.cpu().reshape(-1, 1) * width + torch.arange(width, device="cpu")).reshape(-1)
     return [sets.grouped(targets, int(words) * width)]
 
 
@@ -190,7 +192,7 @@ def col2im(op: Operation) -> Found:
     sets = op.sets(columns)
     if sets is None:
         return None
-    numbers = torch.arange(1, output.numel() + 1, dtype=torch.float64).reshape(output.shape)
+    numbers = torch.arange(1, output.numel() + 1, dtype=torch.float64, device="cpu").reshape(output.shape)
     options = [op.argument(name) for name in ("kernel_size", "dilation", "padding", "stride")]
     targets = F.unfold(numbers, *options).reshape(-1).long() - 1
     held = targets >= 0

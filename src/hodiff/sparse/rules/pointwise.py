@@ -35,7 +35,7 @@ def product(op: Operation) -> Found:
     for factor in op.inputs:
         if factor is not output and factor.ndim and is_constant(op, factor) and not bool(factor.all()):
             passes = (factor != 0).reshape(-1).cpu()[broadcast(factor, output.shape)]
-            sets = sets.take(torch.where(passes, torch.arange(output.numel()), -1))
+            sets = sets.take(torch.where(passes, torch.arange(output.numel(), device="cpu"), -1))
     return [sets]
 
 
@@ -59,7 +59,7 @@ def broadcasts(tensor: Tensor, output: Tensor) -> bool:
 
 def broadcast(tensor: Tensor, shape: torch.Size) -> Tensor:
     """For each entry of a broadcast tensor, which entry of the tensor it is."""
-    places = torch.arange(tensor.numel())
+    places = torch.arange(tensor.numel(), device="cpu")
     return places if tensor.shape == shape else places.reshape(tensor.shape).expand(shape).reshape(-1)
 
 

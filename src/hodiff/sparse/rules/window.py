@@ -31,10 +31,10 @@ class Windows(NamedTuple):
         dilation: Sequence[int],
     ) -> Windows:
         """Those of a convolution from the large grid to the small one."""
-        found = cls(*[torch.zeros(1, dtype=torch.int64)] * 3)
+        found = cls(*[torch.zeros(1, dtype=torch.int64, device="cpu")] * 3)
         for a, b, k, step, pad, spread in zip(small, large, kernel, stride, padding, dilation, strict=True):
-            at = torch.arange(a).reshape(-1, 1).expand(a, k)
-            within = torch.arange(k).expand(a, k)
+            at = torch.arange(a, device="cpu").reshape(-1, 1).expand(a, k)
+            within = torch.arange(k, device="cpu").expand(a, k)
             seen = at * step - pad + within * spread
             inside = (seen >= 0) & (seen < b)
             parts = at[inside], seen[inside], within[inside]
@@ -49,7 +49,7 @@ class Windows(NamedTuple):
 
 def _many(sets: Sets, images: int, source: Tensor, sources: int, target: Tensor, targets: int) -> Sets:
     """A union along pairs of places, the same in each of several images."""
-    image = torch.arange(images).reshape(-1, 1)
+    image = torch.arange(images, device="cpu").reshape(-1, 1)
     return sets.spread((image * sources + source).reshape(-1), (image * targets + target).reshape(-1), images * targets)
 
 
@@ -88,11 +88,11 @@ def _through(sets: Sets, shape: Sequence[int], channels: int, conv: _Convolution
         if large_first
         else (conv.windows.small, conv.small, conv.windows.large, conv.large)
     )
-    image = torch.arange(images).reshape(-1, 1, 1)
-    place = (image * sources + torch.arange(sources)).expand(images, shape[1] // conv.groups, sources)
+    image = torch.arange(images, device="cpu").reshape(-1, 1, 1)
+    place = (image * sources + torch.arange(sources, device="cpu")).expand(images, shape[1] // conv.groups, sources)
     mixed = sets.grouped(place.reshape(-1), images * sources)
     seen = _many(mixed, images, source, sources, target, targets)
-    place = (image * targets + torch.arange(targets)).expand(images, channels // conv.groups, targets)
+    place = (image * targets + torch.arange(targets, device="cpu")).expand(images, channels // conv.groups, targets)
     return seen.take(place.reshape(-1))
 
 
@@ -104,7 +104,7 @@ def convolution(op: Operation) -> Found:
         return None
     total = Sets.empty(output.numel(), op.tracer.width)
     if op.sets(weight) is not None:
-        total = op.everything().take(torch.zeros(output.numel(), dtype=torch.int64))
+        total = op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu"))
     sets = op.sets(input)
     if sets is not None and op.sets(weight) is None:
         conv = _convolution(op, weight, input.shape, output.shape)
@@ -129,7 +129,7 @@ def convolution_backward(op: Operation) -> Found:
             conv = _convolution(op, weight, input.shape, gradient.shape)
             found.append(_through(sets, gradient.shape, input.shape[1], conv, forth=False))
         else:
-            found.append(op.everything().take(torch.zeros(output.numel(), dtype=torch.int64)))
+            found.append(op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu")))
     return found if len(found) == len(op.outputs) else None
 
 
@@ -189,8 +189,8 @@ def image(op: Operation) -> Found:
     images = tensor.shape[:-dims].numel()
     before, after = tensor.shape[-dims:].numel(), output.shape[-dims:].numel()
     return [
-        sets.grouped(torch.arange(images).repeat_interleave(before), images).take(
-            torch.arange(images).repeat_interleave(after)
+        sets.grouped(torch.arange(images, device="cpu").repeat_interleave(before), images).take(
+            torch.arange(images, device="cpu").repeat_interleave(after)
         )
     ]
 

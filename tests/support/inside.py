@@ -1,0 +1,375 @@
+"""What a user may call inside of `f`: control flow, transforms, checkpoints, compiled, scripted and custom functions.
+
+Each row is one entrywise function in two forms: by the operator or transform, and written plainly, which is the oracle.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as map_
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
+from torch.utils import checkpoint
+
+from tests.support.callers import SCALE, D, Entrywise
+
+
+def wave(z: Tensor) -> Tensor:
+    return SCALE * z.sin() * z
+
+
+def once(z: Tensor) -> Tensor:
+    """What `wave` is the derivative of."""
+    return SCALE * (z.sin() - z * z.cos())
+
+
+def twice(z: Tensor) -> Tensor:
+    """What `wave` is the second derivative of."""
+    return -SCALE * (z * z.sin() + 2 * z.cos())
+
+
+# --- control flow ----------------------------------------------------------------------------------------------------
+
+
+def _holds(z: Tensor) -> Tensor:
+    return z.square().sum() >= 0
+
+
+def _other(z: Tensor) -> Tensor:
+    return z.cos()
+
+
+def cond_captures(z: Tensor) -> Tensor:
+    return torch.cond(_holds(z), lambda: wave(z), lambda: _other(z), ())  # type: ignore[return-value]
+
+
+def cond_operands(z: Tensor) -> Tensor:
+    return torch.cond(_holds(z), wave, _other, (z,))  # type: ignore[return-value]
+
+
+def cond_both(z: Tensor) -> Tensor:
+    return torch.cond(_holds(z), lambda s: SCALE * s * z, _other, (z.sin(),))  # type: ignore[return-value]
+
+
+def cond_beside(z: Tensor) -> Tensor:
+    """The branch is one of two paths: where it is lost, the other is still there."""
+    return z + torch.cond(~_holds(z), lambda: _other(z), lambda: wave(z) - z, ())  # type: ignore[operator]
+
+
+def cond_nested(z: Tensor) -> Tensor:
+    return torch.cond(_holds(z), lambda y: cond_captures(y), _other, (z,))  # type: ignore[return-value]
+
+
+def cond_pytree(z: Tensor) -> Tensor:
+    found: Any = torch.cond(_holds(z), lambda: {"a": z.sin(), "b": [SCALE * z]}, lambda: {"a": z, "b": [z]}, ())
+    return found["a"] * found["b"][0]
+
+
+class Branching(nn.Module):
+    """A module whose branches capture its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.7, dtype=D))
+
+    def forward(self, z: Tensor) -> Tensor:
+        found: Any = torch.cond(_holds(z), lambda y: self.weight**2 * y.sin(), lambda y: self.weight * y, (z,))
+        return SCALE * found * z
+
+
+BRANCHING = Branching()
+
+
+def while_operands(z: Tensor) -> Tensor:
+    step = lambda i, y, factor: (i + 1, y * factor, factor.clone())
+    return while_loop(lambda i, y, factor: i < 1, step, (torch.tensor(0), SCALE * z.sin(), z.clone()))[1]
+
+
+def while_captures(z: Tensor) -> Tensor:
+    return while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y * z), (torch.tensor(0), SCALE * z.sin() / z))[1]
+
+
+def scan_operands(z: Tensor) -> Tensor:
+    carry = torch.ones(z.shape[1:], dtype=z.dtype)
+    return scan(lambda c, row: (c.clone(), c * row.sin() * row), carry, z)[1] * SCALE
+
+
+def scan_captures(z: Tensor) -> Tensor:
+    carry, numbers = torch.ones(z.shape[1:], dtype=z.dtype), torch.arange(z.shape[0])
+    return scan(lambda c, i: (c.clone(), c * SCALE * z.index_select(0, i.reshape(1))[0].sin()), carry, numbers)[1] * z
+
+
+def scan_pytree(z: Tensor) -> Tensor:
+    carry = {"a": torch.ones(z.shape[1:], dtype=z.dtype), "b": torch.zeros(z.shape[1:], dtype=z.dtype)}
+    step = lambda c, rows: ({"a": c["a"].clone(), "b": c["b"] + 1}, [c["a"] * rows[0].sin(), SCALE * rows[1]])
+    sines, factors = scan(step, carry, (z, z), reverse=True)[1]
+    return sines * factors
+
+
+def map_operands(z: Tensor) -> Tensor:
+    return map_(lambda row: row.sin() * row, z) * SCALE
+
+
+def map_captures(z: Tensor) -> Tensor:
+    return map_(lambda i: wave(z.index_select(0, i.reshape(1))[0]), torch.arange(z.shape[0]))
+
+
+def map_pytree(z: Tensor) -> Tensor:
+    found: Any = map_(lambda rows, scale: {"a": scale * rows[0].sin(), "b": rows[1].clone()}, [z, z], SCALE)
+    return found["a"] * found["b"]
+
+
+def folded(z: Tensor) -> Tensor:
+    return associative_scan(lambda a, b: a * b, torch.stack([SCALE * z.sin(), z]), 0, combine_mode="generic")[-1]
+
+
+def flex(z: Tensor) -> Tensor:
+    """Each entry attends itself alone; the other scores are masked."""
+    row = wave(z).reshape(1, 1, -1, 1)
+    found: Any = flex_attention(row, row, row, score_mod=_itself)
+    return found.reshape(z.shape)
+
+
+def _itself(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(q == k, score * SCALE, -torch.inf)
+
+
+def flex_operator(z: Tensor) -> Tensor:
+    """The same, behind the refusal of gradients on a CPU."""
+    row = wave(z).reshape(1, 1, -1, 1)
+    mask = create_block_mask(noop_mask, 1, 1, row.shape[2], row.shape[2], device="cpu")
+    return torch.ops.higher_order.flex_attention(row, row, row, _itself, mask.as_tuple(), 1.0, {})[0].reshape(z.shape)
+
+
+def lazily(make: Callable[[], Entrywise]) -> Entrywise:
+    """The function that is made when it is first called: to compile one loads Dynamo."""
+    made = cache(make)
+    return lambda z: made()(z)
+
+
+@cache
+def _exported(shape: torch.Size) -> Any:
+    class Wave(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            found: Any = torch.cond(z.square().sum() >= 0, lambda y: y.sin() * y, lambda y: y.cos(), (z,))
+            return found
+
+    return torch.export.export(Wave(), (torch.ones(shape, dtype=D),)).module()
+
+
+def exported(z: Tensor) -> Tensor:
+    return SCALE * _exported(z.shape)(z)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def reentrant(z: Tensor) -> Tensor:
+    return checkpoint.checkpoint(wave, z, use_reentrant=True)  # type: ignore[return-value]
+
+
+def not_reentrant(z: Tensor) -> Tensor:
+    return checkpoint.checkpoint(wave, z, use_reentrant=False)  # type: ignore[return-value]
+
+
+def selective(z: Tensor) -> Tensor:
+    saved = [torch.ops.aten.sin.default]
+    contexts = lambda: checkpoint.create_selective_checkpoint_contexts(saved)  # type: ignore[arg-type]
+    return checkpoint.checkpoint(wave, z, use_reentrant=False, context_fn=contexts)  # type: ignore[return-value]
+
+
+# --- torch.func ------------------------------------------------------------------------------------------------------
+
+
+def _total(g: Entrywise) -> Callable[[Tensor], Tensor]:
+    return lambda z: g(z).sum()
+
+
+def func_vjp(z: Tensor) -> Tensor:
+    value, pull = torch.func.vjp(once, z)  # type: ignore[misc]
+    return pull(torch.ones_like(value))[0]
+
+
+def func_jvp(z: Tensor) -> Tensor:
+    return torch.func.jvp(once, (z,), (torch.ones_like(z),))[1]  # type: ignore[return-value]
+
+
+def func_jvp_along(z: Tensor) -> Tensor:
+    """The tangent depends on the point."""
+    return -torch.func.jvp(torch.cos, (z,), (SCALE * z,))[1]  # type: ignore[operator]
+
+
+def func_linearize(z: Tensor) -> Tensor:
+    return -torch.func.linearize(torch.cos, z)[1](SCALE * z)
+
+
+def linear_part(z: Tensor) -> Tensor:
+    """What that is: PyTorch freezes the point at which it linearises."""
+    return SCALE * z.detach().sin() * z
+
+
+def func_hessian(z: Tensor) -> Tensor:
+    return torch.vmap(torch.func.hessian(twice))(z.reshape(-1)).reshape(z.shape)
+
+
+def func_jacrev(z: Tensor) -> Tensor:
+    return torch.vmap(torch.func.jacrev(once))(z.reshape(-1)).reshape(z.shape)
+
+
+def func_jacfwd(z: Tensor) -> Tensor:
+    return torch.vmap(torch.func.jacfwd(once))(z.reshape(-1)).reshape(z.shape)
+
+
+def func_call(z: Tensor) -> Tensor:
+    found = torch.func.functional_call(BRANCHING, {"weight": SCALE.sqrt()}, (z,))
+    return found / SCALE
+
+
+def in_vmap(z: Tensor) -> Tensor:
+    return torch.vmap(wave)(z)
+
+
+def cond_in_vmap(z: Tensor) -> Tensor:
+    """The condition differs between the samples."""
+    pick = lambda row: torch.cond(row[0] > 0.5, lambda: wave(row), lambda: SCALE * row.sin() * row, ())
+    return torch.vmap(pick)(z)  # type: ignore[arg-type]
+
+
+def cond_in_grad(z: Tensor) -> Tensor:
+    branch = lambda y: torch.cond(_holds(y), lambda: once(y).sum(), lambda: _other(y).sum(), ())
+    return torch.func.grad(branch)(z)  # type: ignore[arg-type]
+
+
+# --- forward mode ----------------------------------------------------------------------------------------------------
+
+
+def _dual(g: Entrywise, z: Tensor, tangent: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(g(forward_ad.make_dual(z, tangent))).tangent
+    assert found is not None
+    return found
+
+
+def dual(z: Tensor) -> Tensor:
+    return _dual(once, z, torch.ones_like(z))
+
+
+def dual_along(z: Tensor) -> Tensor:
+    return -_dual(torch.cos, z, SCALE * z)
+
+
+# --- functions of other kinds ----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("hodiff_tests::wave", mutates_args=())
+def with_formula(z: Tensor) -> Tensor:
+    return z.sin() * z
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _formula(ctx: Any, grad: Tensor) -> Tensor:
+    (z,) = ctx.saved_tensors
+    return grad * (z.cos() * z + z.sin())
+
+
+with_formula.register_autograd(_formula, setup_context=_setup)
+
+
+@torch.library.custom_op("hodiff_tests::unknown", mutates_args=())
+def without_formula(z: Tensor) -> Tensor:
+    return z.sin() * z
+
+
+def _sine(z: Tensor) -> Tensor:
+    return z.sin() * z
+
+
+def traced() -> Entrywise:
+    made = torch.jit.trace(_sine, torch.ones(2, 3, dtype=D))
+    return lambda z: SCALE * made(z)  # type: ignore[operator]
+
+
+def scripted() -> Entrywise:
+    made = torch.jit.script(_sine)
+    return lambda z: SCALE * made(z)  # type: ignore[operator]
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A row.
+
+    Attributes:
+        function: The function, by an operator or a transform.
+        plain: The same, written plainly.
+        refused: What an error may say that a name raises in place of a value; nothing where each has to be right.
+    """
+
+    function: Entrywise
+    plain: Entrywise = wave
+    refused: str | None = None
+
+
+INSIDE: dict[str, Inside] = {
+    "cond, captures": Inside(cond_captures),
+    "cond, operands": Inside(cond_operands),
+    "cond, both": Inside(cond_both),
+    "cond beside another path": Inside(cond_beside),
+    "cond in cond": Inside(cond_nested),
+    "cond of containers": Inside(cond_pytree),
+    "cond of a module": Inside(BRANCHING, lambda z: 0.49 * wave(z)),
+    "while_loop, operands": Inside(while_operands),
+    "while_loop, captures": Inside(while_captures),
+    "scan, operands": Inside(scan_operands),
+    "scan, captures": Inside(scan_captures),
+    "scan of containers": Inside(scan_pytree),
+    "map, operands": Inside(map_operands),
+    "map, captures": Inside(map_captures),
+    "map of containers": Inside(map_pytree),
+    "associative_scan": Inside(folded),
+    "flex_attention": Inside(flex, refused="FlexAttention does not support backward on CPU"),
+    "flex_attention, the operator": Inside(flex_operator),
+    "nested_compile_region": Inside(lazily(lambda: torch.compiler.nested_compile_region(wave))),
+    "export with cond": Inside(exported),
+    "checkpoint, re-entrant": Inside(reentrant, refused="re-entrant (activation )?checkpoint"),
+    "checkpoint": Inside(not_reentrant),
+    "checkpoint, selective": Inside(selective, refused="a selective activation checkpoint"),
+    "func.grad": Inside(torch.func.grad(_total(once))),
+    "func.vjp": Inside(func_vjp),
+    "func.jvp": Inside(func_jvp),
+    "func.jvp along the point": Inside(func_jvp_along),
+    "func.jacrev": Inside(func_jacrev),
+    "func.jacrev of a sum": Inside(torch.func.jacrev(_total(once))),
+    "func.jacfwd": Inside(func_jacfwd),
+    "func.jacfwd of a sum": Inside(torch.func.jacfwd(_total(once))),
+    "func.hessian": Inside(func_hessian),
+    "func.linearize": Inside(  # check_derivatives finds the point that is frozen
+        func_linearize, linear_part, refused=r"detach\(\) in _create_param .*gives a value without its graph"
+    ),
+    "func.functional_call": Inside(func_call),
+    "vmap": Inside(in_vmap),
+    "vmap of cond": Inside(cond_in_vmap),
+    "func.grad of cond": Inside(cond_in_grad),
+    "forward_ad": Inside(dual),
+    "forward_ad along the point": Inside(dual_along),
+    "custom_op": Inside(lambda z: SCALE * with_formula(z)),
+    "custom_op without a formula": Inside(
+        lambda z: SCALE * without_formula(z), refused="no autograd formula was registered"
+    ),
+    "jit.trace": Inside(lazily(traced)),
+    "jit.script": Inside(lazily(scripted)),
+    "compile, eager": Inside(lazily(lambda: torch.compile(wave, backend="eager"))),
+    "compile, aot_eager": Inside(lazily(lambda: torch.compile(wave, backend="aot_eager"))),
+}
