@@ -1,5 +1,6 @@
 """What differs between releases of PyTorch is dealt with, and what torch says about itself reaches no user of ours."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _versions
+from hodiff._core import _nodes, _refusals, _sharded, _translate, _versions
 from tests.support.differences import first_difference, relative_error
 
 X = torch.tensor([[0.3, -0.7], [1.1, 0.4], [-0.9, 0.2]], dtype=torch.float64)
@@ -18,6 +19,167 @@ V = torch.tensor([[0.5, 0.1], [-0.3, 0.8], [0.2, -0.6]], dtype=torch.float64)
 
 def test_the_release_is_read_from_its_number() -> None:
     assert ".".join(map(str, _versions.RELEASE)) == re.match(r"\d+\.\d+", torch.__version__).group()
+
+
+def python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *options, "-c", program], capture_output=True, text=True, check=False)
+
+
+def test_older_releases_are_refused_in_one_sentence() -> None:
+    """Before anything is imported that such a release lacks."""
+    ran = python(
+        "import sys, torch\ntorch.__version__ = '2.8.0+cu128'\n"
+        "try:\n    import hodiff\n"
+        "except ImportError as error:\n    print(error)\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('hodiff.')))"
+    )
+    sentence, imported = ran.stdout.splitlines()
+    assert sentence == 'hodiff needs PyTorch 2.13 or newer, and this is 2.8.0+cu128: pip install "torch>=2.13".'
+    assert imported == "hodiff._core._engine hodiff._core._versions hodiff.errors"
+
+
+def test_newer_releases_are_warned_of_once() -> None:
+    ran = python(
+        "import torch\ntorch.__version__ = '2.16.0.dev20270101+cpu'\n"
+        "import hodiff, hodiff.graph, hodiff.jets\nfrom hodiff.cli import _info\n"
+        "print(hodiff.grad(torch.sin, torch.zeros(())))\nprint(_info.release())"
+    )
+    assert ran.stderr.count("is newer than 2.15, the newest release") == 1, ran.stderr
+    assert ran.stderr.startswith("<string>:3: HodiffWarning: torch 2.16.0.dev20270101+cpu is newer")  # who imports it
+    assert ran.stdout.splitlines() == [
+        "tensor(1.)",
+        "2.16.0.dev20270101+cpu: newer than 2.15, the newest release of PyTorch that hodiff was tested with",
+    ]
+
+
+def test_known_releases_are_not() -> None:
+    assert _versions.OLDEST <= _versions.RELEASE <= _versions.NEWEST and not _versions.newer()
+    ran = python("import hodiff", "-Werror::UserWarning")
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("release", [(1, 13), (2, 8), (2, 12)])
+def test_what_is_older(monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]) -> None:
+    monkeypatch.setattr(_versions, "RELEASE", release)
+    with pytest.raises(ImportError, match=r"hodiff needs PyTorch 2\.13 or newer"):
+        _versions.check_release()
+
+
+@pytest.mark.parametrize("release", [(2, 16), (3, 0)])
+def test_what_is_newer(monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]) -> None:
+    monkeypatch.setattr(_versions, "RELEASE", release)
+    with pytest.warns(hodiff.HodiffWarning, match=r"newer than 2\.15"):
+        _versions.check_release()
+
+
+# --- what is private to PyTorch ---------------------------------------------------------------------------------------
+
+
+def second(x: torch.Tensor) -> torch.Tensor:
+    return hodiff.hvp(lambda x: x.sin().sum(), x, x)
+
+
+def first(x: torch.Tensor) -> torch.Tensor:
+    return hodiff.grad(lambda x: x.sin().sum(), x)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that has looked at no graph yet."""
+    for look in (_refusals.ROUNDED_ATTENTION, _refusals.MIXING):
+        monkeypatch.setattr(look, "_others", set())
+    monkeypatch.setattr(_refusals, "_UNREMARKABLE", {False: set(), True: set()})
+    _versions.prove.cache_clear()
+    monkeypatch.setattr(_versions, "LOOKS", dict(_versions.LOOKS))
+    return monkeypatch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def proved_again():
+    yield
+    _versions.prove.cache_clear()
+
+
+@pytest.mark.parametrize("call", [first, second])
+@pytest.mark.parametrize("what", _versions.LOOKS)
+def test_what_cannot_be_told_is_an_error_at_the_first_use(
+    fresh: pytest.MonkeyPatch, what: str, call: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Each look, as if this PyTorch answered otherwise, or had no such name."""
+    with pytest.raises(hodiff.HodiffError, match=re.escape(what)):
+        fresh.setitem(_versions.LOOKS, what, lambda x: False)
+        call(X)
+    with pytest.raises(hodiff.HodiffError, match=re.escape(what)) as caught:
+        fresh.setitem(_versions.LOOKS, what, lambda x: x.grad_fn._saved_under_another_name)
+        call(X)
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+@pytest.mark.parametrize(
+    ("reader", "what"),
+    [
+        ("scales_by_frequency", "whether an embedding scales"),
+        ("is_training", "whether a batch norm mixes"),
+        ("argument", "what a function was applied to"),
+        ("rounds_rows", "whether attention loses digits"),
+        ("received", "what a node receives"),
+        ("is_packed", "whether a checkpoint packed"),
+        ("function_of", "which Function"),
+        ("is_once_differentiable", "whether a Function is once_differentiable"),
+        ("_names", "what NotImplemented is"),
+    ],
+)
+def test_a_reader_that_fails_is_found(fresh: pytest.MonkeyPatch, reader: str, what: str) -> None:
+    def gone(*args: object) -> object:
+        raise AttributeError("gone")
+
+    fresh.setattr(_versions, reader, gone)
+    with pytest.raises(hodiff.HodiffError, match=what):
+        second(X)
+
+
+def test_the_proof_disturbs_nothing_and_is_made_once(fresh: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    fresh.setitem(_versions.LOOKS, "how often", lambda x: not looked.append(1))
+    state = torch.get_rng_state()
+    with (
+        torch.device("meta"),
+        torch.inference_mode(),
+        torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]),
+    ):
+        first(X), second(X)
+    torch.set_default_dtype(torch.float16)
+    try:
+        _versions.prove.cache_clear()
+        _versions.prove()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(looked) == 2 and torch.equal(state, torch.get_rng_state())
+
+
+def test_names_of_classes_that_are_used_are_proved() -> None:
+    names = {name for name, _, _ in _refusals.REMARKS}
+    names |= {*_translate.UNMARKED, *_translate.WRITTEN_OUT, *_translate.NORM_GRADIENTS, *_versions.BATCHED_WRONGLY}
+    assert names <= {*_versions.GRAPHS, *_versions.NOT_TRIED, *_versions.LOOKED_AT}
+
+
+def test_a_chunked_loss_is_still_told_by_its_name() -> None:
+    """It takes seconds, so `prove` does not try it."""
+    x = torch.ones(2, 3, requires_grad=True)
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss = torch.nn.functional.linear_cross_entropy(x, torch.ones(4, 3), torch.tensor([0, 1]), options=options)
+    assert any("linear_cross_entropy" in name for name in _nodes.survey([loss]).names())
+
+
+def test_functions_of_torch_are_still_called_so() -> None:
+    """Those that `_refusals` and `_sharded` know by name: an unknown one is warned of as any Function."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    homes = [f"torch._higher_order_ops.{name}" for name in ("cond", "scan", "while_loop")]
+    known = {name for home in (*homes, "torch.utils.checkpoint") for name in vars(importlib.import_module(home))}
+    assert known >= _refusals._WITHOUT_SECOND
+    assert hasattr(_fsdp_param_group, _sharded.NODE)
+    assert hasattr(torch.nn.modules._functions, "BackwardHookFunction")
 
 
 def test_no_user_sees_what_torch_deprecates() -> None:

@@ -77,16 +77,21 @@ FUNCTION_REASON = (
 
 
 def functions_traced() -> int:
-    """While tracing: how many `autograd.Function`s the graph has so far, known as it is traced."""
-    frame, found = sys._getframe(), 0
+    """While tracing: how many `autograd.Function`s the graph has so far, known as it is traced.
+
+    Dynamo evaluates this as it traces, with its own frames above. Were its names others, this would raise.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._functorch.autograd_function import autograd_function_apply
+
+    frame = sys._getframe()
     while frame is not None:
-        output = getattr(frame.f_locals.get("self"), "output", None)
-        for tracer in getattr(output, "tracers", ()):
-            found += sum("autograd_function_apply" in str(node.target) for node in tracer.graph.nodes)
-        if output is not None:
-            return found
+        translator = frame.f_locals.get("self")
+        if isinstance(translator, InstructionTranslatorBase):
+            nodes = (node for tracer in translator.output.tracers for node in tracer.graph.nodes)
+            return sum(node.target is autograd_function_apply for node in nodes)
         frame = frame.f_back
-    return found
+    return 0
 
 
 # What torch.compiler.assume_constant_result does, which would import Dynamo at once.

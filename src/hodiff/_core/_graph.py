@@ -140,18 +140,18 @@ class Graph:
                 raise error
 
     def _evaluate(self, given: Sequence[Tensor] | None) -> _nodes.Survey:
-        """Run `f`; once more, as the first time, where operations stand in the way of a right second derivative."""
+        """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
         lending = self._lending
         self.leaves = lending.leaves(given)
         lending.remember()
         survey = self._run(exact=self.order >= 3)
-        if self.order < 2:
-            return survey
-        names = survey.names()
+        names = survey.names() if self.order >= 2 else set()
         inexact = names & _translate.WRITTEN_OUT
-        if "CudnnRnnBackward0" in names:
+        if self.order < 2 and _refusals.ROUNDED_ATTENTION.among(survey):
+            lending.also(_switches.plain_attention)
+        elif "CudnnRnnBackward0" in names:
             lending.also(_switches.no_cudnn)
-        elif self.order > 2 or not inexact:
+        elif self.order != 2 or not inexact:
             return survey
         lending.restart()
         return self._run(exact=self.order >= 3 or bool(inexact))
@@ -235,12 +235,17 @@ class Graph:
             raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
         if self.order >= 2:
             _refusals.judge(survey, self.leaves, self.order, self.call.allow)
-        if self.batch_ndim and (self._mixes or _refusals.mixes_samples(survey)):
+        else:
+            _refusals.refuse_rounded_attention(survey, self.leaves)
+        if self.batch_ndim and (self._mixes or _refusals.MIXING.among(survey)):
             _refusals.warn_of_mixing(self.batch_ndim)
 
     def unreached(self, outputs: Sequence[Tensor]) -> list[str]:
         """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not."""
-        return self._unreached(self._survey(outputs))
+        survey = self._survey(outputs)
+        if self.order < 2:
+            _refusals.refuse_rounded_attention(survey)
+        return self._unreached(survey)
 
     def _unreached(self, survey: _nodes.Survey) -> list[str]:
         if not self.owned:

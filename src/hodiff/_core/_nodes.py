@@ -7,21 +7,18 @@ per node.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import methodcaller
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.function import BackwardCFunction
+
+from hodiff._core import _versions
 
 Node = Any
 """An autograd node. (`torch.autograd.graph.Node` is abstract and has no attributes to type-check.)"""
-
-# Every `@once_differentiable` wrapper runs this code object: the one sign of the decorator that is
-# visible before the backward pass it guards.
-_ONCE_CODE = once_differentiable(lambda ctx: None).__code__
 
 
 def node_of(tensor: Tensor) -> Node | None:
@@ -136,7 +133,7 @@ class Survey:
         """The Python `autograd.Function`s in the graph, with their nodes."""
         for kind, nodes in self.by_class.items():
             if is_function(kind):
-                yield function_of(kind, nodes[0]), nodes
+                yield function_of(kind), nodes
 
     def variables(self) -> list[Tensor]:
         """The leaf tensors that would accumulate a gradient."""
@@ -208,9 +205,8 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     return any(variable is leaf for variable in Survey(roots, results).variables())
 
 
-def function_of(kind: type, node: Node) -> type:
-    """The Python `autograd.Function` whose backward a node of that class is."""
-    return getattr(node, "_forward_cls", kind)
+function_of = _versions.function_of
+is_once_differentiable = _versions.is_once_differentiable
 
 
 def is_function(kind: type) -> bool:
@@ -218,25 +214,26 @@ def is_function(kind: type) -> bool:
     return issubclass(kind, BackwardCFunction)
 
 
-def scales_by_frequency(node: Node) -> bool:
-    """Whether the node of an embedding scales gradients by how often a row was used."""
-    return getattr(node, "_saved_scale_grad_by_freq", False)
+class Rare:
+    """Nodes of classes that few graphs have, of which something holds; to see that there is none compares two sets."""
 
+    def __init__(self, *names: str, of_which: Callable[[Node], object]) -> None:
+        self._names, self._holds = names, of_which
+        self._others: set[type] = set()
 
-def saved_near_zero(node: Node, reach: float) -> bool:
-    """Whether the argument that a node has kept has an entry so close to 0."""
-    return bool((node._saved_self.detach().abs() < reach).any())
+    def among(self, graph: Survey) -> list[Node]:
+        """Those in a graph."""
+        if graph.by_class.keys() <= self._others:
+            return []
+        _versions.prove()
+        self._others.update(kind for kind in graph.by_class if kind.__name__ not in self._names)
+        return [node for node in graph.named(*self._names) if self._holds(node)]
 
 
 def has_backward(function: type) -> bool:
     """Whether an `autograd.Function` says how it is differentiated."""
     plain = torch.autograd.Function
     return getattr(function, "backward", None) is not plain.backward or getattr(function, "vjp", None) is not plain.vjp
-
-
-def is_once_differentiable(function: type) -> bool:
-    """Whether an `autograd.Function`'s backward wears `@once_differentiable`."""
-    return getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE
 
 
 def reaches(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> bool:
@@ -253,7 +250,7 @@ def largest_output(graph: Survey) -> int:
     largest = 1
     for nodes in graph.by_class.values():
         for node in nodes:
-            largest = max(largest, *map(_elements, _metadata(node)), 1)
+            largest = max(largest, *(_elements(shape) for shape, _ in _versions.received(node)), 1)
     return largest
 
 
@@ -262,23 +259,11 @@ def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
     found = {like}
     for nodes in graph.by_class.values():
         for node in nodes:
-            found |= {dtype for data in _metadata(node) if (dtype := getattr(data, "dtype", None)) is not None}
+            found |= {dtype for _, dtype in _versions.received(node)}
     return max((d for d in found if d.is_floating_point or d.is_complex), key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _metadata(node: Node) -> Iterable[Any]:
-    """What a node knows of the gradients that it receives; nothing where PyTorch cannot tell (nested tensors)."""
-    try:
-        return getattr(node, "_input_metadata", ())
-    except (RuntimeError, NotImplementedError):
-        return ()
-
-
-def _elements(metadata: Any) -> int:
-    try:
-        shape = getattr(metadata, "shape", ())
-    except RuntimeError:  # as above
-        return 1
+def _elements(shape: Iterable[Any]) -> int:
     size = 1
     for length in shape:
         size *= length if isinstance(length, int) else 1
@@ -287,21 +272,7 @@ def _elements(metadata: Any) -> int:
 
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
-    for kind, nodes in graph.by_class.items():
-        names = _raw_saved(kind)
-        for node in nodes:
-            for name in names:
-                raw = getattr(node, name)
-                for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-                    if getattr(saved, "unpack_hook", None) is not None:
-                        return True
-    return False
-
-
-@functools.cache
-def _raw_saved(kind: type) -> tuple[str, ...]:
-    """The attributes under which nodes of a class show what they saved, packed."""
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return any(_versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes)
 
 
 _LOSSES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff._core import _claims, _nodes, _sharded, _translate
+from hodiff._core import _claims, _nodes, _sharded, _translate, _versions
 from hodiff._core._checks import outside
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
 
@@ -33,7 +33,8 @@ def independent(owned: bool, unused: list[str], has_graph: bool) -> GraphError:
 
 USUAL_CAUSES = (
     "Usual causes: .detach(), .data or .item(), a torch.no_grad() block, NumPy, an integer or boolean step "
-    "(argmax, a comparison), or torch.tensor(...) of a result."
+    "(argmax, a comparison), a function that PyTorch takes for constant (torch.special.airy_ai), or torch.tensor(...) "
+    "of a result."
 )
 
 
@@ -57,6 +58,7 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
     unremarkable = _UNREMARKABLE[order >= 3]
     if graph.by_class.keys() <= unremarkable:
         return
+    _versions.prove()
     for kind, nodes in graph.by_class.items():
         if kind in unremarkable:
             continue
@@ -64,7 +66,7 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
         if remark is not None:
             remark(nodes, leaves)
         elif _nodes.is_function(kind):
-            _check_function(_nodes.function_of(kind, nodes[0]), nodes, leaves, allow)
+            _check_function(_nodes.function_of(kind), nodes, leaves, allow)
         else:
             unremarkable.add(kind)
 
@@ -163,7 +165,7 @@ def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 
 
 def _refuse_scaled_embedding(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    scaled = [node for node in nodes if _nodes.scales_by_frequency(node)]
+    scaled = [node for node in nodes if _versions.scales_by_frequency(node)]
     if _nodes.reaches(scaled, leaves):
         raise GraphError.about(
             "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its second "
@@ -202,7 +204,8 @@ def _refuse_logcumsumexp(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 
 
 def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches([node for node in nodes if _nodes.saved_near_zero(node, 2e-3)], leaves):
+    near = [node for node in nodes if bool((_versions.argument(node).detach().abs() < 2e-3).any())]
+    if _nodes.reaches(near, leaves):
         name = {"Sinc": "sinc", "SpecialI1": "special.i1", "SpecialI1E": "special.i1e"}[
             type(nodes[0]).__name__.removesuffix("Backward0")
         ]
@@ -214,21 +217,52 @@ def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
         )
 
 
+ROUNDED_ATTENTION = _nodes.Rare(
+    "ScaledDotProductFlashAttentionForCpuBackward0",  # the kernels of other devices have not been tried
+    of_which=lambda node: _versions.rounds_rows(node) is not False,
+)
+"""Fused attention whose first gradient is wrong, or may be, where that cannot be seen."""
+
+
+def refuse_rounded_attention(graph: _nodes.Survey, leaves: Sequence[Tensor] | None = None) -> None:
+    """Raise, or warn where it cannot be seen, for attention (on the way to `leaves`) with a wrong first gradient."""
+    nodes = ROUNDED_ATTENTION.among(graph)
+    if not nodes or (leaves is not None and not _nodes.reaches(nodes, leaves)):
+        return
+    kernel = "PyTorch's fused attention on the processor"
+    rows = "a row that is masked in full by a large finite number (finfo.min, -1e9)"
+    way_out = (
+        "Compute it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give such rows a mask that is boolean or "
+        "-inf; a function that is given to hodiff in place of its value, and chooses no kernel itself, is right."
+    )
+    if any(_versions.rounds_rows(node) for node in nodes):
+        raise GraphError.about(
+            f"the gradient of {kernel} is wrong for {rows}, by 100 % and more, silently. {way_out}",
+            operations=["scaleddotproduct"],
+        )
+    warnings.warn(
+        f"the gradient of {kernel} is wrong for {rows}, and an activation checkpoint (or a hook) hides whether there "
+        f"is one here. {way_out}",
+        HodiffWarning,
+        stacklevel=outside(),
+    )
+
+
 Remark = Callable[[list[Any], Sequence[Tensor]], None]
 
 REMARKS: list[tuple[str, int, Remark]] = [
-    ("NativeLayerNormBackwardBackward", 2, _refuse_norm),
-    ("NativeBatchNormBackwardBackward", 2, _refuse_norm),
+    ("NativeLayerNormBackwardBackward0", 2, _refuse_norm),
+    ("NativeBatchNormBackwardBackward0", 2, _refuse_norm),
     (_translate.WEIGHT_NORM, 2, _refuse_weight_norm),
-    ("SparseCooTensorWithDimsAndTensorsBackward", 2, _refuse_sparse),
-    ("SparseCompressedTensorBackward", 2, _refuse_sparse),
+    ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
+    ("SparseCompressedTensorBackward0", 2, _refuse_sparse),
     ("EmbeddingBackward0", 2, _refuse_scaled_embedding),
     ("linear_cross_entropy", 2, _refuse_chunked_loss),
     ("SincBackward0", 2, _refuse_near_zero),
     ("SpecialI1Backward0", 2, _refuse_near_zero),
     ("SpecialI1EBackward0", 2, _refuse_near_zero),
-    ("LogcumsumexpBackward", 3, _refuse_logcumsumexp),
-    ("BatchNormWithUpdateBackward", 3, _refuse_batch_norm_with_update),
+    ("LogcumsumexpBackward0", 3, _refuse_logcumsumexp),
+    ("BatchNormWithUpdateBackward0", 3, _refuse_batch_norm_with_update),
 ]
 """A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""
 
@@ -301,17 +335,13 @@ _KINKS = {
 }
 
 
-def mixes_samples(graph: _nodes.Survey) -> bool:
-    """Whether a batch norm in training mode is in the graph."""
-    if graph.by_class.keys() <= _SEPARATE:
-        return False
-    _SEPARATE.update(kind for kind in graph.by_class if "BatchNorm" not in kind.__name__)
-    names = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
-    return any(getattr(node, "_saved_training", False) for node in graph.named(*names))
-
-
-_SEPARATE: set[type] = set()
-"""Classes of nodes that are known to be no batch norm."""
+MIXING = _nodes.Rare(
+    "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
+    of_which=_versions.is_training,
+)
+"""Batch norms in training mode."""
 
 
 def warn_of_mixing(batch_ndim: int) -> None:

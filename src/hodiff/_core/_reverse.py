@@ -157,7 +157,7 @@ def transposed(ev: Graph, outputs: list[Tensor], cotangents: list[Tensor]) -> li
 
 
 def _is_ours(kind: type) -> bool:
-    return _nodes.function_of(kind, kind).__module__.startswith("hodiff.")
+    return _nodes.function_of(kind).__module__.startswith("hodiff.")
 
 
 def pull_many(

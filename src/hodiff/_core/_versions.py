@@ -1,15 +1,59 @@
-"""What differs between the PyTorch releases that are supported, 2.13 to 2.15: each entry names those it serves."""
+"""What numbers depend on that PyTorch does not promise: what differs between releases, and private names, proved.
+
+hodiff supports the releases from `OLDEST` to `NEWEST`. What differs between those has an entry that names the ones it
+serves. Private attributes of nodes are read here alone, and no class of nodes is told by its name that `LOOKS` does not
+prove: on first use each builds a tiny graph, and a PyTorch that answers otherwise than expected is refused, for a
+wrong derivative would pass unseen. (Explanations have their own proof, `graph._self_test`: they may know nothing.)
+"""
 
 from __future__ import annotations
 
 import re
+import threading
 import warnings
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from hodiff._core import _engine
+from hodiff.errors import HodiffError, HodiffWarning
+
+OLDEST, NEWEST = (2, 13), (2, 15)
+"""The releases that the tests have run on, those between them included."""
 
 RELEASE = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+
+
+def newer() -> str:
+    """What is said of a release that is newer than all that were tested; empty where it is not."""
+    if RELEASE <= NEWEST:
+        return ""
+    return f"newer than {'.'.join(map(str, NEWEST))}, the newest release of PyTorch that hodiff was tested with"
+
+
+def check_release() -> None:
+    """Refuse a release that is too old, before anything of it is used that it lacks; warn of one that is not known."""
+    if RELEASE < OLDEST:
+        raise ImportError(
+            f"hodiff needs PyTorch {'.'.join(map(str, OLDEST))} or newer, and this is {torch.__version__}: "
+            f'pip install "torch>={".".join(map(str, OLDEST))}".'
+        )
+    if newer():
+        warnings.warn(
+            f"torch {torch.__version__} is {newer()}: what it changed in derivatives is not known here. "
+            f"`hodiff info` tries what is known of its operations, and hodiff.check_derivatives your function.",
+            HodiffWarning,
+            stacklevel=4,  # who imports hodiff
+        )
+
+
+# --- what differs between releases ------------------------------------------------------------------------------------
 
 # 2.13 alone: the pairwise distances have no second derivative. Their nodes carry no marker that says so.
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
@@ -20,6 +64,9 @@ CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
 # All: their backward has a batching rule that is wrong without a word, so vectors pass them one at a time.
 # (masked_select: where its argument is broadcast to the mask.)
 BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "AsStridedScatterBackward0", "MaskedSelectBackward0")
+
+# 2.13, 2.14: Bessel functions, too, are constants to autograd; see `_translate.CONSTANTS`.
+BESSEL_IS_CONSTANT = RELEASE < (2, 15)
 
 
 @cache
@@ -33,3 +80,236 @@ def load_forward_mode() -> None:
         warnings.filterwarnings("ignore", r".*torch\.jit", FutureWarning)
         with forward_ad.dual_level():
             forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
+
+
+# --- what nodes tell under private names ------------------------------------------------------------------------------
+
+Node = Any
+
+
+def scales_by_frequency(node: Node) -> bool:
+    """Whether the node of an embedding scales gradients by how often a row was used."""
+    return node._saved_scale_grad_by_freq
+
+
+def is_training(node: Node) -> bool:
+    """Whether the node of a batch norm took the statistics of its batch."""
+    return node._saved_training
+
+
+def argument(node: Node) -> Tensor:
+    """What the node of a function of one tensor has kept of its argument."""
+    return node._saved_self
+
+
+LARGEST = 1e3
+"""The absolute value of a row's log-sum-exp beyond which the fused kernel's gradient loses digits that count."""
+
+
+def rounds_rows(node: Node) -> bool | None:
+    """Whether a node of fused attention has rows, masked in full by large finite numbers, whose gradient is wrong.
+
+    The kernel takes softmax anew as exp(S - lse), and lse = -1e9 + log N has no digit left of log N: each weight is 1
+    in place of 1/N. None: it cannot be seen, for an activation checkpoint (or another hook) packed it.
+    """
+    mask, kept = node._raw_saved_attn_mask, node._raw_saved_logsumexp
+    if mask.unpack_hook is not None:
+        return None
+    if mask.data is None or kept.data is None:  # no mask; or the graph was freed, which the pass will say
+        return False
+    if kept.data.__class__ is not Tensor:  # one without numbers: a tracer's
+        return None
+    return bool((kept.data.abs() > LARGEST).any())
+
+
+def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
+    """The shape and dtype of each gradient that a node receives; nothing where PyTorch cannot tell (nested tensors)."""
+    try:
+        for data in node._input_metadata:
+            yield tuple(data.shape), data.dtype
+    except (RuntimeError, NotImplementedError):
+        return
+
+
+@cache
+def _raw_saved(kind: type) -> tuple[str, ...]:
+    """The attributes under which nodes of a class show what they saved, packed."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def is_packed(node: Node) -> bool:
+    """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
+    for name in _raw_saved(node.__class__):
+        raw = getattr(node, name)
+        if any(each.unpack_hook is not None for each in (raw if isinstance(raw, (tuple, list)) else (raw,))):
+            return True
+    return False
+
+
+def function_of(kind: type) -> type:
+    """The Python `autograd.Function` whose backward a class of nodes is."""
+    return kind._forward_cls  # type: ignore[attr-defined]
+
+
+# Every `@once_differentiable` wrapper runs this code object: the one sign of the decorator that is
+# visible before the backward pass it guards.
+_ONCE_CODE = once_differentiable(lambda ctx: None).__code__
+
+
+def is_once_differentiable(function: type) -> bool:
+    """Whether an `autograd.Function`'s backward wears `@once_differentiable`."""
+    return getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE
+
+
+# --- proof ------------------------------------------------------------------------------------------------------------
+
+
+def _names(result: Any) -> dict[str, Node]:
+    """The nodes below a result, by the names of their classes."""
+    found = [result.grad_fn]
+    for node in found:  # which grows
+        found += [below for below, _ in node.next_functions if below is not None and below not in found]
+    return {node.__class__.__name__: node for node in found}
+
+
+def _gradient(result: Tensor, x: Tensor) -> Tensor:
+    (found,) = _engine.grad([result.sum()], [x], [None], keep=True, build=True)
+    return found  # type: ignore[return-value]
+
+
+def _attention(x: Tensor, row: float) -> Node:
+    q = x.expand(1, 1, 3, 4)
+    mask = torch.zeros(3, 3, dtype=x.dtype).index_fill(0, torch.tensor([1]), row)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # whatever kernels are switched off
+    return fused(q, q, q, attn_mask=mask)[0].grad_fn
+
+
+def _embedding(x: Tensor, scaled: bool) -> Node:
+    return F.embedding(torch.tensor([0, 0]), x, scale_grad_by_freq=scaled).grad_fn
+
+
+def _packed(x: Tensor) -> bool:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        sine, attention = x.sin().grad_fn, _attention(x, 0.0)
+    return is_packed(sine) and not is_packed(x.sin().grad_fn) and rounds_rows(attention) is None
+
+
+_WITHOUT = () if DISTANCES else ("PdistBackwardBackward0",)
+"""Classes that matter in other releases alone."""
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0] * 1
+
+
+class _Once(_Plain):
+    backward = staticmethod(once_differentiable(_Plain.backward))  # pyright: ignore[reportAssignmentType]
+
+
+_INDICES, _ROWS = torch.tensor([[0, 1, 2, 3]], device="cpu"), torch.tensor([0, 4], device="cpu")
+
+GRAPHS: dict[str, Callable[[Tensor], Any]] = {
+    "NativeLayerNormBackwardBackward0": lambda x: _gradient(F.layer_norm(x, (4,)).sin(), x),
+    "NativeBatchNormBackwardBackward0": lambda x: _gradient(F.batch_norm(x, None, None, training=True).sin(), x),
+    "WeightNormInterfaceBackward0": lambda x: torch._weight_norm(x, x[:, :1], 0),  # pyright: ignore[reportPrivateImportUsage]
+    "SparseCooTensorWithDimsAndTensorsBackward0": lambda x: torch.sparse_coo_tensor(
+        _INDICES, x[0], (4,), check_invariants=False
+    ),
+    "SparseCompressedTensorBackward0": lambda x: torch.sparse_csr_tensor(_ROWS, _INDICES[0], x[0], (1, 4)),
+    "SincBackward0": torch.sinc,
+    "SpecialI1Backward0": torch.special.i1,
+    "SpecialI1EBackward0": torch.special.i1e,
+    "LogcumsumexpBackward0": lambda x: torch.logcumsumexp(x, 0),
+    "BatchNormWithUpdateBackward0": lambda x: torch.ops.aten._batch_norm_with_update(
+        x, None, None, x[0].detach(), x[0].detach(), 0.1, 1e-5
+    )[0],
+    "CdistBackward0": lambda x: torch.cdist(x, x, p=3.0),
+    "CdistBackwardBackward0": lambda x: _gradient(torch.cdist(x, x + 1, p=3.0).sin(), x),
+    "PdistBackwardBackward0": lambda x: _gradient(torch.pdist(x).sin(), x),
+    "EmbeddingBagBackwardBackward0": lambda x: _gradient(F.embedding_bag(_INDICES[:, :3], x).sin(), x),
+    "AsStridedScatterBackward0": lambda x: torch.as_strided_scatter(x, x[0], (4,), (1,)),
+    "MaskedSelectBackward0": lambda x: x.masked_select(x > 0),
+    "NotImplemented": lambda x: torch.bincount(_ROWS, x[0, :2]),
+    "Error": lambda x: _gradient(_Once.apply(x).sin(), x),
+}
+"""For each class of nodes that is told by its name, how a graph comes to have one."""
+
+LOOKED_AT = ("EmbeddingBackward0", "NativeBatchNormBackward0", "ScaledDotProductFlashAttentionForCpuBackward0")
+"""Those that `LOOKS` makes for what they tell."""
+
+NOT_TRIED = {
+    "CudnnRnnBackward0": "cuDNN's: without a second derivative in any case, and PyTorch says so",
+    "CudnnBatchNormBackward0": "cuDNN's",
+    "MiopenBatchNormBackward0": "MIOpen's",
+    "linear_cross_entropy": "3 s; a Function, of which one unknown would be warned of",
+}
+"""Those of which none can be made here, or not at once."""
+
+LOOKS: dict[str, Callable[[Tensor], bool]] = {
+    "whether an embedding scales gradients": lambda x: (
+        [scales_by_frequency(_embedding(x, scaled)) for scaled in (True, False)] == [True, False]
+    ),
+    "whether a batch norm mixes samples": lambda x: (
+        [
+            is_training(
+                _names(F.batch_norm(x, x[0].detach(), x[0].detach().abs(), training=t))["NativeBatchNormBackward0"]
+            )
+            for t in (True, False)
+        ]
+        == [True, False]
+    ),
+    "what a function was applied to": lambda x: argument(torch.sinc(x).grad_fn).data_ptr() == x.data_ptr(),
+    "whether attention loses digits": lambda x: (
+        [rounds_rows(_attention(x, row)) for row in (torch.finfo(x.dtype).min, -1.0, -torch.inf)]
+        == [True, False, False]
+    ),
+    "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
+    "whether a checkpoint packed what a node saved": _packed,
+    "which Function a node belongs to": lambda x: function_of(_Once.apply(x).grad_fn.__class__) is _Once,
+    "whether a Function is once_differentiable": lambda x: (
+        is_once_differentiable(_Once) and not is_once_differentiable(_Plain)
+    ),
+    **{
+        f"what {name} is": lambda x, name=name, graph=graph: name in _names(graph(x))
+        for name, graph in GRAPHS.items()
+        if name not in _WITHOUT
+    },
+}
+"""What is to be told of a graph, and whether it can be told of a tiny one: some 5 ms together."""
+
+
+@cache
+def prove() -> None:
+    """Raise where this PyTorch does not answer as expected. In a thread of its own, where no mode of the caller is on.
+
+    Whoever looks at a graph calls it where it meets a class of nodes for the first time.
+    """
+    failed: dict[str, BaseException | None] = {}
+
+    def run() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            x = torch.linspace(0.1, 1.2, 12, dtype=torch.float64, device="cpu").reshape(3, 4).requires_grad_()
+            for what, told in LOOKS.items():
+                try:
+                    if not told(x):
+                        failed[what] = None
+                except Exception as error:  # whatever is different, it is not what we know
+                    failed[what] = error
+
+    thread = threading.Thread(target=run, name="hodiff looks at PyTorch")
+    thread.start()
+    thread.join()
+    if failed:
+        cause = next((error for error in failed.values() if error is not None), None)
+        raise HodiffError(
+            f"torch {torch.__version__} does not tell as others do: {'; '.join(failed)}. Derivatives that are wrong "
+            f"would pass unseen, so none is given. Use a release that hodiff supports "
+            f"({'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}), or a newer hodiff."
+        ) from cause

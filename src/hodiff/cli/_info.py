@@ -11,6 +11,7 @@ import sys
 import torch
 
 import hodiff
+from hodiff._core import _versions
 from hodiff.cli import _operations
 
 HELP = "print versions, devices, and which operations have no second derivative, or a wrong one, on this PyTorch"
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     tried, others = _operations.spot_checks(sweep)
     facts = {
         "hodiff": hodiff.__version__,
-        "torch": torch.__version__,
+        "torch": release(),
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "devices": ", ".join(devices()),
         "threads": f"{torch.get_num_threads()}",
@@ -46,6 +47,12 @@ def run(options: argparse.Namespace) -> int:
     for line in _operations.lines(sweep):
         print(line)
     return 1 if others else 0
+
+
+def release() -> str:
+    """The release of PyTorch, and whether it is one that was tested."""
+    newer = _versions.newer()
+    return f"{torch.__version__}: {newer}" if newer else torch.__version__
 
 
 def _swept(sweep: _operations.Sweep) -> str:

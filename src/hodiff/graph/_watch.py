@@ -228,7 +228,7 @@ class Watch(TorchFunctionMode):
     def _note_once(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
             for child in (node, *_traits.children(node)):
-                function = _nodes.function_of(type(child), child) if _saved.is_function(child) else None
+                function = _nodes.function_of(type(child)) if _saved.is_function(child) else None
                 if function is not None and _nodes.is_once_differentiable(function) and child is not node:
                     self._once[function.__name__, self.made(node)] = None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hodiff._core import _checks, _compiled_callers, _tree
 from hodiff.errors import GraphError, InputError
@@ -41,7 +42,8 @@ def outputs_and_gradient(
             )
         return scalars.sum(), outputs
 
-    gradient, outputs = torch.func.grad(total, has_aux=True)(leaves)
+    with sdpa_kernel(SDPBackend.MATH):  # no second derivative through the fused kernels; nor, of some masks, a first
+        gradient, outputs = torch.func.grad(total, has_aux=True)(leaves)
     if not create_graph:
         gradient, outputs = [leaf.detach() for leaf in gradient], outputs.detach()
     return outputs, list(gradient)

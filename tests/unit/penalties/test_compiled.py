@@ -57,6 +57,31 @@ def test_points_and_a_detached_value():
     torch.testing.assert_close(found, hodiff.eikonal_penalty(f, points).detach())
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_attention_whose_rows_are_masked_in_full(create_graph):
+    """The fused kernel's first gradient is wrong there, and it has no second one."""
+    mask = torch.zeros(3, 3, dtype=torch.float64).index_fill(0, torch.tensor([1]), torch.finfo(torch.float64).min)
+    x, scale = torch.randn(5, 12, dtype=torch.float64), torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+
+    def written(q, k, v, mask):
+        return (q @ k.mT / 2 + mask).softmax(-1) @ v
+
+    def penalty(attention, scale):
+        def f(x):
+            q = (scale * x).reshape(-1, 1, 3, 4)
+            return attention(q, q.sin(), q.cos(), mask).sin().sum((1, 2, 3))
+
+        return hodiff.gradient_penalty(f, x, create_graph=create_graph)
+
+    step = torch.compile(
+        lambda scale: penalty(F.scaled_dot_product_attention, scale), fullgraph=True, backend="aot_eager"
+    )
+    found, expected = step(scale), penalty(written, scale)
+    torch.testing.assert_close(found, expected)
+    if create_graph:
+        torch.testing.assert_close(torch.autograd.grad(found, scale), torch.autograd.grad(expected, scale))
+
+
 @pytest.mark.slow
 def test_equals_eager_with_inductor():
     compare(STEPS["r1"], conv(), "inductor")  # its random numbers are not those of eager mode
