@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _engine
+from hodiff._core import _engine, _versions
 from hodiff.calculus import _forward
 
 
@@ -19,6 +19,7 @@ class Count:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.passes = 0
         hodiff.graph.inspect(torch.ones(1, requires_grad=True).exp().sum())  # it tests itself, by passes, at first use
+        _versions.prove()
         engine = torch.autograd._engine_run_backward
 
         def counted(*args: object, **kwargs: object) -> object:

@@ -1,5 +1,7 @@
 """Normalisations written from their definition, where PyTorch's own derivatives are wrong.
 
+And, as each call is seen here, smooth functions that PyTorch takes for constants, refused.
+
 PyTorch's double backward of `layer_norm`, `batch_norm` (training) and `instance_norm` is right, but
 its derivative is not: a third derivative through them is 3-81 % off, silently
 (pytorch#175754, pytorch#186256). That of `weight_norm` is wrong at second order already, by the
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _near_zero
+from hodiff._core import _near_zero, _translate
 
 
 def layer_norm(
@@ -161,6 +163,26 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.instance_norm: instance_norm,
     torch.instance_norm: _instance_norm_kernel,
 }
+
+
+def _refusing(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        result = function(*args, **kwargs)
+        given = any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values()))
+        if given and torch.is_grad_enabled() and not result.requires_grad:
+            raise _translate.constant(name)
+        return result
+
+    return refuse
+
+
+TAKEN_FOR_CONSTANTS: dict[Callable[..., Tensor], str] = {
+    getattr(torch.special if name.startswith("special_") else torch, name.removeprefix("special_")): name
+    for name in _translate.CONSTANTS
+}
+"""Smooth functions that PyTorch takes for constants without a word, and their names."""
+
+_REPLACED |= {function: _refusing(name, function) for function, name in TAKEN_FOR_CONSTANTS.items()}
 
 
 class ExactNorms(TorchFunctionMode):

@@ -55,6 +55,50 @@ WRITTEN_OUT = {
 NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
 
 
+_POLYNOMIALS = (
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+)
+_FUNCTION = "write an autograd.Function whose backward multiplies by its derivative, "
+_BESSEL = {
+    "bessel_j0": _FUNCTION + "-bessel_j1(x)",
+    "bessel_j1": _FUNCTION + "bessel_j0(x) - bessel_j1(x) / x",
+    "bessel_y0": _FUNCTION + "-bessel_y1(x)",
+    "bessel_y1": _FUNCTION + "bessel_y0(x) - bessel_y1(x) / x",
+    "modified_bessel_i0": "use torch.special.i0",
+    "modified_bessel_i1": "use torch.special.i1",
+    "modified_bessel_k0": _FUNCTION + "-modified_bessel_k1(x)",
+    "modified_bessel_k1": _FUNCTION + "-modified_bessel_k0(x) - modified_bessel_k1(x) / x",
+}
+_SPECIAL = {
+    **(_BESSEL if _versions.BESSEL_IS_CONSTANT else {}),
+    "scaled_modified_bessel_k0": _FUNCTION + "scaled_modified_bessel_k0(x) - scaled_modified_bessel_k1(x)",
+    "scaled_modified_bessel_k1": _FUNCTION + "(1 - 1 / x) scaled_modified_bessel_k1(x) - scaled_modified_bessel_k0(x)",
+    "spherical_bessel_j0": "use torch.sinc(x / math.pi)",
+    "airy_ai": _FUNCTION + "Ai', which PyTorch lacks",
+    **dict.fromkeys(_POLYNOMIALS, "write its recurrence in n"),
+}
+CONSTANTS = {
+    **{f"special_{name}": way for name, way in _SPECIAL.items()},
+    "linspace": "write start + (end - start) * torch.linspace(0, 1, steps)",
+    "logspace": "write base ** (start + (end - start) * torch.linspace(0, 1, steps))",
+}
+"""Smooth functions of which PyTorch says that they have no derivative, so that they give constants, and what to do.
+
+By `__name__`. Nothing in a graph shows them: the road sees them where it sees each call, at third order and above and
+in Taylor mode; `check_derivatives` and the explanations know their names.
+"""
+
+
+def constant(name: str) -> GraphError:
+    """The error for one of them."""
+    return GraphError.about(
+        f"PyTorch takes the result of {name} for a constant, though it is smooth in its argument, so that its part of "
+        f"a derivative would be missing, silently. Instead, {CONSTANTS[name]}; or say that a constant is meant, by "
+        f".detach() of its argument."
+    )
+
+
 def way_out(name: str) -> str | None:
     """The operation behind a node or ATen name, and how to do without it."""
     piece = _piece(name)

@@ -183,6 +183,7 @@ class Explanation:
         call: What failed: `Tensor.backward`, `autograd.backward`, `autograd.grad`.
         cause: For a graph that was freed `hoisted`, `cached`, `carried`, `stored`, `two losses`, `same loss
             twice` or `released`; `changed in place`; for no graph `detached`, `no_grad`, `discrete`, `constant`,
+            `smooth` (a function that PyTorch declares no derivative of),
             `checkpoint`, `inside a Function`, `constant gradient`, `gradient without create_graph` or `no graph`;
             `not used`, `no second derivative`, `recomputed otherwise`, `refused in place`, `inference tensor`,
             `copied`, `read after freeing`; empty if it could not be told.

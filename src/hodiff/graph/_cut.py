@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _nodes
+from hodiff._core import _nodes, _translate
 from hodiff.graph import _passes, _traits, _variables
 from hodiff.graph._case import Case, Explanation, Lost
 from hodiff.graph._endings import COPY
@@ -27,6 +27,7 @@ KINDS = {
     "gradient": "it is a gradient that was taken without create_graph=True, so it has no graph of its own.",
     "constant gradient": "it is the gradient of a function that is linear: a constant, with no graph to differentiate.",
     "constant": "it passed through a number, NumPy or a step without derivative there, and is a constant since.",
+    "smooth": "PyTorch declares no derivative of that function, smooth as it is, and takes its result for a constant.",
     "no graph": "it was computed from nothing that requires grad, or was cut off on the way.",
 }
 CAUSES = {"gradient": "gradient without create_graph", "inference": "no_grad"}
@@ -52,6 +53,8 @@ def fix_of(kind: str, line: Line | None, call: str) -> str:
         if call in ("tensor", "as_tensor"):
             return f"put the tensors together with torch.stack{where}: torch.{call} copies values alone."
         return f"stay with tensor operations{where}: {call or 'that'} gives a constant."
+    if kind == "smooth":
+        return f"{_translate.CONSTANTS[call]}."
     return {
         "detached": f"leave out the detach() or .data{where}, if this value is to be trained through.",
         "no_grad": f"compute it outside the no_grad block, or under torch.enable_grad(){where}.",

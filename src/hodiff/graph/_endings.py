@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hodiff._core import _translate
 from hodiff.graph import _calls
 from hodiff.graph._calls import CUT, LEAVING, tensors_in
 from hodiff.graph._case import Lost
@@ -61,6 +62,8 @@ class Endings:
             lost, line = "constant" if name in LEAVING else "detached", None
         else:
             lost, line = self._reason(result, frame)
+            if lost == "constant" and name in _translate.CONSTANTS:
+                lost = "smooth"
         if name in _COPIES and isinstance((*arguments[0], None)[0], Tensor):
             name = COPY
         found = Lost(lost, line or lines_of(self._path(frame))[0], name)

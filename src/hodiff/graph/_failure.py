@@ -128,11 +128,11 @@ _WAYS_OUT = {
 }
 
 
-def _way_out(kind: str, line: Line) -> str:
+def _way_out(kind: str, line: Line, call: str = "") -> str:
     """What to do about a cut; a detach() that only serves NumPy is not the cause."""
     leaves_torch = kind == "detached" and any(word in line.text for word in (".numpy(", ".item(", ".tolist("))
     kind = "constant" if leaves_torch else kind
-    return _WAYS_OUT.get(kind) or _cut.fix_of(kind, line, "")
+    return _WAYS_OUT.get(kind) or _cut.fix_of(kind, line, call)
 
 
 def _lost(
@@ -149,7 +149,7 @@ def _lost(
     if cuts:
         kind, line = cuts[0].kind, cuts[0].line
         lines = [f"  cut at       {quoted(lost.line)}" for lost in cuts]
-        return "\n".join([*lines, f"    => {_cut.KINDS[kind]}", f"    fix: {_way_out(kind, line)}"])
+        return "\n".join([*lines, f"    => {_cut.KINDS[kind]}", f"    fix: {_way_out(kind, line, cuts[0].call)}"])
     steps = [line for line, concerned in clues.steps.items() if concerned]
     if clues.walks == WALKS:
         return ""
@@ -214,6 +214,8 @@ def _untracked(case: Case) -> str:
     if found is None or found.created is None:
         return ""
     kind = next((kind for kind, cause in _cut.CAUSES.items() if cause == found.cause), found.cause)
+    if kind == "smooth":
+        return _body(found)
     return _body(replace(found, fixes=(_way_out(kind, found.created),)))
 
 

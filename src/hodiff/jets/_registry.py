@@ -6,9 +6,7 @@ functions are made anew at each look (`torch.Tensor.T`).
 
 from __future__ import annotations
 
-import functools
 import operator
-import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hodiff._core._norms import TAKEN_FOR_CONSTANTS
 from hodiff.errors import GraphError
 
 OTHER_ROUTE = 'Write it with other operations, or use method="reverse".'
@@ -56,21 +55,9 @@ class NoDerivative(ByNoRoute):
         )
 
 
-_SMOOTH = re.compile("(bessel|modified_bessel|scaled_modified_bessel|spherical_bessel|airy)_|.*_polynomial_[a-z]")
-SMOOTH = frozenset(getattr(torch.special, name) for name in dir(torch.special) if _SMOOTH.match(name))
-"""Smooth operations that PyTorch took for constants without a word: all of them up to 2.14, 16 of these 24 in 2.15."""
-
-
 def without_derivative(func: Any) -> bool:
     """Whether an operation is smooth, and PyTorch takes it for a constant."""
-    return func in SMOOTH and _constant_to_autograd(func)
-
-
-@functools.cache
-def _constant_to_autograd(func: Any) -> bool:
-    with torch.inference_mode(False), torch.enable_grad():
-        point = torch.ones((), requires_grad=True)
-        return not func(point, *[1] * ("polynomial" in func.__name__)).requires_grad
+    return func in TAKEN_FOR_CONSTANTS
 
 
 class NoConstants(TorchFunctionMode):
@@ -78,10 +65,8 @@ class NoConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass everything else through."""
-        wanted = (
-            func in SMOOTH and torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)
-        )
-        if wanted and without_derivative(func):
+        given = without_derivative(func) and any(getattr(arg, "requires_grad", False) for arg in args)
+        if given and torch.is_grad_enabled():
             raise NoDerivative(operation(func))
         return func(*args, **(kwargs or {}))
 

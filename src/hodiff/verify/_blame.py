@@ -102,6 +102,7 @@ def _of_cut(site: Site, part: float, failed: Check) -> Cause:
     how = {
         "no_grad": f"{word}{inside} runs while gradients are switched off (no_grad or inference_mode)",
         "gradient": f"the gradient{inside} is taken without create_graph=True",
+        "smooth": f"PyTorch declares no derivative of {word.rstrip('()')}, smooth as it is",
     }.get(site.kind, f"{word}{inside} gives a value without its graph")
     reason = f"{how}: it counts as a constant, and {part:+.6e} of the derivative of order {failed.order} is missing"
     named = site.place.inside.partition(" ")[0] or str(line)

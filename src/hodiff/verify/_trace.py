@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hodiff.errors
+from hodiff._core import _translate
 from hodiff._core._dispatch_mode import tracing
 from hodiff._core._lending import Lending
 from hodiff.graph import _calls
@@ -204,6 +205,8 @@ class Recorder(_Counting):
             found = "constant"
         else:
             found = _calls.surroundings(frame)[0] or "no_grad"
+        if found == "constant" and name in _translate.CONSTANTS:
+            found = "smooth"
         if found and found not in ("inside a Function", "checkpoint"):
             self.sites.append(Site(key, found, name, self.place(frame), _still(result)))
 
