@@ -123,6 +123,7 @@ def test_what_cannot_be_told_is_an_error_at_the_first_use(
         ("argument", "what a function was applied to"),
         ("rounds_rows", "whether attention loses digits"),
         ("received", "what a node receives"),
+        ("reduction", "by what a loss made one number"),
         ("is_packed", "whether a checkpoint packed"),
         ("function_of", "which Function"),
         ("is_once_differentiable", "whether a Function is once_differentiable"),

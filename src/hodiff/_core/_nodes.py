@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import methodcaller
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -207,6 +207,7 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
 
 function_of = _versions.function_of
 is_once_differentiable = _versions.is_once_differentiable
+reduction = _versions.reduction
 
 
 def is_function(kind: type) -> bool:
@@ -273,25 +274,6 @@ def _elements(shape: Iterable[Any]) -> int:
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
     return any(_versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes)
-
-
-_LOSSES = {
-    f"{loss}Backward0"
-    for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
-                 "SmoothL1Loss", "HuberLoss", "SoftMarginLoss")
-}  # fmt: skip
-_SUMS, _MEANS = {"SumBackward0", "SumBackward1"}, {"MeanBackward0", "MeanBackward1"}
-
-
-def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size | None]:
-    """By what the last operation made one number of many, where that can be seen, and the shape of the many."""
-    node = value.grad_fn
-    kind = type(node).__name__
-    if kind in _LOSSES:
-        return ("mean" if node._saved_reduction == 1 else "sum"), None  # pyright: ignore
-    if kind in _MEANS or kind in _SUMS:
-        return ("mean" if kind in _MEANS else "sum"), torch.Size(node._saved_self_sym_sizes)  # pyright: ignore
-    return None, None
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:

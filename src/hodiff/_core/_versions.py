@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +120,25 @@ def rounds_rows(node: Node) -> bool | None:
     if kept.data.__class__ is not Tensor:  # one without numbers: a tracer's
         return None
     return bool((kept.data.abs() > LARGEST).any())
+
+
+_LOSSES = {
+    f"{loss}Backward0"
+    for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
+                 "SmoothL1Loss", "HuberLoss", "SoftMarginLoss")
+}  # fmt: skip
+_SUMS, _MEANS = {"SumBackward0", "SumBackward1"}, {"MeanBackward0", "MeanBackward1"}
+
+
+def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size | None]:
+    """By what the last operation made one number of many, where that can be seen, and the shape of the many."""
+    node = value.grad_fn
+    kind = type(node).__name__
+    if kind in _LOSSES:
+        return ("mean" if node._saved_reduction == 1 else "sum"), None  # pyright: ignore
+    if kind in _MEANS or kind in _SUMS:
+        return ("mean" if kind in _MEANS else "sum"), torch.Size(node._saved_self_sym_sizes)  # pyright: ignore
+    return None, None
 
 
 def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
@@ -240,7 +259,15 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
 }
 """For each class of nodes that is told by its name, how a graph comes to have one."""
 
-LOOKED_AT = ("EmbeddingBackward0", "NativeBatchNormBackward0", "ScaledDotProductFlashAttentionForCpuBackward0")
+LOOKED_AT = (
+    "EmbeddingBackward0",
+    "MeanBackward0",
+    "MeanBackward1",
+    "NativeBatchNormBackward0",
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "SumBackward0",
+    "SumBackward1",
+)
 """Those that `LOOKS` makes for what they tell."""
 
 NOT_TRIED = {
@@ -271,6 +298,11 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     ),
     "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
     "whether a checkpoint packed what a node saved": _packed,
+    "by what a loss made one number of many": lambda x: (
+        [reduction(value) for value in (x.sum(), x.sum(0), x.mean(0), x.mean())]
+        == [("sum", x.shape), ("sum", x.shape), ("mean", x.shape), ("mean", x.shape)]
+        and [reduction(F.mse_loss(x, x, reduction=how))[0] for how in ("mean", "sum")] == ["mean", "sum"]
+    ),
     "which Function a node belongs to": lambda x: function_of(_Once.apply(x).grad_fn.__class__) is _Once,
     "whether a Function is once_differentiable": lambda x: (
         is_once_differentiable(_Once) and not is_once_differentiable(_Plain)
