@@ -28,7 +28,7 @@ from tests.support.callers import tensors
 from tests.support.ledger import Ledger, storages_of, without_collector
 
 REMEMBERED = {
-    "_SEPARATE", "_cleared", "_without_functions",  # classes of nodes
+    "MIXING", "ROUNDED_ATTENTION", "_cleared", "_without_functions",  # classes of nodes
     "_warned", "_state",  # what was said
     "KNOWN", "USERS", "_decompositions", "RULES",  # code, files and operations
 }  # fmt: skip
