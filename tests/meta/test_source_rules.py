@@ -20,7 +20,6 @@ MAKERS = re.compile(
 
 ANYWHERE = {
     ("_path_length.py", "torch.zeros(())"): "a module's buffer, which is made where the user makes modules",
-    ("_registry.py", "torch.ones((), requires_grad=True)"): "asked whether it has a derivative, and for no number",
 }
 
 

@@ -176,7 +176,7 @@ def test_functions_of_torch_are_still_called_so() -> None:
     """Those that `_refusals` and `_sharded` know by name: an unknown one is warned of as any Function."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-    homes = [f"torch._higher_order_ops.{name}" for name in ("cond", "scan", "while_loop")]
+    homes = [f"torch._higher_order_ops.{name}" for name in ("cond", "flex_attention", "scan", "while_loop")]
     known = {name for home in (*homes, "torch.utils.checkpoint") for name in vars(importlib.import_module(home))}
     assert known >= _refusals._WITHOUT_SECOND
     assert hasattr(_fsdp_param_group, _sharded.NODE)

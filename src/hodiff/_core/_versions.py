@@ -198,13 +198,13 @@ def _gradient(result: Tensor, x: Tensor) -> Tensor:
 
 def _attention(x: Tensor, row: float) -> Node:
     q = x.expand(1, 1, 3, 4)
-    mask = torch.zeros(3, 3, dtype=x.dtype).index_fill(0, torch.tensor([1]), row)
+    mask = x.new_zeros(3, 3).index_fill(0, _ROWS[1:] - 3, row)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # whatever kernels are switched off
     return fused(q, q, q, attn_mask=mask)[0].grad_fn
 
 
 def _embedding(x: Tensor, scaled: bool) -> Node:
-    return F.embedding(torch.tensor([0, 0]), x, scale_grad_by_freq=scaled).grad_fn
+    return F.embedding(_INDICES[0, :1], x, scale_grad_by_freq=scaled).grad_fn
 
 
 def _packed(x: Tensor) -> bool:
@@ -238,9 +238,11 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "NativeBatchNormBackwardBackward0": lambda x: _gradient(F.batch_norm(x, None, None, training=True).sin(), x),
     "WeightNormInterfaceBackward0": lambda x: torch._weight_norm(x, x[:, :1], 0),  # pyright: ignore[reportPrivateImportUsage]
     "SparseCooTensorWithDimsAndTensorsBackward0": lambda x: torch.sparse_coo_tensor(
-        _INDICES, x[0], (4,), check_invariants=False
+        _INDICES, x[0], (4,), device="cpu", check_invariants=False
     ),
-    "SparseCompressedTensorBackward0": lambda x: torch.sparse_csr_tensor(_ROWS, _INDICES[0], x[0], (1, 4)),
+    "SparseCompressedTensorBackward0": lambda x: torch.sparse_csr_tensor(
+        _ROWS, _INDICES[0], x[0], (1, 4), device="cpu"
+    ),
     "SincBackward0": torch.sinc,
     "SpecialI1Backward0": torch.special.i1,
     "SpecialI1EBackward0": torch.special.i1e,
