@@ -444,7 +444,6 @@ DISCIPLINE = {
     "jets._dispatch._body": CACHE,
     "jets._dispatch._running": OWN,
     "jets._series._open": OWN,
-    "jets._registry._constant_to_autograd": CACHE,
     "sparse._tracer._open": OWN,
     "sparse._tracer._watched": LOCKED,
     "sparse._tracer.decompositions": CACHE,
