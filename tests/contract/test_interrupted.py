@@ -1,20 +1,40 @@
-"""Ctrl-C at any moment leaves nothing behind: no switch, no loan, no leaf of ours; and the next call is right.
+"""Ctrl-C at any moment leaves nothing behind: no switch, no loan, no lock, no leaf of ours; and the next call is right.
 
-The suite interrupts each public name at a few moments; `--slow` at every one of them.
+The suite interrupts each public name at a few moments, and each context of the library wherever it begins and ends;
+`--slow` does all at every moment. `python -m tests.abuse.signals` sends real signals.
+
+What Python gives no place to prevent: an interrupt between a `with` block and `__exit__` finds nothing of ours running.
+The state is then put back when the context is forgotten, which is when the interrupt's traceback is; see
+`test_forgotten`.
 """
 
+import ast
+import contextlib
 import itertools
-from collections.abc import Callable
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
+import hodiff
+from hodiff._core import _results, _switches
+from hodiff._core._where import Where
+from hodiff.cli._transparent import Warnings
+from hodiff.curvature import _compile
+from hodiff.curvature._shares import Shares
+from hodiff.graph import _cells
 from hodiff.jets._series import Turn
-from tests.support.audit import unchanged
-from tests.support.callers import CALLERS, SCALE, tensors
+from tests.meta.source import ROOT, library_files, tree
+from tests.support.audit import taken_locks, unchanged
+from tests.support.callers import CALLERS, SCALE, direction, generator, tensors
 from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_module
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, Kind, Seen
 from tests.support.scene import Model, X
 
 pytestmark = [
@@ -31,27 +51,30 @@ CALLS: dict[str, Call] = {
 }
 
 
-def interrupt(call: Call, moments: int | None) -> None:
+def interrupt(call: Call, moments: int | None, kind: Kind = "calls") -> None:
     """Interrupt a call at so many moments, all of them by default, and look around after each."""
     model = Model()
     run = lambda: call(model)
     torch.manual_seed(7)
     expected = tensors(run())
-    count = Interrupter()
+    count = Interrupter(kind=kind)
     count(run)
     step = 1 if moments is None else max(1, count.moments // moments)
     for at in itertools.islice(range(1 + step // 2, count.moments + 1, step), moments):
-        interrupter = Interrupter(at)
+        interrupter = Interrupter(at, kind)
+        stopped = False
         try:
             with unchanged(model, X, SCALE):
                 try:
                     interrupter(run)
-                except KeyboardInterrupt as stopped:
-                    stopped.__traceback__ = None
+                except KeyboardInterrupt as error:
+                    error.__traceback__, stopped = None, True
                     with Turn():  # the next expansion forgets that one was not counted out
                         pass
         except AssertionError as error:
             raise AssertionError(f"interrupted at {interrupter.place}:\n{error}") from None
+        assert stopped or interrupter.lost or not interrupter.place, f"swallowed at {interrupter.place}"
+    assert not taken_locks()
     assert not model.fired
     torch.manual_seed(7)
     torch.testing.assert_close(tensors(run()), expected)
@@ -68,6 +91,225 @@ def test_at_more_moments(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["calls", "contexts", "lines"])
 @pytest.mark.parametrize("name", CALLS)
-def test_at_every_moment(name: str) -> None:
-    interrupt(CALLS[name], None)
+def test_at_every_moment(name: str, kind: Kind) -> None:
+    interrupt(CALLS[name], None, kind)
+
+
+# --- each context ---------------------------------------------------------------------------------------------------
+
+
+def _cube(z: Any) -> torch.Tensor:
+    return (z**3).sum()
+
+
+def _with_data(f: Callable[..., Any] = _cube, **options: Any) -> Any:
+    return hodiff.HessianOperator(lambda z, batch: (f(z), 1), X, data=[()], **options) @ direction(X)
+
+
+def _closed(_: Model) -> Any:
+    with hodiff.HessianOperator(_cube, X) as H:
+        return H @ direction(X)
+
+
+def _checkpointed(_: Model) -> Any:
+    H = hodiff.HessianOperator(lambda z: checkpoint(lambda y: y.sin() * y, z, use_reentrant=False).sum(), X)
+    return H @ direction(X)
+
+
+def _under(context: Callable[[], Any], call: Call) -> Call:
+    def run(model: Model) -> Any:
+        with context():
+            return call(model)
+
+    return run
+
+
+def _explained(_: Model) -> str:
+    """A pass that fails under a watch, which explains it."""
+    a = X.clone().requires_grad_()
+    with hodiff.graph.watch():
+        loss = (a**2).sum()
+        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return error.__notes__[0]
+    return ""
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+def _checked(f: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    def run(_: Model) -> None:
+        with contextlib.suppress(hodiff.DerivativeError):
+            hodiff.check_derivatives(f, X, generator=generator())
+
+    return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    hook = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    sys.excepthook = hook
+
+
+def _shared(_: Model) -> torch.Tensor:
+    shares = Shares(dist.group.WORLD, Where(X), "HessianOperator", "auto")
+    with shares.together():
+        return shares.sum("multiplies", [X])[0][0].clone()
+
+
+def _traced(_: Model) -> Any:
+    _compile.trace(lambda parts: [parts[0].sin()], [X])
+    assert not _results._unseen.on
+
+
+def _entered(context: Callable[[], Any]) -> Call:
+    def run(_: Model) -> None:
+        with context():
+            pass
+
+    return run
+
+
+def _bfloat16() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def _eager(_: Model) -> None:
+    import torch._dynamo
+
+    with _switches.Scope(_switches.eager.enter):
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+
+
+def _of_inference(_: Model) -> Any:
+    with torch.inference_mode():
+        factor = torch.full_like(X, 3.0)
+    return hodiff.hvp(lambda z: (z**3 * factor).sum(), X, direction(X))
+
+
+def _hooked(z: torch.Tensor) -> torch.Tensor:
+    y = z * z
+    y.register_hook(lambda gradient: 2 * gradient)
+    return y.sum()
+
+
+def _inspected(_: Model) -> int:
+    loss = _cube(X.clone().requires_grad_())
+    with torch.inference_mode():
+        return len(hodiff.graph.inspect(loss).nodes)
+
+
+ENTERED: dict[str, Call] = {
+    "_core/_claims.py: Held": CALLS["NewtonCG"],
+    "_core/_graph.py: Graph": CALLS["hvp, module as point"],
+    "_core/_hooks.py: Counted(_watch_hooks)": CALLS["hvp, module as point"],
+    "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
+    "_core/_lending.py: Lending": _under(torch.inference_mode, CALLS["hvp, module as point"]),
+    "_core/_modes.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),
+    "_core/_modes.py: Scope(partial(_push_calls, mode))": _of_inference,
+    "_core/_modes.py: Scope(partial(_push_operations, mode))": CALLS["sparse_hessian, module in f"],
+    "_core/_results.py: unseen": _traced,
+    "_core/_switches.py: Counted(_eager)": _eager,
+    "_core/_switches.py: Counted(_no_cudnn)": _entered(lambda: _switches.Scope(_switches.no_cudnn.enter)),
+    "_core/_switches.py: Counted(_plain_attention)": CALLS["hvp, module in f"],
+    "_core/_switches.py: Scope": _inspected,
+    "calculus/_higher.py: Scope(enter)": lambda _: hodiff.derivatives(lambda z: z.sin(), X, 5),
+    "cli/_transparent.py: Warnings": _entered(Warnings),
+    "curvature/_data_operator.py: DataOperator": _closed,
+    "curvature/_newton.py: Scope(_second_derivatives)": CALLS["NewtonCG"],
+    "curvature/_shares.py: together": _shared,
+    "curvature/_signatures.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
+    "curvature/_unchanged.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
+    "curvature/_watch.py: Watch": CALLS["trace"],
+    "fields/_expand.py: evaluation": CALLS["laplacian, reverse, module in f"],
+    "graph/_cells.py: reruns": _entered(_cells.reruns),
+    "graph/_lifetime.py: Lifetime": CALLS["graph.lifetime"],
+    "graph/_predict.py: unchanging": _explained,
+    "graph/_traits.py: Scope(_normal)": _inspected,
+    "graph/_watch.py: Watch": CALLS["graph.watch"],
+    "jets/_series.py: Turn": CALLS["laplacian, module in f"],
+    "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
+    "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],
+    "verify/_evaluation.py: holding": _checked(lambda z: (z * z.detach() * z).sum()),
+    "verify/_evaluation.py: without_hooks": _checked(_hooked),
+    "verify/_isolated.py: _watched": _checked(lambda z: _Wrong.apply(z).sum()),
+    "verify/_trace.py: _Counting": _checked(_cube),
+}  # fmt: skip
+"""Each context of the library, by a call that enters it."""
+
+
+def contexts() -> dict[str, tuple[str, list[str]]]:
+    """Each context in the source: its file, and the names of functions one of which runs where it is entered."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for path in library_files():
+        file = str(path.relative_to(ROOT / "src" / "hodiff"))
+        for node in ast.walk(tree(path)):
+            match node:
+                case ast.ClassDef(name=name, body=body) if any(getattr(n, "name", "") == "__enter__" for n in body):
+                    found[f"{file}: {name}"] = file, [f"{name}.__enter__"]
+                case ast.FunctionDef(name=name, decorator_list=marks) if any(
+                    "contextmanager" in ast.unparse(mark) for mark in marks
+                ):
+                    found[f"{file}: {name}"] = file, [name]
+                case ast.Call(
+                    func=ast.Name(id="Scope" | "Counted" as kind) | ast.Attribute(attr="Scope" as kind), args=[argument]
+                ):
+                    made = re.findall(r"\w+", ast.unparse(argument))
+                    found[f"{file}: {kind}({ast.unparse(argument)})"] = file, made
+    return found
+
+
+def test_no_context_is_forgotten() -> None:
+    assert set(ENTERED) == set(contexts())
+
+
+@pytest.mark.parametrize("name", ENTERED)
+def test_the_call_enters_it(name: str) -> None:
+    file, functions = contexts()[name]
+    seen = Seen(lambda: ENTERED[name](Model())).names(file)
+    assert any(each == function or each.endswith(f".{function}") for each in seen for function in functions), seen
+
+
+WITHOUT_LINES = "cli/_transparent.py: Warnings"  # of `hodiff explain`, whose process ends with the interrupt
+
+
+@pytest.mark.parametrize("kind", ["contexts", "lines"])
+@pytest.mark.parametrize("name", [name for name in ENTERED if name != WITHOUT_LINES])
+def test_each_context(name: str, kind: Kind) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        interrupt(ENTERED[name], 4, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["calls", "contexts", "lines"])
+@pytest.mark.parametrize("name", [name for name in ENTERED if name != WITHOUT_LINES])
+def test_each_context_at_every_moment(name: str, kind: Kind) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        interrupt(ENTERED[name], None, kind)
+
+
+def test_forgotten() -> None:
+    """Where the interrupt comes before `__exit__`, the end of the traceback is the end of the context."""
+    scope = _switches.Scope(_switches.plain_attention.enter)
+    with unchanged():
+        scope.__enter__()
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        del scope

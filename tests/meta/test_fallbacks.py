@@ -21,7 +21,6 @@ STANDING = {
     ("_core._binding", "refused", "TypeError"): SIGNATURE,
     ("_core._claims", "claim", "RuntimeError"): "the identity of a thread that has none yet",
     ("_core._graph", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,
-    ("_core._lending", "Lending.__del__", "AttributeError"): "an object that was interrupted before it was made",
     ("_core._live_bytes", "_storages", "suppress(NotImplementedError)"): GETTER,
     ("_core._versions", "prove.run", "Exception"): "in a thread of its own; each becomes an error",
     ("_core._versions", "received", "(RuntimeError, NotImplementedError)"): GETTER,

@@ -15,7 +15,15 @@ FEATURES = ("curvature", "penalties", "fields", "sparse", "implicit")
 # Which parts of the library a part may import, besides itself.
 MAY_IMPORT = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
-    "graph": ("errors", "_core._faults", "_core._nodes", "_core._why", "_core._lazy"),
+    "graph": (
+        "errors",
+        "_core._faults",
+        "_core._nodes",
+        "_core._modes",
+        "_core._switches",
+        "_core._why",
+        "_core._lazy",
+    ),
     "jets": FOUNDATION,  # an engine below the calculus, which takes its high orders from it
     "calculus": (*FOUNDATION, "jets"),
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
@@ -33,7 +41,7 @@ MAY_IMPORT = {
 # with the foundation, which asks it without importing it.
 MODULE_MAY_IMPORT = {
     "hodiff.graph._multi": (*FOUNDATION,),
-    "hodiff.graph._failure": ("errors", "_core._nodes", "_core._why"),
+    "hodiff.graph._failure": ("errors", "_core._nodes", "_core._modes", "_core._why"),
     "hodiff.graph._cut": ("_core._nodes", "_core._translate"),  # and what gives constants
     "hodiff.graph._endings": ("_core._translate",),
     "hodiff.graph._missing": ("_core._nodes", "_core._translate"),  # the substitutes that the calculus names
@@ -115,6 +123,14 @@ ONLY_IN = {
     "torch.utils._pytree": ("_core._control_flow",),  # which stands in for operators that are made with it
     "torch.fx": ("curvature._compile",),
     "torch._inductor": ("curvature._compile",),
+    # Contexts that an interrupt leaves half done; `_modes` has what to use instead. The tour shows what users write.
+    "torch.no_grad": ("cli._tour",),
+    "torch.enable_grad": (),
+    "torch.set_grad_enabled": ("_core._modes",),
+    "torch.inference_mode": (),
+    "torch.autocast": (),
+    "torch.compiler.set_stance": ("_core._switches",),
+    "torch.autograd.forward_ad.dual_level": ("_core._versions",),
     "torch.jit.script": (),  # deprecated: the tests ignore the warning, because torch itself uses it
     "torch.jit.trace": (),
 }

@@ -21,6 +21,7 @@ import sympy  # torch imports it when it first traces something, and it adds a f
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.optim import optimizer  # type: ignore[attr-defined]
 from torch.utils import _python_dispatch
 
 import hodiff
@@ -30,23 +31,36 @@ from tests.support.ledger import Ledger, storages_of, without_collector
 REMEMBERED = {
     "MIXING", "ROUNDED_ATTENTION", "_cleared", "_without_functions",  # classes of nodes
     "_warned", "_state",  # what was said
+    "_lost",  # guards of modes that were not undone in time
     "KNOWN", "USERS", "_decompositions", "RULES",  # code, files and operations
 }  # fmt: skip
 """What the library knows better after a call, and is meant to; it holds no tensors, or weakly."""
 
 
 @functools.cache
+def _globals() -> dict[str, Any]:
+    """The globals of the library's modules, also of those that a call would load first."""
+    return {
+        f"{module.name.removeprefix('hodiff.')}.{name}": value
+        for module in pkgutil.walk_packages(hodiff.__path__, "hodiff.")
+        if not module.name.endswith("__main__")
+        for name, value in vars(importlib.import_module(module.name)).items()
+        if not name.startswith("__")
+    }
+
+
+@functools.cache
 def _own() -> dict[str, Any]:
     """What can change in the library's own modules: containers, counters, switches; no global is bound anew."""
-    found: dict[str, Any] = {}
-    for module in pkgutil.walk_packages(hodiff.__path__, "hodiff."):
-        if module.name.endswith("__main__"):
-            continue
-        for name, value in vars(importlib.import_module(module.name)).items():  # also what a call would load first
-            ours = type(value).__module__.startswith("hodiff.") and hasattr(value, "__dict__")
-            if (ours or isinstance(value, (dict, list, set, ContextVar))) and not name.startswith("__"):
-                found.setdefault(f"{module.name.removeprefix('hodiff.')}.{name}", value)
-    return {path: value for path, value in found.items() if path.rpartition(".")[2] not in REMEMBERED}
+    return {
+        path: value
+        for path, value in _globals().items()
+        if path.rpartition(".")[2] not in REMEMBERED
+        and (
+            isinstance(value, (dict, list, set, ContextVar))
+            or (type(value).__module__.startswith("hodiff.") and hasattr(value, "__dict__"))
+        )
+    }
 
 
 def library() -> dict[str, Any]:
@@ -60,6 +74,25 @@ def library() -> dict[str, Any]:
         else:
             found[path] = {part: _seen(inner) for part, inner in vars(value).items() if part != "_lock"}
     return found
+
+
+def taken_locks() -> list[str]:
+    """The library's locks that another thread cannot have."""
+    kinds, taken = (type(threading.RLock()), type(threading.Lock()), threading.Condition), []
+
+    def look() -> None:
+        for path, lock in locks.items():
+            if lock.acquire(timeout=1):
+                lock.release()
+            else:
+                taken.append(path)
+
+    locks = {path: value for path, value in _globals().items() if isinstance(value, kinds)}
+    locks |= {f"{path}._lock": value._lock for path, value in _own().items() if hasattr(value, "_lock")}
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return taken
 
 
 def _seen(value: Any) -> Any:
@@ -87,6 +120,8 @@ def process() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
         "grad": torch.is_grad_enabled(),
+        "forward gradients": torch._C._is_fwd_grad_enabled(),
+        "replay of views": torch._C._is_view_replay_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "passes in several threads": torch._C._is_multithreading_enabled(),
@@ -102,6 +137,10 @@ def process() -> dict[str, Any]:
             for kind in ("forward_pre", "forward", "backward_pre", "backward")
         ] + [
             len(getattr(module, f"_global_{kind}_registration_hooks")) for kind in ("buffer", "parameter", "module")
+        ],
+        "subclasses and modes are asked": torch._C._get_torch_function_state(),
+        "hooks of all optimizers": [
+            list(getattr(optimizer, f"_global_optimizer_{when}_hooks").items()) for when in ("pre", "post")
         ],
         "function modes": [id(mode) for mode in torch.overrides._get_current_function_mode_stack()],
         "dispatch modes": len(_python_dispatch._get_current_dispatch_mode_stack()),

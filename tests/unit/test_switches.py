@@ -1,9 +1,10 @@
+import gc
 import threading
 
 import pytest
 import torch
 
-from hodiff._core import _nesting, _switches
+from hodiff._core import _hooks, _modes, _nesting, _switches
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
 from hodiff._core._switches import Counted
@@ -63,11 +64,30 @@ def test_what_is_interrupted_is_undone_once_more_and_the_rest_too():
 
 
 def test_a_lending_that_was_lost_is_closed_with_its_last_reference():
-    with torch.no_grad():
+    lending = Lending(asked(passes=2)).__enter__()
+    assert not torch.backends.cuda.flash_sdp_enabled() and _nesting.inside()
+    del lending
+    assert torch.backends.cuda.flash_sdp_enabled() and not _nesting.inside()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_lending_that_was_lost_leaves_modes_to_the_contexts_around_it(mode):
+    """They may have ended: to put back what was around the call would then switch gradients off for good."""
+    with mode():
         lending = Lending(asked(passes=2)).__enter__()
-        assert torch.is_grad_enabled() and _nesting.inside()
-        del lending
-        assert not torch.is_grad_enabled() and not _nesting.inside()
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    del lending
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _nesting.inside()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_that_was_lost_is_left_to_the_contexts_around_it(dtype):
+    with torch.autocast("cpu", dtype):
+        scope = _modes.autocast("cpu")
+        scope.__enter__()
+        assert not torch.is_autocast_enabled("cpu")
+    del scope
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_overlapping_threads_restore_once():
@@ -145,3 +165,36 @@ def test_attention_is_what_the_user_had_set():
     finally:
         for enable, on in zip(setters, before, strict=True):
             enable(on)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "counted"),
+    [
+        (torch.compiler, "set_stance", _switches.eager),
+        (torch.nn.modules.module, "register_module_forward_pre_hook", _hooks.watch_modules),
+    ],
+)
+def test_what_restores_a_switch_is_known_before_it_is_switched(monkeypatch, owner, name, counted):
+    from torch._dynamo import eval_frame
+
+    look = lambda: (eval_frame._stance, dict(torch.nn.modules.module._global_forward_pre_hooks))
+    real, before, undo = getattr(owner, name), look(), []
+
+    def interrupted(given):
+        real(given)
+        raise KeyboardInterrupt("as it returns")
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt, match="as it returns"):
+        counted.enter(undo)
+    _switches.undo_all(undo)
+    assert look() == before
+
+
+def test_a_lending_that_was_lost_in_a_cycle_is_closed_with_it():
+    lending = Lending(asked(passes=2)).__enter__()
+    cycle = [lending]
+    cycle.append(cycle)
+    del lending, cycle
+    gc.collect()
+    assert torch.backends.cuda.flash_sdp_enabled() and not _nesting.inside()

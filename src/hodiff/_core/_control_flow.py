@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._ops import _higher_order_ops
 from torch.utils import _pytree
 
-from hodiff._core._dispatch_mode import tracing
 from hodiff._core._hooks import watch_modules
+from hodiff._core._modes import tracing
 
 
 def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any]) -> Any:

@@ -7,14 +7,13 @@ last pass inside it has run. What operators keep of it afterwards is the graph a
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _refusals, _switches, _translate, _tree, _why
+from hodiff._core import _checks, _modes, _nodes, _refusals, _switches, _translate, _tree, _why
 from hodiff._core._call import Call
 from hodiff._core._lending import MARK, Lending, Ticket, mark_of
 from hodiff._core._norms import ExactNorms
@@ -103,17 +102,13 @@ class Graph:
         other.create_graph, other.call = False, self.call._replace(keep=True)
         return other
 
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
+    def resumed(self) -> Lending:
         """The state of the evaluation once more, for a pass over a kept graph that calls back into Python.
 
         An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
         be lent then, and the switches set, as they were in the forward pass.
         """
-        with Lending(self.call) as lending:
-            if self.owned and self.where.owned:
-                lending.put(self.leaves)
-            yield
+        return Lending(self.call, self.leaves if self.owned else ())
 
     def _check_tensors(self) -> None:
         """The tensor form: outputs with a graph, and the leaves they were computed from."""
@@ -158,7 +153,7 @@ class Graph:
 
     def _run(self, *, exact: bool) -> _nodes.Survey:
         if exact:
-            with ExactNorms() as norms:
+            with _modes.on(ExactNorms()) as norms:
                 outputs = self._lending.run(self.leaves)
             self._mixes = norms.mixes_samples
         else:

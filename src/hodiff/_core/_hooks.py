@@ -62,19 +62,16 @@ class Hooks:
 
 def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
     """Let the innermost evaluation know of each module that is called."""
-    handle = None
+    hooks: dict[int, Any] = nn.modules.module._global_forward_pre_hooks
 
-    def switch() -> None:
-        nonlocal handle
-        handle = nn.modules.module.register_module_forward_pre_hook(_lend_module)
-
-    def restore() -> None:
-        if handle is not None:
-            handle.remove()
+    def restore() -> None:  # not by the handle, which is known only once the hook is there
+        for key, hook in list(hooks.items()):
+            if hook is _lend_module:
+                del hooks[key]
 
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
     # what it had looked up, and slows what comes after.
-    return switch, restore
+    return lambda: nn.modules.module.register_module_forward_pre_hook(_lend_module), restore
 
 
 def _lend_module(module: nn.Module, args: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse
+from hodiff._core import _checks, _modes, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._random_state import RandomState
@@ -68,7 +68,7 @@ def _beside(where: Where, ours: torch.Generator) -> Where:
     if where.owned:  # f receives the module, whose parameters are what they are
         return where
     moved = []
-    with torch.no_grad():
+    with _modes.grad_mode(False):
         for leaf in where.tensors:
             noise = torch.rand(leaf.shape, generator=ours, dtype=torch.float32, device="cpu").to(
                 leaf.device, leaf.dtype

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _binding, _claims, _control_flow, _nesting, _refusals, _sharded, _switches, _translate
+from hodiff._core import _binding, _claims, _control_flow, _modes, _nesting, _refusals, _sharded, _switches, _translate
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._inference import NormalTensors
@@ -57,6 +58,7 @@ class Lending:
 
     __slots__ = (
         "__weakref__",
+        "_leaves",
         "_normal",
         "_parameters",
         "_ran",
@@ -70,8 +72,9 @@ class Lending:
         "ticket",
     )
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
+        """With `leaves`, those stand at once in the place of the parameters of the point."""
+        self.call, self._leaves = call, leaves
         self.ticket = Ticket(not call.create_graph)
         self._undo: list[Callable[[], object]] = []
         self._normal = False
@@ -83,13 +86,14 @@ class Lending:
         call, undo = self.call, self._undo
         self._ran = False
         try:
+            # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
+            _switches.when_lost(undo, self)
+            undo += [partial(setattr, self.ticket, "open", False)]
             if torch.is_inference_mode_enabled():
-                normal = torch.inference_mode(False)
-                undo += [lambda: normal.__exit__(None, None, None)]
-                normal.__enter__()
+                _modes.record(undo)
             if not torch.is_grad_enabled():
-                undo += [_grad_off]
-                torch.set_grad_enabled(True)
+                undo += [_switches.InTime(torch._C._set_grad_enabled, False)]
+                torch._C._set_grad_enabled(True)
             if call.order >= 2:
                 _switches.plain_attention.enter(undo)
             if "torch._dynamo" in sys.modules:
@@ -105,6 +109,8 @@ class Lending:
                 self._set_aside_cache()
             if call.where.owned:
                 self._lend()
+                if self._leaves:
+                    self.put(self._leaves)
         except BaseException:
             self.close()
             raise
@@ -115,17 +121,7 @@ class Lending:
 
     def close(self) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
-        self.ticket.open = False
         _switches.undo_all(self._undo)
-
-    def __del__(self) -> None:
-        """Close what an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`."""
-        try:
-            undo = self._undo
-        except AttributeError:  # interrupted before it began
-            return
-        if undo:
-            self.close()
 
     def also(self, switch: _switches.Counted) -> None:
         """One more switch, left with the rest."""
@@ -227,7 +223,7 @@ class Lending:
             self.put(arguments)
         argument = call.where.argument(arguments)
         if self._normal:
-            with NormalTensors():
+            with _modes.on(NormalTensors()):
                 return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
         return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
 
@@ -348,7 +344,3 @@ def _connected(tensor: Tensor, copied: bool) -> Tensor:
     # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
     # view by itself, and on this one because `unbind` may return several.
     return tensor.unsqueeze(0).unbind()[0]
-
-
-def _grad_off() -> None:
-    torch.set_grad_enabled(False)

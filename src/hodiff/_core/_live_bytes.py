@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff._core._dispatch_mode import DispatchMode
+from hodiff._core._modes import DispatchMode
 
 
 class LiveBytes(DispatchMode):
@@ -24,15 +24,18 @@ class LiveBytes(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._gone: list[int] = []
+        self.peak = self._now = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # of a reference: itself, storage and size
+        self._known: set[int] = set()
+        self._gone: list[weakref.ref[Any]] = []  # which C fills: in Python code an interrupt would be lost there
 
     @property
     def now(self) -> int:
         """Bytes alive, of those made while this was on."""
         while self._gone:
-            self._now -= self._sizes.pop(self._gone.pop())
+            _, key, size = self._alive.pop(id(self._gone.pop()))
+            self._known.discard(key)
+            self._now -= size
         return self._now
 
     def restart(self) -> None:
@@ -48,12 +51,13 @@ class LiveBytes(DispatchMode):
         return outputs
 
     def _count(self, storage: Any) -> None:
-        before, key = self.now, storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self._now = before + self._sizes[key]
+        now, key = self.now, storage._cdata
+        if key not in self._known:
+            reference, size = weakref.ref(storage, self._gone.append), storage.nbytes()
+            self._known.add(key)
+            self._alive[id(reference)] = reference, key, size
+            self._now = now + size
             self.peak = max(self.peak, self._now)
-            weakref.finalize(storage, self._gone.append, key)
 
 
 def _storages(values: list[Any]) -> Iterator[Any]:

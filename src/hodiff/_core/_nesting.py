@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,13 +104,6 @@ def recorded(create_graph: bool | None) -> bool:
     if create_graph is None:
         return bool(state.open) and torch.is_grad_enabled()
     return create_graph if create_graph is True or create_graph is False else is_set(create_graph, "create_graph")
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """The state in which operations are recorded, whatever the caller's modes are."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def loss_recorded(create_graph: bool | None) -> bool:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _near_zero, _translate
+from hodiff._core import _modes, _near_zero, _translate
 
 
 def layer_norm(
@@ -99,16 +99,16 @@ def _per_channel(value: Any, input: Tensor) -> Any:
     return None if value is None else value.reshape(1, -1, *[1] * (input.ndim - 2))
 
 
-@torch.no_grad()
 def _update(input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tensor | None, momentum: float) -> None:
     """Move the running statistics, as the kernels do (they are clones here, see `_loans`)."""
     average = (0,) if 0 not in dims else ()  # instance norm averages the statistics of its instances
-    if mean is not None:
-        batch_mean = input.mean(dims)
-        mean.lerp_((batch_mean.mean(average) if average else batch_mean).to(mean.dtype), momentum)
-    if var is not None:
-        batch_var = input.var(dims)
-        var.lerp_((batch_var.mean(average) if average else batch_var).to(var.dtype), momentum)
+    with _modes.grad_mode(False):
+        if mean is not None:
+            batch_mean = input.mean(dims)
+            mean.lerp_((batch_mean.mean(average) if average else batch_mean).to(mean.dtype), momentum)
+        if var is not None:
+            batch_var = input.var(dims)
+            var.lerp_((batch_var.mean(average) if average else batch_var).to(var.dtype), momentum)
 
 
 def logcumsumexp(input: Tensor, dim: int) -> Tensor:

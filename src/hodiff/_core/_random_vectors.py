@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hodiff._core import _modes
 from hodiff._core._options import Probes, check_option
 from hodiff.errors import InputError
 
@@ -35,7 +36,7 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
     """
     device = like.device if generator is None else generator.device
     drawn = torch.empty(tuple(shape), dtype=torch.promote_types(like.dtype, torch.float32), device=device)
-    with torch.no_grad():
+    with _modes.grad_mode(False):
         if probes == "gaussian":
             drawn.normal_(generator=generator)
         else:

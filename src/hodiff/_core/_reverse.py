@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff._core import _engine, _nodes, _refusals, _results, _translate, _versions
+from hodiff._core import _engine, _modes, _nodes, _refusals, _results, _translate, _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
 from hodiff.errors import GraphError
@@ -282,7 +282,7 @@ def _pull(
     device = device or inputs[0].device.type
     try:
         if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
+            with _modes.autocast(device):
                 return _engine.grad(outputs, inputs, cotangents, keep=keep, build=build)
         return _engine.grad(outputs, inputs, cotangents, keep=keep, build=build)
     except (RuntimeError, NotImplementedError) as error:

@@ -10,12 +10,16 @@ without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from hodiff._core import _claims
 
+T = TypeVar("T")
 Undo = list[Callable[[], object]]
 """What is to be undone, the last step first."""
 
@@ -37,6 +41,54 @@ def undo_all(undo: Undo) -> None:
             finally:
                 undo_all(undo)
         raise
+
+
+class InTime(partial[Any]):
+    """What undoes a change of a mode of the thread: once the contexts of the caller have ended, it would be wrong."""
+
+
+_lost: list[InTime] = []  # kept, because PyTorch's guards undo what they did when they go
+
+
+_entered: dict[weakref.ref[Any], None] = {}  # held here, for the collector calls no reference that it collects
+
+
+def when_lost(undo: Undo, context: Any) -> None:
+    """Undo it when nobody holds the context any more. Not by `__del__`: at the end of a call it loses interrupts."""
+    reference = weakref.ref(context, partial(_undo_late, undo))
+    undo += [partial(_entered.pop, reference, None)]
+    _entered[reference] = None
+
+
+def _undo_late(undo: Undo, _: object) -> None:
+    """Undo what a context did that has been lost; modes are left to the contexts of the caller."""
+    _lost.extend(step for step in undo if isinstance(step, InTime))
+    undo[:] = [step for step in undo if not isinstance(step, InTime)]
+    undo_all(undo)
+
+
+class Scope(Generic[T]):
+    """A context of steps that note first what undoes them: `enter` makes them, and is given where to note it.
+
+    Where an interrupt keeps Python from ending it (between a block and `__exit__` no code of ours runs), it ends when
+    nobody holds it any more.
+    """
+
+    __slots__ = ("__weakref__", "_enter", "_undo")
+
+    def __init__(self, enter: Callable[[Undo], T]) -> None:
+        self._enter, self._undo = enter, []
+
+    def __enter__(self) -> T:
+        try:
+            when_lost(self._undo, self)
+            return self._enter(self._undo)
+        except BaseException:
+            undo_all(self._undo)
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        undo_all(self._undo)
 
 
 class Counted:
@@ -108,13 +160,10 @@ def _plain_attention() -> tuple[Callable[[], object], Callable[[], object]]:
 
 def _eager() -> tuple[Callable[[], object], Callable[[], object]]:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
-    stances = []
+    from torch._dynamo import eval_frame
 
-    def restore() -> None:
-        for stance in stances:
-            stance.__exit__(None, None, None)
-
-    return lambda: stances.append(torch.compiler.set_stance("force_eager")), restore
+    before = eval_frame._stance  # not by `set_stance` alone, which tells it once it has switched
+    return lambda: torch.compiler.set_stance("force_eager"), lambda: eval_frame._set_stance(before)
 
 
 def _no_cudnn() -> tuple[Callable[[], object], Callable[[], object]]:

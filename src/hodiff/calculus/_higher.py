@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _reverse
+from hodiff._core import _checks, _modes, _nesting, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
 from hodiff._core._options import Allowed
 from hodiff._core._random_state import RandomState
+from hodiff._core._switches import InTime, Scope, Undo
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _push
 from hodiff.jets._registry import NoConstants, NoDerivative, NoRule
@@ -126,7 +127,7 @@ def derivatives(
     given = {"allow": allow, "args": args, "kwargs": kwargs}
     state = RandomState.of(x.device)
     with ExitStack() as stack:
-        with NoConstants() if n else nullcontext():  # where Taylor mode raises from order 3 on
+        with _modes.on(NoConstants()) if n else nullcontext():  # where Taylor mode raises from order 3 on
             ev = stack.enter_context(Graph(call(f, x, passes=n, create_graph=create_graph, **given)))
         value = _check_shape(_checks.check_output(ev.outputs), x)
         weights = _weights(value) if n and value.numel() > 1 else None
@@ -148,12 +149,14 @@ def derivatives(
     return tuple(found) if ev.create_graph else (ev.value(), *(part.detach() for part in found[1:]))
 
 
-@contextmanager
-def _replayed(state: RandomState) -> Iterator[None]:
+def _replayed(state: RandomState) -> Scope[None]:
     """While f is called again: it draws what it drew, and whoever draws next does not notice."""
-    with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []):
+
+    def enter(undo: Undo) -> None:
+        undo += [InTime(RandomState.of(state.device).restore)]
         state.restore()
-        yield
+
+    return Scope(enter)
 
 
 def _weights(like: Tensor) -> Tensor:
@@ -239,7 +242,7 @@ def _by_jets(
 
         weights = _weights(x)
         _check_elementwise(again(weights), _orders(series, n), weights, again)
-    with torch.set_grad_enabled(record):
+    with _modes.grad_mode(record):
         found = tuple(part * factor[k] if k else part for k, part in enumerate(_orders(series, n)))
         if record:
             return _push.connected(found, [x])

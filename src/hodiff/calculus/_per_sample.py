@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _dense, _nesting, _nodes, _results, _reverse, _tree
+from hodiff._core import _checks, _dense, _modes, _nesting, _nodes, _results, _reverse, _tree
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
@@ -206,7 +206,7 @@ def _add_up(rows: Tensor, total: Tensor) -> bool:
     if lines.element_size() < 4:  # whose matrix products may add up in their own dtype
         added = lines.sum(0)
     else:
-        with torch.autocast(rows.device.type, enabled=False):
+        with _modes.autocast(rows.device.type):
             added = lines.new_ones(len(rows)) @ lines  # quicker than a sum
     return _results.agree(added, total.permute(order).reshape(-1), size)
 

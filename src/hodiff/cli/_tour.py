@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _versions
+from hodiff._core import _modes, _versions
 from hodiff._core._live_bytes import LiveBytes
 from hodiff.cli._screen import Screen
 
@@ -156,7 +156,7 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
     screen.heading("3  Who builds the graph owns it: bytes of tensors alive")
     vector = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     result = sum(part.nbytes for part in vector.values())  # a product is as large as its vector
-    with LiveBytes() as live:
+    with _modes.on(LiveBytes()) as live:
         product = hodiff.hvp(loss, model, vector)
         screen.check("function: after hvp(loss, model, v), the result", live.now, result, 0, f"peak {live.peak:,}")
         del product

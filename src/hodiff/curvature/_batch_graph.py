@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
+from hodiff._core import _modes
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 from hodiff.curvature._space import Parts
@@ -40,15 +41,11 @@ class BatchGraph(ABC):
     def roots(self) -> Parts:
         """The tensors whose graph a product runs through."""
 
-    def ready(self) -> AbstractContextManager[None]:
+    def ready(self) -> AbstractContextManager[Any]:
         """The state in which a product may run."""
         if self.calls_back:
             return self.ev.resumed()
-        return _normal_mode() if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _normal_mode() -> AbstractContextManager[None]:
-    return torch.inference_mode(False)  # pyright: ignore[reportReturnType]
+        return _modes.recording() if torch.is_inference_mode_enabled() else nullcontext()
 
 
 G = TypeVar("G", bound=BatchGraph)

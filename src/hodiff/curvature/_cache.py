@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from hodiff._core import _claims, _nesting, _nodes, _reverse
+from hodiff._core import _claims, _modes, _nesting, _nodes, _reverse
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
@@ -215,7 +215,7 @@ class GraphCache(Generic[G, B]):
     def _replayed(self, number: int, make: Callable[[], R]) -> R:
         """A batch evaluated once more, as the first time: with its precision, and its random numbers."""
         enabled, dtype = self._autocast
-        with torch.autocast(self.device.type, dtype, enabled=enabled):
+        with _modes.autocast(self.device.type, dtype, enabled=enabled):
             if not self._random:
                 return make()
             now = RandomState.of(self.device)

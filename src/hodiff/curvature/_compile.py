@@ -9,15 +9,14 @@ Two batches of one shape have the same code, and differ in their constants.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _claims, _results
+from hodiff._core import _claims, _modes, _results
 from hodiff.curvature._space import Parts
 from hodiff.errors import GraphError
 
@@ -70,26 +69,15 @@ class CompiledPass:
                 "H.refresh() evaluates anew."
             )
         given = [vector.contiguous() for vector in vectors]
-        with _plain(given[0].device.type):
+        with _modes.grad_mode(False), _modes.autocast(given[0].device.type):
             return list(self._code(*self._constants, *given))
-
-
-def _plain(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Code runs as it was compiled: unrecorded, without autocast."""
-    return _without_autocast(device) if torch.is_autocast_enabled(device) else torch.no_grad()
-
-
-@contextlib.contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        yield
 
 
 def trace(function: Callable[[Parts], Parts], vectors: Sequence[Tensor]) -> Traced:
     """The operations that a pass runs on its vectors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with _claims.Held(_ALONE), _results.unseen(), _plain(vectors[0].device.type):
+    with _claims.Held(_ALONE), _results.unseen(), _modes.grad_mode(False), _modes.autocast(vectors[0].device.type):
         traced = make_fx(lambda *parts: tuple(function(list(parts))))(*vectors)
     graph = traced.graph
     drawn = sorted({str(node.target) for node in graph.nodes if _draws(node.target)})
@@ -129,7 +117,7 @@ def compile_traced(traced: Traced, vectors: Sequence[Tensor]) -> Pass:
     inductor: Any = __import__("torch._inductor", fromlist=["standalone_compile"])
     with _claims.Held(_ALONE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        with _plain(vectors[0].device.type):
+        with _modes.grad_mode(False), _modes.autocast(vectors[0].device.type):
             # Shapes of its own: those that tracing left on the graph keep PyTorch 2.14 and later from their cache.
             return inductor.standalone_compile(
                 traced.module, [*traced.constants, *vectors], dynamic_shapes="from_example_inputs"

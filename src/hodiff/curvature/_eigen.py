@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _random_vectors
+from hodiff._core import _checks, _modes, _nesting, _random_vectors
 from hodiff._core._options import check_option
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -95,7 +95,7 @@ def eigsh(
         return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
     if which == "magnitude":
         raise InputError("create_graph: goes with which='largest' or 'smallest', whose order tells how far others are.")
-    with torch.no_grad():  # one pair more, to know the gap
+    with _modes.grad_mode(False):  # one pair more, to know the gap
         more = min(k + 1, operator.shape[0])
         found = _eigenpairs("eigsh", operator, more, which, rtol, products, basis, generator, callback, progress)
     before = operator.products

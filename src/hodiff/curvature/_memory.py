@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hodiff._core import _modes
 from hodiff._core._faults import is_fault
 from hodiff._core._live_bytes import LiveBytes
 from hodiff.errors import InputError
@@ -87,6 +88,6 @@ def measured(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
         before = torch.cuda.memory_allocated(device)
         result = call()
         return result, max(0, torch.cuda.memory_allocated(device) - before)
-    with LiveBytes() as live:
+    with _modes.on(LiveBytes()) as live:
         result = call()
         return result, live.now

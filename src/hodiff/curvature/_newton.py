@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _claims, _nesting, _switches
+from hodiff._core import _checks, _claims, _modes, _switches
 from hodiff._core._call import call
 from hodiff._core._graph import detached
 from hodiff._core._lending import Lending
@@ -131,7 +130,7 @@ class NewtonCG(torch.optim.Optimizer):
         state = self.state[self.param_groups[0]["params"][0]]
         state.setdefault("radius", self._first_radius)
         random = RandomState.of(point.tensors[0].device)
-        with _second_derivatives():
+        with _switches.Scope(_second_derivatives), _modes.recording():
             loss = closure()
             value = _finite(loss)
             step, record = self._proposal(loss, value, point, state)
@@ -169,9 +168,15 @@ class NewtonCG(torch.optim.Optimizer):
     ) -> NewtonRecord:
         """Take the step, look at the loss there, and undo it where that is not small enough."""
         before = [tensor.detach().clone() for tensor in point.tensors]
-        accepted = False
+
+        def put_back() -> None:
+            with _modes.grad_mode(False):
+                for tensor, old in zip(point.tensors, before, strict=True):
+                    tensor.copy_(old)
+
+        undo: _switches.Undo = [put_back]
         try:
-            with torch.no_grad():
+            with _modes.grad_mode(False):
                 for tensor, change in zip(point.tensors, step, strict=True):
                     tensor.add_(change)
             value = _value(closure, point.tensors, random)
@@ -180,11 +185,10 @@ class NewtonCG(torch.optim.Optimizer):
             ratio = (asked.value - value + noise) / (asked.decrease + noise) if asked.decrease + noise else 1.0
             ratio = ratio if math.isfinite(value) else -math.inf
             accepted = ratio > SUFFICIENT
+            if accepted:
+                undo.clear()
         finally:
-            if not accepted:
-                with torch.no_grad():
-                    for tensor, old in zip(point.tensors, before, strict=True):
-                        tensor.copy_(old)
+            _switches.undo_all(undo)
         radius = asked.radius
         if ratio < POOR:
             radius = 0.25 * math.sqrt(sum(float(change.double().square().sum()) for change in step))
@@ -209,17 +213,10 @@ class _Point(NamedTuple):
     damping: list[float]
 
 
-@contextmanager
-def _second_derivatives() -> Iterator[None]:
+def _second_derivatives(undo: _switches.Undo) -> None:
     """The state in which a closure's graph can be differentiated twice."""
-    undo: _switches.Undo = []
-    try:
-        _switches.plain_attention.enter(undo)
-        _switches.eager.enter(undo)
-        with _nesting.recording():
-            yield
-    finally:
-        _switches.undo_all(undo)
+    _switches.plain_attention.enter(undo)
+    _switches.eager.enter(undo)
 
 
 def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
@@ -249,8 +246,12 @@ def _finite(loss: Any) -> float:
 
 def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState) -> float:
     """The loss at the parameters as they are now, with the same random numbers and without side effects."""
-    quiet = torch.no_grad()(closure)
-    with Lending(call(lambda _: quiet(), tensors, passes=2, create_graph=False)) as lending:
+
+    def quiet(_: Any) -> Any:
+        with _modes.grad_mode(False):
+            return closure()
+
+    with Lending(call(quiet, tensors, passes=2, create_graph=False)) as lending:
         lending.random = random
         return float(lending.again(tensors))
 

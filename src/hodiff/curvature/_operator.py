@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, TypeVar, final, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _claims, _nesting
+from hodiff._core import _claims, _modes
 from hodiff._core._spellings import SupportsArray
 from hodiff.curvature import _export
 from hodiff.curvature._apply import apply, columns_of, say_detached
@@ -131,7 +131,7 @@ class LinearOperator(ABC):
 
     def _recorded_forms(self, rows: Tensor) -> Tensor:
         """Those of each flat row, in the dtype of sums, with their graph whatever the caller's modes are."""
-        with _nesting.recording():
+        with _modes.recording():
             rows = rows.clone() if rows.is_inference() else rows
             return self._forms(self._domain.split(rows), len(rows)).to(sum_dtype(self.dtype))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _sharded, _tree
+from hodiff._core import _modes, _sharded, _tree
 from hodiff._core._spellings import as_tensors, check_dense, listing
 from hodiff._core._vectors import structured
 from hodiff._core._where import Where
@@ -34,9 +34,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def as_given(tensor: Tensor) -> torch.autocast:
+def as_given(tensor: Tensor) -> _modes.Context:
     """Matrix products in the dtype of their factors, whatever the caller's autocast would have them rounded to."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    return _modes.autocast(tensor.device.type)
 
 
 def accumulate(total: Parts, terms: Sequence[Tensor]) -> Parts:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting
+from hodiff._core import _modes, _nesting
 from hodiff._core._options import Probes, check_option
 from hodiff._core._random_vectors import standard_error
 from hodiff.curvature._leave_one_out import xnystrace, xtrace
@@ -158,7 +158,7 @@ def _differentiable(
     exact = not drawn.given and drawn.number >= size
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     forms = operator._recorded_forms(rows)
-    with _nesting.recording():
+    with _modes.recording():
         value = forms.sum() if exact else forms.mean()
     error = torch.zeros_like(value.detach()) if exact else standard_error(forms.detach())
     return TraceRecord(value, error, None, operator.products - before)

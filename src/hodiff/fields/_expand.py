@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _compiled_callers, _independence, _nesting, _nodes, _tree
+from hodiff._core import _checks, _compiled_callers, _independence, _modes, _nesting, _nodes, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
 from hodiff._core._options import ChunkSize, check_option, is_set
@@ -95,7 +95,7 @@ class FieldCall:
 
     def grad_mode(self) -> Any:
         """The context of everything that the result is computed with, also under the caller's `no_grad`."""
-        return torch.set_grad_enabled(self.record)
+        return _modes.grad_mode(self.record)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class FieldCall:
 
     def watched(self) -> Any:
         """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""
-        return NoConstants() if self.method == "auto" else contextlib.nullcontext()
+        return _modes.on(NoConstants()) if self.method == "auto" else contextlib.nullcontext()
 
     def note(self, ev: Graph) -> None:
         """Keep what `f` returned beside its value, of an evaluation for nested reverse mode."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _compiled_callers, _nesting, _reverse, _tree
+from hodiff._core import _checks, _compiled_callers, _modes, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
 from hodiff._core._options import is_set
 from hodiff._core._random_state import RandomState
@@ -347,7 +347,7 @@ def jet(
     scaled = is_set(scaled, "scaled")
     order = _check_series(points, given)
     record = _nesting.loss_recorded(create_graph)
-    with torch.set_grad_enabled(record):
+    with _modes.grad_mode(record):
         factor = [1.0] * (order + 1) if scaled else _push.factorials(order, points[0].dtype)
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
         if torch.compiler.is_compiling():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _compiled_callers, _nesting, _reverse
+from hodiff._core import _checks, _compiled_callers, _modes, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached
 from hodiff.calculus._along import entries
@@ -83,7 +83,7 @@ class Derivatives:
     def __getitem__(self, index: Any) -> Tensor:
         wanted = parsed(index, self._x.shape[-1])
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with _nesting.recording():
+        with _modes.recording():
             found = self._partial(wanted)
         return found if recorded else detached(found)
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hodiff._core import _nodes
+from hodiff._core import _modes, _nodes
 from hodiff._core._nodes import Node
 from hodiff._core._why import Failure
 from hodiff.graph import _cut, _predict, _saved, _second_time, _stale, _traits
@@ -78,7 +77,7 @@ class _Clues:
                 self.cuts.append(lost)
 
     def _reach(self, tensors: Iterable[Tensor]) -> bool:
-        with torch.inference_mode(False), torch.enable_grad():  # f may have switched them: a leaf has no node then
+        with _modes.recording():  # f may have switched them: a leaf has no node then
             nodes = [node for tensor in tensors if (node := _nodes.node_of(tensor)) is not None]
         return _nodes.reaches(nodes, self._leaves)
 

@@ -117,11 +117,18 @@ class Lifetime:
         self.passes = self._watch.passes
 
     def __enter__(self) -> Self:
-        self._watch.__enter__()
+        try:
+            self._watch.__enter__()
+        except BaseException:
+            self._watch.close()
+            raise
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._watch.__exit__(*exc)
+        try:
+            self._watch.__exit__(*exc)
+        finally:
+            self._watch.close()
 
     def _rows(self) -> list[Line]:
         first: dict[Line, int] = {}

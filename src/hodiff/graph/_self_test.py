@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hodiff._core import _modes
 from hodiff._core._nodes import Node
 from hodiff.graph import _slots, _traits
 from hodiff.graph._slots import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, Slot
@@ -63,7 +64,7 @@ def _states_are_told() -> bool:
     product = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     if _states(product) != {"self": ALIVE, "other": ALIVE} or _traits.leaf(y.grad_fn.next_functions[0][0]) is not x:  # type: ignore[union-attr]
         return False
-    with torch.no_grad():
+    with _modes.grad_mode(False):
         y.add_(1)
     if _states(product) != {"self": STALE, "other": STALE}:
         return False

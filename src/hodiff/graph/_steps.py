@@ -53,17 +53,18 @@ class Steps:
         self._changed = changed
         self._away: _Away | None = None
         self._thread = 0
-        self._hooks: list[Any] = []
 
     def enter(self) -> None:
         """The mode was pushed by this thread."""
         self._thread = threading.get_ident()
-        self._hooks.append(register_optimizer_step_pre_hook(self._before))
+        register_optimizer_step_pre_hook(self._before)
 
-    def leave(self) -> bool:
-        """The mode is to be popped: whether it is on the stack."""
-        self._hooks.pop().remove()
-        return not self._settle()
+    def leave(self) -> None:
+        """The mode is to be popped."""
+        self.settle()
+        hooks = _traits.hooks_before_steps()
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+            del hooks[key]
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -89,14 +90,14 @@ class Steps:
         away = self._away
         if away is None or threading.get_ident() != self._thread or _traits.modes() != away.depth:
             return
-        self._settle()
+        self.settle()
         TorchFunctionMode.__enter__(self._mode)
 
-    def _settle(self) -> bool:
+    def settle(self) -> None:
+        """Note what a step changed that had not ended."""
         away, self._away = self._away, None
         if away is not None:
             self._changed([leaf for leaf, before in away.leaves if _traits.version(leaf) != before], away.place)
-        return away is not None
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:

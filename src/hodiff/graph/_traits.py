@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +11,24 @@ from torch import Tensor, nn
 from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _nodes
+from hodiff._core import _modes, _nodes
 from hodiff._core._nodes import Node
+from hodiff._core._switches import Scope, Undo
 
 ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 """The code that runs a pass: what a traceback has below it ran while the pass did. None: it cannot be told."""
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
+def without_modes() -> _modes.Context:
     """A context in which reading a tensor's attributes calls no mode and no subclass, and meets no inference mode."""
-    inside = torch.is_inference_mode_enabled()
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False) if inside else nullcontext():
-        yield
+    return Scope(_normal) if torch.is_inference_mode_enabled() else torch._C.DisableTorchFunction()
+
+
+def _normal(undo: Undo) -> None:
+    _modes.record(undo)
+    plain = torch._C.DisableTorchFunction()
+    undo += [partial(plain.__exit__, None, None, None)]
+    plain.__enter__()
 
 
 def modes() -> int:
@@ -35,6 +40,11 @@ def innermost(mode: TorchFunctionMode) -> bool:
     """Whether a mode is the first to see this thread's calls."""
     depth = modes()
     return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+
+
+def hooks_before_steps() -> dict[int, Any]:
+    """The hooks before the steps of all optimizers."""
+    return _optimizer._global_optimizer_pre_hooks
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:

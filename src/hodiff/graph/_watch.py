@@ -12,6 +12,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol, Self, final
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _nodes
+from hodiff._core import _modes, _nodes
 from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
+from hodiff._core._switches import Undo, undo_all
 from hodiff.errors import GraphError
 from hodiff.graph import _calls, _explain, _predict, _saved, _traits
 from hodiff.graph._calls import CUT, GRADIENT, INPLACE, PASS, tensors_in
@@ -105,6 +107,7 @@ class Watch(TorchFunctionMode):
         self._read: dict[int, int] = {}  # the gradients that the user read, and how many passes there had been
         self._repeats: dict[int, int] = {}
         self._entered: FrameType | None = None
+        self._undo: Undo = []
         self._steps = Steps(self, self._place, self._stepped)
 
     def __init_subclass__(cls) -> None:  # its frames would pass for the user's
@@ -117,26 +120,39 @@ class Watch(TorchFunctionMode):
         )
 
     def __enter__(self) -> Self:
-        _recording.here.append(self)
         self._entered = next(user_frames(sys._getframe(1)), None)
-        super().__enter__()
-        self._steps.enter()
+        try:
+            self._undo += [self._forget, partial(_modes.take_off, self), self._steps.leave]
+            _recording.here.append(self)
+            super().__enter__()
+            self._steps.enter()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        on_the_stack = self._steps.leave()
-        if isinstance(exc[1], RuntimeError):
-            with contextlib.suppress(Exception):  # an explanation must not hide what it explains
-                _explain.left(exc[1], self)
+        try:
+            self._steps.settle()
+            if isinstance(exc[1], RuntimeError):
+                with contextlib.suppress(Exception):  # an explanation must not hide what it explains
+                    _explain.left(exc[1], self)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Record nothing more; it may be run again."""
+        undo_all(self._undo)
+
+    def _forget(self) -> None:
         if self in _recording.here:
             _recording.here.remove(self)
         self._entered = None
-        if on_the_stack:
-            super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
-        if is_dynamo_compiling():  # Dynamo would trace what follows into the graph, wrongly
+        # Dynamo would trace what follows into the graph, wrongly; what has ended, an interrupted PyTorch may put back.
+        if is_dynamo_compiling() or not self._undo:
             return func(*args, **(kwargs or {}))
         # An optimizer makes hundreds of these calls in a step, most of them plain ones.
         kind = self._kinds.get(func)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes, _reverse, _tree
+from hodiff._core import _modes, _nodes, _reverse, _tree
 from hodiff._core._lending import mark_of
 from hodiff._core._random_state import RandomState
 from hodiff._core._where import Where
@@ -75,7 +75,7 @@ class Replay:
         drawn = RandomState.of(self._random.device)
         self._random.restore()
         try:
-            with torch.enable_grad(), torch.autocast(self._device, dtype, enabled=enabled):
+            with _modes.grad_mode(True), _modes.autocast(self._device, dtype, enabled=enabled):
                 ends = self._steps.under(mode).run(begin, self._batches, record=True)
         finally:
             drawn.restore()

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _nodes, _refusals, _reverse, _tree
+from hodiff._core import _checks, _modes, _nesting, _nodes, _refusals, _reverse, _tree
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
 from hodiff._core._random_state import RandomState
@@ -42,7 +42,7 @@ def attached(
 ) -> Any:
     """The solution, attached to the graph of everything that `f` depends on."""
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
+        with _modes.recording(), _modes.grad_mode(False):
             return attached(kind, f, x_star, args, kwargs, given)
     _nesting.refuse_transforms(batched=True)
     where, line = Where(x_star, "x_star"), Line.now()
@@ -180,7 +180,7 @@ class Problem:
             raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star.")
         if not bool(x.any()):
             x = torch.ones_like(x)
-        with torch.no_grad():
+        with _modes.grad_mode(False):
             scale = float(system.operator._times(x).norm())  # of a linear problem, the residual at zero
         limit = self._given.gradient_tol
         if limit is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _reverse, _tree
+from hodiff._core import _modes, _reverse, _tree
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
@@ -72,7 +72,7 @@ class Steps:
     def run(self, now: Progress, batches: Sequence[Any], *, record: bool) -> Progress:
         """Some steps; with `record` their graph is kept, in everything."""
         if not record:
-            with torch.inference_mode(False), torch.no_grad():
+            with _modes.recording(), _modes.grad_mode(False):
                 start = [p.detach() for p in now.params]
                 return self._take(Progress(start, _detached(now.state), now.step), batches)
         if self._first_order:
@@ -96,7 +96,7 @@ class Steps:
                 if self._met is not None:
                     self._met.end()
                 gradient = _reverse.gradient(ev)
-                with torch.set_grad_enabled(recorded):
+                with _modes.grad_mode(recorded):
                     now = self._step(params, gradient, now)
                 params = now.params
         return now
@@ -131,7 +131,7 @@ def _with(given: Call, batch: Sequence[Any]) -> Call:
 
 def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with mode:
+        with _modes.on(mode):
             return function(*args, **kwargs)
 
     return functools.update_wrapper(inside, function)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _reverse
+from hodiff._core import _checks, _modes, _nodes, _reverse
 from hodiff._core._graph import Graph
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import default_rtol
@@ -72,7 +72,7 @@ class Transposed(LinearOperator):
 
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which passes may run."""
-        return self._ev.resumed() if self._calls_back else torch.inference_mode(False)
+        return self._ev.resumed() if self._calls_back else _modes.recording()
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         with self.ready():
@@ -179,7 +179,7 @@ class System:
         operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
-        with torch.no_grad():  # what is differentiable of it, the caller's node says
+        with _modes.grad_mode(False):  # what is differentiable of it, the caller's node says
             found, trouble = attempt(
                 operator,
                 flat,

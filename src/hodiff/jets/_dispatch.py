@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable
@@ -29,24 +28,13 @@ from hodiff.jets._registry import (
     listed,
     operation,
 )
-from hodiff.jets._series import Expansion, Series, surroundings
+from hodiff.jets._series import Expansion, Series, inside, surroundings
 
 _FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
 
 
 _PLACES = frozenset(listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu"))
 """Attributes that a jet, which lies nowhere, has of its value."""
-
-
-class _Running(threading.local):
-    """How deep this thread is inside rules, where a disabled grad mode is ours; and in which bodies of functions."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.bodies: list[Any] = []
-
-
-_running = _Running()
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
@@ -133,7 +121,7 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
             raise NoRule(f"a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, here of {name}")
         expansion.meet(args)
         expansion.meet(kwargs.values())
-    if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _running.depth):
+    if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not inside.rules):
         return _constant(name, func, args, kwargs)
     if kwargs:
         if kwargs.get("out") is not None:
@@ -170,14 +158,14 @@ def _run(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwa
         return _with_shares(_applied(found, name, func, expansion, args, kwargs), args, kwargs)
     start = time.perf_counter() if expansion.tally is not None else 0.0
     recording = torch.is_grad_enabled()
-    _running.depth += 1
+    inside.rules += 1
     try:
         if not expansion.record:
-            torch.set_grad_enabled(False)
+            torch._C._set_grad_enabled(False)
         result = _applied(found, name, func, expansion, args, kwargs)
     finally:
-        torch.set_grad_enabled(recording)
-        _running.depth -= 1
+        inside.rules -= 1
+        torch._C._set_grad_enabled(recording)
     if expansion.tally is not None:
         expansion.tally.count(name, found.kind, time.perf_counter() - start)
     if found.kind in _FRESH and name != "einsum":  # of one operand it may be a view
@@ -285,13 +273,13 @@ def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs:
     """A Python function of torch runs again, on jets; any other operation goes to the fallback."""
     if isinstance(func, types.FunctionType):
         body = _body(func)
-        if body is None or func in _running.bodies:  # one that calls itself would do so for ever
+        if body is None or func in inside.bodies:  # one that calls itself would do so for ever
             raise NoRule(name)
-        _running.bodies.append(func)
         try:
+            inside.bodies.append(func)
             return body(*args, **kwargs)
         finally:
-            _running.bodies.pop()
+            inside.bodies.pop()
     return _run(Rule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
 
 

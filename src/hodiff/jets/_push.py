@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _refusals, _tree
+from hodiff._core import _checks, _modes, _nodes, _refusals, _tree
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
 from hodiff.errors import GraphError, HodiffError, InputError
@@ -64,7 +64,7 @@ def push(
         with Turn() as number:
             expansion = Expansion(number, order, rows, **options)
             jets, _ = _jets(points, seeds, expansion)
-            with torch.enable_grad():
+            with _modes.grad_mode(True):
                 return f(*jets, *args, **(kwargs or {})), expansion
     # No leaves and no passes of the road's own: the series is what comes out of it.
     where = points[0] if len(points) == 1 else tuple(points)

@@ -38,14 +38,18 @@ class TooWide(Exception):
     """A coefficient would take more memory than its expansion allows; fields then expand in parts."""
 
 
-class _Open(threading.local):
-    """How many expansions this thread is in."""
+class _Inside(threading.local):
+    """How many expansions this thread is in; how many rules, where a disabled grad mode is ours; which bodies."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.count = self.rules = 0
+        self.bodies: list[Any] = []
 
 
-_open = _Open()
+inside = _Inside()
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -71,15 +75,15 @@ class Turn:
         self._forward: bool | None = None
         if not torch.compiler.is_compiling():
             if len(_nesting.state.running) <= 1:  # this one alone: an interrupt kept another from being counted out
-                _open.count = 0
-            if _open.count == 0:
+                inside.reset()
+            if inside.count == 0:
                 self._forward = torch._C._is_fwd_grad_enabled()
                 torch._C._set_fwd_grad_enabled(True)
-        _open.count += 1
-        return _open.count
+        inside.count += 1
+        return inside.count
 
     def __exit__(self, *error: object) -> None:
-        _open.count -= 1
+        inside.count -= 1
         if self._forward is not None:
             torch._C._set_fwd_grad_enabled(self._forward)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _independence, _nesting, _reverse
+from hodiff._core import _checks, _independence, _modes, _nesting, _reverse
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, PatchReduction, Reduction, check_option, is_set
@@ -229,7 +229,7 @@ def outputs_and_gradient(
     where = x if isinstance(x, Where) else Where(x)
     if tensor:
         _checks.check_batch(where.tensors, where.names, critic.batch_ndim)
-        with torch.enable_grad():
+        with _modes.grad_mode(True):
             what = critic.per_sample(critic.f, where.tensors[0].shape[: critic.batch_ndim])
     else:
         what = critic

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _independence, _nesting
+from hodiff._core import _checks, _independence, _modes, _nesting
 from hodiff._core._graph import Graph
 from hodiff._core._options import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
 from hodiff._core._random_state import RandomState
@@ -121,7 +121,7 @@ def hessian_penalty(
 
         >>> import torch, hodiff
         >>> z = torch.randn(1, 2)
-        >>> with torch.no_grad():
+        >>> with _modes.grad_mode(False):
         ...     many = hodiff.hessian_penalty(lambda z: z[:, 0] * z[:, 1], z, samples=500)
         >>> abs(many.item() - 4) < 0.5
         True
@@ -268,7 +268,7 @@ def curvature_penalty(
         \(\ell = \tfrac12 \lVert x\rVert^2\) has the gradient x, so the difference is h z with \(\lVert z\rVert = 1\):
 
         >>> import torch, hodiff
-        >>> with torch.no_grad():
+        >>> with _modes.grad_mode(False):
         ...     hodiff.curvature_penalty(lambda x: x.square().sum(1) / 2, torch.randn(4, 3), weight=1.0, h=2.0)
         tensor(4.)
 
@@ -290,7 +290,7 @@ def curvature_penalty(
     where = Where(x)
     random = RandomState.of(where.tensors[0].device)
     outputs, here = outputs_and_gradient(critic, where, **options)
-    with torch.no_grad():
+    with _modes.grad_mode(False):
         signs = [part.sign() for part in here]
         scale = h / _norm.norm(signs, batch_ndim).clamp(min=1)  # of no signs the norm is 0, of some at least 1
         steps = [sign * scale.to(sign).reshape(*scale.shape, *[1] * (sign.ndim - batch_ndim)) for sign in signs]

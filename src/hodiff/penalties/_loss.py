@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hodiff._core import _checks, _nesting, _nodes, _reverse
+from hodiff._core import _checks, _modes, _nodes, _reverse
 from hodiff._core._assembly import plain
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
@@ -24,10 +24,10 @@ from hodiff.errors import GraphError, HodiffWarning, InputError
 def recording(on: bool) -> AbstractContextManager[Any]:
     """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""
     if torch.compiler.is_compiling():  # the tracer knows grad mode, but no inference mode
-        return torch.set_grad_enabled(on)
+        return _modes.grad_mode(on)
     if on and torch.is_inference_mode_enabled():
-        return _nesting.recording()
-    return _AS_IT_IS if torch.is_grad_enabled() is on else torch.set_grad_enabled(on)
+        return _modes.recording()
+    return _AS_IT_IS if torch.is_grad_enabled() is on else _modes.grad_mode(on)
 
 
 _AS_IT_IS = nullcontext()

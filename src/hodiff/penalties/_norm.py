@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _tree
+from hodiff._core import _checks, _modes, _tree
 from hodiff.errors import InputError
 
 
@@ -80,7 +80,7 @@ def norm(leaves: Sequence[Tensor], batch_ndim: int, ord: float = 2) -> Tensor:
         return plain
     # With the largest entry m drawn out, squares neither overflow nor vanish. m is a constant to the
     # derivative: the norm does not depend on it.
-    with torch.no_grad():
+    with _modes.grad_mode(False):
         largest = row.abs().amax(-1, keepdim=True)
         dead = largest == 0  # not where it is NaN, which must show
         largest = torch.where(dead, 1, largest.clamp(max=torch.finfo(row.dtype).max))  # inf / inf would be NaN

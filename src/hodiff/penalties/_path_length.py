@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _claims, _nesting, _reverse
+from hodiff._core import _checks, _claims, _modes, _nesting, _reverse
 from hodiff._core._options import Allowed, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -114,7 +114,7 @@ class PathLengthPenalty(nn.Module):
             images = _checks.check_output(ev.outputs)
             if images.ndim < 2 or images.shape[0] != w.shape[0]:
                 raise InputError(f"f: returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
-            with torch.no_grad():
+            with _modes.grad_mode(False):
                 [noise] = _points.vectors_like(Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator)
                 if noise.shape[0] != 1:
                     raise InputError(f"vectors: holds {noise.shape[0]} vectors like the images, expected one.")
@@ -129,7 +129,7 @@ class PathLengthPenalty(nn.Module):
                 mean = self.mean_length.to(lengths)
                 if self.training:
                     mean = mean.lerp(lengths.mean(), self.decay)
-                    with torch.no_grad():
+                    with _modes.grad_mode(False):
                         self.mean_length.copy_(mean)
             loss = _loss.reduce((lengths - mean).square(), reduction, self.weight)
             loss = _loss.finished(loss, f, images, gradient, record)

@@ -16,12 +16,13 @@ from torch import Tensor
 from hodiff._core import _reverse
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
+from hodiff._core._modes import on
 from hodiff._core._options import Allowed
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.sparse._pattern import Pattern
 from hodiff.sparse._sets import Sets, TooMany
-from hodiff.sparse._tracer import Exits, Tracer, tensors_in
+from hodiff.sparse._tracer import Tracer, exits, tensors_in
 
 
 def sparsity_pattern(
@@ -88,7 +89,7 @@ def detect(asked: Call, order: int) -> Pattern:
 
     given = [*asked.where.tensors, *tensors_in((list(asked.args), dict(asked.kwargs)))]
     tracer = Tracer(rules.find, given, anywhere=asked.owned)
-    with Exits(tracer), tracer, Graph(asked) as ev:
+    with exits(tracer), on(tracer), Graph(asked) as ev:
         outputs = _reverse.gradient(ev, differentiated=True) if order == 2 else ev.tensors()
         cotangents = [torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs]
         tracer.begin(cotangents)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core._dispatch_mode import DispatchMode
 from hodiff._core._faults import is_fault
-from hodiff._core._switches import Counted, Undo, undo_all
+from hodiff._core._modes import DispatchMode, on
+from hodiff._core._switches import Counted, Scope, Undo
 from hodiff.sparse._sets import Sets
 
 Found = Sequence[Sets | None] | None
@@ -212,7 +212,7 @@ class Tracer(DispatchMode):
             return NotImplemented
         table = decompositions()
         try:
-            with self:
+            with on(self):
                 return table[func](*args, **kwargs) if func in table else func.decompose(*args, **kwargs)
         except Exception as error:  # a definition that does not know these arguments: there is always the plain answer
             if not is_fault(error):
@@ -327,30 +327,22 @@ class Tracer(DispatchMode):
             self._variable = {key: ref for key, ref in self._variable.items() if ref() is not None}
 
 
-class Exits:
+def exits(tracer: Tracer) -> Scope[None]:
     """While this context is open, values that leave PyTorch by a way that is no operation are noticed.
 
     By replacing methods of `Tensor`: a `TorchFunctionMode` is not asked inside of a backward pass, where it matters.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-        self._undo: Undo = []
+    def close() -> None:
+        if tracer in _open.tracers:
+            _open.tracers.remove(tracer)
 
-    def __enter__(self) -> None:
-        self._undo.append(self._close)
-        _open.tracers.append(self.tracer)
-        _watched.enter(self._undo)
+    def enter(undo: Undo) -> None:
+        undo += [close]
+        _open.tracers += [tracer]
+        _watched.enter(undo)
 
-    def __exit__(self, *exc: object) -> None:
-        undo_all(self._undo)
-
-    def __del__(self) -> None:
-        undo_all(getattr(self, "_undo", []))
-
-    def _close(self) -> None:
-        if self.tracer in _open.tracers:
-            _open.tracers.remove(self.tracer)
+    return Scope(enter)
 
 
 class _Open(threading.local):

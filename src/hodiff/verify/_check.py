@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks
+from hodiff._core import _checks, _modes
 from hodiff._core._call import call
 from hodiff._core._faults import interrupts
 from hodiff._core._lending import Lending
@@ -150,7 +150,7 @@ def _run(
     with (
         Lending(call(f, where, passes=0, allow=allow, cast=dtype, args=args, kwargs=kwargs)) as lending,
         torch.random.fork_rng(),
-        torch.autocast(device, enabled=False),
+        _modes.autocast(device),
     ):
         evaluation = Evaluation(lending, generator)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks
+from hodiff._core import _checks, _modes
 from hodiff._core._lending import Lending
 from hodiff.graph._names import HIDDEN
 from hodiff.verify._compare import Point, normal
@@ -75,7 +75,7 @@ class Evaluation:
         if self._steady:
             self.attributes.restore()
         held = {site.key: site.value for site in self.allowed} | self._held
-        with Holder(held, hooks=self._hooks) if held or not self._hooks else nullcontext():
+        with _modes.on(Holder(held, hooks=self._hooks)) if held or not self._hooks else nullcontext():
             return self.lending.run(leaves, leaves)
 
     def steady(self) -> None:
@@ -97,7 +97,7 @@ class Evaluation:
         self.lending.restart()
         self.attributes.restore()
         recorder = Recorder(**what)
-        with torch.enable_grad(), recorder:
+        with _modes.grad_mode(True), _modes.on(recorder):
             self.lending.run(leaves, leaves)
         return recorder
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _claims, _nodes
+from hodiff._core import _claims, _modes, _nodes
 from hodiff._core._faults import interrupts
 from hodiff._core._options import Allowed
 from hodiff.calculus._first import grad
@@ -38,12 +38,12 @@ def along(function: Scalar, point: Point, direction: Point, allow: Allowed) -> f
 def functions(evaluation: Evaluation, order: int, allow: Allowed) -> list[Cause]:
     """The Functions in the graph whose backward is wrong, up to an order."""
     leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in evaluation.point)
-    with torch.enable_grad():
+    with _modes.grad_mode(True):
         output = evaluation.run(leaves)
     kinds = {kind: None for kind, _ in _nodes.survey([output]).functions() if not _is_known(kind)}
     found = []
     for kind in kinds:
-        with _claims.Held(kind), _watched(kind) as uses, torch.enable_grad():
+        with _claims.Held(kind), _watched(kind) as uses, _modes.grad_mode(True):
             evaluation.run(leaves)
         for use in uses[:3]:
             wrong = _first_wrong(kind.apply, use.args, {}, order, (kind,))  # type: ignore[attr-defined]

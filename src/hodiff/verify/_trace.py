@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hodiff.errors
-from hodiff._core import _translate
-from hodiff._core._dispatch_mode import tracing
+from hodiff._core import _modes, _translate
 from hodiff._core._lending import Lending
+from hodiff._core._modes import tracing
 from hodiff.graph import _calls
 from hodiff.graph._calls import CUT, GRADIENT, PASS, PLAIN, tensors_in
 from hodiff.graph._line import Line, lines_of
@@ -233,7 +233,7 @@ class Holder(_Counting):
             return result
         value, changed = self._held[key], _changed(name, args, result)
         if isinstance(changed, Tensor) and any(changed is each for each in (*args[:1], kwargs.get("out"))):
-            with torch.no_grad():
+            with _modes.grad_mode(False):
                 changed.copy_(value)
             return result
         return _still(value)

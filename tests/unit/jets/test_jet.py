@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.jets import _dispatch, _push, _series
+from hodiff.jets import _push, _series
 from hodiff.jets._registry import RULES
 from tests.support.properties import agree
 
@@ -209,9 +209,9 @@ def test_taylor_mode_inside_the_forward_of_a_function(x):
 
 
 def test_an_expansion_that_an_interrupt_left_open_is_forgotten(x):
-    _series._open.count += 1
+    _series.inside.count += 1
     test_taylor_mode_inside_the_forward_of_a_function(x)
-    assert _series._open.count == 0
+    assert _series.inside.count == 0
 
 
 def test_no_grad_and_detach_are_part_of_the_function(x):
@@ -335,7 +335,7 @@ def test_nothing_of_the_users_is_touched(x):
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     hodiff.laplacian(model, x.detach())
-    assert _dispatch._running.depth == 0
+    assert _series.inside.rules == 0
 
 
 def test_dropout_uses_one_mask(x):
