@@ -243,3 +243,29 @@ def test_a_time_limit_passes_a_flag(alarm: Callable[[Any], None]) -> None:
     alarm(functools.partial(handler, error=TimeoutError))
     with pytest.raises(TimeoutError, match="time is up"):
         is_set(Slow(), "flag")
+
+
+@pytest.mark.parametrize("moment", ["_vmap_increment_nesting", "_vmap_decrement_nesting"])
+def test_an_interrupt_between_the_lines_of_vmap_is_neither_lost_nor_leaves_a_level(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's context fails in its wake, taking down a level that is not there, or leaves one up."""
+    from torch._functorch import vmap
+
+    theirs, interrupted = getattr(vmap, moment), []
+
+    def interrupt(*args: Any) -> Any:
+        if interrupted:
+            return theirs(*args)
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
+    f = lambda x: (x**3).sum()
+    expected = hodiff.hessian(f, X)
+    with monkeypatch.context() as patched:
+        patched.setattr(vmap, moment, interrupt)
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            hodiff.hessian(f, X)
+    assert interrupted
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    assert torch.equal(hodiff.hessian(f, X), expected)

@@ -38,14 +38,26 @@ def is_wrapped(value: Tensor) -> bool:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Whether the handler of a signal raised an exception."""
+    """Whether the handler of a signal raised an exception, or one in whose wake it was raised."""
+    return interrupt_behind(error) is not None
+
+
+def interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """What the handler of a signal raised, where an exception is that, or took its place.
+
+    PyTorch's own contexts fail while an interrupt passes them: `vmap` takes down a level that it had not put up.
+    """
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code in codes:
-            return True
-        trace = trace.tb_next
-    return False
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code in codes:
+                return error
+            trace = trace.tb_next
+        if isinstance(error, KeyboardInterrupt):
+            return error
+        error = error.__context__
+    return None
 
 
 def _code(handler: Any) -> CodeType | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from hodiff._core import _engine, _modes, _nodes, _refusals, _results, _translate, _versions
-from hodiff._core._faults import is_fault
+from hodiff._core._faults import interrupt_behind, is_fault
 from hodiff._core._graph import Graph
 from hodiff.errors import GraphError
 
@@ -347,7 +347,16 @@ def derivative(output: Tensor, by: Tensor) -> Tensor:
 
 def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """`function` of each of the stacked vectors, in one batch; what it draws at random is drawn once for all."""
-    found = torch.vmap(function, randomness="same")(*vectors)
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        found = torch.vmap(function, randomness="same")(*vectors)
+    except BaseException as error:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # between two of its own lines it leaves a level on
+        behind = interrupt_behind(error)
+        if behind is not None and behind is not error:
+            raise behind from None
+        raise
     return [found] if isinstance(found, Tensor) else list(found)
 
 
