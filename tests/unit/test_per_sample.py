@@ -139,6 +139,17 @@ def test_samples_that_mix_though_their_gradients_add_up(routes):
     torch.testing.assert_close(found, X + X.mean(0))
 
 
+def test_samples_that_mix_beside_a_much_larger_one(routes):
+    """A loss of 1e12 hides what the others do to each other in sums over the batch, and not in their own chunk."""
+    x = torch.cat([X[:6], torch.full((1, 3), 1e12, dtype=D)])
+    f = lambda w, batch: batch @ w + torch.tanh(batch @ w).mean()
+    w = torch.ones(3, dtype=D)
+    found = hodiff.per_sample_grad(f, w, x, chunk_size=2)
+    slopes = x * (1 - torch.tanh(x @ w) ** 2)[:, None]
+    torch.testing.assert_close(found, x + slopes.mean(0))
+    assert routes == ["rows"]
+
+
 def test_selected_and_strict():
     model = models()["norms"].double()
     found = hodiff.per_sample_grad(lambda s, b: losses(s.module, b), hodiff.select(model, "3.*"), (X, Y))

@@ -37,19 +37,43 @@ def leaving_one_out(A: Tensor, omega: Tensor) -> Tensor:
     return torch.stack(found)
 
 
+def error(estimates: Tensor, without_one: Tensor) -> Tensor:
+    """The geometric mean of the estimates' spread and of the jackknife."""
+    number = len(estimates)
+    jackknife = (number - 1) / number * (without_one - without_one.mean()).square().sum()
+    return (jackknife * estimates.var() / number) ** 0.25
+
+
+def traces(A: Tensor, omega: Tensor) -> Tensor:
+    """XTrace's estimates by their definition."""
+    found = []
+    for i in range(omega.shape[1]):
+        q, _ = torch.linalg.qr(A @ without(omega, i))
+        rest = omega[:, i] - q @ (q.T @ omega[:, i])
+        found.append((q.T @ A @ q).trace() + rest @ A @ rest)
+    return torch.stack(found)
+
+
+def nystrom_traces(A: Tensor, omega: Tensor) -> Tensor:
+    """XNysTrace's estimates by their definition."""
+    found = []
+    for i in range(omega.shape[1]):
+        others = without(omega, i)
+        Y = A @ others
+        near = Y @ torch.linalg.solve(others.T @ Y, Y.T)
+        found.append(near.trace() + omega[:, i] @ (A - near) @ omega[:, i])
+    return torch.stack(found)
+
+
 @pytest.mark.parametrize("A", [DECAYING, INDEFINITE, SKEWED], ids=["decaying", "indefinite", "not symmetric"])
 def test_xtrace_and_xdiag_are_what_the_definition_says(A: Tensor) -> None:
     """For each vector: the part in the range of A times the others exactly, and the rest by that vector alone."""
     omega = signs(7)
-    traces = []
-    for i in range(7):
-        q, _ = torch.linalg.qr(A @ without(omega, i))
-        rest = omega[:, i] - q @ (q.T @ omega[:, i])
-        traces.append((q.T @ A @ q).trace() + rest @ A @ rest)
     diagonals = leaving_one_out(A, omega)
-    found = hodiff.trace(hodiff.MatrixOperator(A), method="xtrace", vectors=omega)
-    agree(found.value, torch.stack(traces).mean(), 1e-10)
-    assert found.products == 14 and found.stderr > 0 and found.converged is None
+    found, estimates = hodiff.trace(hodiff.MatrixOperator(A), method="xtrace", vectors=omega), traces(A, omega)
+    agree(found.value, estimates.mean(), 1e-10)
+    agree(found.stderr, error(estimates, torch.stack([traces(A, without(omega, i)).mean() for i in range(7)])), 1e-9)
+    assert found.products == 14 and found.converged is None
     entries = hodiff.diagonal(hodiff.MatrixOperator(A), method="xdiag", vectors=omega)
     agree(entries.value, diagonals.mean(0), 1e-10)
     fewer = torch.stack([leaving_one_out(A, without(omega, i)).mean(0) for i in range(7)])
@@ -60,15 +84,27 @@ def test_xtrace_and_xdiag_are_what_the_definition_says(A: Tensor) -> None:
 def test_xnystrace_is_what_the_definition_says() -> None:
     A = DECAYING + 0.01 * torch.eye(N, dtype=D)
     omega = signs(7)
-    traces = []
-    for i in range(7):
-        others = torch.cat([omega[:, :i], omega[:, i + 1 :]], 1)
-        Y = A @ others
-        near = Y @ torch.linalg.solve(others.T @ Y, Y.T)
-        traces.append(near.trace() + omega[:, i] @ (A - near) @ omega[:, i])
+    estimates = nystrom_traces(A, omega)
+    fewer = torch.stack([nystrom_traces(A, without(omega, i)).mean() for i in range(7)])
     found = hodiff.trace(hodiff.MatrixOperator(A), method="xnystrace", vectors=omega)
-    agree(found.value, torch.stack(traces).mean(), 1e-9)
+    agree(found.value, estimates.mean(), 1e-9)
+    agree(found.stderr, error(estimates, fewer), 1e-8)
     assert found.products == 7
+
+
+@pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
+def test_gaussian_vectors_know_the_trace_of_a_multiple_of_the_identity(method: str) -> None:
+    """The part outside the others' range is given its mean squared length, N less their number: nothing is left."""
+    found = hodiff.trace(hodiff.MatrixOperator(3 * torch.eye(N, dtype=D)), method=method, samples=7, probes="gaussian")
+    agree(found.value, torch.tensor(3.0 * N, dtype=D), 1e-10)
+    assert found.stderr < 1e-10
+
+
+def test_xnystrace_takes_off_what_it_adds_to_make_the_matrix_definite() -> None:
+    """An exact product in single precision: one entry is 1, and many are zero."""
+    A = hodiff.MatrixOperator(torch.eye(1, 20_000).squeeze(0))
+    found = hodiff.trace(A, method="xnystrace", samples=8, generator=seeded(0))
+    agree(found.value, torch.ones(()), 1e-6)
 
 
 @pytest.mark.parametrize("probes", ["rademacher", "gaussian"])

@@ -80,6 +80,13 @@ def test_it_has_the_structure_of_the_point_and_blocks() -> None:
     assert "rank 4, shift 0.5" in repr(P)
 
 
+def test_beside_the_range_it_divides_by_the_shift_alone() -> None:
+    """What is added to make the sketch definite is taken off: with it, 1e-9 would be 1e-7 in single precision."""
+    A = hodiff.MatrixOperator(torch.eye(1, 50).squeeze(0))
+    P = hodiff.nystrom(A, 4, 1e-9, generator=seeded(0))
+    agree(P.dense().diagonal()[1:], torch.full((49,), 1e9), 1e-5)
+
+
 def test_zero_and_single_precision() -> None:
     zero = hodiff.MatrixOperator(torch.zeros(9, dtype=D))
     agree(hodiff.nystrom(zero, 3, 0.5).dense(), 2 * torch.eye(9, dtype=D), 1e-12)

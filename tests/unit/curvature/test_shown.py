@@ -187,6 +187,7 @@ def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
     seen = []
     hodiff.eigsh(A, 2, generator=generator(), callback=seen.append)
     hodiff.plotting.convergence(seen, axes=axes)
+    assert axes.get_lines()[0].get_ydata() == pytest.approx([max(record.residual.tolist()) for record in seen])
     traces = []
     hodiff.trace(A, samples=64, probes="gaussian", generator=generator(), callback=traces.append)
     other = hodiff.plotting.convergence(traces)

@@ -278,6 +278,16 @@ def test_segments_draw_the_same_random_numbers() -> None:
     close(*found)
 
 
+def test_a_backward_pass_through_segments_draws_nothing() -> None:
+    """The steps are taken again with the numbers of the first time; what the caller draws next is no matter of theirs."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 1)).double()
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    final = hodiff.unroll(lambda m: m(X).square().mean(), model, rules.SGD(lr=lr), 4, segments=2)
+    before = torch.get_rng_state()
+    sum(p.sum() for p in final.values()).backward(inputs=[lr])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_segments_inside_a_call() -> None:
     problem = Problem("Adam")
 
