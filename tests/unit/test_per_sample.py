@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff._core import _reverse
 from hodiff.calculus import _per_sample
 from tests.support.passes import Count
 
@@ -139,6 +140,18 @@ def test_samples_that_mix_though_their_gradients_add_up(routes):
     torch.testing.assert_close(found, X + X.mean(0))
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+@pytest.mark.parametrize("name", ["norms", "straight"])
+def test_what_adds_up_is_known_at_any_scale(name, scale, routes):
+    model = models()[name].double()
+    f = lambda m, batch: scale * losses(m, batch)
+    found = hodiff.per_sample_grad(f, model, (X, Y))
+    assert routes == ["rows" if name == "straight" else "samples"]
+    expected = one_by_one(f, model, (X, Y))
+    for key in found:
+        torch.testing.assert_close(found[key] / scale, expected[key] / scale)
+
+
 def test_samples_that_mix_beside_a_much_larger_one(routes):
     """A loss of 1e12 hides what the others do to each other in sums over the batch, and not in their own chunk."""
     x = torch.cat([X[:6], torch.full((1, 3), 1e12, dtype=D)])
@@ -192,6 +205,18 @@ def test_passes(monkeypatch):
     count.passes = 0
     hodiff.per_sample_grad(losses, model, (X, Y), chunk_size=3)
     assert count.passes == 1 + 3
+
+
+def test_as_many_samples_at_once_as_keep_within_bounds(monkeypatch):
+    """The largest activation has 7 x 4 numbers of 8 bytes, and eight of its kind are allowed for."""
+    model, passes = models()["norms"].double(), []
+    for bound in (8 * 28 * 8, 8 * 28 * 8 - 1):
+        monkeypatch.setattr(_reverse, "CHUNK_BYTES", bound)
+        with monkeypatch.context() as context:
+            count = Count(context)
+            hodiff.per_sample_grad(losses, model, (X, Y))
+        passes.append(count.passes)
+    assert passes == [2, 8]
 
 
 BAD = {

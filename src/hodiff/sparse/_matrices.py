@@ -61,8 +61,8 @@ def sparse_hessian(
         pattern: The entries that can be other than zero, where you know them: a `Pattern`, a SciPy sparse matrix, a
             sparse tensor (all that is stored counts), or a pair of index vectors. It is believed.
         output: `"torch"`, a sparse tensor in coordinates; `"csr"`, one of compressed rows; `"scipy"`, a
-            `scipy.sparse.csr_array`; `"auto"`, a dense tensor where that is cheaper (fewer than 600 variables, or
-            half as many products as there are), else as `"torch"`.
+            `scipy.sparse.csr_array`, which keeps no graph; `"auto"`, a dense tensor where that is cheaper (fewer than
+            600 variables, or half as many products as there are), else as `"torch"`.
         check: Whether to compare the matrix with a Hessian-vector product for a random vector.
         create_graph: Whether the entries can be differentiated again, as for `hvp`.
         allow: `@once_differentiable` Functions to accept, as for `grad`.

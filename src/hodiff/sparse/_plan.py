@@ -280,7 +280,13 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
     if library is not None:
         if values.dtype is torch.bfloat16:
             raise InputError('output="scipy": NumPy has no bfloat16; compute in float32.')
-        parts = (values.detach().cpu().numpy(), pattern.columns.numpy(), pattern.starts().numpy())
+        if values.requires_grad:
+            raise InputError(
+                'output="scipy": NumPy keeps no graph, and these entries have one (create_graph=True, or a call inside '
+                'another hodiff call): their derivative would be missing. Use output="csr", or create_graph=False for '
+                "constants."
+            )
+        parts = (values.cpu().numpy(), pattern.columns.numpy(), pattern.starts().numpy())
         return library.csr_array(parts, shape=pattern.shape)
     device = values.device
     if output == "auto" and dense:

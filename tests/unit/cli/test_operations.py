@@ -114,6 +114,13 @@ def test_every_operation_is_printed_with_its_reason(capsys):
     assert all(len(line) <= _operations.WIDTH for line in _operations.lines(sweep))
 
 
+def test_words_are_not_parted():
+    text = "second-order fused_ops.of-any kind " * 9
+    for indent in range(12):
+        lines = _operations._wrapped("x" * indent, text)
+        assert " ".join(lines).split() == ["x" * indent, *text.split()][not indent :]
+
+
 def test_spots_change_nothing():
     state = torch.get_rng_state()
     _operations.spot_checks(_operations.published("2.13.0"))

@@ -138,6 +138,14 @@ def test_xdiag_knows_its_error_where_the_spectrum_does_not_decay(name: str) -> N
     assert float((errors.abs() <= 2 * bars).double().mean()) >= 0.85  # of few vectors: a t distribution
 
 
+def test_images_that_point_the_same_way() -> None:
+    """Their triangular factor has no positive entry, and what counts as nothing is by its size."""
+    A = torch.diag(torch.tensor([1.0, 0.3, 0.2, 0.1], dtype=D))
+    omega = torch.tensor([[1, 1], [1, 1], [1, -1], [-1, 1]], dtype=D)
+    assert torch.linalg.qr(A @ omega)[1].max() == 0
+    agree(hodiff.trace(hodiff.MatrixOperator(A), method="xtrace", vectors=omega).value, traces(A, omega).mean(), 1e-12)
+
+
 def test_xdiag_of_two_vectors_is_estimated_each_from_the_other() -> None:
     omega = signs(2)
     found = hodiff.diagonal(hodiff.MatrixOperator(INDEFINITE), method="xdiag", vectors=omega)

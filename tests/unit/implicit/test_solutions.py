@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import hodiff
 from hodiff import ConvergenceWarning, GraphError, InputError
-from hodiff.implicit import _met, argmin, fixed_point, root
+from hodiff.implicit import _met, _system, argmin, fixed_point, root
 from hodiff.implicit._system import System
 from tests.support.differences import first_difference, relative_error
 
@@ -306,6 +306,34 @@ def test_far_from_the_solution_it_warns() -> None:
     assert torch.equal(found.detach(), closed(THETA) * 1.1)
     polished = argmin(ridge, closed(THETA) * 1.1, args=(THETA.clone().requires_grad_(),), polish=1)
     assert relative_error(polished.detach(), closed(THETA)) < 1e-12
+
+
+def test_how_far_is_too_far() -> None:
+    """At 1.1 times the solution of a quadratic problem the gradient is H x* / 10, an eleventh of that at zero."""
+    theta = THETA.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        argmin(ridge, closed(THETA) * 1.1, args=(theta,), gradient_tol=0.092)
+    for limit in (0.09, 0.0):
+        with pytest.warns(ConvergenceWarning, match="argmin: x_star is not the solution"):
+            argmin(ridge, closed(THETA) * 1.1, args=(theta,), gradient_tol=limit)
+
+
+def test_a_tolerance_that_says_nothing_still_leaves_a_derivative() -> None:
+    """Zero solves a system to a relative residual of 1."""
+    theta = THETA.clone().requires_grad_()
+    x = argmin(lambda x: (x**2 / 2 - theta * x).sum(), THETA, rtol=5.0)
+    assert relative_error(torch.autograd.grad(x, theta, C)[0], C) < 1e-14
+
+
+def test_products_with_many_vectors_at_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """J' and J, at once, as their systems see them one vector at a time."""
+    M, seen, solve = torch.triu(randn(5, 5, seed=10)) + 3 * torch.eye(5, dtype=D), [], _system.attempt
+    monkeypatch.setattr(_system, "attempt", lambda A, *a, **k: (seen.append(A.dense()), solve(A, *a, **k))[1])
+    theta = randn(5, seed=11).requires_grad_()
+    x = root(lambda x: M @ x - theta, torch.linalg.solve(M, theta).detach(), polish=1)
+    x.sum().backward()
+    assert [relative_error(got, expected) < 1e-14 for got, expected in zip(seen, (M, M.T), strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("kind", [argmin, root, fixed_point])

@@ -279,7 +279,7 @@ def test_segments_draw_the_same_random_numbers() -> None:
 
 
 def test_a_backward_pass_through_segments_draws_nothing() -> None:
-    """The steps are taken again with the numbers of the first time; what the caller draws next is no matter of theirs."""
+    """The steps are taken again with the numbers of the first time; the caller's next ones stay as they were."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 1)).double()
     lr = torch.tensor(0.1, dtype=D, requires_grad=True)
     final = hodiff.unroll(lambda m: m(X).square().mean(), model, rules.SGD(lr=lr), 4, segments=2)

@@ -87,6 +87,20 @@ def test_forms() -> None:
     close(small, dense)
 
 
+def test_scipy_keeps_no_graph_and_says_so() -> None:
+    """Inside another call the entries are to be differentiated: as constants they would change its result."""
+    plan = plan_hessian(chain, X, output="scipy")
+    inside = lambda z, **options: (torch.from_numpy(plan(z, **options).toarray()) @ z).sum()
+    for call in (lambda: plan(X, create_graph=True), lambda: hodiff.grad(inside, X)):
+        with pytest.raises(hodiff.InputError, match=r'NumPy keeps no graph.*output="csr", or create_graph=False'):
+            call()
+    with pytest.raises(hodiff.InputError, match="NumPy keeps no graph"):
+        hodiff.sparse_hessian(chain, X, output="scipy", create_graph=True)
+    constant = hodiff.grad(lambda z: inside(z, create_graph=False), X)
+    close(constant, hodiff.hessian(chain, X).sum(0))
+    close(torch.from_numpy(plan(X.clone().requires_grad_()).toarray()), hodiff.hessian(chain, X))
+
+
 def test_auto_is_dense_where_that_is_cheaper() -> None:
     n = 600
     x = torch.linspace(0, 1, n, dtype=D)
