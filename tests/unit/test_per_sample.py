@@ -163,7 +163,7 @@ def test_samples_that_mix_beside_a_much_larger_one(routes):
     assert routes == ["rows"]
 
 
-def test_selected_and_strict():
+def test_selected_and_strict(routes):
     model = models()["norms"].double()
     found = hodiff.per_sample_grad(lambda s, b: losses(s.module, b), hodiff.select(model, "3.*"), (X, Y))
     expected = one_by_one(losses, model, (X, Y))
@@ -172,6 +172,7 @@ def test_selected_and_strict():
     pair = {"a": torch.ones(3, dtype=D), "b": torch.ones(2, dtype=D)}
     f = lambda p, x: x @ p["a"]
     assert hodiff.per_sample_grad(f, pair, X)["b"].shape == (7, 2)
+    assert routes == ["samples", "samples"]  # zeros add up to zero
     with pytest.raises(hodiff.GraphError, match="strict=True"):
         hodiff.per_sample_grad(f, pair, X, strict=True)
 

@@ -77,6 +77,14 @@ def test_spots_are_as_published_here():
     assert _operations.spot_checks(sweep) == (12, [])
 
 
+@pytest.mark.parametrize("off", [-1e-3, 1e-3])
+def test_plain_pytorch_may_be_off_to_either_side(off, monkeypatch):
+    spot = next(spot for spot in _operations.spots() if spot.name == "linalg.inv")
+    plain = _operations._by_hand
+    monkeypatch.setattr(_operations, "_by_hand", lambda *given: plain(*given) + off)
+    assert _operations.here(spot) == "wrong in plain PyTorch"
+
+
 def test_spots_differ_from_a_sweep_of_another_release(monkeypatch, capsys):
     sweep = _operations.published(torch.__version__)
     refused = {name: why for name, why in sweep.refused.items() if name != "nn.functional.hardsigmoid"}
@@ -119,6 +127,7 @@ def test_words_are_not_parted():
     for indent in range(12):
         lines = _operations._wrapped("x" * indent, text)
         assert " ".join(lines).split() == ["x" * indent, *text.split()][not indent :]
+        assert all(line[:24].isspace() and not line[24].isspace() for line in lines[1:])
 
 
 def test_spots_change_nothing():

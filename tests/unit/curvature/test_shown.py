@@ -188,15 +188,16 @@ def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
     hodiff.eigsh(A, 2, generator=generator(), callback=seen.append)
     hodiff.plotting.convergence(seen, axes=axes)
     assert axes.get_lines()[0].get_ydata() == pytest.approx([max(record.residual.tolist()) for record in seen])
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("products", "residual")
     traces = []
     hodiff.trace(A, samples=64, probes="gaussian", generator=generator(), callback=traces.append)
     other = hodiff.plotting.convergence(traces)
     assert other.get_lines()[0].get_ydata() == pytest.approx([float(record.value) for record in traces])
-    assert len(other.collections) == 1
+    assert len(other.collections) == 1 and other.get_ylabel() == "estimate ± 2 standard errors"
     plt.close(other.figure)
     steps = [newton(), newton()]
     third = hodiff.plotting.convergence(steps)
-    assert third.get_lines()[0].get_xdata() == pytest.approx([1, 2])
+    assert third.get_lines()[0].get_xdata() == pytest.approx([1, 2]) and third.get_ylabel() == "loss"
     plt.close(third.figure)
 
 

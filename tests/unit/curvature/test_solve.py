@@ -224,6 +224,26 @@ def test_conjugate_gradients_that_find_no_solution_give_their_best_iterate(lowes
     assert found.residual == pytest.approx(residual(A, found.value, b), rel=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_the_unit_of_a_matrix_does_not_matter(method: str, scale: float) -> None:
+    values, b = torch.linspace(1, 100, N, dtype=D), draw(N)
+    found = hodiff.solve(hodiff.MatrixOperator(scale * values), b, method=method)
+    assert found.converged and found.products == hodiff.solve(hodiff.MatrixOperator(values), b, method=method).products
+    agree(found.value * scale, b / values, 1e-6)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_a_multiple_of_the_identity_is_no_preconditioner(method: str) -> None:
+    A, b = hodiff.MatrixOperator(torch.linspace(1, 100, N, dtype=D)), draw(N)
+    plain = hodiff.solve(A, b, method=method)
+    for factor in (1e-4, 1e4):
+        found = hodiff.solve(
+            A, b, method=method, preconditioner=hodiff.MatrixOperator(torch.full((N,), factor, dtype=D))
+        )
+        assert found.converged and abs(found.products - plain.products) <= 1
+
+
 def test_negative_curvature_is_no_step() -> None:
     A = hodiff.MatrixOperator(torch.tensor([1.0, 2.0, -3.0], dtype=D))
     with pytest.warns(hodiff.ConvergenceWarning, match=r"iterations=5\); conjugate gradients met .* negative"):

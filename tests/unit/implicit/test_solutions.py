@@ -315,7 +315,7 @@ def test_how_far_is_too_far() -> None:
         warnings.simplefilter("error")
         argmin(ridge, closed(THETA) * 1.1, args=(theta,), gradient_tol=0.092)
     for limit in (0.09, 0.0):
-        with pytest.warns(ConvergenceWarning, match="argmin: x_star is not the solution"):
+        with pytest.warns(ConvergenceWarning, match=r"not the solution: the gradient of f has 0\.091 times its size"):
             argmin(ridge, closed(THETA) * 1.1, args=(theta,), gradient_tol=limit)
 
 
@@ -324,6 +324,25 @@ def test_a_tolerance_that_says_nothing_still_leaves_a_derivative() -> None:
     theta = THETA.clone().requires_grad_()
     x = argmin(lambda x: (x**2 / 2 - theta * x).sum(), THETA, rtol=5.0)
     assert relative_error(torch.autograd.grad(x, theta, C)[0], C) < 1e-14
+
+
+@pytest.mark.parametrize(("size", "relative"), [(1.0, 1e-6), (0.1, 1e-5), (10.0, 1e-6), (1e-5, 0.1), (1.9e-6, None)])
+def test_a_small_right_hand_side_beside_a_large_one(
+    size: float, relative: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is solved to what the tolerance is of the large one; below that, zero is the solution."""
+    seen, solve = [], _system.attempt
+    monkeypatch.setattr(_system, "attempt", lambda *a, **k: (seen.append(k["rtol"]), solve(*a, **k))[1])
+    made: list[System] = []
+    monkeypatch.setattr(System, "_report", lambda self, found: None)
+    init = System.__init__
+    monkeypatch.setattr(System, "__init__", lambda self, *a, **k: (made.append(self), init(self, *a, **k))[1])
+    theta = THETA.clone().requires_grad_()
+    x = attached(theta, rtol=1e-6)
+    v = size * C / C.norm()
+    found = made[-1].solved([v], transposed=True, least=1.0)
+    assert seen == ([] if relative is None else [pytest.approx(relative)])
+    assert x.requires_grad and bool(found[0].any()) == (relative is not None)
 
 
 def test_products_with_many_vectors_at_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +503,8 @@ REFUSED = {
     "a residual that is not": (lambda: root(lambda x: x / (x - 1) * THETA2, X2), InputError, r"F\(x\) is not finite"),
     "no function": (lambda: argmin(X2, X2), InputError, "f: is a Tensor; expected a function"),
     "another shape": (lambda: root(lambda x: x[:1] - THETA2[:1], X2), InputError, r"equations.*\(1,\), expected"),
-    "another structure": (lambda: root(lambda x: (x - THETA2,), X2), InputError, r"like x_star.*tuple"),
+    "another structure": (lambda: root(lambda x: (x - THETA2,), X2), InputError, r"like x_star.*F\(x\).*tuple"),
+    "another structure of g": (lambda: fixed_point(lambda x: (x / 2,), X2), InputError, r"like x_star.*g\(x\).*tuple"),
     "another dtype": (lambda: fixed_point(lambda x: (x * THETA2).float(), X2), InputError, "float32, .*expected"),
     "a transform": (
         lambda: torch.vmap(lambda t: argmin(lambda x: (x - t).square().sum(), X2))(X2), InputError, "inside a torch"

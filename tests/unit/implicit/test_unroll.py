@@ -1,6 +1,7 @@
 """`unroll`: the hand-written loop, its derivatives, its options, and what must not change."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -276,6 +277,24 @@ def test_segments_draw_the_same_random_numbers() -> None:
         drawn = torch.rand(1)
         found.append([*torch.autograd.grad(sum(p.sum() for p in final.values()), [lr, *model.parameters()]), drawn])
     close(*found)
+
+
+def test_segments_with_a_call_inside_f() -> None:
+    """What it computes of the parameters is no matter from outside, which would be kept with its graph."""
+    theta, seen = torch.tensor([0.3, -0.2], dtype=D, requires_grad=True), []
+
+    def inner(p: Tensor) -> Tensor:
+        slopes = hodiff.jacobian(lambda q: q**4 + (theta * q).sin(), p)
+        seen.append(weakref.ref(slopes))
+        return slopes.square().sum()
+
+    def gradients(segments: object) -> list[Tensor]:
+        start = theta.cos()
+        final = hodiff.unroll(inner, start, rules.SGD(lr=0.01, momentum=0.5), 4, segments=segments)
+        assert any(ref() is not None for ref in seen) == (segments is None)
+        return list(torch.autograd.grad((final**3).sum(), [theta, start]))
+
+    close(gradients(2), gradients(None))
 
 
 def test_a_backward_pass_through_segments_draws_nothing() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hodiff
-from hodiff.sparse import Pattern, color
+from hodiff.sparse import Pattern, _plan, color
 from hodiff.sparse import _coloring as coloring
 
 ORDERS = ("best", "largest", "natural")
@@ -54,9 +54,9 @@ def symmetric(draw: st.DrawFn) -> list[list[bool]]:
 def test_star_colourings_are_valid(held: list[list[bool]], order: str) -> None:
     n = len(held)
     pattern = pattern_of([(i, j) for i in range(n) for j in range(n) if held[i][j]], (n, n))
-    assert is_star_coloring(held, color(pattern, "star", order=order).tolist())
-    for way in coloring._STAR:
-        assert is_star_coloring(held, way.run(pattern).tolist())
+    for colors in (color(pattern, "star", order=order), *(way.run(pattern) for way in coloring._STAR)):
+        assert is_star_coloring(held, colors.tolist())
+        assert set(colors.tolist()) == set(range(int(colors.max()) + 1))  # each is a product
 
 
 @settings(max_examples=100, deadline=None)
@@ -66,6 +66,17 @@ def test_column_and_row_colourings_are_valid(held: list[list[bool]], order: str)
     assert is_column_coloring(held, color(pattern, "columns", order=order).tolist())
     turned = [list(column) for column in zip(*held, strict=True)]
     assert is_column_coloring(turned, color(pattern, "rows", order=order).tolist())
+
+
+def test_a_jacobian_is_coloured_by_rows_or_by_columns_whichever_takes_fewer() -> None:
+    chance, kinds = random.Random(0), set()
+    for _ in range(100):
+        pattern = pattern_of([(i, j) for i in range(8) for j in range(8) if chance.random() < 0.5], (8, 8))
+        colors, kind = _plan._of_jacobian(pattern)
+        counts = {kind: len(set(color(pattern, kind).tolist())) for kind in ("rows", "columns")}
+        assert len(set(colors.tolist())) == counts[kind] == min(counts.values())
+        kinds.add(kind)
+    assert kinds == {"rows", "columns"}
 
 
 # --- as many as theory says -------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Patterns miss nothing: against dense matrices at several points, for a zoo of functions; some are exact."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
@@ -76,6 +78,39 @@ def test_the_adjoint_of_taking_apart_puts_each_in_its_place(name: str) -> None:
     pattern = dense(sparsity_pattern(PARTS[name], POINTS[0], order=1))
     jacobian = torch.cat([block.reshape(-1, 12) for block in hodiff.jacobian(PARTS[name], POINTS[0])])
     assert torch.equal(pattern, held(jacobian))
+
+
+class Biased(torch.autograd.Function):
+    """Its gradient is what a convolution of zeros adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.roll(1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return F.conv1d(g.new_zeros(1, 1, 1), g.new_ones(12, 1, 1), bias=g.roll(-1)).reshape(-1)
+
+
+class InHalves(torch.autograd.Function):
+    """Its gradient is written half a number at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.roll(1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        out = g.clone()
+        out.view(torch.int32)[:-2] = g.view(torch.int32)[2:]
+        out.view(torch.int32)[-2:] = g.view(torch.int32)[:2]
+        return out
+
+
+@pytest.mark.parametrize("function", [Biased, InHalves])
+def test_the_backward_of_a_function_may_do_it_in_any_way(function: Any) -> None:
+    pattern = dense(sparsity_pattern(function.apply, POINTS[0], order=1))
+    assert pattern[torch.arange(12), torch.arange(12).roll(1)].all()
 
 
 # --- what the numbers are does not matter ----------------------------------------------------------------------------

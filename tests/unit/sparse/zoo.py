@@ -130,6 +130,7 @@ ZOO: dict[str, Scalar] = {
     "scatter along": lambda x: x.new_zeros(3, 4).scatter_add(1, INDEX.reshape(3, 2) % 4, x[:6].view(3, 2)).exp().sum(),
     "masked scatter": lambda x: x.new_zeros(3, 8).masked_scatter(A[:3, :8] > 0, x).diff().pow(4).sum(),
     "masked scatter by values": lambda x: x.new_zeros(12).masked_scatter(x > 0, x.flip(0) ** 3).sum() * x[0],
+    "pooling without a batch": lambda x: F.avg_pool2d(x.reshape(1, 3, 4), 2, 1).pow(3).sum(),
     "masked select": lambda x: (x[A[0] > 0].diff() ** 3).sum(),
     "roll and flip": lambda x: (x * x.roll(1)).sum() + (x.flip(0) * x).pow(2).sum(),
     "pad": grid_energy,

@@ -62,17 +62,6 @@ def line(op: Operation) -> Found:
     return found
 
 
-def selected_along(op: Operation) -> Found:
-    """Some numbers from each line: sorted ones, the largest ones."""
-    tensor = op.inputs[0]
-    sets, dims = op.sets(tensor), _dims(op, tensor)
-    if sets is None or len(op.live) != 1:
-        return None
-    count, of_entry = along(tensor.shape, dims)
-    union = sets.grouped(of_entry, count)
-    return [union.take(along(tensor.shape, dims, output.shape)[1]) for output in op.outputs]
-
-
 def transform(op: Operation) -> Found:
     """A Fourier transform: all of a line, whatever its length afterwards."""
     tensor, output = op.inputs[0], op.outputs[0]
@@ -121,7 +110,6 @@ RULES: dict[str, Rule] = {
         "logcumsumexp cummax cummin",
         line,
     ),
-    **listed("sort topk", selected_along),
     **listed("_fft_c2c _fft_r2c _fft_c2r", transform),
     **listed(
         "linalg_solve_triangular triangular_solve _linalg_solve_ex linalg_inv_ex linalg_cholesky_ex cholesky_solve "
