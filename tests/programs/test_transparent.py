@@ -73,9 +73,9 @@ EXCEPTIONS = {
             except ValueError as error:
                 return error
 
-        first, second = failing(3), failing(4)
-        first.__cause__, second.__cause__ = second, first
-        raise first
+        first, second, third = failing(3), failing(4), failing(5)
+        first.__cause__, second.__cause__, third.__cause__ = second, first, first
+        raise third
         """,
     "in a module": """
         import helper_that_fails
@@ -181,7 +181,7 @@ def test_of_exceptions(name, process, capsys, monkeypatch, tmp_path):  # noqa: F
         "chained": 3,
         "handled": 3,
         "from another": 2,
-        "in a circle": 2,
+        "in a circle": 3,
         "in a group": 3,
         "syntax": 0,
     }.get(name, 1)

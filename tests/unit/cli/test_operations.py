@@ -85,6 +85,15 @@ def test_plain_pytorch_may_be_off_to_either_side(off, monkeypatch):
     assert _operations.here(spot) == "wrong in plain PyTorch"
 
 
+@pytest.mark.parametrize(("off", "found"), [(1e-3, "wrong in plain PyTorch"), (1e-9, "right")])
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_it_is_off_by_a_share(size, off, found, monkeypatch):
+    spot = _operations.Spot("exp", 2, lambda x: size * x.exp(), torch.ones(3, dtype=torch.float64))
+    plain = _operations._by_hand
+    monkeypatch.setattr(_operations, "_by_hand", lambda *given: plain(*given) * (1 + off))
+    assert _operations.here(spot) == found
+
+
 def test_spots_differ_from_a_sweep_of_another_release(monkeypatch, capsys):
     sweep = _operations.published(torch.__version__)
     refused = {name: why for name, why in sweep.refused.items() if name != "nn.functional.hardsigmoid"}

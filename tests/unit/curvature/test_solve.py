@@ -249,6 +249,7 @@ def test_negative_curvature_is_no_step() -> None:
     with pytest.warns(hodiff.ConvergenceWarning, match=r"iterations=5\); conjugate gradients met .* negative"):
         found = hodiff.solve(A, torch.ones(3, dtype=D), iterations=5)
     assert found.status == "negative curvature" and found.direction is not None and found.converged is None
+    assert not found.value.any() and found.residual == pytest.approx(1.0)
 
 
 # --- who looks on -----------------------------------------------------------------------------------------------------

@@ -392,6 +392,8 @@ REFUSED = {
     "segments": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, segments=0), r"segments: got 0"),
     "last": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, last=0), r"last: got 0"),
     "a state of another": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, state=[{}]), r"state: expected what"),
+    "half a state": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, state=(3,)), r"state: expected what"),
+    "a state by name": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2, state=("3", None)), r"state: expected what"),
     "a rule that returns one thing": (
         lambda: hodiff.unroll(SQUARE, ONE, lambda p, g, s, t: p - g, 2), r"rule: returned a Tensor"
     ),

@@ -113,6 +113,15 @@ def test_the_backward_of_a_function_may_do_it_in_any_way(function: Any) -> None:
     assert pattern[torch.arange(12), torch.arange(12).roll(1)].all()
 
 
+@pytest.mark.parametrize("resized", ["interpolate", "adaptive_avg_pool2d"])
+def test_images_that_are_resized_stay_apart(resized: str) -> None:
+    size = {"size": (4, 3), "mode": "bilinear"} if resized == "interpolate" else {"output_size": (2, 1)}
+    f = lambda x: getattr(F, resized)(x.reshape(3, 1, 2, 2), **size).flatten(1).prod(1).sum()
+    pattern = sparsity_pattern(f, POINTS[0])
+    assert pattern.without_rule == ()
+    assert torch.equal(dense(pattern), torch.block_diag(*[torch.ones(4, 4)] * 3).bool())
+
+
 # --- what the numbers are does not matter ----------------------------------------------------------------------------
 
 
@@ -276,6 +285,7 @@ def test_what_is_not_sparse_is_refused_before_memory_is_full() -> None:
 def test_a_small_picture_only() -> None:
     with pytest.raises(hodiff.InputError, match="spy"):
         sparsity_pattern(lambda x: (x**2).sum(), torch.ones(101)).picture()
+    assert sparsity_pattern(lambda x: (x**2).sum(), torch.ones(100)).picture().count("x") == 100
 
 
 def test_nothing_of_the_users_changes() -> None:

@@ -87,6 +87,22 @@ def test_forms() -> None:
     close(small, dense)
 
 
+def test_a_pattern_of_pairs_where_scipy_was_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = torch.stack([torch.arange(12)] * 2)
+    monkeypatch.delitem(sys.modules, "scipy.sparse")
+    assert plan_hessian(lambda x: (x**3).sum(), X, pattern=tuple(pairs)).pattern.nnz == 12
+
+
+def test_a_pattern_is_found_without_a_graph_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is a pass more, by which norms would be written out."""
+    graphs, detect = [], _plan.detect
+    monkeypatch.setattr(
+        _plan, "detect", lambda asked, order: (graphs.append(asked.create_graph), detect(asked, order))[1]
+    )
+    entries = hodiff.sparse_hessian(chain, X.clone().requires_grad_(), create_graph=True)
+    assert entries.requires_grad and graphs == [False]
+
+
 def test_scipy_keeps_no_graph_and_says_so() -> None:
     """Inside another call the entries are to be differentiated: as constants they would change its result."""
     plan = plan_hessian(chain, X, output="scipy")
