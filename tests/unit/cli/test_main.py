@@ -4,13 +4,14 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 
 import pytest
 import torch
 
 import hodiff
 from hodiff.__main__ import main
-from hodiff.cli import _info
+from hodiff.cli import _info, _program
 from tests.meta.source import ROOT, imports, library_files
 
 
@@ -59,6 +60,18 @@ def test_module_and_script_are_the_same_program():
     assert f"torch          {torch.__version__}" in ran.stdout
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["scripts"] == {"hodiff": "hodiff.__main__:main"}
+
+
+def test_a_folder_and_an_archive_are_run_by_the_main_in_them(monkeypatch, tmp_path):
+    for name, changed in (("argv", []), ("path", [*sys.path]), ("modules", dict(sys.modules))):
+        monkeypatch.setattr(sys, name, changed)
+    seen, archive = [], tmp_path / "program.zip"
+    monkeypatch.setattr(_program, "_as_main", lambda *given: seen.append((*given, sys.path[0])))
+    zipfile.ZipFile(archive, "w").close()
+    for place in (tmp_path, archive):
+        _program.run(str(place), ["given"], is_module=False)
+        assert sys.argv == [str(place), "given"]
+    assert seen == [("__main__", False, str(tmp_path)), ("__main__", False, str(archive))]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["info", "--nonsense"]])
