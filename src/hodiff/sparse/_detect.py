@@ -42,7 +42,7 @@ def sparsity_pattern(
         x: Where, as for `grad`.
         order: 2 for the Hessian, 1 for the Jacobian.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
-        args: Further positional arguments for `f`; whatever they hold later, the pattern is valid.
+        args: Further positional arguments for `f`; whatever the dense tensors there hold later, the pattern is valid.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:

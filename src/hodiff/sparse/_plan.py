@@ -93,7 +93,8 @@ class Plan:
                 array.
             output: Its form, as for `sparse_hessian`; None: as when the plan was made.
             check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern may not hold, since
-                Python read values that follow from the point (`pattern.values_read`).
+                Python read values that follow from the point (`pattern.values_read`), or *args* or *kwargs* hold
+                others of what is no dense tensor (an index, a flag, a sparse matrix) than when the plan was made.
             create_graph: Whether the entries can be differentiated again, as for `grad`.
             chunk_size: How many products one pass takes.
             args: Further positional arguments for `f`; None: as when the plan was made.
@@ -124,7 +125,11 @@ class Plan:
         """
         asked = self._options
         chunk = _checks.check_chunk_size(chunk_size)
-        compared = bool(self.pattern.values_read) if check is None else is_set(check, "check")
+        others = asked["args"] if args is None else args, asked["kwargs"] if kwargs is None else kwargs
+        if check is None:
+            compared = bool(self.pattern.values_read) or _are_other((asked["args"], asked["kwargs"]), others)
+        else:
+            compared = is_set(check, "check")
         where = self._point.where(x)
         passes = 1 if self.kind == "rows" else 2
         made = call(
@@ -133,8 +138,8 @@ class Plan:
             passes=passes,
             create_graph=create_graph,
             allow=asked["allow"],
-            args=asked["args"] if args is None else args,
-            kwargs=asked["kwargs"] if kwargs is None else kwargs,
+            args=others[0],
+            kwargs=others[1],
         )
         return self._evaluated(made, chunk, compared)
 
@@ -223,6 +228,21 @@ class Plan:
             f"Plan of a {name} {self.shape[0]} x {self.shape[1]}: {self.pattern.nnz} entries by {self.products} "
             f"products ({by}){wide}{read}{small}"
         )
+
+
+def _are_other(before: Any, now: Any) -> bool:
+    """Whether arguments of `f` differ in more than the values of dense tensors, which patterns do not rest on."""
+    if isinstance(before, Tensor) and before.layout is torch.strided:
+        return not isinstance(now, Tensor) or (before.shape, before.dtype, before.layout) != (
+            now.shape, now.dtype, now.layout
+        )  # fmt: skip
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return before.keys() != now.keys() or any(_are_other(before[key], now[key]) for key in before)
+    if isinstance(before, (tuple, list)) and isinstance(now, (tuple, list)):
+        return len(before) != len(now) or any(map(_are_other, before, now))
+    if isinstance(before, (int, float, complex, str, bytes)):
+        return type(before) is not type(now) or before != now
+    return before is not now
 
 
 def _random(count: int) -> Tensor:

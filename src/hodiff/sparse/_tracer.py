@@ -34,8 +34,17 @@ Rule = Callable[["Operation"], Found]
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """What PyTorch says of operations that give Python a number, or a shape, that follows from values."""
 
-PACK = torch.ops.aten._pack_padded_sequence.default
-"""It says nothing of the kind, and reads the lengths of sequences."""
+_aten = torch.ops.aten
+READING = {
+    _aten._pack_padded_sequence.default: "the lengths of sequences",
+    _aten._linalg_check_errors.default: "whether a matrix has a factorisation (which an `except` may ask)",
+    **dict.fromkeys(
+        (_aten._to_sparse.default, _aten._to_sparse.sparse_dim, _aten._to_sparse_csr.default,
+         _aten._to_sparse_csc.default, _aten._to_sparse_bsr.default, _aten._to_sparse_bsc.default),
+        "which entries are zero (.to_sparse())",
+    ),
+}  # fmt: skip
+"""Operations of which PyTorch does not say so, and what they give away."""
 
 
 class Memory:
@@ -142,21 +151,16 @@ class Tracer(DispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "_schema", None) is None:
             return self._couple(func, args, kwargs)
-        if not READS.isdisjoint(func.tags) or func is PACK:
+        if not READS.isdisjoint(func.tags) or func in READING:
             self._look_at_what_is_read(func, args)
-        if not self._memory:
-            result = func(*args, **kwargs)
-            self._learn(func, args, kwargs, result)
-            return result
-        before = {id(t): self.memory(t) for t in tensors_in((args, kwargs))}
-        if not any(before.values()):
+        if not self._memory or not any(self.memory(t) for t in tensors_in((args, kwargs))):
             result = func(*args, **kwargs)
             self._learn(func, args, kwargs, result)
             return result
         return self._follow(func, args, kwargs)
 
     def _look_at_what_is_read(self, func: Any, args: Any) -> None:
-        """Note an operation that gives Python a number, or a shape, that follows from values."""
+        """Note an operation that gives Python a number, a shape or an error that follows from values."""
         if torch.Tag.data_dependent_output in func.tags:
             for tensor in tensors_in(args):
                 self.leaves(tensor, "a number (.item(), an `if`, an index that is a tensor of no dimension)")
@@ -165,7 +169,7 @@ class Tracer(DispatchMode):
         if func.overloadpacket is torch.ops.aten.index:
             counted = [index for index in tensors_in(args[1]) if index.dtype in (torch.bool, torch.uint8)]
         if not self._values_left and any(self.is_variable(tensor) for tensor in counted):
-            self.values_read["how many elements a mask selects, or a sequence has"] = None
+            self.values_read[READING.get(func, "how many elements a mask selects")] = None
 
     def _couple(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A higher-order operator (`torch.cond`, `scan`): what it runs inside is not seen, and may couple all."""
@@ -353,7 +357,10 @@ class _Open(threading.local):
 _open = _Open()
 
 WAYS: tuple[tuple[Any, str, bool], ...] = (
-    *((Tensor, name, True) for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "__repr__")),
+    *(
+        (Tensor, name, True)
+        for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "__repr__", "__reduce_ex__")
+    ),
     (Tensor, "tensor_split", False),  # reads the places where it splits below the operators
     (torch, "tensor_split", False),
 )

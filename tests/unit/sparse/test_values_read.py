@@ -1,5 +1,8 @@
 """Where Python reads a value that follows from the point, a plan is right at other points, or says that it is not."""
 
+import pickle
+from fractions import Fraction
+
 import numpy
 import pytest
 import torch
@@ -7,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import hodiff
-from hodiff.sparse import plan_hessian, sparsity_pattern
+from hodiff.sparse import _plan, plan_hessian, sparsity_pattern
 from tests.unit.sparse.zoo import ZOO, D, generator
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning", "ignore:TypedStorage is deprecated")
@@ -119,6 +122,7 @@ def test_a_number_that_comes_back_in_a_tensor_leads_anywhere() -> None:
 
 READING = {  # the backward of a product asks whether it holds a zero; the others read by themselves
     "scatter products",
+    *("solve", "cholesky"),  # which raise where there is none
     "a value as a number",
     "a Function in NumPy",
 }
@@ -154,3 +158,68 @@ def test_a_pattern_of_the_callers_own_is_believed() -> None:
         hodiff.DerivativeError, match="does not hold at this point"
     ):  # one that hodiff found keeps its remark
         plan_hessian(f, PLANNED_AT, pattern=sparsity_pattern(f, PLANNED_AT))(ELSEWHERE[0])
+
+
+def test_values_that_leave_by_other_doors() -> None:
+    """An exception that `f` catches, the places that a sparse tensor stores, a pickle."""
+
+    def tried(x: Tensor) -> Tensor:
+        try:
+            torch.linalg.cholesky(x.detach()[:1, None])
+        except RuntimeError:
+            return (x**3).sum()
+        return (x**2 * x.roll(1)).sum()
+
+    def stored(x: Tensor) -> Tensor:
+        held = torch.diag(x.detach().relu()).to_sparse()
+        return torch.sparse.mm(held, (x**3)[:, None]).squeeze().mul(x.roll(1)).sum()
+
+    pickled = lambda x: (x * x[int(pickle.loads(pickle.dumps(x.detach())).argmax())]).sum()
+    for f in (tried, stored, pickled):
+        for there, here in ((-PLANNED_AT, PLANNED_AT), (PLANNED_AT, ELSEWHERE[0]), (PLANNED_AT, -PLANNED_AT)):
+            plan = plan_hessian(f, there)
+            assert plan.pattern.values_read
+            try:
+                torch.testing.assert_close(plan(here).to_dense(), hodiff.hessian(f, here))
+            except hodiff.DerivativeError as error:
+                assert "does not hold at this point" in str(error)
+
+
+OTHERS = {
+    "an index": (lambda x, k: x[k] ** 3 * x[0], (1,), (2,)),
+    "a shift": (lambda x, k: (x * x.roll(k)).sum(), (1,), (2,)),
+    "a flag": (lambda x, k: (x**2).sum() if k else chain(x), (True,), (False,)),
+    "pairs": (lambda x, k: sum(x[i] * x[j] for i, j in k), ([(0, 1)],), ([(0, 2)],)),
+    "a mapping": (lambda x, k: x[k["at"]] ** 3 * x[0], ({"at": 1},), ({"at": 2},)),
+    "a sparse matrix": (
+        lambda x, k: (torch.sparse.mm(k, x[:, None]) ** 3).sum(),
+        (torch.eye(5, dtype=D).to_sparse(),),
+        (torch.ones(5, 5, dtype=D).to_sparse(),),
+    ),
+    "an object": (lambda x, k: x[int(k)] ** 3 * x[0], (Fraction(1),), (Fraction(2),)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_arguments_than_dense_tensors_are_checked(name: str) -> None:
+    f, before, now = OTHERS[name]
+    plan = plan_hessian(f, PLANNED_AT, args=before)
+    torch.testing.assert_close(plan(ELSEWHERE[0]).to_dense(), hodiff.hessian(f, ELSEWHERE[0], args=before))
+    with pytest.raises(hodiff.DerivativeError, match="does not hold at this point"):
+        plan(PLANNED_AT, args=now)
+    with pytest.raises(hodiff.DerivativeError, match="does not hold at this point"):
+        plan_hessian(lambda x, *, k: f(x, k), PLANNED_AT, kwargs={"k": before[0]})(PLANNED_AT, kwargs={"k": now[0]})
+
+
+def test_other_dense_tensors_are_taken_as_they_are() -> None:
+    counted = []
+
+    def f(x: Tensor, scale: Tensor) -> Tensor:
+        counted.append(1)
+        return (scale * x[1:] * x[:-1]).sum()
+
+    plan = plan_hessian(f, PLANNED_AT, args=(torch.zeros(4, dtype=D),))
+    other = torch.arange(4.0, dtype=D)
+    torch.testing.assert_close(plan(PLANNED_AT, args=(other,)).to_dense(), hodiff.hessian(f, PLANNED_AT, args=(other,)))
+    assert not _plan._are_other(((torch.zeros(4),), {}), ((torch.ones(4),), {}))
+    assert _plan._are_other(((torch.zeros(4),), {}), ((torch.ones(5),), {}))
