@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_
@@ -265,6 +266,94 @@ def dual_along(z: Tensor) -> Tensor:
     return -_dual(torch.cos, z, SCALE * z)
 
 
+def _columns(z: Tensor) -> Tensor:
+    """Each entry and its negative, a column for each."""
+    return torch.stack([z.reshape(-1), -z.reshape(-1)])
+
+
+def _rotations(z: Tensor) -> Tensor:
+    """A matrix for each entry."""
+    one = torch.ones_like(z)
+    return torch.stack([torch.stack([z, one], -1), torch.stack([-one, z], -1)], -2)
+
+
+EPS = 0.5
+_normal: Entrywise = lambda z: EPS * (z**2 + EPS) ** -1.5
+_part: Entrywise = lambda z: (1 - z**2) / (1 + z**2) ** 2
+_first: Entrywise = lambda z: torch.tensor([1.0, 0.0], dtype=z.dtype).expand(*z.shape, 2)
+
+WITH_KEPT: dict[str, tuple[Entrywise, Entrywise]] = {
+    "layer_norm": (lambda z: F.layer_norm(_columns(z).mT, (2,), eps=EPS)[:, 0].reshape(z.shape), _normal),
+    "nn.LayerNorm": (lambda z: nn.LayerNorm(2, EPS, dtype=D)(_columns(z).mT)[:, 0].reshape(z.shape), _normal),
+    "batch_norm": (
+        lambda z: F.batch_norm(_columns(z), None, None, training=True, eps=EPS)[0].reshape(z.shape),
+        _normal,
+    ),
+    "instance_norm": (lambda z: F.instance_norm(_columns(z).mT[None], eps=EPS)[0, :, 0].reshape(z.shape), _normal),
+    "det": (lambda z: torch.linalg.det(_rotations(z)), lambda z: 2 * z),
+    "Tensor.det": (lambda z: _rotations(z).det(), lambda z: 2 * z),
+    "slogdet": (lambda z: torch.linalg.slogdet(_rotations(z)).logabsdet, lambda z: 2 * z / (z**2 + 1)),
+    "logdet": (lambda z: torch.logdet(_rotations(z)), lambda z: 2 * z / (z**2 + 1)),
+    "solve": (lambda z: torch.linalg.solve(_rotations(z), _first(z))[..., 0], _part),
+    "solve, columns": (
+        lambda z: torch.linalg.solve(_rotations(z), _first(z)[..., None, :], left=False)[..., 0, 0],
+        _part,
+    ),
+    "solve_ex": (lambda z: torch.linalg.solve_ex(_rotations(z), _first(z)[..., None])[0][..., 0, 0], _part),
+    "tensorsolve": (
+        lambda z: torch.linalg.tensorsolve(torch.block_diag(*_rotations(z).reshape(-1, 2, 2)), _first(z).reshape(-1))[
+            ::2
+        ].reshape(z.shape),
+        _part,
+    ),
+    "native_layer_norm": (
+        lambda z: torch.native_layer_norm(_columns(z).mT, (2,), None, None, EPS)[0][:, 0].reshape(z.shape),
+        _normal,
+    ),
+    "native_batch_norm": (
+        lambda z: torch.native_batch_norm(_columns(z), None, None, None, None, True, 0.1, EPS)[0][0].reshape(z.shape),
+        _normal,
+    ),
+    "aten.layer_norm": (
+        lambda z: torch.ops.aten.layer_norm(_columns(z).mT, (2,), None, None, EPS)[:, 0].reshape(z.shape),
+        _normal,
+    ),
+    "aten.det": (lambda z: torch.ops.aten.linalg_det.default(_rotations(z)), lambda z: 2 * z),
+    "householder_product": (
+        lambda z: torch.linalg.householder_product(
+            torch.stack([torch.ones_like(z), z], -1)[..., None], (2 / (1 + z**2))[..., None]
+        )[..., 1, 0],
+        lambda z: -2 * _part(z),
+    ),
+    "as_strided_scatter": (
+        lambda z: (z.reshape(-1) ** 3).as_strided_scatter(z.reshape(-1)[:2] ** 3, (2,), (1,)).reshape(z.shape),
+        lambda z: 3 * z**2,
+    ),
+}
+"""Entrywise functions through operations whose tangent reads what they keep beside their result; and their slopes."""
+
+REFUSED = ("native", "aten", "householder", "as_strided", "solve_ex", "tensorsolve")
+"""Those that are refused where forward mode meets them (some releases have right ones)."""
+
+
+def _by_jvp(g: Entrywise) -> Entrywise:
+    return lambda z: torch.func.jvp(g, (z,), (SCALE * z.cos(),))[1]  # type: ignore[return-value]
+
+
+def _by_jacfwd(g: Entrywise) -> Entrywise:
+    def sums(z: Tensor) -> Tensor:
+        return torch.func.jacfwd(lambda y: g(y).sum())(z) * SCALE * z.cos()
+
+    return sums
+
+
+def _by_levels(g: Entrywise) -> Entrywise:
+    return lambda z: _dual(g, z, SCALE * z.cos())
+
+
+FORWARD = {"func.jvp": _by_jvp, "func.jacfwd": _by_jacfwd, "forward_ad": _by_levels}
+
+
 # --- functions of other kinds ----------------------------------------------------------------------------------------
 
 
@@ -372,4 +461,15 @@ INSIDE: dict[str, Inside] = {
     "jit.script": Inside(lazily(scripted)),
     "compile, eager": Inside(lazily(lambda: torch.compile(wave, backend="eager"))),
     "compile, aot_eager": Inside(lazily(lambda: torch.compile(wave, backend="aot_eager"))),
+    **{
+        f"{way} through {name}": Inside(
+            by(function),
+            lambda z, slope=slope: SCALE * z.cos() * slope(z),
+            refused="forward mode .* through .*in place of|as_strided_scatter requires special handling"
+            if name.startswith(REFUSED)
+            else None,
+        )
+        for way, by in FORWARD.items()
+        for name, (function, slope) in WITH_KEPT.items()
+    },
 }

@@ -77,19 +77,20 @@ FUNCTION_REASON = (
 
 
 def functions_traced() -> int:
-    """While tracing: how many `autograd.Function`s the graph has so far, known as it is traced.
+    """While tracing: how many `autograd.Function`s and levels of forward mode the graph has so far.
 
     Dynamo evaluates this as it traces, with its own frames above. Were its names others, this would raise.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._functorch.autograd_function import autograd_function_apply
+    from torch._functorch.predispatch import _enter_dual_level
 
     frame = sys._getframe()
     while frame is not None:
         translator = frame.f_locals.get("self")
         if isinstance(translator, InstructionTranslatorBase):
             nodes = (node for tracer in translator.output.tracers for node in tracer.graph.nodes)
-            return sum(node.target is autograd_function_apply for node in nodes)
+            return sum(node.target in (autograd_function_apply, _enter_dual_level) for node in nodes)
         frame = frame.f_back
     return 0
 
@@ -99,7 +100,7 @@ functions_traced._dynamo_marked_constant = True  # pyright: ignore[reportFunctio
 
 
 def check_functions(before: int) -> None:
-    """While tracing: leave the route through the tracer where `f` applied a Function since."""
+    """While tracing: leave the route through the tracer where `f` applied a Function, or used forward mode, since."""
     if functions_traced() != before:
         leave_for_a_function()
 

@@ -139,17 +139,18 @@ class Graph:
         lending = self._lending
         self.leaves = lending.leaves(given)
         lending.remember()
-        survey = self._run(exact=self.order >= 3)
+        exact = self.order >= 3 or lending.forward_mode
+        survey = self._run(exact=exact)
         names = survey.names() if self.order >= 2 else set()
-        inexact = names & _translate.WRITTEN_OUT
+        inexact = lending.forward_mode or names & _translate.WRITTEN_OUT
         if self.order < 2 and _refusals.ROUNDED_ATTENTION.among(survey):
             lending.also(_switches.plain_attention)
         elif "CudnnRnnBackward0" in names:
             lending.also(_switches.no_cudnn)
-        elif self.order != 2 or not inexact:
+        elif exact or not inexact:
             return survey
         lending.restart()
-        return self._run(exact=self.order >= 3 or bool(inexact))
+        return self._run(exact=exact or bool(inexact))
 
     def _run(self, *, exact: bool) -> _nodes.Survey:
         if exact:

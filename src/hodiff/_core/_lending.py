@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _binding, _claims, _control_flow, _modes, _nesting, _refusals, _sharded, _switches, _translate
+from hodiff._core import (
+    _binding,
+    _claims,
+    _control_flow,
+    _modes,
+    _nesting,
+    _refusals,
+    _sharded,
+    _switches,
+    _translate,
+    _versions,
+)
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._inference import NormalTensors
@@ -27,6 +38,7 @@ from hodiff._core._random_state import RandomState
 from hodiff.errors import InputError
 
 _control_flow.install()
+_versions.where_forward_mode_begins(_nesting.note_forward_mode)
 
 MARK = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
@@ -53,6 +65,7 @@ class Lending:
         call: What was asked.
         ticket: The mark of its leaves.
         borrowed: The modules that are lent, the point's and those that `f` called.
+        forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
     """
 
@@ -67,6 +80,7 @@ class Lending:
         "_watched",
         "borrowed",
         "call",
+        "forward_mode",
         "hooks",
         "random",
         "ticket",

@@ -31,6 +31,7 @@ state = _State()
 
 def enter(lending: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
     """Put a lending on the stacks; `undo` is given what takes it off."""
+    lending.forward_mode = forward_ad._current_level >= 0
     proxy, stacks = weakref.proxy(lending), (state.running, state.open) if differentiated else (state.running,)
 
     def leave() -> None:
@@ -87,6 +88,20 @@ def outer_order() -> int:
 def tangents() -> bool:
     """Whether tensors may carry tangents of PyTorch's forward mode."""
     return forward_ad._current_level >= 0
+
+
+def carries_tangent(x: Any) -> bool:
+    """Whether something is a tensor that carries one; what `torch.func` has wrapped counts as such, of any level."""
+    if not isinstance(x, Tensor):
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
+    return wrapped or forward_ad.unpack_dual(x).tangent is not None
+
+
+def note_forward_mode() -> None:
+    """Let the innermost evaluation know that its `f` uses forward mode."""
+    if state.running:
+        state.running[-1].forward_mode = True
 
 
 def refuse_tangent(x: Tensor, name: str = "x") -> None:

@@ -1,18 +1,22 @@
 """Normalisations written from their definition, where PyTorch's own derivatives are wrong.
 
-And, as each call is seen here, smooth functions that PyTorch takes for constants, refused.
+And, as each call is seen here, what else is not right: smooth functions that PyTorch takes for constants, and
+operations whose tangents (forward mode inside of f) it gives wrong derivatives, are refused or written otherwise.
 
 PyTorch's double backward of `layer_norm`, `batch_norm` (training) and `instance_norm` is right, but
 its derivative is not: a third derivative through them is 3-81 % off, silently
 (pytorch#175754, pytorch#186256). That of `weight_norm` is wrong at second order already, by the
 parameters: it takes the norm for a constant. The definitions below are plain arithmetic and right at
 every order. `group_norm` and `rms_norm` are right as they are.
+
+The tangent of these norms in forward mode has a wrong first derivative already: its rule reads the mean and the
+deviation that the kernel returns beside its result, and autograd takes those for constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _modes, _near_zero, _translate
+from hodiff._core import _modes, _near_zero, _nesting, _translate
 
 
 def layer_norm(
@@ -183,6 +187,76 @@ TAKEN_FOR_CONSTANTS: dict[Callable[..., Tensor], str] = {
 """Smooth functions that PyTorch takes for constants without a word, and their names."""
 
 _REPLACED |= {function: _refusing(name, function) for function, name in TAKEN_FOR_CONSTANTS.items()}
+
+
+def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    """`torch.linalg.solve` by its two steps."""
+    factors, pivots = torch.linalg.lu_factor(A)
+    vectors = B.ndim == 1 or (B.ndim == A.ndim - 1 and B.shape == A.shape[:-1])
+    found = torch.linalg.lu_solve(factors, pivots, B.unsqueeze(-1) if vectors else B, left=left)
+    return found.squeeze(-1) if vectors else found
+
+
+def _det(A: Tensor) -> Tensor:
+    """`torch.linalg.det` by its two steps."""
+    diagonal, sign = _diagonal(A)
+    return diagonal.prod(-1) * sign
+
+
+def _slogdet(A: Tensor) -> Any:
+    """`torch.linalg.slogdet`, likewise."""
+    diagonal, sign = _diagonal(A)
+    return torch.return_types.slogdet((diagonal.sgn().prod(-1) * sign, diagonal.abs().log().sum(-1)))
+
+
+def _logdet(A: Tensor) -> Tensor:
+    """`torch.logdet`, likewise."""
+    sign, size = _slogdet(A)
+    return sign.log() + size
+
+
+def _diagonal(A: Tensor) -> tuple[Tensor, Tensor]:
+    """The pivots of a matrix, whose product is its determinant but for the sign that comes with them."""
+    factors, places, _ = torch.linalg.lu_factor_ex(A)
+    swaps = (places != torch.arange(1, A.shape[-1] + 1, device=A.device)).sum(-1)
+    return factors.diagonal(dim1=-2, dim2=-1), 1 - 2 * (swaps % 2)
+
+
+_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.solve: _solve,
+    **dict.fromkeys((torch.linalg.det, torch.det, Tensor.det), _det),
+    **dict.fromkeys((torch.linalg.slogdet, torch.slogdet, Tensor.slogdet), _slogdet),
+    **dict.fromkeys((torch.logdet, Tensor.logdet), _logdet),
+}  # pyright: ignore[reportAssignmentType]
+"""What is right of those below that are in the way of many."""
+
+
+def _spellings(name: str) -> Iterator[Callable[..., Any]]:
+    """The functions, methods and operators that PyTorch has under a name."""
+    for place, prefix in product((torch, torch.linalg, Tensor, torch.ops.aten), ("", "linalg_", "_linalg_")):
+        found = getattr(place, prefix + name, None)
+        if found is not None:
+            yield found
+            if place is torch.ops.aten:
+                yield from (getattr(found, overload) for overload in found.overloads())
+
+
+def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
+    """An operation, and what takes its place where an argument carries a tangent: an error, where that is nothing."""
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if not _nesting.tangents() or not any(map(_nesting.carries_tangent, (*args, *kwargs.values()))):
+            return function(*args, **kwargs)
+        if instead is None:
+            raise _translate.wrong_tangent(name)
+        return instead(*args, **kwargs)
+
+    return choose
+
+
+for _name in _translate.WRONG_TANGENTS:
+    for _function in _spellings(_name):
+        _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
 
 
 class ExactNorms(TorchFunctionMode):

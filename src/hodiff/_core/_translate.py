@@ -99,6 +99,35 @@ def constant(name: str) -> GraphError:
     )
 
 
+_BATCH_NORM = "torch.nn.functional.batch_norm"
+_BY_LU = {
+    **dict.fromkeys(("det", "slogdet", "logdet"), "torch.linalg.slogdet"),
+    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), "torch.linalg.solve"),
+}
+WRONG_TANGENTS = {
+    **dict.fromkeys(("layer_norm", "native_layer_norm"), "torch.nn.functional.layer_norm"),
+    **dict.fromkeys(("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), _BATCH_NORM),
+    **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "_batch_norm_impl_index"), _BATCH_NORM),
+    "instance_norm": "torch.nn.functional.instance_norm",
+    "as_strided_scatter": "slice_scatter or index_put",
+    **dict.fromkeys(("householder_product", "orgqr"), "products of I - tau v v'"),
+    **(_BY_LU if _versions.LU_IS_CONSTANT else {}),
+}
+"""Operations whose tangent in forward mode has a wrong derivative, under the names that no definition serves.
+
+Their rules read what the operation keeps beside its result, and reverse mode takes that for a constant.
+"""
+
+
+def wrong_tangent(name: str) -> GraphError:
+    """The error for one of them."""
+    return GraphError.about(
+        f"f uses PyTorch's forward mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad) through {name}, and the "
+        f"derivative of that tangent is wrong in PyTorch, silently. Instead of forward mode, use hodiff.jvp inside f "
+        f"(or torch.func.vjp, jacrev), or write {WRONG_TANGENTS[name]} in place of {name}."
+    )
+
+
 def way_out(name: str) -> str | None:
     """The operation behind a node or ATen name, and how to do without it."""
     piece = _piece(name)
@@ -148,9 +177,9 @@ _REENTRANT = (
     "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 _RECOMPUTED = (
-    "an activation checkpoint recomputed something else than its forward pass. A third or higher derivative writes "
-    "norm layers out from their definition, which a recomputation does not repeat: switch checkpointing off for this "
-    "call."
+    "an activation checkpoint recomputed something else than its forward pass. A third or higher derivative, and any "
+    "of a function that uses forward mode, writes norm layers out from their definition, which a recomputation does "
+    "not repeat: switch checkpointing off for this call."
 )
 _SELECTIVE = (
     "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "

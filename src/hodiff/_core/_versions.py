@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
@@ -68,6 +69,9 @@ BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "AsStridedScatter
 # 2.13, 2.14: Bessel functions, too, are constants to autograd; see `_translate.CONSTANTS`.
 BESSEL_IS_CONSTANT = RELEASE < (2, 15)
 
+# 2.13, 2.14: to forward mode the LU factors that solve, det and their kin keep are constants.
+LU_IS_CONSTANT = RELEASE < (2, 15)
+
 
 @cache
 def load_forward_mode() -> None:
@@ -80,6 +84,20 @@ def load_forward_mode() -> None:
         warnings.filterwarnings("ignore", r".*torch\.jit", FutureWarning)
         with forward_ad.dual_level():
             forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
+
+
+def where_forward_mode_begins(tell: Callable[[], object]) -> None:
+    """Let `tell` be called where a level of forward mode is entered: under the names that users call, all pass here.
+
+    It stands there from import on, and costs nothing elsewhere. Dynamo does not look into what calls this name.
+    """
+    theirs = predispatch._enter_dual_level_impl  # pyright: ignore[reportPrivateImportUsage]
+
+    def enter() -> int:
+        tell()
+        return theirs()
+
+    predispatch._enter_dual_level_impl = enter  # pyright: ignore[reportPrivateImportUsage]
 
 
 # --- what nodes tell under private names ------------------------------------------------------------------------------
@@ -217,6 +235,18 @@ _WITHOUT = () if DISTANCES else ("PdistBackwardBackward0",)
 """Classes that matter in other releases alone."""
 
 
+def _levels_are_told() -> bool:
+    """Whether all use of forward mode passes the name that `where_forward_mode_begins` has taken."""
+    way = (
+        (eager_transforms._jvp_with_argnums, "dual_level"),
+        (forward_ad.dual_level.__enter__, "enter_dual_level"),
+        (forward_ad.enter_dual_level, "_enter_dual_level"),
+        (predispatch._enter_dual_level, "_enter_dual_level_impl"),
+    )
+    taken = predispatch._enter_dual_level_impl.__module__ == __name__  # pyright: ignore[reportPrivateImportUsage]
+    return taken and all(name in caller.__code__.co_names for caller, name in way)
+
+
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -309,6 +339,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether a Function is once_differentiable": lambda x: (
         is_once_differentiable(_Once) and not is_once_differentiable(_Plain)
     ),
+    "whether f uses forward mode": lambda x: _levels_are_told(),
     **{
         f"what {name} is": lambda x, name=name, graph=graph: name in _names(graph(x))
         for name, graph in GRAPHS.items()
