@@ -12,7 +12,6 @@ import ast
 import contextlib
 import itertools
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +34,7 @@ from tests.support.audit import taken_locks, unchanged
 from tests.support.callers import CALLERS, SCALE, direction, generator, tensors
 from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_module
 from tests.support.interrupts import Interrupter, Kind, Seen
+from tests.support.processes import group_of_one
 from tests.support.scene import Model, X
 
 pytestmark = [
@@ -160,11 +160,8 @@ def _checked(f: Callable[[torch.Tensor], torch.Tensor]) -> Call:
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    hook = sys.excepthook
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    sys.excepthook = hook
+    with group_of_one():
+        yield
 
 
 def _shared(_: Model) -> torch.Tensor:

@@ -7,12 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -25,6 +23,7 @@ from tests.support.audit import differences, of_module, process
 from tests.support.callers import CALLERS, D, tensors
 from tests.support.everything import ALONE, WITH_MODULES, with_a_module
 from tests.support.everything import of_module as function_of_module
+from tests.support.processes import group_of_one
 from tests.support.scene import Model, X
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
@@ -216,11 +215,9 @@ def test_one_object_for_all_threads(name: str, number: int) -> None:
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store")), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def group() -> Iterator[Any]:
+    with group_of_one() as made:
+        yield made
 
 
 @pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.slow)])

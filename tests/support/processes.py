@@ -1,11 +1,13 @@
 """Several processes with a process group, kept for many checks: to start one takes longer than any check."""
 
+import contextlib
 import datetime
 import multiprocessing
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,15 @@ def _serve(rank: int, world: int, end: Any, meeting: str, timeout: float) -> Non
             if not isinstance(raised, (ValueError, RuntimeError)):
                 error += "\n" + "".join(traceback.format_exception(raised))
         end.send((value, error, time.perf_counter() - start))
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[Any]:
+    """A process group of this process alone; PyTorch leaves a hook that puts its rank before each traceback."""
+    hook = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

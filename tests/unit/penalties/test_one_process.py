@@ -5,6 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hodiff
+from tests.support.processes import group_of_one
 from tests.unit.penalties import ddp_worker
 
 pytestmark = [
@@ -15,9 +16,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 ALONE = {
