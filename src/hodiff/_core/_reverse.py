@@ -49,8 +49,11 @@ def pull(
     more: bool = False,
     differentiated: bool = False,
     inputs: Sequence[Tensor] | None = None,
+    missed: set[int] | None = None,
 ) -> list[Tensor]:
     """One pass from `outputs` to the leaves (or to `inputs`); what does not depend on them gives zeros.
+
+    The numbers of those that the engine had nothing for are added to `missed`.
 
     Where the result is differentiated, by us or by the caller, its graph is searched for operations that
     have no further derivative, before that is paid for.
@@ -64,7 +67,10 @@ def pull(
                 return _results.connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
-    found = _results.filled(_pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build), inputs)
+    bare = _pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build)
+    if missed is not None:
+        missed.update(number for number, part in enumerate(bare) if part is None)
+    found = _results.filled(bare, inputs)
     if build:
         cleared = _cleared[ev.order >= 3]
         if not ev.kinds <= cleared:
@@ -83,9 +89,9 @@ def peek(ev: Graph, output: Tensor, cotangent: Tensor) -> Tensor:
     return found
 
 
-def gradient(ev: Graph, *, differentiated: bool = False) -> list[Tensor]:
-    """The gradient of the scalar output (of each sample's scalar) by the leaves."""
-    found = pull(ev, [ev.scalars()], [None], differentiated=differentiated)
+def gradient(ev: Graph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
+    """The gradient of the scalar output (of each sample's scalar) by the leaves; `missed` as for `pull`."""
+    found = pull(ev, [ev.scalars()], [None], differentiated=differentiated, missed=missed)
     return found if differentiated else _results.own(found)  # one that is differentiated again need not be copied
 
 

@@ -18,8 +18,8 @@ from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.implicit._met import Met
 
-Update = Callable[[list[Tensor], list[Tensor], Any, int], tuple[list[Tensor], Any]]
-"""A rule, on lists of leaves."""
+Update = Callable[[list[Tensor], list[Tensor | None], Any, int], tuple[list[Tensor], Any]]
+"""A rule, on lists of leaves; the gradient is None by what `f` does not reach in a step."""
 
 
 class Progress(NamedTuple):
@@ -82,8 +82,9 @@ class Steps:
             for number, batch in enumerate(batches):
                 if number:
                     ev.move(_tracked(now.params), _with(given, batch).args)
-                gradient = _reverse.pull(ev, [ev.scalars()], [None], differentiated=True)
-                now = self._step(ev.leaves, gradient, now)
+                missed: set[int] = set()
+                gradient = _reverse.pull(ev, [ev.scalars()], [None], differentiated=True, missed=missed)
+                now = self._step(ev.leaves, gradient, missed, now)
         return now
 
     def _take(self, now: Progress, batches: Sequence[Any]) -> Progress:
@@ -95,9 +96,10 @@ class Steps:
                     ev.move(self._begun(params), _with(given, batch).args)
                 if self._met is not None:
                     self._met.end()
-                gradient = _reverse.gradient(ev)
+                missed: set[int] = set()
+                gradient = _reverse.gradient(ev, missed=missed)
                 with _modes.grad_mode(recorded):
-                    now = self._step(params, gradient, now)
+                    now = self._step(params, gradient, missed, now)
                 params = now.params
         return now
 
@@ -107,9 +109,10 @@ class Steps:
             self._met.begin(leaves)
         return leaves
 
-    def _step(self, params: list[Tensor], gradient: list[Tensor], now: Progress) -> Progress:
+    def _step(self, params: list[Tensor], gradient: list[Tensor], missed: set[int], now: Progress) -> Progress:
         """One step of the rule."""
-        new, state = self._update(params, gradient, now.state, now.step + 1)
+        reached = [None if number in missed else part for number, part in enumerate(gradient)]
+        new, state = self._update(params, reached, now.state, now.step + 1)
         for before, after, name in zip(params, new, self.where.names, strict=True):
             if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != before.dtype:
                 got = f"{after.dtype}, {tuple(after.shape)}" if isinstance(after, Tensor) else type(after).__name__

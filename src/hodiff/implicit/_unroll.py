@@ -18,7 +18,7 @@ from hodiff.errors import InputError
 from hodiff.implicit._segments import run_segment
 from hodiff.implicit._steps import Steps, Update
 from hodiff.rules._described import rules_of
-from hodiff.rules._rule import Rule, stepped
+from hodiff.rules._rule import Rule, kept, stepped, taken
 
 V = TypeVar("V")
 ByName = dict[str, Tensor]
@@ -108,7 +108,8 @@ def unroll(
             with the parameters of the step), or `hodiff.select(module, ...)`. They are left as they are.
         rule: One of `hodiff.rules`; a function `(params, grads, state, step) -> (params, state)`, where
             *params* are like the result and the first *state* is None; or a `torch.optim` optimiser, whose
-            class and options are read, and nothing else of it: neither state nor parameters.
+            class and options are read, and nothing else of it: neither state nor parameters. A rule leaves a parameter
+            that `f` does not reach in a step as it is, as `torch.optim` does; a function is given zeros for it.
         steps: How many; or the batches, one for each step.
         segments: None keeps the graphs of all steps. A number of segments, or `"auto"` (\(\lceil\sqrt{k}\,\rceil\)),
             keeps the parameters at the start of each, and runs its steps again in the backward pass, with the
@@ -116,7 +117,8 @@ def unroll(
         last: Differentiate through so many last steps; what came before counts as a constant, the start
             included. That is another quantity: measured on a small network, it was off by 63-99 %.
         first_order: Take each step's gradient as a constant (first-order MAML).
-        state: Where to go on from: what an earlier call returned with `return_state=True`.
+        state: Where to go on from: what an earlier call returned with `return_state=True`. It fits the same rule and
+            parameters of the same names, whose order in a dict is free. A function's state is its own.
         return_state: Whether to return the optimiser's state as well.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
@@ -155,8 +157,11 @@ def unroll(
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function of the parameters, evaluated at each step.")
     batches = _batches(steps)
-    inner = Steps(f, parsed, _update(rule, parsed), args, kwargs, first_order=first_order)
+    rules = _rules(rule, parsed)
+    inner = Steps(f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order)
     now = inner.resume(state)
+    if rules:
+        now = now._replace(state=taken(now.state, rules, parsed.tree(), parsed.tensors))
     if torch.is_grad_enabled():
         cut = 0 if last is None else max(0, len(batches) - _checks.check_integer(last, "last", least=1))
         if cut:
@@ -167,7 +172,9 @@ def unroll(
     else:
         now = inner.run(now, batches, record=False)
     result = parsed.result(_apart(now.params, parsed.tensors))
-    return (result, (now.step, now.state)) if return_state else result
+    if not return_state:
+        return result
+    return result, (now.step, kept(now.state, rules, parsed.tree()) if rules else now.state)
 
 
 def _batches(steps: Any) -> list[Any]:
@@ -196,12 +203,17 @@ def _split(batches: list[Any], segments: Any) -> list[list[Any]]:
     return [batches[start : start + size] for start in range(0, len(batches), size)]
 
 
-def _update(rule: Any, where: Where) -> Update:
-    """A rule on lists of leaves; what is fixed for all steps is looked at once."""
+def _rules(rule: Any, where: Where) -> list[Rule]:
+    """The rule of `hodiff.rules` for each leaf; none, where it is a function of the caller's."""
     if isinstance(rule, torch.optim.Optimizer):
-        return functools.partial(stepped, rules_of(rule, where.tensors))
-    if isinstance(rule, Rule):
-        return functools.partial(stepped, rule._by_leaf(where.tree(), len(where.tensors)))
+        return rules_of(rule, where.tensors)
+    return rule._by_leaf(where.tree(), len(where.tensors)) if isinstance(rule, Rule) else []
+
+
+def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
+    """A rule on lists of leaves; what is fixed for all steps is looked at once."""
+    if rules:
+        return functools.partial(stepped, rules)
     if not callable(rule) or isinstance(rule, (type, nn.Module)):
         what = f"the class {rule.__name__}, not an instance" if isinstance(rule, type) else f"a {type(rule).__name__}"
         raise InputError(
@@ -210,8 +222,9 @@ def _update(rule: Any, where: Where) -> Update:
         )
     tree, given = where.tree(), rule
 
-    def update(params: list[Tensor], grads: list[Tensor], state: Any, step: int) -> tuple[list[Tensor], Any]:
-        found = given(where.result(params), where.result(grads), state, step)
+    def update(params: list[Tensor], grads: list[Tensor | None], state: Any, step: int) -> tuple[list[Tensor], Any]:
+        whole = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+        found = given(where.result(params), where.result(whole), state, step)
         if not isinstance(found, tuple) or len(found) != 2:
             raise InputError(f"rule: returned a {type(found).__name__}; expected (params, state).")
         different = _tree.difference(tree, _tree.flatten(found[0])[2], "params")

@@ -31,7 +31,7 @@ class Rule(ABC):
         >>> import torch, hodiff
         >>> rule = hodiff.rules.SGD(lr=0.5)
         >>> rule(torch.tensor([1.0]), torch.tensor([4.0]), None, 1)
-        (tensor([-1.]), [{}])
+        (tensor([-1.]), {'SGD': {'params': {}}})
     """
 
     maximize: bool = dataclasses.field(default=False, kw_only=True)
@@ -46,21 +46,25 @@ class Rule(ABC):
             else:
                 _check_kind(value, (int, float, Tensor), f"{type(self).__name__}: {field.name}")
 
-    def __call__(self, params: Any, grads: Any, state: Any, step: int) -> tuple[Any, list[State]]:
+    def __call__(self, params: Any, grads: Any, state: Any, step: int) -> tuple[Any, dict[str, dict[str, State]]]:
         """New parameters, and the state that the next step needs.
 
         Args:
             params: The parameters: a tensor, or a container of tensors.
-            grads: Their gradients, likewise.
+            grads: Their gradients, likewise. One that is None leaves its parameter as it is, as in `torch.optim`.
             state: What the last step returned; None at the first.
             step: The number of the step, from 1.
 
         Returns:
-            `(params, state)`.
+            `(params, state)`. The state has the rule's name, and for each parameter what is kept of it.
+
+        Raises:
+            InputError: A state of another rule, or of other parameters; or *grads* are not like *params*.
         """
         leaves, _, tree = _tree.flatten(params)
-        new, state = stepped(self._by_leaf(tree, len(leaves)), leaves, _spread(grads, tree, "grads"), state, step)
-        return _tree.rebuild(tree, iter(new)), state
+        rules, given = self._by_leaf(tree, len(leaves)), _spread(grads, tree, "grads")
+        new, states = stepped(rules, leaves, given, taken(state, rules, tree, leaves), step)
+        return _tree.rebuild(tree, iter(new)), kept(states, rules, tree)
 
     @abstractmethod
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
@@ -80,15 +84,47 @@ class Rule(ABC):
 
 
 def stepped(
-    rules: Sequence[Rule], params: Sequence[Tensor], grads: Sequence[Tensor], state: Any, step: int
+    rules: Sequence[Rule], params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Any, step: int
 ) -> tuple[list[Tensor], list[State]]:
-    """A step by one rule for each leaf."""
+    """A step by one rule for each leaf; a leaf without a gradient stays as it is, and does not count the step."""
     states = [{} for _ in params] if state is None else state
     found = [
-        rule._update(p, -g if rule.maximize else g, s, step)
+        (p, s | {"missed": s.get("missed", 0) + 1}) if g is None else _leaf(rule, p, g, s, step)
         for rule, p, g, s in zip(rules, params, grads, states, strict=True)
     ]
     return [p for p, _ in found], [s for _, s in found]
+
+
+def _leaf(rule: Rule, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+    missed = state.get("missed", 0)
+    p, new = rule._update(p, -g if rule.maximize else g, state, step - missed)
+    return p, new | {"missed": missed} if missed else new
+
+
+def kept(states: Sequence[State], rules: Sequence[Rule], tree: _tree.Tree) -> dict[str, dict[str, State]]:
+    """The state as the caller has it: the rule's name, and by the name of each leaf what is kept of it."""
+    return {type(rules[0]).__name__: dict(zip(_tree.paths(tree, "params"), states, strict=True))}
+
+
+def taken(state: Any, rules: Sequence[Rule], tree: _tree.Tree, params: Sequence[Tensor]) -> list[State] | None:
+    """The state of each leaf, by its name, of what `kept` made; or a list of them, in the order of the leaves."""
+    names, kind = _tree.paths(tree, "params"), type(rules[0]).__name__
+    if state is None:
+        return None
+    if isinstance(state, dict):
+        found = state.get(kind)
+        if found is None or len(state) != 1:
+            raise InputError(f"state: is of {', '.join(map(str, state))}, expected one of {kind}.")
+    else:
+        found = dict(zip(names, state, strict=True)) if isinstance(state, list) and len(state) == len(names) else {}
+    if set(found) != set(names) or len(names) != len(found):
+        raise InputError(f"state: is of the parameters {list(found)}, expected {names}.")
+    for name, leaf in zip(names, params, strict=True):
+        for key, part in found[name].items():
+            if isinstance(part, Tensor) and part.shape != leaf.shape and key != "product":
+                shapes = f"{tuple(part.shape)}, expected {tuple(leaf.shape)}"
+                raise InputError(f"state: its {key} of {name} has shape {shapes}.")
+    return [found[name] for name in names]
 
 
 def _spread(value: Any, tree: _tree.Tree, name: str) -> list[Any]:

@@ -75,6 +75,75 @@ def test_a_rule_is_the_optimiser(name: str, options: dict, double: None) -> None
         torch.testing.assert_close(q, expected, rtol=4e-14, atol=4e-14)
 
 
+REACHED = [("a",), ("a", "b"), ("b",), ("a",), ("a", "b"), ("a", "b"), ("b",), ("a", "b")]
+"""What a loss reaches in each step; `c` in none."""
+
+
+def some_of(p: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    return sum((loss(p[name]) for name in names), torch.zeros((), dtype=D))
+
+
+@pytest.mark.parametrize("way", ["recorded", "segments", "first_order", "no_grad", "described", "continued"])
+@ROWS
+def test_what_f_does_not_reach_stays_as_it_is(name: str, options: dict, way: str, double: None) -> None:
+    """As where `.grad` is None: no decay, no momentum, and the step does not count."""
+    options = {"weight_decay": 0.1, **options, "maximize": False}
+    p = {n: (start() * t).requires_grad_() for n, t in (("a", 1.0), ("b", 1.3), ("c", 0.7))}
+    optimizer = getattr(torch.optim, name)(p.values(), **options, foreach=False)
+    first = {n: t.detach().clone() for n, t in p.items()}
+    for names in REACHED:
+        optimizer.zero_grad()
+        some_of(p, names).backward()
+        optimizer.step()
+    rule = optimizer if way == "described" else getattr(rules, name)(**options)
+    more = {"segments": 3} if way == "segments" else {"first_order": True} if way == "first_order" else {}
+    with torch.set_grad_enabled(way != "no_grad"):
+        if way == "continued":
+            half, state = hodiff.unroll(some_of, first, rule, REACHED[:3], return_state=True)
+            got = hodiff.unroll(some_of, half, rule, REACHED[3:], state=state)
+        else:
+            got = hodiff.unroll(some_of, first, rule, REACHED, **more)
+    for n, expected in p.items():
+        torch.testing.assert_close(got[n].detach(), expected.detach(), rtol=4e-14, atol=4e-14)
+    assert torch.equal(got["c"].detach(), first["c"])
+
+
+@ROWS
+def test_derivatives_past_what_f_does_not_reach(name: str, options: dict) -> None:
+    options = {"weight_decay": 0.1, **options, "maximize": False} | ({} if name == "SGD" else {"eps": 0.05})
+    direction = torch.tensor([0.4, -0.7, 1.1, 0.2], dtype=D)
+
+    def after(t: Tensor, segments: int | None = None) -> Tensor:
+        point = {n: start() + t * s * direction for n, s in (("a", 1.0), ("b", -0.5), ("c", 2.0))}
+        rule = getattr(rules, name)(**{**options, "lr": 0.1 * options["lr"]})
+        final = hodiff.unroll(some_of, point, rule, REACHED, segments=segments)
+        return sum((final[n] @ direction.flip(0) for n in final), torch.zeros((), dtype=D))
+
+    zero = torch.zeros((), dtype=D)
+    expected = first_difference(lambda t: after(zero + t).detach(), 1e-3)
+    for segments in (None, 3):
+        assert relative_error(hodiff.grad(lambda t, s=segments: after(t, s), zero), expected) < 1e-7
+
+
+def test_a_state_is_of_its_rule_and_of_its_parameters() -> None:
+    """Its dict may have another order; another rule's, or one of other parameters, is refused."""
+    p, g = {"a": torch.ones(2), "b": torch.full((2,), 2.0)}, {"b": torch.full((2,), 3.0), "a": torch.ones(2)}
+    rule = rules.SGD(lr=0.1, momentum=0.9)
+    q, state = rule(p, g, None, 1)
+    expected = rule(q, g, state, 2)[0]
+    turned = rule({"b": q["b"], "a": q["a"]}, g, state, 2)[0]
+    assert list(turned) == ["b", "a"] and all(torch.equal(turned[n], expected[n]) for n in p)
+    listed = rule(q, g, [state["SGD"]["params['a']"], state["SGD"]["params['b']"]], 2)[0]
+    assert all(torch.equal(listed[n], expected[n]) for n in p)
+    with pytest.raises(InputError, match=r"state: is of SGD, expected one of RMSprop"):
+        rules.RMSprop()(q, g, state, 2)
+    with pytest.raises(InputError, match=r"state: is of the parameters .*'b'.*expected .*'c'"):
+        rule({"a": p["a"], "c": p["b"]}, {"a": g["a"], "c": g["b"]}, state, 2)
+    with pytest.raises(InputError, match=r"state: its momentum of params\['a'\] has shape \(2,\), expected \(3,\)"):
+        rule({"a": torch.ones(3), "b": p["b"]}, {"a": torch.ones(3), "b": g["b"]}, state, 2)
+    assert rule(p, {"a": None, "b": g["b"]}, None, 1)[0]["a"] is p["a"]
+
+
 def hypers(rule: rules.Rule) -> list[str]:
     found = [f.name for f in dataclasses.fields(rule) if not isinstance(f.default, bool) and f.name != "betas"]
     return found + (["beta1", "beta2"] if hasattr(rule, "betas") else [])
