@@ -148,6 +148,12 @@ def leaves_like(tree: Tree, value: Any) -> list[Any]:
     return [leaf for child, item in zip(tree.children, items, strict=True) for leaf in leaves_like(child, item)]
 
 
+def reordered(leaves: list[Any], got: Tree, tree: Tree) -> list[Any]:
+    """The leaves of a container in the order of a tree that it differs from in the order of keys alone."""
+    places = rebuild(got, iter(range(len(leaves))))
+    return [leaves[place] for place in leaves_like(tree, places)]
+
+
 def paths(tree: Tree, name: str) -> list[str]:
     """A readable path for each leaf of `tree`."""
     if tree is None:

@@ -146,6 +146,10 @@ class Where:
         """The structure of results."""
         return self._result_tree
 
+    def given_tree(self) -> _tree.Tree:
+        """The structure of the point as it was given, where a module is one leaf."""
+        return self._argument_tree
+
     def match(self, value: Any, name: str) -> tuple[list[Tensor], int | None]:
         """The leaves of a vector with the structure of this point, and how many vectors they hold (None: just one)."""
         if isinstance(value, Mapping) and not isinstance(value, dict):

@@ -213,14 +213,24 @@ class Outputs:
         self._space: Space | None = None
         self.lengths: dict[int, int] = {}
 
-    def note(self, number: int, outputs: Parts, tree: _tree.Tree) -> None:
-        """The outputs of a batch; a second time changes nothing."""
+    def ordered(self, outputs: Parts, value: Any) -> Parts:
+        """The outputs of a batch, in the order of the first batch's: dicts are matched by key."""
+        _, _, tree = _tree.flatten(value)
+        if not self._values:
+            self._tree = tree
+        different = _tree.difference(self._tree, tree, "f(x)")
+        if different:
+            raise InputError(f"predict: its outputs are put together, but {different}, as for the first batch.")
+        return _tree.reordered(outputs, tree, self._tree)
+
+    def note(self, number: int, outputs: Parts) -> None:
+        """The outputs of a batch, in order; a second time changes nothing."""
         if number in self._values:
             return
         first = self._values.get(0)
         if first is not None:
             _check_alike(first, outputs)
-        self._values[number], self._tree = outputs, tree
+        self._values[number] = outputs
         self.lengths[number] = outputs[0].shape[0] if outputs[0].ndim else 1
 
     def whole(self) -> Parts:
@@ -268,10 +278,10 @@ class JacobianBuilder(Builder[Linearised]):
     def build(self, where: Where, batch: Any, number: int) -> Linearised:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
         with predicted(self.predict, where, batch, self.allow) as ev:
-            random, outputs = ev.drew_random(), ev.tensors()
+            random, outputs = ev.drew_random(), self.outputs.ordered(ev.tensors(), ev.outputs)
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
             cotangents, pulled = linearise(ev, outputs, [torch.ones_like(output) for output in outputs])
-        self.outputs.note(number, [output.detach() for output in outputs], _tree.flatten(ev.outputs)[2])
+        self.outputs.note(number, [output.detach() for output in outputs])
         value = sum(
             (part.detach().sum(dtype=sum_dtype(part.dtype)) for part in outputs),
             torch.zeros((), device=where.tensors[0].device),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _reverse
+from hodiff._core import _reverse, _tree
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
 from hodiff._core._modes import on
@@ -83,14 +83,16 @@ def sparsity_pattern(
     return detect(asked, order)
 
 
-def detect(asked: Call, order: int) -> Pattern:
-    """The pattern of what a call asks for."""
+def detect(asked: Call, order: int, noted: list[Any] | None = None) -> Pattern:
+    """The pattern of what a call asks for; the structure of what `f` returned is added to `noted`."""
     from hodiff.sparse import rules
 
     given = [*asked.where.tensors, *tensors_in((list(asked.args), dict(asked.kwargs)))]
     tracer = Tracer(rules.find, given, anywhere=asked.owned)
     with exits(tracer), on(tracer), Graph(asked) as ev:
         outputs = _reverse.gradient(ev, differentiated=True) if order == 2 else ev.tensors()
+        if noted is not None:
+            noted.append(_tree.flatten(ev.outputs)[2])
         cotangents = [torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs]
         tracer.begin(cotangents)
         try:

@@ -145,7 +145,7 @@ class Plan:
 
     def _evaluated(self, made: Call, chunk: int | None, check: bool) -> Tensor:
         with Graph(made) as ev:
-            outputs = ev.tensors() if self._order == 1 else _reverse.gradient(ev, differentiated=True)
+            outputs = _reverse.gradient(ev, differentiated=True) if self._order == 2 else self._point.outputs(ev)
             self._check_outputs(outputs)
             precision = _nodes.coarsest(_nodes.survey(outputs), ev.leaves[0].dtype) if check else None
             rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in ev.leaves]
@@ -252,25 +252,30 @@ def _random(count: int) -> Tensor:
 
 
 class Point:
-    """The structure of a point, without its numbers.
+    """The structure of a point, without its numbers, and of what `f` returns there.
 
     Attributes:
         shapes: The shape of each leaf.
         size: The number of entries.
+        returned: The structure of the outputs.
     """
+
+    returned: _tree.Tree
 
     def __init__(self, where: Where) -> None:
         self.shapes = [tensor.shape for tensor in where.tensors]
         self.size = sum(shape.numel() for shape in self.shapes)
-        self._names, self._tree = list(where.names), where.tree()
+        self._names, self._tree, self._given = list(where.names), where.tree(), where.given_tree()
         self._owned = bool(where.owned)
         self._dtypes = [(tensor.device, tensor.dtype) for tensor in where.tensors]
 
     def where(self, x: Any) -> Where:
         """A point of this structure: as such, or as one vector of all its numbers."""
         if type(x).__module__ == "numpy" or (isinstance(x, Tensor) and self._is_flat(x)):
-            x = self._unflattened(torch.as_tensor(x))
+            x = self._unflattened(x if isinstance(x, Tensor) else torch.as_tensor(x.copy()))
         where = Where(x)
+        if where.names != self._names:
+            where = self._by_name(x)
         if [tensor.shape for tensor in where.tensors] != self.shapes:
             got = [tuple(tensor.shape) for tensor in where.tensors]
             raise InputError(
@@ -278,6 +283,24 @@ class Point:
                 f"was made."
             )
         return where
+
+    def _by_name(self, x: Any) -> Where:
+        """A point whose dicts have their keys in another order, in the order of the plan."""
+        different = _tree.difference(self._given, _tree.flatten(x)[2], "x")
+        if different:
+            raise InputError(f"x: {different}, as when the plan was made.")
+        where = Where(_tree.rebuild(self._given, iter(_tree.leaves_like(self._given, x))))
+        if where.names != self._names:
+            raise InputError(f"x: has the parameters {where.names}, expected {self._names}, as when the plan was made.")
+        return where
+
+    def outputs(self, ev: Graph) -> list[Tensor]:
+        """The outputs at a point, in the order that they had when the plan was made."""
+        outputs, tree = ev.tensors(), _tree.flatten(ev.outputs)[2]
+        different = _tree.difference(self.returned, tree, "f(x)")
+        if different:
+            raise InputError(f"f: {different}, as when the plan was made.")
+        return _tree.reordered(outputs, tree, self.returned)
 
     def _is_flat(self, x: Tensor) -> bool:
         return x.shape == (self.size,) and [x.shape] != self.shapes
@@ -441,20 +464,23 @@ def prepared(asked: Call, where: Where, f: Any, order: int, pattern: Any, option
     """The plan of a call, with the caller's pattern or a detected one."""
     point = Point(where)
     random = RandomState.of(where.tensors[0].device)
+    noted: list[Any] = []
     if pattern is None:
-        found = detect(asked, order)
+        found = detect(asked, order, noted)
         random.restore()  # what f draws there, it draws again when it is evaluated
     else:
-        rows = point.size if order == 2 else _outputs(asked)
+        rows = point.size if order == 2 else _outputs(asked, noted)
         random.restore()
         found = given(pattern, (rows, point.size), symmetric=order == 2)
+    point.returned = noted[0] if noted else _tree.LEAF
     colors, kind = (_coloring.color(found), "star") if order == 2 else _of_jacobian(found)
     return Plan(f, point, order, found, colors, kind, options)
 
 
-def _outputs(asked: Call) -> int:
-    """How many numbers `f` returns."""
+def _outputs(asked: Call, noted: list[Any]) -> int:
+    """How many numbers `f` returns; in what structure is added to `noted`."""
     with Graph(asked) as ev:
+        noted.append(_tree.flatten(ev.outputs)[2])
         return sum(output.numel() for output in ev.tensors())
 
 
