@@ -63,8 +63,9 @@ class Steps:
         """The mode is to be popped."""
         self.settle()
         hooks = _traits.hooks_before_steps()
-        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-            del hooks[key]
+        for key, hook in list(hooks.items()):  # in one step of the interpreter: other threads register theirs
+            if getattr(hook, "__self__", None) is self:
+                del hooks[key]
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
+from hodiff._core._translate import CONSTANTS
 from hodiff.jets._registry import NoRule
 
 X = torch.tensor([[0.5, 1.2], [0.3, -0.7]], dtype=torch.float64)
@@ -80,7 +81,14 @@ def test_select_scatter_goes_by_reverse_where_its_batched_derivative_is_wrong() 
     assert torch.allclose(gradient[:, 0], -x[:, 0].cos())
 
 
-@pytest.mark.parametrize("name", ["bessel_j0", "modified_bessel_k0", "airy_ai", "spherical_bessel_j0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in ("bessel_j0", "modified_bessel_k0", "airy_ai", "spherical_bessel_j0")
+        if f"special_{name}" in CONSTANTS  # from 2.15 on two of them have derivatives
+    ],
+)
 def test_functions_that_pytorch_takes_for_constants_are_refused_by_every_method(name: str) -> None:
     f = lambda h: getattr(torch.special, name)(h.abs()).sum(-1) + h.square().sum(-1)
     for method in ("auto", "jets"):

@@ -97,7 +97,7 @@ def test_a_pattern_is_found_without_a_graph_of_the_result(monkeypatch: pytest.Mo
     """That is a pass more, by which norms would be written out."""
     graphs, detect = [], _plan.detect
     monkeypatch.setattr(
-        _plan, "detect", lambda asked, order: (graphs.append(asked.create_graph), detect(asked, order))[1]
+        _plan, "detect", lambda asked, *rest: (graphs.append(asked.create_graph), detect(asked, *rest))[1]
     )
     entries = hodiff.sparse_hessian(chain, X.clone().requires_grad_(), create_graph=True)
     assert entries.requires_grad and graphs == [False]
