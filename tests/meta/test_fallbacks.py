@@ -20,6 +20,7 @@ STANDING = {
     ("_core._binding", "refused", "(TypeError, ValueError)"): SIGNATURE,
     ("_core._binding", "refused", "TypeError"): SIGNATURE,
     ("_core._claims", "claim", "RuntimeError"): "the identity of a thread that has none yet",
+    ("_core._graph", "Graph._evaluate", "RuntimeError"): "raised again unless f is to run once more, otherwise",
     ("_core._graph", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,
     ("_core._live_bytes", "_storages", "suppress(NotImplementedError)"): GETTER,
     ("_core._versions", "prove.run", "Exception"): "in a thread of its own; each becomes an error",

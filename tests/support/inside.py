@@ -354,6 +354,49 @@ def _by_levels(g: Entrywise) -> Entrywise:
 FORWARD = {"func.jvp": _by_jvp, "func.jacfwd": _by_jacfwd, "forward_ad": _by_levels}
 
 
+# --- derivatives by hand ----------------------------------------------------------------------------------------------
+
+
+def _attended(z: Tensor) -> Tensor:
+    """Each entry attends itself and 0."""
+    pairs = torch.stack([z.reshape(-1), torch.zeros_like(z.reshape(-1))], -1)[..., None]
+    found = F.scaled_dot_product_attention(torch.ones_like(pairs), pairs, pairs, scale=1.0)
+    return found[:, 0, 0].reshape(z.shape)
+
+
+_MIXED = "Taylor mode has no rule for BatchNorm in training mode"
+_sigmoid_slope: Entrywise = lambda z: z.sigmoid() * (1 - z.sigmoid())
+
+BY_ORDER: dict[str, tuple[Entrywise, Entrywise]] = {
+    "layer_norm": WITH_KEPT["layer_norm"],
+    "batch_norm": WITH_KEPT["batch_norm"],
+    "instance_norm": WITH_KEPT["instance_norm"],
+    "weight_norm": (
+        lambda z: torch._weight_norm(  # pyright: ignore[reportPrivateImportUsage]
+            torch.stack([z, torch.ones_like(z)], -1).reshape(-1, 2), torch.ones(z.numel(), 1, dtype=z.dtype), 0
+        )[:, 0].reshape(z.shape),
+        lambda z: (z**2 + 1) ** -1.5,
+    ),
+    "logcumsumexp": (lambda z: torch.logcumsumexp(_columns(z), 0)[1].reshape(z.shape), torch.tanh),
+    "attention": (_attended, lambda z: z.sigmoid() + z * _sigmoid_slope(z)),
+}
+"""Entrywise functions whose derivatives PyTorch has right up to some order; and their slopes."""
+
+
+def _pulled(g: Entrywise, z: Tensor) -> Tensor:
+    y = z if z.requires_grad else z.clone().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(g(y).sum(), y, create_graph=True)[0]
+
+
+BY_HAND: dict[str, Callable[[Entrywise, Tensor], Tensor]] = {
+    "autograd.grad": _pulled,
+    "func.grad": lambda g, z: torch.func.grad(_total(g))(z),
+    "func.vjp": lambda g, z: torch.func.vjp(_total(g), z)[1](torch.ones((), dtype=z.dtype))[0],  # type: ignore[operator]
+    "func.jacrev": lambda g, z: torch.func.jacrev(_total(g))(z),
+}
+
+
 # --- functions of other kinds ----------------------------------------------------------------------------------------
 
 
@@ -471,5 +514,24 @@ INSIDE: dict[str, Inside] = {
         )
         for way, by in FORWARD.items()
         for name, (function, slope) in WITH_KEPT.items()
+    },
+    **{
+        f"{way} through {name}": Inside(
+            lambda z, by=by, function=function: SCALE * z.cos() * by(function, z),
+            lambda z, slope=slope: SCALE * z.cos() * slope(z),
+            refused=_MIXED if name == "batch_norm" else None,
+        )
+        for way, by in BY_HAND.items()
+        for name, (function, slope) in BY_ORDER.items()
+    },
+    **{
+        f"{way} twice through {name}": Inside(
+            lambda z, by=by, function=function: SCALE * z.cos() * by(lambda y: by(function, y), z),
+            lambda z, slope=slope: SCALE * z.cos() * torch.func.grad(_total(slope))(z),
+            refused=_MIXED if name == "batch_norm" else None,
+        )
+        for way, by in [*BY_HAND.items()][:2]
+        for name, (function, slope) in BY_ORDER.items()
+        if name != "attention"  # whose second derivative by hand is PyTorch's own error, without hodiff
     },
 }

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from hodiff._core import _nesting
+
 _run = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
 
@@ -36,4 +38,10 @@ def public(
     outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor | None], *, keep: bool, build: bool
 ) -> Sequence[Tensor | None]:
     """The same by the public function, which checks everything."""
-    return torch.autograd.grad(outputs, inputs, cotangents, retain_graph=keep, create_graph=build, allow_unused=True)
+    _nesting.state.ours += 1
+    try:
+        return torch.autograd.grad(
+            outputs, inputs, cotangents, retain_graph=keep, create_graph=build, allow_unused=True
+        )
+    finally:
+        _nesting.state.ours -= 1

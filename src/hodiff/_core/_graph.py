@@ -140,17 +140,29 @@ class Graph:
         self.leaves = lending.leaves(given)
         lending.remember()
         exact = self.order >= 3 or lending.forward_mode
-        survey = self._run(exact=exact)
-        names = survey.names() if self.order >= 2 else set()
+        survey = failure = None
+        try:
+            survey = self._run(exact=exact)
+        except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
+            if lending.by_hand is None:
+                raise
+            failure = error
+        names = survey.names() if survey is not None and self.order >= 2 else set()
+        if lending.by_hand is not None:
+            names = names | lending.by_hand.names
         inexact = lending.forward_mode or names & _translate.WRITTEN_OUT
-        if self.order < 2 and _refusals.ROUNDED_ATTENTION.among(survey):
+        if lending.by_hand is not None and self.order + lending.by_hand.count >= 3:
+            inexact = inexact or _translate.at_third(names)
+        if self.order < 2 and (_translate.fused(names) or (survey and _refusals.ROUNDED_ATTENTION.among(survey))):
             lending.also(_switches.plain_attention)
         elif "CudnnRnnBackward0" in names:
             lending.also(_switches.no_cudnn)
-        elif exact or not inexact:
+        elif failure is not None:
+            raise failure
+        elif survey is not None and (exact or not inexact):
             return survey
         lending.restart()
-        return self._run(exact=exact or bool(inexact))
+        return self._run(exact=exact or bool(inexact or failure))
 
     def _run(self, *, exact: bool) -> _nodes.Survey:
         if exact:
@@ -222,6 +234,8 @@ class Graph:
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
         self.kinds = frozenset(survey.by_class)
+        if self._lending.by_hand is not None and self._lending.by_hand.refused is not None:
+            raise self._lending.by_hand.refused
         outputs = self.tensors()
         missing = self._unreached(survey)
         strict = self.call.strict

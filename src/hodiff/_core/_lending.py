@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import (
     _binding,
+    _by_hand,
     _claims,
     _control_flow,
     _modes,
@@ -39,6 +40,7 @@ from hodiff.errors import InputError
 
 _control_flow.install()
 _versions.where_forward_mode_begins(_nesting.note_forward_mode)
+_versions.where_passes_begin(_by_hand.note)
 
 MARK = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
@@ -65,6 +67,7 @@ class Lending:
         call: What was asked.
         ticket: The mark of its leaves.
         borrowed: The modules that are lent, the point's and those that `f` called.
+        by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
     """
@@ -79,6 +82,7 @@ class Lending:
         "_undo",
         "_watched",
         "borrowed",
+        "by_hand",
         "call",
         "forward_mode",
         "hooks",
@@ -92,6 +96,7 @@ class Lending:
         self.ticket = Ticket(not call.create_graph)
         self._undo: list[Callable[[], object]] = []
         self._normal = False
+        self.by_hand: _by_hand.ByHand | None = None
         self.hooks = Hooks()
 
     # --- the state
@@ -232,6 +237,7 @@ class Lending:
         if self._ran:
             self._afresh()
         self._ran = True
+        self.by_hand = None
         call = self.call
         if call.where.owned:
             self.put(arguments)

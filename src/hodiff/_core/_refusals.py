@@ -137,7 +137,7 @@ def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     raise GraphError.about(
         f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
         f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
-        f"out from its definition, and nested hodiff calls do so as well (autograd.grad inside f does not).",
+        f"out from its definition, and nested hodiff calls do so as well.",
         operations=["nativelayernorm" if layer == "layer_norm" else "nativebatchnorm"],
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hodiff._core import _sharded, _versions
 from hodiff.errors import GraphError
@@ -51,6 +51,17 @@ WRITTEN_OUT = {
     "SpecialI1Backward0",
     "SpecialI1EBackward0",
 }  # at second order; at third all that `_norms` has
+
+
+def at_third(names: Iterable[str]) -> bool:
+    """Whether nodes are among those that are written out at third order, and not before."""
+    return any(piece in name for name in names for piece in ("LayerNorm", "BatchNorm", "Logcumsumexp"))
+
+
+def fused(names: Iterable[str]) -> bool:
+    """Whether nodes are among those of the fused kernels of attention."""
+    return any("ScaledDotProduct" in name for name in names)
+
 
 NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
 

@@ -100,6 +100,23 @@ def where_forward_mode_begins(tell: Callable[[], object]) -> None:
     predispatch._enter_dual_level_impl = enter  # pyright: ignore[reportPrivateImportUsage]
 
 
+def where_passes_begin(tell: Callable[[Any, Any], object]) -> None:
+    """Let `tell` be called with the outputs and inputs of each pass that users make with `create_graph=True`.
+
+    `torch.autograd.grad`, `backward` and the transforms of `torch.func` come by here; passes of ours enter the engine
+    past it, and pay nothing.
+    """
+    theirs = torch.autograd.graph._engine_run_backward
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _, _, create_graph, inputs, *_ = args
+        if create_graph:
+            tell(outputs, inputs)
+        return theirs(outputs, *args, **kwargs)
+
+    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
 # --- what nodes tell under private names ------------------------------------------------------------------------------
 
 Node = Any
@@ -247,6 +264,16 @@ def _levels_are_told() -> bool:
     return taken and all(name in caller.__code__.co_names for caller, name in way)
 
 
+def _passes_are_told() -> bool:
+    """Whether all reverse passes go by the name that `where_passes_begin` has taken."""
+    public = [vars(torch.autograd)[name] for name in ("grad", "backward")]
+    return "grad" in eager_transforms._autograd_grad.__code__.co_names and all(
+        "_engine_run_backward" in each.__code__.co_names
+        and each.__globals__["_engine_run_backward"].__module__ == __name__
+        for each in public
+    )
+
+
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -340,6 +367,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
         is_once_differentiable(_Once) and not is_once_differentiable(_Plain)
     ),
     "whether f uses forward mode": lambda x: _levels_are_told(),
+    "whether f takes derivatives itself": lambda x: _passes_are_told(),
     **{
         f"what {name} is": lambda x, name=name, graph=graph: name in _names(graph(x))
         for name, graph in GRAPHS.items()
