@@ -18,6 +18,8 @@ D = torch.float64
 X = torch.tensor([0.4, -0.9, 1.3, 0.2], dtype=D)
 V, U, W = torch.tensor([[0.3, -1.1, 0.8, 0.5], [1.2, 0.4, -0.7, 0.9], [0.6, 1.4, -0.2, 1.1]], dtype=D)
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+
 Function = Callable[[Tensor], Tensor]
 
 
@@ -116,7 +118,6 @@ SERVED: dict[str, tuple[Function, Function]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of vmap, in jacrev
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("way", WAYS)

@@ -246,7 +246,7 @@ class Graph:
         if self.order >= 2:
             _refusals.judge(survey, self.leaves, self.order, self.call.allow)
         else:
-            _refusals.refuse_rounded_attention(survey, self.leaves)
+            _refusals.refuse_first(survey, self.leaves)
         if self.batch_ndim and (self._mixes or _refusals.MIXING.among(survey)):
             _refusals.warn_of_mixing(self.batch_ndim)
 
@@ -254,7 +254,7 @@ class Graph:
         """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not."""
         survey = self._survey(outputs)
         if self.order < 2:
-            _refusals.refuse_rounded_attention(survey)
+            _refusals.refuse_first(survey)
         return self._unreached(survey)
 
     def _unreached(self, survey: _nodes.Survey) -> list[str]:

@@ -224,11 +224,29 @@ ROUNDED_ATTENTION = _nodes.Rare(
 """Fused attention whose first gradient is wrong, or may be, where that cannot be seen."""
 
 
-def refuse_rounded_attention(graph: _nodes.Survey, leaves: Sequence[Tensor] | None = None) -> None:
-    """Raise, or warn where it cannot be seen, for attention (on the way to `leaves`) with a wrong first gradient."""
-    nodes = ROUNDED_ATTENTION.among(graph)
+WRONG_AT_ONCE = _nodes.Rare(
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "LinalgDetBackward0",
+    of_which=lambda node: (
+        _versions.is_singular(node)
+        if node.__class__.__name__ == "LinalgDetBackward0"
+        else _versions.rounds_rows(node) is not False
+    ),
+)
+"""These, and determinants that are 0: without a graph of its own, their gradient is 0 whatever it should be."""
+
+
+def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor] | None = None) -> None:
+    """Raise, or warn where it cannot be seen, for what (on the way to `leaves`) has a wrong first gradient."""
+    nodes = WRONG_AT_ONCE.among(graph)
     if not nodes or (leaves is not None and not _nodes.reaches(nodes, leaves)):
         return
+    if any(node.__class__.__name__ == "LinalgDetBackward0" for node in nodes):
+        raise GraphError.about(
+            "the gradient of PyTorch's det is 0 at a matrix whose determinant is 0, silently, unless the gradient has "
+            "a graph: then it is right. Give create_graph=True, and detach the result.",
+            operations=["linalgdet"],
+        )
     kernel = "PyTorch's fused attention on the processor"
     rows = "a row that is masked in full by a large finite number (finfo.min, -1e9)"
     way_out = (

@@ -157,6 +157,12 @@ def rounds_rows(node: Node) -> bool | None:
     return bool((kept.data.abs() > LARGEST).any())
 
 
+def is_singular(node: Node) -> bool:
+    """Whether a node of det has a matrix whose determinant came out as 0; not told where a hook packed it."""
+    kept = node._raw_saved_result
+    return kept.unpack_hook is None and kept.data.__class__ is Tensor and bool((kept.data == 0).any())
+
+
 _LOSSES = {
     f"{loss}Backward0"
     for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
@@ -311,6 +317,7 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "CdistBackwardBackward0": lambda x: _gradient(torch.cdist(x, x + 1, p=3.0).sin(), x),
     "PdistBackwardBackward0": lambda x: _gradient(torch.pdist(x).sin(), x),
     "EmbeddingBagBackwardBackward0": lambda x: _gradient(F.embedding_bag(_INDICES[:, :3], x).sin(), x),
+    "LinalgDetBackward0": lambda x: torch.linalg.det(x[:, :3]),
     "AsStridedScatterBackward0": lambda x: torch.as_strided_scatter(x, x[0], (4,), (1,)),
     "MaskedSelectBackward0": lambda x: x.masked_select(x > 0),
     "NotImplemented": lambda x: torch.bincount(_ROWS, x[0, :2]),
@@ -354,6 +361,9 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether attention loses digits": lambda x: (
         [rounds_rows(_attention(x, row)) for row in (torch.finfo(x.dtype).min, -1.0, -torch.inf)]
         == [True, False, False]
+    ),
+    "whether a determinant is 0": lambda x: (
+        [is_singular(torch.linalg.det(matrix).grad_fn) for matrix in (x[:2, :2], x[:2, :2] * 0)] == [False, True]
     ),
     "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
     "whether a checkpoint packed what a node saved": _packed,
