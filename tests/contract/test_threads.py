@@ -405,6 +405,7 @@ DISCIPLINE = {
     "_core._claims._waiting": LOCKED,
     "_core._claims._restored": IMPORT,
     "_core._claims.here": OWN,
+    "_core._engine.passing": OWN,
     "_core._hooks.watch_hooks": LOCKED,
     "_core._hooks.watch_modules": LOCKED,
     "_core._loans._lent": CLAIMED,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting, _nodes, _refusals
+from hodiff._core import _engine, _nesting, _nodes, _refusals
 from hodiff.errors import GraphError
 
 
@@ -35,7 +35,7 @@ class ByHand:
 
 def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     """Let the innermost evaluation know that its `f` begins a pass whose result is differentiable."""
-    if not _nesting.state.running or _nesting.state.ours:
+    if not _nesting.state.running or _engine.passing.ours:
         return
     lending = _nesting.state.running[-1]
     if not lending.call.owned:

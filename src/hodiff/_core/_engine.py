@@ -8,6 +8,7 @@ has no such entry.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from hodiff._core import _nesting
+
+class _Passing(threading.local):
+    ours = 0
+
+
+passing = _Passing()
+"""How many passes of ours go through PyTorch's public function now, in this thread."""
 
 _run = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
@@ -38,10 +45,10 @@ def public(
     outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor | None], *, keep: bool, build: bool
 ) -> Sequence[Tensor | None]:
     """The same by the public function, which checks everything."""
-    _nesting.state.ours += 1
+    passing.ours += 1
     try:
         return torch.autograd.grad(
             outputs, inputs, cotangents, retain_graph=keep, create_graph=build, allow_unused=True
         )
     finally:
-        _nesting.state.ours -= 1
+        passing.ours -= 1

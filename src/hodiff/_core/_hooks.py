@@ -1,4 +1,4 @@
-"""What happens in a user's function behind its back: modules it calls, and hooks that change gradients.
+"""What happens in a user's function behind its back: modules it calls, passes it makes, hooks that change gradients.
 
 Every module that `f` calls is lent (see `_loans`), however `f` reaches it. A hook that replaces a
 gradient acts in each pass through its place: the second derivative is then that of no function, as in
@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _nesting
+from hodiff._core import _by_hand, _nesting
 from hodiff._core._switches import Counted, Undo
 
 Hook = Callable[..., Any]
@@ -61,17 +62,35 @@ class Hooks:
 
 
 def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
-    """Let the innermost evaluation know of each module that is called."""
+    """Let the innermost evaluation know of each module that is called, and of each differentiable pass.
+
+    `torch.autograd.grad`, `backward` and the transforms of `torch.func` look their way to the engine up under a name of
+    `torch.autograd`; passes of ours enter the engine past it, and pay nothing.
+    """
     hooks: dict[int, Any] = nn.modules.module._global_forward_pre_hooks
+    autograd: Any = torch.autograd
+    theirs = autograd._engine_run_backward
+
+    def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _, _, create_graph, inputs, *_ = args
+        if create_graph:
+            _by_hand.note(outputs, inputs)
+        return theirs(outputs, *args, **kwargs)
+
+    # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
+    # what it had looked up, and slows what comes after.
+    def switch() -> None:
+        nn.modules.module.register_module_forward_pre_hook(_lend_module)
+        autograd._engine_run_backward = passes
 
     def restore() -> None:  # not by the handle, which is known only once the hook is there
         for key, hook in list(hooks.items()):
             if hook is _lend_module:
                 del hooks[key]
+        if autograd._engine_run_backward is passes:
+            autograd._engine_run_backward = theirs
 
-    # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
-    # what it had looked up, and slows what comes after.
-    return lambda: nn.modules.module.register_module_forward_pre_hook(_lend_module), restore
+    return switch, restore
 
 
 def _lend_module(module: nn.Module, args: Any) -> None:

@@ -40,7 +40,6 @@ from hodiff.errors import InputError
 
 _control_flow.install()
 _versions.where_forward_mode_begins(_nesting.note_forward_mode)
-_versions.where_passes_begin(_by_hand.note)
 
 MARK = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""

@@ -24,7 +24,6 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.running: list[Any] = []  # those whose f runs, differentiated or not
         self.open: list[Any] = []  # those whose f is differentiated
-        self.ours = 0  # passes of ours that go through PyTorch's public function
 
 
 state = _State()

@@ -100,23 +100,6 @@ def where_forward_mode_begins(tell: Callable[[], object]) -> None:
     predispatch._enter_dual_level_impl = enter  # pyright: ignore[reportPrivateImportUsage]
 
 
-def where_passes_begin(tell: Callable[[Any, Any], object]) -> None:
-    """Let `tell` be called with the outputs and inputs of each pass that users make with `create_graph=True`.
-
-    `torch.autograd.grad`, `backward` and the transforms of `torch.func` come by here; passes of ours enter the engine
-    past it, and pay nothing.
-    """
-    theirs = torch.autograd.graph._engine_run_backward
-
-    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _, _, create_graph, inputs, *_ = args
-        if create_graph:
-            tell(outputs, inputs)
-        return theirs(outputs, *args, **kwargs)
-
-    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-
-
 # --- what nodes tell under private names ------------------------------------------------------------------------------
 
 Node = Any
@@ -271,12 +254,10 @@ def _levels_are_told() -> bool:
 
 
 def _passes_are_told() -> bool:
-    """Whether all reverse passes go by the name that `where_passes_begin` has taken."""
+    """Whether all that users write for a reverse pass goes by the name that `_hooks` takes while a call runs."""
     public = [vars(torch.autograd)[name] for name in ("grad", "backward")]
     return "grad" in eager_transforms._autograd_grad.__code__.co_names and all(
-        "_engine_run_backward" in each.__code__.co_names
-        and each.__globals__["_engine_run_backward"].__module__ == __name__
-        for each in public
+        "_engine_run_backward" in each.__code__.co_names and each.__globals__ is vars(torch.autograd) for each in public
     )
 
 
