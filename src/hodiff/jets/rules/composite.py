@@ -12,6 +12,7 @@ from hodiff._core import _near_zero, _norms
 from hodiff.jets import _jet
 from hodiff.jets._registry import MixesSamples, NoRule, operation, rule
 from hodiff.jets._series import Expansion, aligned
+from hodiff.jets.rules.fallback import fallback
 
 
 def _still(x: Any, expansion: Expansion) -> Any:
@@ -130,10 +131,11 @@ def sinc(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return _near_zero.sinc(*args, **kwargs)
 
 
-@rule("composite", "special_i1")
-def i1(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same."""
-    return _near_zero.i1(*args, **kwargs)
+@rule("composite", "i0", *(f"special_{name}" for name in _near_zero.BESSEL))
+def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same, by PyTorch's derivatives elsewhere."""
+    far = lambda x: _jet.wrap(fallback(expansion, func, (x,), {}), expansion)  # noqa: E731
+    return _near_zero.BESSEL[operation(func).removeprefix("special_")](*args, **kwargs, far=far)
 
 
 @rule("composite", "group_norm")
