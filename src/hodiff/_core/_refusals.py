@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hodiff._core import _claims, _nodes, _sharded, _translate, _versions
+from hodiff._core import _claims, _near_zero, _nodes, _sharded, _translate, _versions
 from hodiff._core._checks import outside
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
 
@@ -204,15 +205,14 @@ def _refuse_logcumsumexp(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 
 
 def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    near = [node for node in nodes if bool((_versions.argument(node).detach().abs() < 2e-3).any())]
+    points = {node: _versions.argument(node).detach() for node in nodes}
+    near = [node for node, x in points.items() if bool((x.abs() < torch.finfo(x.dtype).eps ** (1 / 6)).any())]
     if _nodes.reaches(near, leaves):
-        name = {"Sinc": "sinc", "SpecialI1": "special.i1", "SpecialI1E": "special.i1e"}[
-            type(nodes[0]).__name__.removesuffix("Backward0")
-        ]
+        name = _near_zero.NODES[type(near[0]).__name__][0]
         raise GraphError.about(
             f"higher derivatives through PyTorch's {name} are wrong near 0 (its formula divides by x), and an entry of "
-            f"its argument is closer than 0.002. Give hodiff the function instead of its value, which writes {name} "
-            f"by its series there.",
+            f"its argument is closer than {torch.finfo(points[near[0]].dtype).eps ** (1 / 6):.1g}. Give hodiff the "
+            f"function instead of its value, which writes {name} by its series there.",
             operations=[name.partition(".")[2] or name],
         )
 
@@ -276,9 +276,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
     ("SparseCompressedTensorBackward0", 2, _refuse_sparse),
     ("EmbeddingBackward0", 2, _refuse_scaled_embedding),
     ("linear_cross_entropy", 2, _refuse_chunked_loss),
-    ("SincBackward0", 2, _refuse_near_zero),
-    ("SpecialI1Backward0", 2, _refuse_near_zero),
-    ("SpecialI1EBackward0", 2, _refuse_near_zero),
+    *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
     ("LogcumsumexpBackward0", 3, _refuse_logcumsumexp),
     ("BatchNormWithUpdateBackward0", 3, _refuse_batch_norm_with_update),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from hodiff._core import _sharded, _versions
+from hodiff._core import _near_zero, _sharded, _versions
 from hodiff.errors import GraphError
 
 _AS_PYTHON = "give hodiff the function, which runs it as the Python that it stands for, or use a Python"
@@ -47,9 +47,8 @@ UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
 WRITTEN_OUT = {
     WEIGHT_NORM,
-    "SincBackward0",
-    "SpecialI1Backward0",
-    "SpecialI1EBackward0",
+    "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
+    *(node for node, (_, order) in _near_zero.NODES.items() if order == 2),
 }  # at second order; at third all that `_norms` has
 
 

@@ -288,6 +288,8 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
         _ROWS, _INDICES[0], x[0], (1, 4), device="cpu"
     ),
     "SincBackward0": torch.sinc,
+    "I0Backward0": torch.special.i0,
+    "SpecialI0EBackward0": torch.special.i0e,
     "SpecialI1Backward0": torch.special.i1,
     "SpecialI1EBackward0": torch.special.i1e,
     "LogcumsumexpBackward0": lambda x: torch.logcumsumexp(x, 0),
@@ -321,6 +323,13 @@ NOT_TRIED = {
     "CudnnRnnBackward0": "cuDNN's: without a second derivative in any case, and PyTorch says so",
     "CudnnBatchNormBackward0": "cuDNN's",
     "MiopenBatchNormBackward0": "MIOpen's",
+    **dict.fromkeys(
+        (
+            *("SpecialBesselJ0Backward0", "SpecialBesselJ1Backward0"),
+            *("SpecialModifiedBesselI0Backward0", "SpecialModifiedBesselI1Backward0"),
+        ),
+        "until 2.14 PyTorch makes none",
+    ),
     "linear_cross_entropy": "3 s; a Function, of which one unknown would be warned of",
 }
 """Those of which none can be made here, or not at once."""

@@ -115,3 +115,34 @@ def test_equal_entries_of_fmax_are_left_to_reverse_mode() -> None:
     with pytest.raises(hodiff.GraphError, match="fmax: with NaN among the values, or equal ones"):
         hodiff.jet(f, NUMBERS, [torch.ones_like(NUMBERS)])
     torch.testing.assert_close(hodiff.jet(f, NUMBERS[1:], [torch.ones(2, dtype=D)])[1][0], NUMBERS[1:].sign())
+
+
+@pytest.mark.parametrize("mask", ["bool", "-inf", "part"])
+def test_rows_of_attention_that_are_masked_in_full_are_zero(mask: str) -> None:
+    allowed = torch.ones(3, 3, dtype=torch.bool)
+    allowed[1] = False
+    allowed[1, 2] = mask == "part"
+    given = allowed if mask == "bool" else torch.zeros(3, 3, dtype=torch.float64).masked_fill(~allowed, float("-inf"))
+    x, k = torch.randn(2, 6, dtype=torch.float64), torch.randn(1, 3, 2, dtype=torch.float64)
+
+    def f(z: Tensor, rows: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        q = z.reshape(-1, 3, 2)[:, list(rows)]
+        return F.scaled_dot_product_attention(q, k, k.sin() * z.sum(-1)[:, None, None], given[list(rows)]).sum((-1, -2))
+
+    found = hodiff.laplacian(f, x, method="jets")
+    torch.testing.assert_close(found, hodiff.laplacian(f, x, method="reverse"))
+    if mask != "part":
+        torch.testing.assert_close(found, hodiff.laplacian(lambda z: f(z, (0, 2)), x, method="reverse"))
+        torch.testing.assert_close(
+            hodiff.biharmonic(f, x, method="jets"), hodiff.biharmonic(lambda z: f(z, (0, 2)), x, method="jets")
+        )
+
+
+def test_an_encoder_layer_takes_a_sample_that_is_padded_in_full() -> None:
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dtype=torch.float64).eval()
+    padded = torch.tensor([[True, True, True], [False, False, True]])
+    x = torch.randn(2, 12, dtype=torch.float64)
+    f = lambda z: layer(z.reshape(2, 3, 4), src_key_padding_mask=padded).square().sum((-1, -2))
+    found = hodiff.laplacian(f, x, method="jets")
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, hodiff.laplacian(f, x, method="reverse"))

@@ -12,6 +12,7 @@ from hodiff._core import _near_zero, _norms
 from hodiff.jets import _jet
 from hodiff.jets._registry import MixesSamples, NoRule, operation, rule
 from hodiff.jets._series import Expansion, aligned
+from hodiff.jets.rules.fallback import fallback
 
 
 def _still(x: Any, expansion: Expansion) -> Any:
@@ -130,10 +131,11 @@ def sinc(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return _near_zero.sinc(*args, **kwargs)
 
 
-@rule("composite", "special_i1")
-def i1(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same."""
-    return _near_zero.i1(*args, **kwargs)
+@rule("composite", "i0", *(f"special_{name}" for name in _near_zero.BESSEL))
+def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same, by PyTorch's derivatives elsewhere."""
+    far = lambda x: _jet.wrap(fallback(expansion, func, (x,), {}), expansion)  # noqa: E731
+    return _near_zero.BESSEL[operation(func).removeprefix("special_")](*args, **kwargs, far=far)
 
 
 @rule("composite", "group_norm")
@@ -237,6 +239,12 @@ def cosine_similarity(expansion: Expansion, func: Any, args: Any, kwargs: Any) -
     return (a * b).sum(dim) / (size(a) * size(b))
 
 
+def _safe_softmax(expansion: Expansion, scores: Any) -> Any:
+    """Softmax whose rows are zero where they are masked in full, as PyTorch has them in attention."""
+    masked = (_still(scores, expansion) == -math.inf).all(-1, keepdim=True)
+    return F.softmax(scores.masked_fill(masked, 0.0), dim=-1).masked_fill(masked, 0.0)
+
+
 @rule("composite", "scaled_dot_product_attention")
 def attention(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """softmax(q kᵀ / √d + mask) v."""
@@ -252,7 +260,7 @@ def attention(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = F.softmax(scores, dim=-1)
+    weights = _safe_softmax(expansion, scores) if given.get("attn_mask") is not None else F.softmax(scores, dim=-1)
     dropped = given.get("dropout_p", 0.0)
     return (F.dropout(weights, p=dropped) if dropped else weights) @ v
 
