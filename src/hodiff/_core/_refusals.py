@@ -233,7 +233,7 @@ WRONG_AT_ONCE = _nodes.Rare(
         else _versions.rounds_rows(node) is not False
     ),
 )
-"""These, and determinants that are 0: without a graph of its own, their gradient is 0 whatever it should be."""
+"""That attention, and determinants that are 0: a gradient of theirs without a graph is 0, whatever it should be."""
 
 
 def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor] | None = None) -> None:
