@@ -32,7 +32,7 @@ def rows(quick: bool) -> Iterator[Row]:
             "jacfwd": lambda g=forward, x=x: g(x),
         }
         torch.testing.assert_close(contenders["hodiff"](), contenders["jacfwd"]())
-        times = race(contenders, rounds=3 if quick else 7 if len(x) > 100 else 51)
+        times = race(contenders, rounds=(3 if quick else 15) if len(x) > 100 else 151)
         found = ratios(times, "hodiff", "jacfwd")
         ours, theirs = (statistics.median(times[key]) * 1e3 for key in ("hodiff", "jacfwd"))
         measured = f"{spread(found)}; {ours:.2f} ms, jacfwd {theirs:.2f}"

@@ -19,7 +19,13 @@ from torch import nn
 import hodiff
 from tests.support.calls import Function, by_place, count
 
-BOUNDS = {"hvp of a module": 350, "hvp of a tensor": 120, "cached product": 100, "gradient penalty": 260}
+BOUNDS = {
+    "hvp of a module": 350,
+    "hvp of a tensor": 120,
+    "cached product": 100,
+    "gradient penalty": 260,
+    "tall jacobian": 150,
+}
 SHOWN = 25
 COUNTS = "--counts"
 
@@ -84,11 +90,29 @@ def gradient_penalty() -> tuple[Function, Function]:
     return lambda: hodiff.gradient_penalty(critic, samples, target=1.0), by_hand
 
 
+def tall_jacobian() -> tuple[Function, Function]:
+    A, x = torch.randn(400, 6), torch.randn(6)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (A @ x).sin()
+
+    def by_hand() -> object:
+        leaf = x.detach().requires_grad_()
+        y = f(leaf)
+        u = torch.ones_like(y).requires_grad_()
+        (pulled,) = torch.autograd.grad(y, leaf, u, create_graph=True)
+        column = lambda v: torch.autograd.grad(pulled, u, v, retain_graph=True)[0]
+        return torch.vmap(column)(torch.eye(6)).T
+
+    return lambda: hodiff.jacobian(f, x), by_hand
+
+
 CASES: dict[str, Callable[[], tuple[Function, Function]]] = {
     "hvp of a module": hvp_of_a_module,
     "hvp of a tensor": hvp_of_a_tensor,
     "cached product": cached_product,
     "gradient penalty": gradient_penalty,
+    "tall jacobian": tall_jacobian,
 }
 
 

@@ -106,7 +106,7 @@ ONLY_IN = {
         "graph._case",
     ),  # the last tells such calls apart, and makes none
     "torch.autograd.backward": ("graph._case",),
-    "torch.vmap": ("_core._reverse",),
+    "torch.vmap": ("_core._engine",),
     "torch.func.vmap": ("_core._reverse",),
     # _nesting refuses points that have tangents, _versions loads it without its warning
     "torch.autograd.forward_ad": ("calculus._forward", "_core._nesting", "_core._versions"),

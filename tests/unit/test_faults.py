@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _reverse
+from hodiff._core import _engine, _reverse
 from hodiff._core._faults import interrupts, is_fault
 from hodiff._core._options import is_set
 from hodiff.calculus import _forward, _per_sample
@@ -245,14 +245,16 @@ def test_a_time_limit_passes_a_flag(alarm: Callable[[Any], None]) -> None:
         is_set(Slow(), "flag")
 
 
+@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("moment", ["_vmap_increment_nesting", "_vmap_decrement_nesting"])
 def test_an_interrupt_between_the_lines_of_vmap_is_neither_lost_nor_leaves_a_level(
-    moment: str, monkeypatch: pytest.MonkeyPatch
+    moment: str, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's context fails in its wake, taking down a level that is not there, or leaves one up."""
     from torch._functorch import vmap
 
-    theirs, interrupted = getattr(vmap, moment), []
+    entered = torch._C._functorch if direct else vmap
+    theirs, interrupted = getattr(entered, moment), []
 
     def interrupt(*args: Any) -> Any:
         if interrupted:
@@ -263,7 +265,8 @@ def test_an_interrupt_between_the_lines_of_vmap_is_neither_lost_nor_leaves_a_lev
     f = lambda x: (x**3).sum()
     expected = hodiff.hessian(f, X)
     with monkeypatch.context() as patched:
-        patched.setattr(vmap, moment, interrupt)
+        patched.setattr(entered, moment, interrupt)
+        patched.setattr(_engine._Batches, "direct", direct)
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             hodiff.hessian(f, X)
     assert interrupted

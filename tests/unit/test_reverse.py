@@ -1,6 +1,9 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import hodiff
 from hodiff._core import _results, _reverse
@@ -83,6 +86,21 @@ def test_an_automatic_chunk_is_halved_when_memory_runs_out(monkeypatch):
     assert sizes == [5, 3, 2, 2]
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         hodiff.hessian(lambda x: (x**3).sum(), x, chunk_size=4)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_batches_are_entered_by_the_public_function_where_a_mode_is_on(monkeypatch, seen):
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    x, calls, vmap = torch.tensor([1.0, 2.0, 3.0]), [], torch.vmap
+    call = lambda: hodiff.hessian(lambda x: (x**3).sum(), x)
+    call()
+    monkeypatch.setattr(torch, "vmap", lambda *args, **options: calls.append(1) or vmap(*args, **options))
+    with Mode() if seen else nullcontext():
+        assert torch.equal(call(), torch.diag(6 * x))
+    assert len(calls) == seen
 
 
 @pytest.mark.parametrize("enabled", [True, False])

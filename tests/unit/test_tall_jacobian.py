@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hodiff
+from hodiff._core._live_bytes import LiveBytes
 from tests.support.differences import first_difference, relative_error
 from tests.support.inputs import Expression, expressions, points
 from tests.support.passes import Count, by
@@ -140,6 +142,66 @@ def test_a_tensor_already_computed_goes_by_rows() -> None:
         found = hodiff.jacobian(y, x)
     assert made == [False]
     torch.testing.assert_close(found, (torch.eye(400, dtype=D) * 0.5 * torch.cos(A @ X)) @ A)
+
+
+class Operations(TorchDispatchMode):
+    """The operations of a call that made at least so many numbers, and all of them."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.large: list[str] = []
+        self._least = least
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        self.names.append(name := func.overloadpacket.__name__)
+        views = func.is_view or name == "_unsafe_view"
+        self.large += [name] if isinstance(found, Tensor) and not views and found.numel() >= self._least else []
+        return found
+
+
+@pytest.mark.parametrize(
+    ("call", "large"),
+    [
+        (lambda: hodiff.jacobian(lambda x: torch.sin(A @ x), X), ["mm", "mul"]),
+        (lambda: hodiff.jacobian(lambda x: x @ A.T, BATCH, batch_ndim=1), ["mm", "clone"]),  # and turned
+    ],
+    ids=["tensor", "batch"],
+)
+def test_operations_as_large_as_the_result(call: Callable[[], Tensor], large: list[str]) -> None:
+    with Operations(call().numel()) as seen:
+        call()
+    assert seen.large == large
+    assert "bmm" not in seen.names  # one product for all samples
+
+
+@pytest.mark.parametrize(("chunk_size", "results"), [(None, 2.3), (5, 1.5)])
+def test_the_peak_of_its_memory(chunk_size: int | None, results: float) -> None:
+    """What is made, and one chunk as it comes."""
+    wide = torch.cos(torch.arange(2_000 * 50, dtype=D)).reshape(2_000, 50)
+    call = lambda: hodiff.jacobian(lambda x: torch.sin(wide @ x), X.repeat(9)[:50], chunk_size=chunk_size or "auto")
+    size = call().numel() * 8
+    with LiveBytes() as live:
+        call()
+    assert size < live.peak < results * size
+
+
+def test_under_autocast() -> None:
+    """The check is not made in half the digits."""
+    f = lambda x: torch.sin((A.float() * x).sum(-1))
+    with torch.autocast("cpu"):
+        columns, rows = both(lambda: hodiff.jacobian(f, X.float()))
+    torch.testing.assert_close(columns, rows)
+    torch.testing.assert_close(columns.double(), torch.cos(A @ X)[:, None] * A, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_whose_squares_overflow_go_by_rows() -> None:
+    """Within a tolerance that is infinite anything would agree."""
+    with by(columns=True) as made:
+        found = hodiff.jacobian(lambda x: 1e30 * tall(x).float(), X)
+    assert made == [False]
+    torch.testing.assert_close(found, 1e30 * torch.cos(A @ X)[:, None] * A, rtol=1e-5, atol=1e24)
 
 
 # --- columns and rows are equal

@@ -251,7 +251,8 @@ def largest_output(graph: Survey) -> int:
     largest = 1
     for nodes in graph.by_class.values():
         for node in nodes:
-            largest = max(largest, *(_elements(shape) for shape, _ in _versions.received(node)), 1)
+            for shape, _ in _versions.received(node):
+                largest = max(largest, _elements(shape))
     return largest
 
 

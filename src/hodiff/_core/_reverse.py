@@ -182,16 +182,17 @@ def pull_many(
     An automatic chunk is halved when a CUDA device runs out of memory.
     """
     inputs = ev.leaves if inputs is None else inputs
-    outputs = list(outputs)
     live = [index for index, output in enumerate(outputs) if output.requires_grad]
-    size = chunk_size or min(max(count, 1), auto_chunk([outputs[index] for index in live], inputs))
+    outputs = [outputs[index] for index in live]
+    graph = _nodes.survey(outputs)
+    size = chunk_size or min(max(count, 1), auto_chunk(graph, inputs))
     if not live:
         for start in range(0, count, size):
             stop = min(start + size, count)
             yield start, stop, [leaf.new_zeros((stop - start, *leaf.shape)) for leaf in inputs]
         return
-    outputs = [outputs[index] for index in live]
-    batched, start = next(_nodes.survey(outputs).named(*_versions.BATCHED_WRONGLY), None) is None, 0
+    batched, start = next(graph.named(*_versions.BATCHED_WRONGLY), None) is None, 0
+    del graph  # the last pass frees
     while start < count:
         stop = min(start + size, count)
         chunk = cotangents(start, stop)
@@ -217,7 +218,9 @@ def pull_many(
                 raise
             batched = False
             continue
-        yield start, stop, _results.own(found, chunk)
+        done = [(start, stop, _results.own(found, chunk))]
+        del found, chunk
+        yield done.pop()  # which nothing here holds while the next are made
         start = stop
 
 
@@ -239,17 +242,18 @@ def stacked(
             results = [part.new_empty((count, *part.shape[1:])) for part in found]
         for result, part in zip(results, found, strict=True):
             result[start:stop] = part
+            del part  # before the next chunk is made
+        del found
     return _results.finite(ev, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
 
 
-def auto_chunk(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
     """How many vectors one batched pass takes: as many as keep its temporaries within `CHUNK_BYTES`."""
-    if not outputs:
+    if not graph.by_class:
         return 1 << 20
-    largest = _nodes.largest_output(_nodes.survey(outputs))
     result = sum(leaf.numel() for leaf in inputs)
     itemsize = max(leaf.element_size() for leaf in inputs)
-    return fitting(largest, result, itemsize, inputs[0].device)
+    return fitting(_nodes.largest_output(graph), result, itemsize, inputs[0].device)
 
 
 def fitting(largest: int, elements: int, itemsize: int, device: torch.device) -> int:
@@ -356,14 +360,13 @@ def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Seque
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     depth = functorch.get_dynamic_layer_stack_depth()
     try:
-        found = torch.vmap(function, randomness="same")(*vectors)
+        return _engine.mapped(function, vectors)
     except BaseException as error:
         functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # between two of its own lines it leaves a level on
         behind = interrupt_behind(error)
         if behind is not None and behind is not error:
             raise behind from None
         raise
-    return [found] if isinstance(found, Tensor) else list(found)
 
 
 def refuse_missing(

@@ -7,13 +7,14 @@ that could be looked at; and to differentiate its result is wrong through norm l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _dense, _results, _reverse, _tree
+from hodiff._core import _checks, _dense, _modes, _results, _reverse, _tree
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
@@ -109,16 +110,20 @@ def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -
     small = MANY_ROWS * columns > rows or rows * sum(output.numel() for output in outputs) < SMALL
     if small or not columns or ev.create_graph or not _is_linear(ev, outputs):
         return None
-    cotangents = [_generic(output) for output in outputs]
+    weights = [_generic(output, batch_ndim) for output in outputs]
+    cotangents = [
+        output.new_empty(output.shape).copy_(w).requires_grad_() for output, w in zip(outputs, weights, strict=True)
+    ]
+    found = []
     try:
-        pulled = _reverse.pull(ev, outputs, cotangents, differentiated=True)
-        found = [_columns_of(ev, part, cotangents, chunk_size) for part in pulled]
+        for part in _reverse.pull(ev, outputs, cotangents, differentiated=True):
+            blocks = _columns_of(ev, part, weights, cotangents, chunk_size)
+            if blocks is None:
+                return None
+            found.append(blocks)
     except RuntimeError as error:  # no second derivative, or no room for its graph: rows need neither
         if not isinstance(error, torch.OutOfMemoryError) and not is_fault(error):
             raise
-        return None
-    agree = all(_add_up(blocks, part, cotangents) for blocks, part in zip(found, pulled, strict=True))
-    if not agree:
         return None
     return [
         [
@@ -138,37 +143,60 @@ def _is_linear(ev: Graph, outputs: list[Tensor]) -> bool:
     return plain and ev.owned and not ev.hooked() and _reverse.has_second_derivatives(ev)
 
 
-def _generic(output: Tensor) -> Tensor:
-    """A cotangent that no symmetry cancels: the same at every call, of numbers between 1 and 2.
+def _generic(output: Tensor, batch_ndim: int) -> Tensor:
+    """A cotangent of every sample that no symmetry cancels: the same at every call, of numbers between 1 and 2.
 
     Positive ones, for the backward of logcumsumexp takes their logarithm.
     """
-    count = output.numel()
+    event = output.shape[batch_ndim:]
+    count = event.numel()
     numbers = torch.linspace(0, 0.6180339887 * count, count, device=output.device).frac_().add_(1)
-    return numbers.to(output.dtype).reshape(output.shape).requires_grad_()
+    return numbers.to(output.dtype).reshape(event)
 
 
-def _columns_of(ev: Graph, pulled: Tensor, cotangents: list[Tensor], chunk_size: int | None) -> list[Tensor]:
-    """The derivatives of each output by all entries of one leaf: (samples, entries of the output, of the leaf)."""
+def _columns_of(
+    ev: Graph, pulled: Tensor, weights: list[Tensor], cotangents: list[Tensor], chunk_size: int | None
+) -> list[Tensor] | None:
+    """The derivatives of each output by all entries of one leaf: (samples, entries of the output, of the leaf).
+
+    None where they do not add up to J'u for the u that it was computed with, for each sample: no NaN or infinity does.
+    """
     count, units = _dense.basis(pulled, ev.batch_ndim)
-    chunks = _reverse.pull_many(ev, [pulled], units, count, chunk_size=chunk_size, inputs=cotangents)
     samples = pulled.shape[: ev.batch_ndim].numel()
-    return [
-        columns.reshape(count, samples, u.shape[ev.batch_ndim :].numel()).movedim(0, -1).contiguous()
-        for columns, u in zip(_reverse.stacked(ev, chunks, count, cotangents), cotangents, strict=True)
-    ]
+    whole = [] if count else [w.new_empty((samples, w.numel(), 0)) for w in weights]
+    sums, sizes = [], []
+    # In memory of their own, small beside the result: products of matrices take one vector for all samples one by one.
+    own = lambda start, stop: [unit.contiguous() for unit in units(start, stop)]  # noqa: E731
+    for start, stop, parts in _reverse.pull_many(ev, [pulled], own, count, chunk_size=chunk_size, inputs=cotangents):
+        parts = [part.reshape(stop - start, samples, w.numel()) for part, w in zip(parts, weights, strict=True)]
+        sums.append(_sum(parts, weights))
+        sizes += [torch.linalg.vector_norm(part) for part in parts]
+        if stop - start == count:
+            whole = [part.movedim(0, -1).contiguous() for part in parts]
+            continue
+        whole = whole or [part.new_empty((*part.shape[1:], count)) for part in parts]
+        for block, part in zip(whole, parts, strict=True):
+            block[..., start:stop] = part.movedim(0, -1)
+            del part  # before the next chunk is made
+        del parts
+    return whole if not count or _add_up(sums, sizes, pulled.detach().reshape(samples, count)) else None
 
 
-def _add_up(blocks: list[Tensor], pulled: Tensor, cotangents: list[Tensor]) -> bool:
-    """Whether the columns give J'u for the u that it was computed with, for each sample: no NaN or infinity does."""
-    coarse = max((pulled.dtype, *(u.dtype for u in cotangents)), key=lambda dtype: torch.finfo(dtype).eps)
-    samples, _, entries = blocks[0].shape
-    expected = pulled.detach().to(coarse).reshape(samples, entries)
-    sums = [
-        (u.detach().reshape(samples, 1, block.shape[1]) @ block).squeeze(1).to(expected)
-        for u, block in zip(cotangents, blocks, strict=True)
-    ]
+def _sum(parts: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """What some columns give, for each sample: (columns, samples). Before they are turned, which is quicker."""
+    with _modes.autocast(parts[0].device.type):
+        sums = [part.squeeze(1) @ w.reshape(-1) for part, w in zip(parts, weights, strict=True)]
+    return sums[0] if len(sums) == 1 else torch.stack([part.to(_coarsest(sums)) for part in sums]).sum(0)
+
+
+def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
+    """Whether that is J'u, (samples, columns), up to rounding."""
+    coarse = _coarsest([expected, *sums])
+    found = sums[0] if len(sums) == 1 else torch.cat(sums)
     # How large a sum would be, about, were the signs random.
-    sizes = [torch.linalg.vector_norm(block).to(expected) / max(1, expected.numel()) ** 0.5 for block in blocks]
-    found, size = (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0) for parts in (sums, sizes))
-    return _results.agree(found, expected, size)
+    size = math.hypot(*map(float, sizes)) / max(1, expected.numel()) ** 0.5
+    return _results.agree(found.reshape(expected.T.shape).T.to(coarse), expected.to(coarse), size)
+
+
+def _coarsest(tensors: list[Tensor]) -> torch.dtype:
+    return max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).eps)

@@ -160,7 +160,7 @@ def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) 
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
             values, found = _chunk(ev, samples, [leaf[part] for leaf in batch], count)
-            if not _results.agree(values, expected[part], expected[part].abs().mean()):
+            if not _results.agree(values, expected[part], float(expected[part].abs().mean())):
                 return None
             if len(values) == count:
                 rows = found
@@ -202,7 +202,7 @@ def _add_up(rows: Tensor, total: Tensor) -> bool:
     order = sorted(range(total.ndim), key=lambda dim: rows.stride(dim + 1), reverse=True)
     lines = rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), -1)
     # About how large a sum would be, were the signs random.
-    size = torch.linalg.vector_norm(lines) / max(1, lines.shape[1]) ** 0.5
+    size = float(torch.linalg.vector_norm(lines)) / max(1, lines.shape[1]) ** 0.5
     if lines.element_size() < 4:  # whose matrix products may add up in their own dtype
         added = lines.sum(0)
     else:
