@@ -15,23 +15,6 @@ D = torch.float64
 X = torch.tensor([[0.3, -0.8], [1.4, 0.9], [0.2, 0.5]], dtype=D)
 
 
-def patched(z: Tensor) -> Tensor:
-    """Its backward reads the cotangent's memory from the beginning."""
-    return torch.as_strided_scatter(z.flatten() ** 3, z.flatten()[:4].reshape(2, 2) ** 2, (2, 2), (2, 1), 1)
-
-
-def test_a_cotangent_that_begins_inside_of_its_memory() -> None:
-    u = torch.arange(12, dtype=D)
-    expected = hodiff.vjp(patched, X, u[6:].clone())
-    x = X.clone().requires_grad_()
-    for found in (
-        hodiff.vjp(patched, X, u[6:]),
-        hodiff.vjp(patched(x), x, u[6:]),
-        (hodiff.JacobianOperator(patched, X).T @ u[6:]).reshape(X.shape),
-    ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_a_tangent_of_forward_mode_is_not_lost() -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(X, torch.ones_like(X))
@@ -377,3 +360,16 @@ def test_pictures_on_axes_that_are_none() -> None:
 def test_options_of_unroll_that_are_none(option: str) -> None:
     with pytest.raises(hodiff.InputError, match=f"{option}: "):
         hodiff.unroll(lambda z: z.square().sum(), X, hodiff.rules.SGD(lr=0.1), 2, **{option: np.ones(2)})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+@pytest.mark.parametrize("call", [
+    lambda f: hodiff.jacobian(f, X[:2]), lambda f: hodiff.vjp(f, X[:2], X[:2]), lambda f: hodiff.jvp(f, X[:2], X[:2]),
+    lambda f: hodiff.sparse_jacobian(f, X[:2]), lambda f: hodiff.jacobian_penalty(f, X[:2], samples=None),
+])  # fmt: skip
+def test_a_function_of_sparse_results(call, layout: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        f = lambda z: (z**2).to_sparse() if layout == "sparse_coo" else (z**2).to_sparse_csr()
+        with pytest.raises(hodiff.InputError, match=rf"f: f\(x\) is a torch\.{layout} tensor; return a dense one"):
+            call(f)

@@ -29,7 +29,7 @@ from tests.support.callers import tensors
 from tests.support.ledger import Ledger, storages_of, without_collector
 
 REMEMBERED = {
-    "MIXING", "ROUNDED_ATTENTION", "_cleared", "_without_functions",  # classes of nodes
+    "MIXING", "WRONG_AT_ONCE", "_cleared", "_without_functions",  # classes of nodes
     "_warned", "_state",  # what was said
     "_lost",  # guards of modes that were not undone in time
     "KNOWN", "USERS", "_decompositions", "RULES",  # code, files and operations

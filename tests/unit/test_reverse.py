@@ -2,6 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -151,3 +152,78 @@ def test_passes_are_looked_at_again_after_one_that_was_traced():
     assert not _results._unseen.on
     with pytest.warns(hodiff.HodiffWarning, match="not finite|norm"):
         hodiff.hvp(lambda x: x.norm(), torch.zeros(2), torch.ones(2))
+
+
+def bag(w: torch.Tensor) -> torch.Tensor:
+    return F.embedding_bag(torch.tensor([[0, 1], [2, 3]]), w).tanh()
+
+
+WITHOUT = {
+    "jacobian": lambda w: hodiff.jacobian(bag, w, create_graph=True),
+    "vjp of many": lambda w: hodiff.vjp(bag, w, torch.ones(2, 2, 3), create_graph=True),
+    "all rows": lambda w: hodiff.jacobian_penalty(bag, w, samples=None, batch_ndim=0),
+    "some rows": lambda w: hodiff.jacobian_penalty(bag, w, samples=2, batch_ndim=0),
+    "in another call": lambda w: hodiff.grad(lambda z: hodiff.jacobian(bag, z).square().sum(), w),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("chunk", ["batched", "one at a time"])
+def test_rows_that_cannot_be_differentiated_are_refused_before_the_caller_does(
+    name: str, chunk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by PyTorch's words, in a backward pass of the caller's."""
+    if chunk == "one at a time":
+        monkeypatch.setattr(_reverse, "auto_chunk", lambda *_: 1)
+    w = torch.linspace(-1, 1, 12).reshape(4, 3).requires_grad_()
+    with pytest.raises(hodiff.GraphError, match="no second derivative of embedding_bag; use") as caught:
+        WITHOUT[name](w)
+    assert "J v" not in str(caught.value)
+
+
+def test_only_a_product_says_that_it_takes_a_second_derivative() -> None:
+    w = torch.linspace(-1, 1, 12).reshape(4, 3)
+    with pytest.raises(hodiff.GraphError, match=r"no second derivative of embedding_bag.*A product J v takes one"):
+        hodiff.jvp(bag, w, w)
+    with pytest.raises(hodiff.GraphError, match=r"no second derivative of embedding_bag") as caught:
+        hodiff.hvp(lambda z: bag(z).sum(), w, w)
+    assert "J v" not in str(caught.value)
+
+
+def test_rows_of_what_is_linear_are_constants() -> None:
+    w = torch.linspace(-1, 1, 12).reshape(4, 3).requires_grad_()
+    found = hodiff.jacobian(lambda z: F.embedding_bag(torch.tensor([[0, 1]]), z), w, create_graph=True)
+    (slope,) = torch.autograd.grad(found.square().sum(), w)
+    assert not slope.any()
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def steep(z: torch.Tensor) -> torch.Tensor:
+    return F.gelu(z, approximate="tanh").sum()
+
+
+def by_hand(f):
+    return lambda z: torch.autograd.grad(f(z).sum(), z, create_graph=True)[0]
+
+
+HIGHER = {
+    "nested": lambda x: hodiff.grad(lambda z: hodiff.hvp(steep, z, torch.ones_like(z)).sum(), x),
+    "by hand": lambda x: hodiff.grad(lambda z: by_hand(by_hand(steep))(z).sum(), x),
+    "rows": lambda x: hodiff.jacobian(lambda z: hodiff.hvp(steep, z, torch.ones_like(z)), x),
+    "transposed": lambda x: hodiff.vjp(lambda z: hodiff.hvp(steep, z, torch.ones_like(z)), x, torch.ones_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_a_third_derivative_that_f_has_a_part_in_is_looked_at(name: str) -> None:
+    """PyTorch's formula has infinity times 0, far from 0."""
+    with pytest.warns(hodiff.HodiffWarning, match=r"result is not finite, .* divides 0 by 0\."):
+        found = HIGHER[name](torch.tensor([40.0, 1.0], dtype=torch.float64))
+    assert found.isnan().any()
+
+
+def test_a_first_derivative_is_given_as_it_is() -> None:
+    """NaN is seen; to look for it would cost each gradient a pass over its result."""
+    assert hodiff.grad(lambda z: z.sqrt().sum() * 0, torch.zeros(2)).isnan().all()

@@ -106,8 +106,9 @@ def check_output(value: Any, name: str = "f(x)") -> Tensor:
         hint = " (has_aux=True if f returns (loss, extra))" if isinstance(value, tuple) else ""
         raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
     if value.dtype.is_floating_point:
-        if value.is_nested:
-            raise InputError(f"f: {name} is a nested tensor; return a dense one (its .values()), or a sum of it.")
+        if value.layout is not torch.strided or value.is_nested:
+            kind, way_out = ("nested", ".values()") if value.is_nested else (str(value.layout), ".to_dense()")
+            raise InputError(f"f: {name} is a {kind} tensor; return a dense one (its {way_out}), or a sum of it.")
         return value
     if value.is_complex():
         raise InputError(f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real).")

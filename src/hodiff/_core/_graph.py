@@ -34,6 +34,8 @@ class Graph:
         outputs: What `f` returned, or the tensors given in its place.
         aux: What it returned beside them.
         kinds: The classes of the nodes in the outputs' graph.
+        higher: Whether results are derivatives of an order above the first, those that `f` takes itself counted.
+        recorded: Whether passes must be recorded to be right, though their results are detached.
     """
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
@@ -46,7 +48,7 @@ class Graph:
         self.outputs: Any = None
         self.aux: Any = None
         self.kinds: frozenset[type] = frozenset()
-        self._mixes = False
+        self.higher = self.recorded = self._mixes = False
         self._first: list[Tensor] = []  # where there are several evaluations, the leaves of the first
 
     # --- the evaluation
@@ -153,7 +155,7 @@ class Graph:
         inexact = lending.forward_mode or names & _translate.WRITTEN_OUT
         if lending.by_hand is not None and self.order + lending.by_hand.count >= 3:
             inexact = inexact or _translate.at_third(names)
-        if self.order < 2 and (_translate.fused(names) or (survey and _refusals.ROUNDED_ATTENTION.among(survey))):
+        if self.order < 2 and (_translate.fused(names) or (survey and _refusals.rounds_attention(survey))):
             lending.also(_switches.plain_attention)
         elif "CudnnRnnBackward0" in names:
             lending.also(_switches.no_cudnn)
@@ -234,8 +236,10 @@ class Graph:
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
         self.kinds = frozenset(survey.by_class)
-        if self._lending.by_hand is not None and self._lending.by_hand.refused is not None:
-            raise self._lending.by_hand.refused
+        lending = self._lending
+        self.higher = self.order >= 2 or lending.nests or lending.by_hand is not None
+        if lending.by_hand is not None and lending.by_hand.refused is not None:
+            raise lending.by_hand.refused
         outputs = self.tensors()
         missing = self._unreached(survey)
         strict = self.call.strict
@@ -244,17 +248,22 @@ class Graph:
         if missing and strict:
             raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
         if self.order >= 2:
-            _refusals.judge(survey, self.leaves, self.order, self.call.allow)
+            self.recorded = _refusals.judge(survey, self.leaves, self.order, self.call.allow)
         else:
-            _refusals.refuse_first(survey, self.leaves)
+            self.recorded = _refusals.refuse_first(survey, self.leaves)
         if self.batch_ndim and (self._mixes or _refusals.MIXING.among(survey)):
             _refusals.warn_of_mixing(self.batch_ndim)
 
-    def unreached(self, outputs: Sequence[Tensor]) -> list[str]:
-        """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not."""
+    def unreached(self, outputs: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> list[str]:
+        """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not.
+
+        Args:
+            outputs: What a pass begins at.
+            beside: What it leads to beside the leaves.
+        """
         survey = self._survey(outputs)
         if self.order < 2:
-            _refusals.refuse_first(survey)
+            self.recorded |= _refusals.refuse_first(survey, [*self.leaves, *beside])
         return self._unreached(survey)
 
     def _unreached(self, survey: _nodes.Survey) -> list[str]:

@@ -68,6 +68,7 @@ class Lending:
         borrowed: The modules that are lent, the point's and those that `f` called.
         by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
+        nests: Whether `f` makes calls of hodiff itself.
         hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
     """
 
@@ -85,6 +86,7 @@ class Lending:
         "call",
         "forward_mode",
         "hooks",
+        "nests",
         "random",
         "ticket",
     )
@@ -94,7 +96,7 @@ class Lending:
         self.call, self._leaves = call, leaves
         self.ticket = Ticket(not call.create_graph)
         self._undo: list[Callable[[], object]] = []
-        self._normal = False
+        self._normal = self.nests = False
         self.by_hand: _by_hand.ByHand | None = None
         self.hooks = Hooks()
 

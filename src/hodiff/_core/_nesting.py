@@ -32,6 +32,8 @@ state = _State()
 def enter(lending: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
     """Put a lending on the stacks; `undo` is given what takes it off."""
     lending.forward_mode = forward_ad._current_level >= 0
+    if state.running:
+        state.running[-1].nests = True
     proxy, stacks = weakref.proxy(lending), (state.running, state.open) if differentiated else (state.running,)
 
     def leave() -> None:

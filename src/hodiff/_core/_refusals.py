@@ -54,22 +54,27 @@ def bypass(name: str) -> GraphError:
     )
 
 
-def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Collection[str | type]) -> None:
-    """Raise, or warn, for every operation through which a derivative of that order is not right."""
-    unremarkable = _UNREMARKABLE[order >= 3]
+def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Collection[str | type]) -> bool:
+    """Raise, or warn, for every operation through which a derivative of that order is not right.
+
+    Returns:
+        Whether a pass must be recorded to be right, though its result is detached.
+    """
+    unremarkable, recorded = _UNREMARKABLE[order >= 3], False
     if graph.by_class.keys() <= unremarkable:
-        return
+        return False
     _versions.prove()
     for kind, nodes in graph.by_class.items():
         if kind in unremarkable:
             continue
         remark = next((remark for name, least, remark in REMARKS if order >= least and name in kind.__name__), None)
         if remark is not None:
-            remark(nodes, leaves)
+            recorded |= remark(nodes, leaves) is True
         elif _nodes.is_function(kind):
             _check_function(_nodes.function_of(kind), nodes, leaves, allow)
         else:
             unremarkable.add(kind)
+    return recorded
 
 
 _UNREMARKABLE: dict[bool, set[type]] = {False: set(), True: set()}
@@ -217,36 +222,20 @@ def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
         )
 
 
-ROUNDED_ATTENTION = _nodes.Rare(
-    "ScaledDotProductFlashAttentionForCpuBackward0",  # the kernels of other devices have not been tried
-    of_which=lambda node: _versions.rounds_rows(node) is not False,
-)
-"""Fused attention whose first gradient is wrong, or may be, where that cannot be seen."""
-
-
-WRONG_AT_ONCE = _nodes.Rare(
-    "ScaledDotProductFlashAttentionForCpuBackward0",
-    "LinalgDetBackward0",
-    of_which=lambda node: (
-        _versions.is_singular(node)
-        if node.__class__.__name__ == "LinalgDetBackward0"
-        else _versions.rounds_rows(node) is not False
-    ),
-)
-"""That attention, and determinants that are 0: a gradient of theirs without a graph is 0, whatever it should be."""
-
-
-def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor] | None = None) -> None:
-    """Raise, or warn where it cannot be seen, for what (on the way to `leaves`) has a wrong first gradient."""
-    nodes = WRONG_AT_ONCE.among(graph)
-    if not nodes or (leaves is not None and not _nodes.reaches(nodes, leaves)):
-        return
-    if any(node.__class__.__name__ == "LinalgDetBackward0" for node in nodes):
+def _refuse_strided_scatter(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches(nodes, leaves):
         raise GraphError.about(
-            "the gradient of PyTorch's det is 0 at a matrix whose determinant is 0, silently, unless the gradient has "
-            "a graph: then it is right. Give create_graph=True, and detach the result.",
-            operations=["linalgdet"],
+            "the gradient of PyTorch's as_strided_scatter is wrong, silently: it goes to the entries that are "
+            "overwritten, and not to those that stay. Write y = x.clone() and then "
+            "y.as_strided(size, stride, offset).copy_(source), or use slice_scatter, select_scatter, diagonal_scatter "
+            "or index_put.",
+            operations=["asstridedscatter"],
         )
+
+
+def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if not _nodes.reaches(nodes, leaves):
+        return
     kernel = "PyTorch's fused attention on the processor"
     rows = "a row that is masked in full by a large finite number (finfo.min, -1e9)"
     way_out = (
@@ -266,9 +255,33 @@ def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor] | None = None) -
     )
 
 
-Remark = Callable[[list[Any], Sequence[Tensor]], None]
+SCATTER, DET = "AsStridedScatterBackward0", "LinalgDetBackward0"
+ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"  # the kernels of other devices have not been tried
+_IS_WRONG: dict[str, Callable[[Any], bool]] = {
+    SCATTER: lambda node: True,
+    DET: _versions.is_singular,
+    ATTENTION: lambda node: _versions.rounds_rows(node) is not False,
+}
+WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(node).__name__](node))
+"""What has a wrong first gradient, or may have one, where that cannot be seen; `DET`, in a pass without a graph."""
+
+
+def rounds_attention(graph: _nodes.Survey) -> bool:
+    """Whether there is fused attention whose first gradient is wrong, or may be, where that cannot be seen."""
+    return any(type(node).__name__ == ATTENTION for node in WRONG_AT_ONCE.among(graph))
+
+
+def _are_singular(nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+    """Whether there are determinants that are 0: without a graph their gradient is 0, whatever it should be."""
+    return any(_versions.is_singular(node) for node in nodes)
+
+
+Remark = Callable[[list[Any], Sequence[Tensor]], bool | None]
+"""Raises or warns; True where a pass must be recorded to be right."""
 
 REMARKS: list[tuple[str, int, Remark]] = [
+    (SCATTER, 2, _refuse_strided_scatter),
+    (DET, 2, _are_singular),
     ("NativeLayerNormBackwardBackward0", 2, _refuse_norm),
     ("NativeBatchNormBackwardBackward0", 2, _refuse_norm),
     (_translate.WEIGHT_NORM, 2, _refuse_weight_norm),
@@ -281,6 +294,16 @@ REMARKS: list[tuple[str, int, Remark]] = [
     ("BatchNormWithUpdateBackward0", 3, _refuse_batch_norm_with_update),
 ]
 """A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""
+
+
+def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
+    """The same for a first derivative: each operation is blamed for itself, where it leads to one of `leaves`."""
+    nodes = WRONG_AT_ONCE.among(graph)
+    if not nodes:
+        return False
+    for name, remark in ((SCATTER, _refuse_strided_scatter), (ATTENTION, _refuse_rounded_attention)):
+        remark([node for node in nodes if type(node).__name__ == name], leaves)
+    return any(type(node).__name__ == DET for node in nodes)
 
 
 def changed_in_place(name: str) -> GraphError:
@@ -316,7 +339,8 @@ def warn_of_non_finite(kinds: Iterable[type]) -> None:
     """Say that a derivative has no value here, and which operations are known for that."""
     known = sorted({words for kind in kinds for piece, words in _KINKS.items() if piece in kind.__name__})
     warnings.warn(
-        "the result is not finite, though x and f(x) are: the derivative does not exist there, or overflows. "
+        "the result is not finite, though x and f(x) are: the derivative does not exist there, or PyTorch's formula "
+        "for it overflows, or divides 0 by 0. "
         + (f"Operations in f with such points: {', '.join(known)}. " if known else "")
         + "Write it as a function that is smooth there ((x.square().sum() + eps).sqrt() for a norm, torch.where with "
         "a safe argument), or take another point.",
@@ -342,6 +366,8 @@ _KINKS = {
     "Reciprocal": "division by 0",
     "Xlogy": "xlogy at 0",
     "Cdist": "cdist at 0",
+    "Pdist": "pdist at 0",
+    "Logaddexp": "logaddexp of -inf",
     "CosineSimilarity": "cosine_similarity at 0",
     "Eigh": "equal eigenvalues",
     "Svd": "equal singular values",

@@ -109,7 +109,7 @@ def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
 
     Not on other devices than the processor, where to look is to wait.
     """
-    if ev.order < 2 or ev.create_graph or _unseen.on or torch.compiler.is_compiling():
+    if not ev.higher or ev.create_graph or _unseen.on or torch.compiler.is_compiling():
         return found
     if not _are_finite([part for part in found if part.is_cpu]):
         given = [*ev.leaves, *ev.tensors()]

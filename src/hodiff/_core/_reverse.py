@@ -67,15 +67,13 @@ def pull(
                 return _results.connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
-    bare = _pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build)
+    bare = _pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build, recorded=ev.recorded)
     if missed is not None:
         missed.update(number for number, part in enumerate(bare) if part is None)
     found = _results.filled(bare, inputs)
     if build:
-        cleared = _cleared[ev.order >= 3]
-        if not ev.kinds <= cleared:
-            refuse_missing(outputs, found, inputs, third=ev.order >= 3)
-            cleared.update(kind for kind in ev.kinds if _is_harmless(kind, third=ev.order >= 3))
+        if not ev.kinds <= _cleared[ev.order >= 3]:
+            _search(ev, outputs, found, inputs, product=any(u is not None and u.requires_grad for u in cotangents))
         found = _results.connected(ev, found)
         if ev.create_graph:
             _nodes.mark_results(found)
@@ -85,14 +83,17 @@ def pull(
 
 def peek(ev: Graph, output: Tensor, cotangent: Tensor) -> Tensor:
     """One detached pass to a single leaf, ahead of others that need the same graph."""
-    (found,) = _results.filled(_pull([output], [cotangent], ev.leaves, keep=True, build=False), ev.leaves)
-    return found
+    bare = _pull([output], [cotangent], ev.leaves, keep=True, build=False, recorded=ev.recorded)
+    return _results.filled(bare, ev.leaves)[0]
 
 
 def gradient(ev: Graph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
     """The gradient of the scalar output (of each sample's scalar) by the leaves; `missed` as for `pull`."""
     found = pull(ev, [ev.scalars()], [None], differentiated=differentiated, missed=missed)
-    return found if differentiated else _results.own(found)  # one that is differentiated again need not be copied
+    if differentiated:  # again, so that it need not be copied
+        return found
+    found = _results.own(found)
+    return _results.finite(ev, found) if ev.higher and not ev.create_graph else found
 
 
 def products(
@@ -115,12 +116,9 @@ def products(
 
 
 def writable(ev: Graph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Vectors for a pass through Functions that may write into what they are given; and none of inference mode.
-
-    Nor one that begins inside of its memory: `as_strided_scatter` reads the memory of its cotangent from the beginning.
-    """
+    """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
     copied = not ev.kinds <= _without_functions and _has_functions(ev)
-    return [v.clone() if copied or v.is_inference() or v.storage_offset() else v for v in vectors]
+    return [v.clone() if copied or v.is_inference() else v for v in vectors]
 
 
 def pushforward(
@@ -201,11 +199,9 @@ def pull_many(
         try:
             if batched and stop - start > 1:
                 # The first batched pass may find an operation without a batching rule: the graph must survive it.
-                found = _pull_batched(
-                    outputs, chunk, inputs, keep=start == 0 or _keep(ev, another), build=ev.create_graph
-                )
+                found = _pull_batched(ev, outputs, chunk, inputs, keep=start == 0 or _keep(ev, another))
             else:
-                found = _pull_each(ev, outputs, chunk, inputs, more=another, apart=not batched)
+                found = _pull_each(ev, outputs, chunk, inputs, more=another)
         except torch.OutOfMemoryError:
             if chunk_size or size == 1:
                 raise
@@ -218,6 +214,8 @@ def pull_many(
                 raise
             batched = False
             continue
+        if ev.create_graph and not start and not ev.kinds <= _cleared[ev.order >= 3]:
+            _search(ev, outputs, found, inputs)
         done = [(start, stop, _results.own(found, chunk))]
         del found, chunk
         yield done.pop()  # which nothing here holds while the next are made
@@ -287,8 +285,16 @@ def _pull(
     keep: bool,
     build: bool,
     device: str = "",
+    recorded: bool = False,
 ) -> Sequence[Tensor | None]:
-    """One reverse pass, without autocast (a backward pass has its own precision: that of the forward)."""
+    """One reverse pass, without autocast (a backward pass has its own precision: that of the forward).
+
+    Args:
+        recorded: Whether it is recorded even where its result is detached (`build` false).
+    """
+    if recorded and not build:
+        found = _pull(outputs, cotangents, inputs, keep=keep, build=True, device=device)
+        return [part if part is None else part.detach() for part in found]
     device = device or inputs[0].device.type
     try:
         if torch.is_autocast_enabled(device):
@@ -303,19 +309,21 @@ def _pull(
 
 
 def between(
-    outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor], *, keep: bool, build: bool = False
+    outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor], *, keep: bool, recorded: bool = False
 ) -> Sequence[Tensor | None]:
     """One bare pass, between tensors or edges of a graph, for `graph._multi`, which knows what to keep."""
-    return _pull(outputs, cotangents, inputs, keep=keep, build=build, device=cotangents[0].device.type)
+    device = cotangents[0].device.type
+    return _pull(outputs, cotangents, inputs, keep=keep, build=False, device=device, recorded=recorded)
 
 
 def _pull_batched(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, keep: bool, build: bool
+    ev: Graph, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, keep: bool
 ) -> list[Tensor]:
     """One pass for several vectors at once."""
 
     def one(*vectors: Tensor) -> tuple[Tensor, ...] | Tensor:
-        found = _results.filled(_pull(outputs, vectors, inputs, keep=keep, build=build), inputs)
+        bare = _pull(outputs, vectors, inputs, keep=keep, build=ev.create_graph, recorded=ev.recorded)
+        found = _results.filled(bare, inputs)
         return found[0] if len(found) == 1 else tuple(found)  # vmap is quicker with a bare tensor
 
     return batched(one, cotangents)
@@ -328,20 +336,14 @@ def _pull_each(
     inputs: list[Tensor],
     *,
     more: bool,
-    apart: bool = False,
 ) -> list[Tensor]:
-    """One pass per vector; the very last one frees, unless there are `more`.
-
-    Args:
-        apart: Whether each vector gets memory of its own: `as_strided_scatter` reads its cotangent's memory from the
-            beginning, whichever row the cotangent is.
-    """
+    """One pass per vector; the very last one frees, unless there are `more`."""
     count = cotangents[0].shape[0]
     rows = []
     for index in range(count):
         another = more or index < count - 1
-        vectors = [cotangent[index].clone() if apart else cotangent[index] for cotangent in cotangents]
-        found = _pull(outputs, vectors, inputs, keep=_keep(ev, another), build=ev.create_graph)
+        vectors, keep = [cotangent[index] for cotangent in cotangents], _keep(ev, another)
+        found = _pull(outputs, vectors, inputs, keep=keep, build=ev.create_graph, recorded=ev.recorded)
         rows.append(_results.filled(found, inputs))
     if count == 1:
         return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
@@ -369,10 +371,24 @@ def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Seque
         raise
 
 
-def refuse_missing(
-    outputs: Sequence[Tensor], found: Sequence[Tensor], inputs: Sequence[Tensor], *, third: bool
+def _search(
+    ev: Graph, outputs: Sequence[Tensor], found: Sequence[Tensor], inputs: Sequence[Tensor], *, product: bool = False
 ) -> None:
-    """Raise where the graph of a gradient cannot be differentiated (rightly) once more."""
+    """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
+    third = ev.order >= 3
+    _refuse_missing(outputs, found, inputs, third=third, product=product)
+    _cleared[third].update(kind for kind in ev.kinds if _is_harmless(kind, third=third))
+
+
+def _refuse_missing(
+    outputs: Sequence[Tensor],
+    found: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    third: bool,
+    product: bool = False,
+) -> None:
+    """Raise where the graph of a gradient cannot be differentiated (rightly) once more; `product`: for J v."""
     graph = _nodes.survey(found)
     if third:
         _refusals.refuse_third_order(graph)
@@ -384,4 +400,4 @@ def refuse_missing(
     if not named:  # the marker is anonymous: the operation is known from the graph before
         forward = _nodes.survey(outputs).names()
         named = sorted(name for name in forward if _translate.way_out(name)) or sorted(forward - {"AccumulateGrad"})
-    raise _translate.missing(named)
+    raise _translate.missing(named, product=product)

@@ -119,7 +119,6 @@ WRONG_TANGENTS = {
     **dict.fromkeys(("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), _BATCH_NORM),
     **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "_batch_norm_impl_index"), _BATCH_NORM),
     "instance_norm": "torch.nn.functional.instance_norm",
-    "as_strided_scatter": "slice_scatter or index_put",
     **dict.fromkeys(("householder_product", "orgqr"), "products of I - tau v v'"),
     **(_BY_LU if _versions.LU_IS_CONSTANT else {}),
 }
@@ -153,13 +152,14 @@ def _key(name: str) -> str:
     return name.lower().replace("_", "")
 
 
-def missing(names: list[str]) -> GraphError:
-    """The error for a graph through operations that have no second derivative."""
+def missing(names: list[str], *, product: bool = False) -> GraphError:
+    """The error for a graph through operations that have no second derivative; `product`: for J v, which takes one."""
     pieces = list(dict.fromkeys(piece for name in names if (piece := _piece(name)) is not None))
     if pieces:
         ways_out = "; nor of ".join(_WAYS_OUT[piece] for piece in pieces)
         return GraphError.about(
-            f"PyTorch has no second derivative of {ways_out}. (A product J v takes one as well.)", operations=pieces
+            f"PyTorch has no second derivative of {ways_out}.{' (A product J v takes one.)' if product else ''}",
+            operations=pieces,
         )
     return GraphError(
         f"an operation in this graph has no second derivative in PyTorch. Operations in it: {', '.join(names)}. "

@@ -64,7 +64,7 @@ CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
 
 # All: their backward has a batching rule that is wrong without a word, so vectors pass them one at a time.
 # (masked_select: where its argument is broadcast to the mask.)
-BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "AsStridedScatterBackward0", "MaskedSelectBackward0")
+BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "MaskedSelectBackward0")
 
 # 2.13, 2.14: Bessel functions, too, are constants to autograd; see `_translate.CONSTANTS`.
 BESSEL_IS_CONSTANT = RELEASE < (2, 15)

@@ -252,7 +252,7 @@ def _whole(ev: Graph, losses: Mapping[Any, Tensor], options: _Options) -> list[R
     """One pass from each loss to the leaves, over a graph that stays."""
     if ev.create_graph:
         return [_reverse.pull(ev, [loss], [None]) for loss in losses.values()]
-    return [options.filled(ev, _bare([loss], ev.leaves, None, keep=True), loss, n) for n, loss in losses.items()]
+    return [options.filled(ev, _bare(ev, [loss], ev.leaves, None, keep=True), loss, n) for n, loss in losses.items()]
 
 
 class _Turn(NamedTuple):
@@ -292,7 +292,7 @@ def _released(ev: Graph, named: Mapping[Any, Tensor], options: _Options) -> list
         turns = _turns(losses)
     rows: dict[int, Row] = {}
     for turn in turns:
-        found = _bare([losses[turn.number]], ev.leaves, None, keep=not turn.alone)
+        found = _bare(ev, [losses[turn.number]], ev.leaves, None, keep=not turn.alone)
         rows[turn.number] = options.filled(ev, found, losses[turn.number], names[turn.number])
         with _traits.without_modes():
             for node in turn.nodes:
@@ -341,29 +341,30 @@ def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any]
         for name, function in functions.items():
             cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in trunk]
             loss = _scalar(function(argument, _tree.rebuild(tree, iter(cut))), name)
-            ev.unreached([loss])  # which raises where it uses what it was not given
-            heads.append(_head(loss, cut, ev.leaves))
+            ev.unreached([loss], cut)  # which raises where it uses what it was not given
+            heads.append(_head(ev, loss, cut))
             del loss  # and its graph, before the next one is made
         rows = []
         for name, head in zip(functions, heads, strict=True):
-            below = _through(trunk, head.by_trunk, ev.leaves, keep=head is not heads[-1])
+            below = _through(ev, trunk, head.by_trunk, keep=head is not heads[-1])
             row = [_sum(a, b) for a, b in zip(head.by_leaves, below, strict=True)]
             options.found([n for n, part in zip(point.names, row, strict=True) if part is None], name, len(row))
             rows.append(_results.filled(row, ev.leaves))
         return rows
 
 
-def _head(loss: Tensor, cut: list[Tensor], leaves: list[Tensor]) -> _Head:
-    found = _bare([loss], [*leaves, *(tensor for tensor in cut if tensor.requires_grad)], None, keep=False)
-    by_live = iter(found[len(leaves) :])
-    return _Head(found[: len(leaves)], [next(by_live) if tensor.requires_grad else None for tensor in cut])
+def _head(ev: Graph, loss: Tensor, cut: list[Tensor]) -> _Head:
+    count = len(ev.leaves)
+    found = _bare(ev, [loss], [*ev.leaves, *(tensor for tensor in cut if tensor.requires_grad)], None, keep=False)
+    by_live = iter(found[count:])
+    return _Head(found[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut])
 
 
 def _through(
-    trunk: list[Tensor], by_trunk: Sequence[Tensor | None], leaves: list[Tensor], *, keep: bool
+    ev: Graph, trunk: list[Tensor], by_trunk: Sequence[Tensor | None], *, keep: bool
 ) -> Sequence[Tensor | None]:
     pairs = [(output, by) for output, by in zip(trunk, by_trunk, strict=True) if by is not None]
-    return _bare([output for output, _ in pairs], leaves, [by for _, by in pairs], keep=keep)
+    return _bare(ev, [output for output, _ in pairs], ev.leaves, [by for _, by in pairs], keep=keep)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -371,10 +372,10 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _bare(
-    outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor] | None, *, keep: bool
+    ev: Graph, outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor] | None, *, keep: bool
 ) -> Sequence[Tensor | None]:
     """One pass of the engine; nothing from outputs that carry no graph."""
     if not any(output.requires_grad for output in outputs):
         return [None] * len(inputs)
     ones = cotangents or [torch.ones_like(output) for output in outputs]
-    return _reverse.between(outputs, inputs, ones, keep=keep)
+    return _reverse.between(outputs, inputs, ones, keep=keep, recorded=ev.recorded)

@@ -85,10 +85,7 @@ def pulled(ev: Graph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> l
     if count == 1:
         cotangents = _reverse.writable(ev, [v[0] for v in vectors])
         return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, cotangents)]
-    found = _reverse.products(ev, outputs, vectors, count, chunk_size=None)
-    if ev.create_graph:
-        _reverse.refuse_missing(outputs, found, ev.leaves, third=ev.order >= 3)
-    return found
+    return _reverse.products(ev, outputs, vectors, count, chunk_size=None)
 
 
 def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool) -> Tensor:
