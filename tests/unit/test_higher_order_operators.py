@@ -92,7 +92,7 @@ def test_a_graph_of_the_callers_is_pytorchs_own(f: Any) -> None:
     assert torch.allclose(hodiff.grad(value, x), hodiff.grad(lambda x: PLAIN[f](x).sum(), X))
     for call in (hodiff.hvp, hodiff.jvp):
         if f in REFUSED:
-            with pytest.raises(hodiff.GraphError, match=rf"{REFUSED[f]}.*J v takes one as well"):
+            with pytest.raises(hodiff.GraphError, match=REFUSED[f]):
                 call(value, x, X)
         else:
             assert torch.allclose(call(value, x, X), call(lambda x: PLAIN[f](x).sum(), X, X))
