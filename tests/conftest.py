@@ -1,9 +1,10 @@
-"""What every test shares: one thread, seeded randomness, the device, Hypothesis profiles, --slow."""
+"""What every test shares: one thread, a limit of time, seeded randomness, the device, Hypothesis profiles, --slow."""
 
 import gc
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only compete
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -11,6 +12,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.support.limits import limited
 
 torch.set_num_threads(1)
 
@@ -24,6 +27,25 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(sys.stderr.fileno())  # before what tests print is captured
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that hangs is told by its name in five minutes, and not by the limit of the whole run."""
+    with limited(item.nodeid, 3600 if "slow" in item.keywords else 300, item.config.stash[STDERR]):
+        return (yield)
+
+
+def pytest_enter_pdb() -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -70,7 +70,7 @@ def verdicts(name: str, begin: int) -> Iterator[tuple[int, str]]:
                 yield number, verdict
     except EOFError:
         yield number, "the process ended, or had to be"
-    process.join()
+    process.join(60)
 
 
 def run(name: str) -> tuple[Counter[str], list[str]]:

@@ -121,7 +121,8 @@ def counts() -> dict[str, tuple[int, int]]:
     """Ours and by hand, in a process of their own: what other tests have loaded (Dynamo) costs calls to switch off."""
     program = [sys.executable, "-m", "tests.cost.test_overhead", COUNTS]
     root = Path(__file__).parents[2]
-    return json.loads(subprocess.run(program, cwd=root, capture_output=True, text=True, check=True).stdout)
+    ran = subprocess.run(program, cwd=root, capture_output=True, text=True, check=True, timeout=240)
+    return json.loads(ran.stdout)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,7 +14,8 @@ RECIPES = ROOT / "docs" / "recipes"
 @pytest.mark.slow
 def test_the_program_prints_what_the_page_says():
     pytest.importorskip("lightning", reason="pip install lightning")
-    done = subprocess.run([sys.executable, RECIPES / "lightning_pinn.py"], capture_output=True, text=True, check=False)
+    command = [sys.executable, RECIPES / "lightning_pinn.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith(("epoch", "largest"))]
     said = (RECIPES / "lightning_pinn.txt").read_text("utf-8").splitlines()

@@ -97,6 +97,7 @@ def test_strict_build(tmp_path, fault):
         capture_output=True,
         text=True,
         check=False,
+        timeout=1200,
     )
     said = built.stdout + built.stderr
     assert (built.returncode == 0) == (fault == "none"), said

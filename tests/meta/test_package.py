@@ -22,7 +22,8 @@ pytest.importorskip("hatchling", reason="pip install hatchling")
 
 def run(*command, cwd, **more):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=environment, **more)
+    how = {"capture_output": True, "text": True, "env": environment, **more}
+    done = subprocess.run(command, cwd=cwd, check=False, timeout=1200, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -53,6 +53,20 @@ def test_raises_and_warns_match_a_message():
                     )
 
 
+def test_no_test_waits_for_good():
+    """For a thread (see `in_threads`), a process, an event; and no thread keeps the process from its end."""
+    for path in files_of_tests():
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            called, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+            method = called.rpartition(".")[2]
+            waits = method in ("join", "wait", "communicate") and not node.args and "timeout" not in given
+            runs = called.endswith("subprocess.run") and "timeout" not in given
+            stays = called.endswith("threading.Thread") and "daemon" not in given
+            assert not (waits or runs or stays), f"{where(path, node.lineno)}: {called} with timeout=, or daemon=True"
+
+
 def test_dependencies_are_torch_and_tqdm():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     required = [re.match(r"[\w-]+", item).group() for item in project["dependencies"]]

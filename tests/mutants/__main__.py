@@ -36,7 +36,7 @@ def run(results: Path, count: int, seed: int, seconds: float, again: bool, proce
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join()
+        worker.join(60)
 
 
 def tried(mutants: list[Mutant], results: Path, seconds: float) -> None:

@@ -214,9 +214,8 @@ def test_silent_and_transparent(name, process, capsys):
 
 def command(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")]))}
-    return subprocess.run(
-        [sys.executable, *arguments], input=stdin, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
+    command, how = [sys.executable, *arguments], {"capture_output": True, "text": True}
+    return subprocess.run(command, input=stdin, cwd=cwd, env=environment, check=False, timeout=240, **how)
 
 
 def test_the_process_is_the_programs(tmp_path):

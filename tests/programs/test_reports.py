@@ -73,7 +73,7 @@ def same(got, right):
 def explained(name):
     if "torch.compile(" in source(name):  # what was compiled, and how, in this process before, would matter
         command = [sys.executable, "-m", "hodiff", "explain", str(HERE / f"{name}.py")]
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240).stderr
         return said[said.index("hodiff: why") :]
     with watch(), pytest.raises(Exception, match=r".") as caught:
         runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")

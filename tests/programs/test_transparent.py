@@ -195,7 +195,7 @@ def both(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess, subpr
         subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
-    done = [(*each.communicate(), each.returncode) for each in running]
+    done = [(*each.communicate(timeout=240), each.returncode) for each in running]
     return tuple(subprocess.CompletedProcess((), status, out, err) for out, err, status in done)
 
 

@@ -27,6 +27,7 @@ from torch.utils import _python_dispatch
 import hodiff
 from tests.support.callers import tensors
 from tests.support.ledger import Ledger, storages_of, without_collector
+from tests.support.limits import in_threads
 
 REMEMBERED = {
     "MIXING", "WRONG_AT_ONCE", "_cleared", "_without_functions",  # classes of nodes
@@ -89,9 +90,7 @@ def taken_locks() -> list[str]:
 
     locks = {path: value for path, value in _globals().items() if isinstance(value, kinds)}
     locks |= {f"{path}._lock": value._lock for path, value in _own().items() if hasattr(value, "_lock")}
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
+    in_threads(look)
     return taken
 
 

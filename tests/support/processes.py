@@ -38,7 +38,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, module, "torch._dynamo"])  # imported once
         self._folder = tempfile.TemporaryDirectory()
-        self.timeout = timeout
+        self.timeout, self._hang = timeout, False
         pipes = [context.Pipe() for _ in range(world)]
         self._ends = [ours for ours, _ in pipes]
         meeting = str(Path(self._folder.name) / "meeting")
@@ -52,25 +52,27 @@ class Ranks:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
         """What every rank returned or raised; a process that has ended gives its exit code."""
+        assert not self._hang, "a rank hung in a call before"
         for end in self._ends:
             end.send((function, args))
-        return [self._outcome(rank) for rank in range(len(self._ends))]
+        until = time.monotonic() + 4 * self.timeout + 40
+        return [self._outcome(rank, until) for rank in range(len(self._ends))]
 
-    def _outcome(self, rank: int) -> Outcome:
+    def _outcome(self, rank: int, until: float) -> Outcome:
         end = self._ends[rank]
         try:
-            if not end.poll(4 * self.timeout + 40):
-                raise AssertionError(f"rank {rank} hangs")
+            self._hang = not end.poll(max(0.0, until - time.monotonic()))
+            assert not self._hang, f"rank {rank} hangs"
             return Outcome(*end.recv())
         except EOFError:
-            self.processes[rank].join()
+            self.processes[rank].join(self.timeout)
             return Outcome(None, f"exit code {self.processes[rank].exitcode}", 0.0)
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join()
+            process.join(self.timeout)
         self._folder.cleanup()
 
 

@@ -48,6 +48,6 @@ thread.join()
 
 def test_they_are_freed() -> None:
     script = f"{START}\nPROGRAMS = {PROGRAMS!r}\n{END}"
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=240)
     last = done.stdout.splitlines()[-1]
     assert (done.returncode, last, done.stderr) == (0, "all", "")

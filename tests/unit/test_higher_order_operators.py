@@ -5,7 +5,6 @@ All of them, and all public names: tests/contract/test_inside.py.
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import hodiff
 from hodiff._core._control_flow import DEFINITIONS, _instead
 from hodiff._core._versions import RELEASE
+from tests.support.limits import in_threads
 
 X = torch.linspace(0.3, 1.4, 6, dtype=torch.float64)
 pytestmark = [
@@ -235,9 +235,7 @@ def test_another_threads_plain_autograd_meanwhile() -> None:
         found.extend(torch.autograd.grad(value + x.sum(), x))
 
     def f(x: Tensor) -> Tensor:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join(60)
+        in_threads(elsewhere)
         return x.square().sum()
 
     hodiff.grad(f, X)

@@ -12,9 +12,8 @@ LOADED = "[name for name in sys.modules if name.startswith('hodiff.graph.')]"
 
 
 def run(program: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys, torch, hodiff\n{program}"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    command = [sys.executable, "-c", f"import sys, torch, hodiff\n{program}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.strip()
 
 
 def test_importing_loads_none_of_it():

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import hodiff
 from hodiff._core._loans import ParameterLoan, StateLoan
 from hodiff._core._where import Where
+from tests.support.limits import in_threads
 
 
 def test_parameters_are_replaced_wherever_they_occur_and_come_back():
@@ -69,7 +70,7 @@ def test_another_thread_waits_and_reads_the_real_parameters():
     def read():
         seen.append(Where(m).tensors[0])
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(0.1)
     assert seen == []
@@ -81,14 +82,14 @@ def test_another_thread_waits_and_reads_the_real_parameters():
 def test_a_circle_of_waiting_threads_raises_instead_of_hanging():
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     others = {module: Where(module) for module in (first, second)}
-    ready = threading.Barrier(2, timeout=10)
+    ready = threading.Barrier(2)
     raised = []
 
     def take(mine, other):
         loan, another = ParameterLoan(Where(mine)), ParameterLoan(others[other])
         try:
             loan.take()
-            ready.wait()
+            ready.wait(10)
             another.take()
             another.close()
         except hodiff.GraphError as error:
@@ -96,12 +97,7 @@ def test_a_circle_of_waiting_threads_raises_instead_of_hanging():
         finally:
             loan.close()
 
-    threads = [threading.Thread(target=take, args=pair) for pair in ((first, second), (second, first))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(lambda: take(first, second), lambda: take(second, first))
     assert len(raised) == 1
     assert "wait for each other" in raised[0]
 

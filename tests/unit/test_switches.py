@@ -1,10 +1,11 @@
+import builtins
 import gc
 import threading
 
 import pytest
 import torch
 
-from hodiff._core import _hooks, _modes, _nesting, _switches
+from hodiff._core import _claims, _hooks, _modes, _nesting, _switches
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
 from hodiff._core._switches import Counted
@@ -100,7 +101,7 @@ def test_overlapping_threads_restore_once():
         leave.wait(10)
         _switches.undo_all(theirs)
 
-    thread = threading.Thread(target=stay)
+    thread = threading.Thread(target=stay, daemon=True)
     thread.start()
     inside.wait(10)
     counted.enter(mine)
@@ -109,6 +110,23 @@ def test_overlapping_threads_restore_once():
     leave.set()
     thread.join(10)
     assert log == ["on", "off"]
+
+
+def test_what_another_thread_is_loading_is_waited_for_without_the_lock(monkeypatch):
+    """To load it may collect a context that was lost, which waits for the lock."""
+    import torch._dynamo  # noqa: F401
+
+    loaded, import_ = [], builtins.__import__
+
+    def seen(name, *args, **kwargs):
+        if name == "torch._dynamo":
+            loaded.append(_claims.lock._is_owned())
+        return import_(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", seen)
+    with Lending(asked(passes=2)):
+        pass
+    assert loaded[0] is False
 
 
 def test_everything_is_undone_when_entering_fails(monkeypatch):

@@ -92,10 +92,14 @@ class Scope(Generic[T]):
 
 
 class Counted:
-    """A process-wide switch: on while anyone is inside, restored by the last one out."""
+    """A process-wide switch: on while anyone is inside, restored by the last one out.
 
-    def __init__(self, switch: Switch) -> None:
-        self._switch = switch
+    The module that it needs is loaded without the lock: another thread may be loading it, and that may collect what we
+    have lost, which waits for the lock.
+    """
+
+    def __init__(self, switch: Switch, needs: str = "") -> None:
+        self._switch, self._needs = switch, needs
         self._users: dict[object, int] = {}  # each in its thread
         self._restore: Callable[[], object] | None = None
         _claims.in_child(self._keep)
@@ -118,6 +122,8 @@ class Counted:
                     self._restore = None
 
         undo += [leave]
+        if self._needs:
+            __import__(self._needs)
         with _claims.lock:
             self._users[user] = _claims.here.thread
             if self._restore is None:
@@ -180,5 +186,5 @@ def _no_cudnn() -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 plain_attention = Counted(_plain_attention)
-eager = Counted(_eager)
+eager = Counted(_eager, needs="torch._dynamo")
 no_cudnn = Counted(_no_cudnn)

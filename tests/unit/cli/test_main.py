@@ -56,7 +56,8 @@ def test_the_version_is_written_once():
 
 
 def test_module_and_script_are_the_same_program():
-    ran = subprocess.run([sys.executable, "-m", "hodiff", "info"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "hodiff", "info"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     assert f"torch          {torch.__version__}" in ran.stdout
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["scripts"] == {"hodiff": "hodiff.__main__:main"}

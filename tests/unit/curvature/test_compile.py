@@ -16,6 +16,7 @@ import hodiff
 from hodiff.curvature import _compilation
 from tests.support.differences import relative_error
 from tests.support.ledger import flags, snapshot
+from tests.support.limits import in_threads
 from tests.support.modules import ZOO
 from tests.support.modules import Case as Module
 from tests.support.operators import LABELS, D, X, draw, predict, squares, sum_of_cross_entropy
@@ -469,16 +470,7 @@ def test_threads_trace_one_after_another(replay: list[Any]) -> None:
     """PyTorch's flag for tracing was left set, and then every call of `torch.compile` in the process raised."""
     operators = [hessian(cuts=(10,), chunk_size=1) for _ in range(4)]
     start = threading.Barrier(4)
-
-    def run(H: Any) -> None:
-        start.wait()
-        H.compile()
-
-    threads = [threading.Thread(target=run, args=(H,)) for H in operators]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda H=H: (start.wait(30), H.compile()) for H in operators])
     assert [H.compiled.compiled for H in operators] == [1] * 4
     assert not torch.fx._symbolic_trace.is_fx_tracing()
 

@@ -1,13 +1,12 @@
 """What went wrong silently, or without a word of ours, before: one test for each."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
+from tests.support.limits import in_threads
 from tests.support.modules import Cube
 from tests.support.operators import D, draw, split
 from tests.support.properties import agree
@@ -202,13 +201,8 @@ def test_values_are_copies() -> None:
 
 def test_one_operator_in_several_threads() -> None:
     H = hodiff.HessianOperator(lambda m, b: (linear(m, b).tanh().square().sum(), len(b[0])), layer(), data=PAIRS)
-    found: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: found.append(H @ torch.ones(15, dtype=D))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4 and all(torch.equal(part, found[0]) for part in found)
+    found = in_threads(*[lambda: H @ torch.ones(15, dtype=D)] * 4)
+    assert all(torch.equal(part, found[0]) for part in found)
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------

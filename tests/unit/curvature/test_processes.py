@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import hodiff
 from hodiff.curvature import _memory
 from hodiff.curvature._digest import Digest
+from tests.support.limits import in_threads
 from tests.support.operators import LABELS, D, X, draw, network, predict, squares, sum_of_cross_entropy
 from tests.support.processes import TIMEOUT, Ranks
 
@@ -641,16 +642,10 @@ def other_thread(rank: int) -> tuple[list[Any], list[str]]:
 
     def owner() -> None:
         multiply(H)
-        others = [threading.Thread(target=multiply, args=(operator,)) for operator in (H, again)]
-        for other in others:
-            other.start()
-        for other in others:
-            other.join()
+        in_threads(*[lambda operator=operator: multiply(operator) for operator in (H, again)])
         multiply(H)
 
-    thread = threading.Thread(target=owner)
-    thread.start()
-    thread.join()
+    in_threads(owner)
     multiply(H)  # that thread has ended, and this one takes its place
     return found, refused
 
@@ -902,7 +897,7 @@ def forked(rank: int, times: int) -> list[Any]:
         inside.clear(), go.clear()
         H = hodiff.HessianOperator(slow, model)
         calls = [lambda: hodiff.hvp(slow, model, v), lambda H=H: H @ v, lambda H=H: H.gradient]
-        thread = threading.Thread(target=calls[number % 3])
+        thread = threading.Thread(target=calls[number % 3], daemon=True)
         thread.start()
         inside.wait(TIMEOUT)
         with warnings.catch_warnings():
@@ -916,7 +911,8 @@ def forked(rank: int, times: int) -> list[Any]:
                 os._exit(end)
         ends += [_end_of(pid)]
         go.set()
-        thread.join()
+        thread.join(TIMEOUT)
+        ends += ["the thread hangs"] * thread.is_alive()
     return ends
 
 

@@ -24,7 +24,8 @@ def test_it_is_read_when_no_other_thread_has_it():
     m = nn.Linear(2, 2)
     where, seen = Where(m), []
     loan = lent(m)
-    thread = threading.Thread(target=lambda: seen.append(Modules(where, modes_count=False)))
+    read = lambda: seen.append(Modules(where, modes_count=False))
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(0.1)
     assert seen == []

@@ -1,7 +1,6 @@
 """Under a watch, a step of PyTorch's own optimizers is seen as one change; all else is seen call by call."""
 
 import collections
-import threading
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -12,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from hodiff.graph import _traits
 from hodiff.graph._watch import Watch
+from tests.support.limits import in_threads
 
 ARITHMETIC = {"add_", "mul_", "addcdiv_", "addcmul_", "sub_", "square"}
 
@@ -204,9 +204,7 @@ def test_no_place_is_taken_above_a_mode_that_was_entered_since():
 def test_a_step_of_another_thread_takes_nothing_off():
     program, other = Program(), Program()
     with program.record as record:
-        thread = threading.Thread(target=other.optimizer.step)
-        thread.start()
-        thread.join()
+        in_threads(other.optimizer.step)
         assert program.sees_the_next()
     assert record.changed(other.model.weight) is None
 

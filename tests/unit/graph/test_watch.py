@@ -1,7 +1,6 @@
 """watch changes no number and no error, in the company of compile, checkpoints, hooks, Functions and threads."""
 
 import sys
-import threading
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import hodiff
 from hodiff.graph import Watch, _explain, _log, explain, watch
 from hodiff.graph._case import Explanation
+from tests.support.limits import in_threads
 from tests.unit.graph.random_graphs import Cube, Graphs
 
 
@@ -150,9 +150,7 @@ def test_threads_go_their_own_ways():
 
     a = torch.rand(3, requires_grad=True)
     with watch():
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        in_threads(other)
         a.exp().sum().backward()
     assert note(caught[0]) == ""
     assert a.grad is not None

@@ -1,7 +1,5 @@
 """What a jet is, what it refuses, and that jets nest."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +8,7 @@ from torch import nn
 import hodiff
 from hodiff.jets import _push, _series
 from hodiff.jets._registry import RULES
+from tests.support.limits import in_threads
 from tests.support.properties import agree
 
 D = torch.float64
@@ -309,20 +308,12 @@ def test_nested_operators_of_polynomials_give_zeros(x):
 
 
 def test_threads_do_not_meet(x):
-    errors = []
-
     def work():
         for _ in range(20):
             found = hodiff.biharmonic(lambda x: x.square().sum(-1) ** 2, x)
-            if not torch.allclose(found, torch.full((7,), 120.0, dtype=D)):
-                errors.append(found)
+            torch.testing.assert_close(found, torch.full((7,), 120.0, dtype=D))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, work, work)
 
 
 def test_nothing_of_the_users_is_touched(x):

@@ -1,5 +1,6 @@
 """What one of two processes does in `test_distributed`: each scenario once, its gradients into a file."""
 
+import datetime
 import warnings
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def main(rank: int, folder: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Grad strides do not match")  # a note of DDP on performance
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=limit)
     found: dict[str, object] = {}
     mine = batch().chunk(2)[rank]
     for name, (loss, options) in SCENARIOS.items():
