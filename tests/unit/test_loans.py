@@ -34,6 +34,34 @@ def test_the_flat_weights_of_an_rnn_come_back_too():
     assert all(a is b for a, b in zip(rnn._flat_weights, real, strict=True))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("made", ["before", "there"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.Linear])
+def test_a_product_inside_gives_back_what_the_call_around_has_lent(kind, made, create_graph):
+    """It evaluates the operator there, and the function goes on with the leaves that it had."""
+    model, x = kind(3, 2).double(), torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3)
+    real = [*model.parameters()]
+
+    def loss(m):
+        outputs = m(x)
+        return (outputs[0] if isinstance(outputs, tuple) else outputs).pow(3).sum()
+
+    H = hodiff.HessianOperator(lambda m, _: (loss(m), 1), model, data=[()], memory_budget=0)
+    v = torch.ones(H.shape[0], dtype=torch.float64)
+
+    def f(m):
+        first = loss(m)
+        with torch.no_grad():
+            _ = (H if made == "before" else hodiff.HessianOperator(loss, model)) @ v
+        return first + loss(m)
+
+    found = hodiff.grad(f, model, create_graph=create_graph)
+    for got, expected in zip(found.values(), torch.autograd.grad(2 * loss(model), real), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert all(now is before for now, before in zip(model.parameters(), real, strict=True))
+    assert all(any(now is before for before in real) for now in getattr(model, "_flat_weights", ()))
+
+
 def test_buffers_are_clones_until_the_last_borrower_leaves():
     norm = nn.BatchNorm1d(2)
     mean = norm.running_mean

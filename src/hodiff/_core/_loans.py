@@ -138,26 +138,27 @@ def holds(value: Any) -> bool:
 class ParameterLoan:
     """The parameters of the modules of a point, to be replaced wherever they occur, once taken and until closed."""
 
-    __slots__ = ("_places", "_rest", "modules")
+    __slots__ = ("_places", "_rest", "_where", "modules")
 
     def __init__(self, where: Where) -> None:
-        modules: dict[nn.Module, None] = {}
-        self._places: list[tuple[nn.Module, str, Tensor, int]] = []
-        self._rest: list[tuple[nn.Module, str, Tensor]] = []
-        numbers = dict(zip(map(id, where.tensors), range(len(where.tensors)), strict=True))
+        self._where, self.modules = where, dict[nn.Module, None]()
+        self._places: list[tuple[nn.Module, str, Tensor | None, int]] = []
+        self._rest: list[tuple[nn.Module, str, Tensor | None, Tensor]] = []
         for owned in where.owned:
-            modules.update(owned.assembly.modules)
-            for module, name, _, parameter in owned.assembly.slots:
-                key = id(parameter)
-                if key in numbers:
-                    self._places += [(module, name, parameter, numbers[key])]
-                else:
-                    self._rest += [(module, name, parameter)]
-        self.modules = modules
+            self.modules.update(owned.assembly.modules)
 
     def take(self) -> None:
-        """Make the modules this thread's."""
+        """Make the modules this thread's. What comes back is what stands there now: of a call around, its leaves."""
         _claims.claim(self.modules, self)
+        tensors = self._where.tensors
+        numbers = dict(zip(map(id, tensors), range(len(tensors)), strict=True))
+        for owned in self._where.owned:
+            for module, name, _, parameter in owned.assembly.slots:
+                key, now = id(parameter), module._parameters[name]
+                if key in numbers:
+                    self._places += [(module, name, now, numbers[key])]
+                else:
+                    self._rest += [(module, name, now, parameter)]
 
     def put(self, leaves: Sequence[Tensor]) -> None:
         """Put the leaves in place of the parameters of the point."""
@@ -167,21 +168,19 @@ class ParameterLoan:
     def put_others(self, still: Callable[[Tensor], Tensor]) -> None:
         """Put an unrecorded stand-in in place of each other parameter."""
         made: dict[int, Tensor] = {}
-        for module, name, parameter in self._rest:
+        for module, name, _, parameter in self._rest:
             if id(parameter) not in made:
                 made[id(parameter)] = still(parameter)
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
 
     def close(self) -> None:
         """Put the real parameters back, and let other threads have the modules. It may be run again."""
-        for module, name, parameter, _ in self._places:
-            module._parameters[name] = parameter  # type: ignore[assignment]
-        for module, name, parameter in self._rest:
-            module._parameters[name] = parameter  # type: ignore[assignment]
+        for module, name, before, _ in [*self._places, *self._rest]:
+            module._parameters[name] = before  # type: ignore[assignment]
         for module in self.modules:
             if "_flat_weights" in module.__dict__:  # the list that RNNs keep is refreshed by setting
                 for name, parameter in [*module._parameters.items()]:
-                    if isinstance(parameter, nn.Parameter):
+                    if isinstance(parameter, nn.Parameter) and parameter.is_leaf:  # others are refreshed by `forward`
                         setattr(module, name, parameter)
         _claims.release(self.modules, self)
         self._places, self._rest = [], []
