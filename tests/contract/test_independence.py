@@ -115,6 +115,17 @@ def test_the_size_is_that_of_the_mixing(unit, c):
     assert c / 3 < said < 10 * c
 
 
+@pytest.mark.parametrize("large", [1.0, 1e12])
+def test_one_large_sample_hides_nothing_of_the_others(large):
+    """It mixes with none, and its derivative is so large."""
+    scale = torch.tensor([1.0, 1.0, large, 1.0, 1.0], dtype=X.dtype)
+    alone = lambda x: scale * x.sin().sum(1)
+    hodiff.grad(alone, X, batch_ndim=1, check_independence=True)
+    others = lambda x: alone(x) + (scale == 1) * x[:2].prod()
+    with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):
+        hodiff.grad(others, X, batch_ndim=1, check_independence=True)
+
+
 def test_a_tensor_already_computed():
     x = X.clone().requires_grad_()
     with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):

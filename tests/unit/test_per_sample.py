@@ -152,15 +152,31 @@ def test_what_adds_up_is_known_at_any_scale(name, scale, routes):
         torch.testing.assert_close(found[key] / scale, expected[key] / scale)
 
 
-def test_samples_that_mix_beside_a_much_larger_one(routes):
-    """A loss of 1e12 hides what the others do to each other in sums over the batch, and not in their own chunk."""
+@pytest.mark.parametrize("chunk_size", ["auto", 2])
+def test_samples_that_mix_beside_a_much_larger_one(chunk_size, routes):
+    """A loss of 1e12 hides nothing of what the others do to each other, neither in values nor in sums of gradients."""
     x = torch.cat([X[:6], torch.full((1, 3), 1e12, dtype=D)])
     f = lambda w, batch: batch @ w + torch.tanh(batch @ w).mean()
     w = torch.ones(3, dtype=D)
-    found = hodiff.per_sample_grad(f, w, x, chunk_size=2)
+    found = hodiff.per_sample_grad(f, w, x, chunk_size=chunk_size)
     slopes = x * (1 - torch.tanh(x @ w) ** 2)[:, None]
     torch.testing.assert_close(found, x + slopes.mean(0))
     assert routes == ["rows"]
+
+
+@pytest.mark.parametrize("least", [0.0, 1.0])
+def test_gradients_that_mix_beside_a_much_larger_one(least, routes):
+    """The values do not tell: that of each sample is right, and a derivative is not."""
+    x = torch.cat([X[:6], torch.full((1, 3), 1e12, dtype=D)])
+
+    def f(w, batch):
+        y = torch.tanh(batch @ w)
+        return batch @ w + least * (y.mean() - y.mean().detach())
+
+    found = hodiff.per_sample_grad(f, torch.ones(3, dtype=D), x)
+    slopes = x * (1 - torch.tanh(x.sum(1)) ** 2)[:, None]
+    torch.testing.assert_close(found, x + least * slopes.mean(0))
+    assert routes == ["rows" if least else "samples"]
 
 
 def test_selected_and_strict(routes):

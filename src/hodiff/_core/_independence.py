@@ -94,21 +94,24 @@ def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Ge
 
 
 def _judge(found: list[Tensor], weights: Tensor) -> None:
-    error = size = 0.0
-    tolerance = 1e-3
+    errors = torch.zeros(weights.numel(), dtype=torch.float64, device="cpu")
+    sizes, tolerance = errors.clone(), 1e-3
     for both in found:
         if not both.numel():
             continue
-        plain, weighted = both.double().reshape(2, weights.numel(), -1)
-        off = (plain * weights.to(plain).unsqueeze(1) - weighted).nan_to_num(0, 0, 0)
-        error = max(error, float(off.abs().max()))
-        size = max(size, float(plain.nan_to_num(0, 0, 0).abs().max()))
+        plain, weighted = both.cpu().double().reshape(2, weights.numel(), -1)
+        off = (plain * weights.unsqueeze(1) - weighted).nan_to_num(0, 0, 0)
+        errors = errors.maximum(off.abs().amax(1))
+        sizes = sizes.maximum(plain.nan_to_num(0, 0, 0).abs().amax(1))
         tolerance = max(tolerance, 8 * torch.finfo(both.dtype).eps)
-    if error > tolerance * size:
+    # Each by its own size, and no smaller than the usual one: one that is much larger hides nothing of the others.
+    usual = sizes[sizes > 0].median() if sizes.any() else 0.0
+    share = float((errors / sizes.clamp(min=usual)).nan_to_num(0, float("inf"), 0).max())
+    if share > tolerance:
         warnings.warn(
             f"the samples of f are not independent: the derivative of one sample's output by another's input is, as "
-            f"one random probe shows it, up to {error / size if size else float('inf'):.2g} times the largest entry "
-            f"of the gradients. What is computed is then not each sample's own derivative. Usual causes: BatchNorm "
+            f"one random probe shows it, up to {share:.2g} times the largest entry of that sample's gradient, or of "
+            f"the usual one's. What is computed is then not each sample's own derivative. Usual causes: BatchNorm "
             f"in training mode, minibatch statistics, an operation over the wrong dimension.",
             BatchMixingWarning,
             stacklevel=_checks.outside(),
