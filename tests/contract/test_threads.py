@@ -409,6 +409,7 @@ DISCIPLINE = {
     "_core._hooks.watch_hooks": LOCKED,
     "_core._hooks.watch_modules": LOCKED,
     "_core._loans._lent": CLAIMED,
+    "_core._modes.absent": OWN,
     "_core._nesting.state": OWN,
     "_core._refusals._warned": LOCKED,
     "_core._results._unseen": OWN,

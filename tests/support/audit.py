@@ -32,7 +32,7 @@ from tests.support.limits import in_threads
 REMEMBERED = {
     "MIXING", "WRONG_AT_ONCE", "_cleared", "_without_functions",  # classes of nodes
     "_warned", "_state",  # what was said
-    "_lost",  # guards of modes that were not undone in time
+    "_lost", "absent",  # guards of modes that were not undone in time, and modes
     "KNOWN", "USERS", "_decompositions", "RULES",  # code, files and operations
 }  # fmt: skip
 """What the library knows better after a call, and is meant to; it holds no tensors, or weakly."""

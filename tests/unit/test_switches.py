@@ -4,7 +4,9 @@ import threading
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
+import hodiff
 from hodiff._core import _claims, _hooks, _modes, _nesting, _switches
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
@@ -216,3 +218,15 @@ def test_a_lending_that_was_lost_in_a_cycle_is_closed_with_it():
     del lending, cycle
     gc.collect()
     assert torch.backends.cuda.flash_sdp_enabled() and not _nesting.inside()
+
+
+def test_a_mode_that_comes_back_after_its_end_goes_with_the_next_call():
+    """As where an interrupt comes between the operation of a mode and the end of PyTorch's context around it."""
+    mode = BaseTorchFunctionMode()
+    with _modes.on(mode):
+        popped = torch.overrides._pop_mode_temporarily()
+        popped.__enter__()
+    del popped  # and with it the context, which puts the mode on
+    assert torch.overrides._get_current_function_mode_stack() == [mode]
+    hodiff.grad(lambda x: x.sin().sum(), torch.ones(2))
+    assert not torch.overrides._get_current_function_mode_stack() and not _modes.absent.modes

@@ -109,6 +109,8 @@ class Lending:
             # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
             _switches.when_lost(undo, self)
             undo += [partial(setattr, self.ticket, "open", False)]
+            if _modes.absent.modes:
+                _modes.take_off_absent()
             if torch.is_inference_mode_enabled():
                 _modes.record(undo)
             if not torch.is_grad_enabled():

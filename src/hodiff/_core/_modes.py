@@ -8,6 +8,8 @@ use PyTorch's.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -93,10 +95,20 @@ def _push_calls(mode: M, undo: Undo) -> M:
     return mode
 
 
+class _Absent(threading.local):
+    modes: tuple[weakref.ref[Any], ...] = ()
+
+
+absent = _Absent()
+"""Modes that were not there as they ended: PyTorch's `_pop_mode_temporarily`, interrupted, puts one back later."""
+
+
 def take_off(mode: Any) -> None:
-    """Take a mode off the stack of those that see calls, wherever on it, if it is there."""
+    """Take a mode off the stack of those that see calls, wherever on it; the next call looks for one not there."""
     depth = _torch._len_torch_function_stack()
     at = next((at for at in range(depth) if _torch._get_function_stack_at(at) is mode), depth)
+    if at == depth:
+        absent.modes += (weakref.ref(mode),)
     found = [_torch._pop_torch_function_stack() for _ in range(at, depth)]
     for other in found[-2::-1]:
         _torch._push_on_torch_function_stack(other)
@@ -116,6 +128,15 @@ def _push_operations(mode: M, undo: Undo) -> M:
     undo += [leave]
     mode.__enter__()
     return mode
+
+
+def take_off_absent() -> None:
+    """What was absent when it ended, and is there now, goes."""
+    for late in absent.modes:
+        mode = late()
+        if mode is not None:
+            take_off(mode)
+    absent.modes = ()
 
 
 _TOLD = {
