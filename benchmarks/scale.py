@@ -1,10 +1,6 @@
-"""Compiled products against eager ones, what compiling takes, and what sharing the data among processes costs.
-
-Compiled passes are measured in processes of their own: a first one that finds no code on disk, and a second one.
-"""
+"""What sharing the data among processes costs."""
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,102 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hodiff
-from benchmarks.curvature import gauss_newton, gradient, operator
-from benchmarks.models import Problem, networks
 from benchmarks.table import Row
-from benchmarks.timing import race, ratios, spread
 
-BARS = {"MLP": 0.85, "CNN": 0.85, "transformer": 0.6, "tiny MLP": 0.3}
-GAUSS_NEWTON = 0.65
 SIZES = {"MLP, D = 85 k": (64, 256, 128), "MLP, D = 1.3 M": (256, 1024, 256)}
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    for kind in ("Hessian", "Gauss-Newton"):
-        for name in BARS:
-            if kind == "Hessian" or name != "tiny MLP":
-                yield from compiled(kind, name, 3 if quick else 41)
     for name in SIZES:
         yield from shared(name, 5 if quick else 101)
-
-
-def problem_of(name: str) -> Problem:
-    """The networks that the other benchmarks measure, and one whose products are overhead alone."""
-    if name == "tiny MLP":
-        torch.manual_seed(0)
-        mlp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-        return Problem(name, mlp, torch.randn(16, 8), torch.randint(3, (16,)))
-    return next(problem for problem in networks() if name in problem.name)
-
-
-# --- compiled products ------------------------------------------------------------------------------------------------
-
-
-def compiled(kind: str, name: str, rounds: int) -> Iterator[Row]:
-    """One product, eager and compiled; seconds of `compile()` in a first and in a second process."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [_in_a_process(folder, "compile", kind, name, 1 if number == 0 else rounds) for number in range(2)]
-    yield from compared(kind, name, *runs)
-
-
-def compared(kind: str, name: str, cold: dict[str, Any], warm: dict[str, Any]) -> Iterator[Row]:
-    """The rows of two such runs."""
-    bar = GAUSS_NEWTON if kind == "Gauss-Newton" else BARS[name]
-    found = warm["ratios"]
-    letter = "G" if kind == "Gauss-Newton" else "H"
-    met = statistics.median(found) <= bar
-    yield Row(f"compiled {letter} @ v / eager", name, spread(found), f"{bar}", met)
-    goal = 0.9 if (kind, name) == ("Hessian", "transformer") else None
-    met = None if goal is None else statistics.median(warm["gradients"]) <= goal
-    yield Row("  the same / gradient", name, spread(warm["gradients"]), "" if goal is None else f"{goal}", met)
-    saved = max(warm["saved"], 1e-9)
-    yield Row(
-        "  compile(), first and second process", name,
-        f"{cold['seconds']:.1f} s, {warm['seconds']:.1f} s; pays after {cold['seconds'] / saved:.0f} and "
-        f"{warm['seconds'] / saved:.0f} products",
-        "second at most 0.6 of the first", warm["seconds"] <= 0.6 * cold["seconds"],
-    )  # fmt: skip
-
-
-def measure_compiled(kind: str, name: str, rounds: int) -> dict[str, Any]:
-    """Of this process: seconds to compile, and products in turns with eager ones and gradients."""
-    with sdpa_kernel(SDPBackend.MATH):
-        problem = problem_of(name)
-        make = gauss_newton if kind == "Gauss-Newton" else operator
-        eager, fast = make(problem), make(problem)
-        v = {name: torch.randn_like(p) for name, p in problem.model.named_parameters()}
-        eager @ v, fast @ v
-        # Imports, and headers that are compiled once on a machine, belong to no operator.
-        hodiff.HessianOperator(lambda x: (x.sin() * x).sum(), torch.ones(3)).compile()
-        start = time.perf_counter()
-        record: Any = fast.compile().compiled
-        seconds = time.perf_counter() - start
-        assert record.compiled == 1, record
-        calls: dict[str, Callable[[], object]] = {
-            "eager": lambda: eager @ v,
-            "compiled": lambda: fast @ v,
-            "gradient": gradient(problem),
-        }
-        times = race(calls, rounds=rounds, least=1e-2)
-    median = {name: statistics.median(found) for name, found in times.items()}
-    return {
-        "seconds": seconds,
-        "ratios": ratios(times, "compiled", "eager"),
-        "gradients": ratios(times, "compiled", "gradient"),
-        "saved": median["eager"] - median["compiled"],
-    }
-
-
-# --- several processes ------------------------------------------------------------------------------------------------
 
 
 def shared(name: str, rounds: int) -> Iterator[Row]:
     """A product over two processes of this machine, each with a batch, beside the local one."""
     with tempfile.TemporaryDirectory() as folder:
-        two = [_start(folder, "share", name, rounds, rank) for rank in range(2)]
+        two = [_start(folder, name, rounds, rank) for rank in range(2)]
         first, _ = map(_answer, two)
         yield from shared_rows(name, first)
 
@@ -165,17 +81,9 @@ def measure_shared(name: str, rounds: int, rank: int, folder: str) -> dict[str, 
     return {key: found[5:] for key, found in times.items()}
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def _in_a_process(folder: str, *args: object) -> dict[str, Any]:
-    return _answer(_start(folder, *args))
-
-
 def _start(folder: str, *args: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.scale", folder, *map(str, args)]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -184,15 +92,9 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])
 
 
-def main(folder: str, task: str, *args: str) -> None:
+def main(folder: str, name: str, rounds: str, rank: str) -> None:
     torch.set_num_threads(1)
-    if task == "compile":
-        kind, name, rounds = args
-        found: Any = measure_compiled(kind, name, int(rounds))
-    else:
-        name, rounds, rank = args
-        found = measure_shared(name, int(rounds), int(rank), folder)
-    print(json.dumps(found))
+    print(json.dumps(measure_shared(name, int(rounds), int(rank), folder)))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ NO_RESULT = {
         "__sub__ __rsub__",
         "carries the graph of its vector": "flatten unflatten",
         "refused": "__array__",
-        "no tensors": "symmetric shape dtype device cost compile compiled refresh close products",
+        "no tensors": "symmetric shape dtype device cost refresh close products",
     }.items()
     for name in names.split()
 }

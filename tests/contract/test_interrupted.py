@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _results, _switches
+from hodiff._core import _switches
 from hodiff._core._where import Where
 from hodiff.cli._transparent import Warnings
-from hodiff.curvature import _compile
 from hodiff.curvature._shares import Shares
 from hodiff.graph import _cells
 from hodiff.jets._series import Turn
@@ -170,11 +169,6 @@ def _shared(_: Model) -> torch.Tensor:
         return shares.sum("multiplies", [X])[0][0].clone()
 
 
-def _traced(_: Model) -> Any:
-    _compile.trace(lambda parts: [parts[0].sin()], [X])
-    assert not _results._unseen.on
-
-
 def _entered(context: Callable[[], Any]) -> Call:
     def run(_: Model) -> None:
         with context():
@@ -221,7 +215,6 @@ ENTERED: dict[str, Call] = {
     "_core/_modes.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),
     "_core/_modes.py: Scope(partial(_push_calls, mode))": _of_inference,
     "_core/_modes.py: Scope(partial(_push_operations, mode))": CALLS["sparse_hessian, module in f"],
-    "_core/_results.py: unseen": _traced,
     "_core/_switches.py: Counted(_eager)": _eager,
     "_core/_switches.py: Counted(_no_cudnn)": _entered(lambda: _switches.Scope(_switches.no_cudnn.enter)),
     "_core/_switches.py: Counted(_plain_attention)": CALLS["hvp, module in f"],

@@ -167,10 +167,6 @@ def operators_on_one_module() -> Callable[[int], Any]:
     return task
 
 
-def compiled() -> Callable[[int], Any]:
-    return times(operator(chunk_size=1).compile())
-
-
 def fisher() -> Callable[[int], Any]:
     data = [(x, y[:, None]) for x, y in BATCHES]
     kinds = {kind: hodiff.FisherOperator(outputs, nn.MSELoss(), network(), data=data, kind=kind) for kind in ("exact",)}
@@ -185,7 +181,6 @@ SHARED: dict[str, Callable[[], Callable[[int], Any]]] = {
     "a Jacobian and its transpose": of_a_transpose,
     "a Fisher operator": fisher,
     "estimators of one operator": lambda: estimated(operator()),
-    "compiled products": compiled,
     "a plan": sparse_plan,
     "Taylor mode": expansions,
     "several operators on one module": operators_on_one_module,
@@ -207,8 +202,6 @@ def repeated(task: Callable[[int], Any], often: int) -> None:
 @pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SHARED)
 def test_one_object_for_all_threads(name: str, number: int) -> None:
-    if name == "compiled products" and number == 3:
-        pytest.skip("compiles for seconds: with --slow")
     if name.startswith("estimators"):  # some hundred products each
         number = 1 + number // 25
     repeated(SHARED[name](), number)
@@ -412,7 +405,6 @@ DISCIPLINE = {
     "_core._modes.absent": OWN,
     "_core._nesting.state": OWN,
     "_core._refusals._warned": LOCKED,
-    "_core._results._unseen": OWN,
     "_core._reverse._cleared": GROWS,
     "_core._reverse._without_functions": GROWS,
     "_core._switches._entered": ONE_STEP,

@@ -7,7 +7,7 @@ from tests.meta.source import library_files, module_name, tree
 
 # Classes of exceptions that mean one thing each.
 NARROW = {
-    "ByNoRoute", "GraphError", "HodiffError", "ImportError", "InputError", "Miscompiled", "NoRule", "StopIteration",
+    "ByNoRoute", "GraphError", "HodiffError", "ImportError", "InputError", "NoRule", "StopIteration",
     "SyntaxError", "SystemExit", "TooMany", "TooWide", "_Several", "hodiff.GraphError",
     "importlib.metadata.PackageNotFoundError", "torch.OutOfMemoryError",
 }  # fmt: skip
@@ -97,7 +97,6 @@ def test_who_asks_what_a_failure_is():
         ("_core._why", "_asked"),
         ("calculus._forward", "tall_jacobian"),
         ("calculus._per_sample", "_by_samples"),
-        ("curvature._compilation", "Compilation.make"),
         ("curvature._memory", "_container"),
         ("curvature._memory", "_machine"),
         ("fields._parts", "_by_samples"),

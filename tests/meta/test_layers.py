@@ -121,8 +121,8 @@ ONLY_IN = {
     "torch.autograd.functional": (),
     "torch.autograd.graph": ("_core._nodes", "_core._versions", "graph"),
     "torch.utils._pytree": ("_core._control_flow",),  # which stands in for operators that are made with it
-    "torch.fx": ("curvature._compile",),
-    "torch._inductor": ("curvature._compile",),
+    "torch.fx": (),
+    "torch._inductor": (),
     # Contexts that an interrupt leaves half done; `_modes` has what to use instead. The tour shows what users write.
     "torch.no_grad": ("cli._tour",),
     "torch.enable_grad": (),

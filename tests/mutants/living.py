@@ -7,7 +7,6 @@ WHY: dict[str, str] = {
     "hodiff/cli/_info.py:61:4-114 statement": "needs a GPU",
     "hodiff/cli/_operations.py:77:50-61 operator": "the same: one point of a spot check for another",
     "hodiff/curvature/_cache.py:190:12-21 statement": "the same: the name is bound anew before the next graph is built",
-    "hodiff/curvature/_compilation.py:132:12-14 constant": "a tolerance, by a thirtieth",
     "hodiff/curvature/_digest.py:40:36-41 operator": "the same: random factors from another range",
     "hodiff/curvature/_krylov.py:104:39-85 comparison": "the same, but where two rounded numbers are equal",
     "hodiff/curvature/_leave_one_out.py:129:83-84 constant": "the same: the matrix is symmetric",

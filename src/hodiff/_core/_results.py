@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,29 +85,12 @@ def agree(found: Tensor, expected: Tensor, size: float) -> bool:
     return float((found - expected).abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size  # NaN is not
 
 
-class _Unseen(threading.local):
-    on = False
-
-
-_unseen = _Unseen()
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Passes whose values nobody may look at: they are being traced."""
-    _unseen.on = True
-    try:
-        yield
-    finally:
-        _unseen.on = False
-
-
 def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
     """The results; with a warning where a derivative of higher order does not exist.
 
     Not on other devices than the processor, where to look is to wait.
     """
-    if not ev.higher or ev.create_graph or _unseen.on or torch.compiler.is_compiling():
+    if not ev.higher or ev.create_graph or torch.compiler.is_compiling():
         return found
     if not _are_finite([part for part in found if part.is_cpu]):
         given = [*ev.leaves, *ev.tensors()]

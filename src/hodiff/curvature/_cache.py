@@ -59,7 +59,6 @@ class GraphCache(Generic[G, B]):
         live = any(tensor.grad_fn is not None for tensor in self.where.tensors)
         self.live = "the point has a grad_fn" if live else ""
         self._graphs: dict[int, G] = {}
-        self.attached: dict[Any, Any] = {}  # what others make of these graphs: it goes with them
         self._random: dict[int, RandomState] = {}
         self._autocast = False, torch.bfloat16
         self._values: Values | None = None
@@ -264,10 +263,6 @@ class GraphCache(Generic[G, B]):
     def evaluated(self) -> bool:
         """Whether the first pass over the data has been made."""
         return self._values is not None
-
-    def kept_graphs(self) -> dict[int, G]:
-        """The graphs that are kept, by number of the batch."""
-        return self._graphs
 
     @property
     def kept(self) -> int:

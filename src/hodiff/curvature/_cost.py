@@ -1,52 +1,12 @@
-"""What an operator takes: `H.cost()` and `H.compiled`."""
+"""What an operator takes: `H.cost()`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hodiff.curvature import _pictures
 from hodiff.curvature._memory import readable
-from hodiff.curvature._shown import Shown, number
-
-
-@dataclass(frozen=True, repr=False)
-class CompiledRecord(Shown):
-    """What `H.compile()` did.
-
-    Attributes:
-        batches: How many batches there are (of this process).
-        compiled: How many of them have a compiled pass.
-        shapes: How many passes went to the compiler, by shape; others found their code.
-        seconds: How long tracing and compiling took.
-        error: The largest relative difference from an eager product, of one random vector (or eight) per batch.
-        bytes: What compiled passes keep beside the graphs.
-        eager: The batches without, by number, and why.
-    """
-
-    batches: int
-    compiled: int
-    shapes: int
-    seconds: float
-    error: float
-    bytes: int
-    eager: Mapping[int, str]
-
-    def _facts(self) -> dict[str, str]:
-        return {
-            "compiled": f"{self.compiled} of {self.batches} batches",
-            "shapes": f"{self.shapes} shape{'' if self.shapes == 1 else 's'}",
-            "seconds": f"{number(self.seconds)} s",
-            "error": f"error {number(self.error)}",
-        }
-
-    @property
-    def message(self) -> str:
-        """How it went, in a sentence."""
-        reasons = "; ".join(sorted(set(self.eager.values())))
-        rest = f" The others stay eager: {reasons}." if self.eager else ""
-        return f"{self.compiled} of {self.batches} batches have a compiled pass.{rest}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, Self
@@ -11,14 +10,13 @@ from typing import Any, Generic, Literal, Self
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _results
+from hodiff._core import _checks
 from hodiff.curvature import _memory
 from hodiff.curvature._apply import say_detached
 from hodiff.curvature._batch_graph import G
 from hodiff.curvature._cache import GraphCache
-from hodiff.curvature._compilation import MANY, Compilation, Passes, through
-from hodiff.curvature._cost import CompiledRecord, Cost
-from hodiff.curvature._operator import LinearOperator, together
+from hodiff.curvature._cost import Cost
+from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, Space, accumulate
 from hodiff.errors import GraphError
@@ -135,7 +133,7 @@ class DataOperator(LinearOperator, Generic[G]):
             size=columns,
             dense_bytes=rows * columns * itemsize,
             product_bytes=rows * itemsize + 4 * graphs.largest() * itemsize,
-            cache_bytes=cache + self._extra_bytes(),
+            cache_bytes=cache,
             free_bytes=_memory.free_bytes(self.device),
             batches=batches,
             kept=graphs.kept,
@@ -159,10 +157,6 @@ class DataOperator(LinearOperator, Generic[G]):
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
         one = 3 * (self._domain.size + self._range.size) * self._domain.itemsize()
         return max(inner, graphs.free_bytes() // (4 * one))
-
-    def _extra_bytes(self) -> int:
-        """What is kept beside the graphs."""
-        return 0
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = copy.copy(self)
@@ -188,8 +182,6 @@ class DataOperator(LinearOperator, Generic[G]):
 class SummedOperator(DataOperator[G]):
     """A symmetric operator that is a weighted mean over batches."""
 
-    _compilation: Compilation | None = None
-
     @property
     def _range(self) -> Space:
         return self._space
@@ -199,78 +191,6 @@ class SummedOperator(DataOperator[G]):
         """Always."""
         return True
 
-    # --- compiled passes
-
-    def compile(self) -> Self:
-        r"""Compile the pass that every product repeats, in place, as `torch.nn.Module.compile` does.
-
-        Evaluates the operator, traces the pass over each kept graph, and compiles it by `torch.compile`'s
-        backend, once for each shape of a batch; later runs on this machine find the code on disk. Products
-        are the same up to rounding. A batch stays eager where that is not possible, or where a compiled
-        product of a new random vector does not agree with the eager one: `compiled` has the reasons.
-        `refresh()` keeps the code, and the next product traces the new graphs; blocks are eager.
-        With `process_group=` each process compiles the passes of its own batches, and the others wait for the
-        slowest in the first product: the group's timeout must be longer than that takes.
-
-        Returns:
-            The operator.
-
-        Raises:
-            GraphError: As for a product.
-
-        Warns:
-            HodiffWarning: Some batches stay eager, among them all of them where there is no compiler.
-
-        Cost:
-            Per shape 10 s (a small perceptron) to 50 s (a transformer), 0.2 to 2.5 s where the code is on disk;
-            and for each batch a trace, 100 to 200 gradients. The first one on a machine compiles headers too,
-            for some 40 s. Of a point of up to 10,000 entries a pass for eight vectors is compiled, too, in up
-            to five times as long; `chunk_size=1` leaves it out. Measured, a product then takes 0.45 to 0.5 of
-            its time (tiny model, transformer), 0.65 (convolutional network) or 0.75 (perceptron), a
-            Gauss-Newton product 0.4 to 0.7: it pays after some 6,000 products of a transformer, 4,000 of a
-            convolutional network, 17,000 of a perceptron; and after 100 to 400 where the code is on disk.
-            Memory: beside the graph a few per cent of it.
-
-        Examples:
-            >>> import torch, hodiff
-            >>> H = hodiff.HessianOperator(lambda x: (x**4).sum() / 12, torch.tensor([1.0, 2.0]))
-            >>> H.compile() @ torch.ones(2)  # doctest: +SKIP
-            tensor([1., 4.])
-        """
-        graphs = self._graphs
-        with together(self):
-            graphs.check()
-        if self._compilation is None:
-            many = self._chunk_size is None or self._chunk_size >= MANY
-            self._compilation = Compilation(self._chosen, self._space, many)
-        self._compilation.make(graphs, self._apply)
-        return self
-
-    @property
-    def compiled(self) -> CompiledRecord | None:
-        """What `compile()` has done; None before."""
-        return None if self._compilation is None else self._compilation.record
-
-    def _passes_of(self, graphs: GraphCache[G, Any], number: int) -> Passes | None:
-        """The compiled passes of a batch, once it has been evaluated."""
-        if self._compilation is None or _nesting.tangents():  # code carries no tangents
-            return None
-        return self._compilation.passes(graphs, self._apply).get(number)
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        block = super()._blocked(chosen)
-        block._compilation = None  # pyright: ignore[reportAttributeAccessIssue]
-        return block
-
-    def _extra_bytes(self) -> int:
-        return 0 if self._compilation is None else self._compilation.bytes(self._graphs)
-
-    def _about(self) -> str:
-        record = self.compiled
-        done = "" if record is None or not record.compiled else ", compiled"
-        some = f" ({record.compiled} of {record.batches})" if done and record and record.eager else ""
-        return super()._about() + done + some
-
     @abstractmethod
     def _apply(self, graph: G, parts: Parts, count: int | None, chunk: int) -> Parts:
         """The product of one batch's sum."""
@@ -278,14 +198,10 @@ class SummedOperator(DataOperator[G]):
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk = 1 if count is None else self._inner_chunk()
         total: Parts = []
-        graphs, numbers = self._graphs, itertools.count()
-        for graph in graphs:  # `enumerate` would hold each while the next is built
-            passes = self._passes_of(graphs, next(numbers))
+        graphs = self._graphs
+        for graph in graphs:
             with graph.ready():
-                if passes is None:
-                    found = self._apply(graph, parts, count, chunk)
-                else:
-                    found = _results.finite(graph.ev, through(passes, parts, count))
+                found = self._apply(graph, parts, count, chunk)
             # An expanded result cannot be added to.
             total = accumulate(total, found) if total else [part.contiguous() for part in found]
             del graph

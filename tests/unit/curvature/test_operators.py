@@ -16,6 +16,19 @@ def hessian() -> hodiff.HessianOperator:
     return hodiff.HessianOperator(lambda w: (X @ w).pow(4).sum(), draw(3))
 
 
+@pytest.mark.parametrize("kind", ["data", "matrix"])
+def test_transforms_of_torch_are_refused(kind: str) -> None:
+    """A detached product would be a constant to them: half of the derivative of v'Hv."""
+    H, v = hessian(), draw(3)
+    A = H if kind == "data" else hodiff.MatrixOperator(H.dense())
+    with pytest.raises(hodiff.InputError, match=r"inside a torch\.func transform"):
+        torch.func.grad(lambda v: v @ (A @ v))(v)
+    if kind == "data":
+        H @ v  # evaluated, and refused then too
+        with pytest.raises(hodiff.InputError, match=r"inside a torch\.func transform"):
+            torch.vmap(lambda v: A @ v)(v[None])
+
+
 # --- algebra ----------------------------------------------------------------------------------------------------------
 
 

@@ -809,58 +809,6 @@ def test_sharded_parameters_are_refused_with_the_way_out(three: Ranks) -> None:
         assert all("is a DTensor, of which each process holds a shard" in message for message in tensors), tensors
 
 
-# --- compiled passes --------------------------------------------------------------------------------------------------
-
-
-def compiled(rank: int) -> tuple[Tensor, Tensor, int, int]:
-    from hodiff.curvature import _compilation
-
-    code, _compilation.compile_traced = _compilation.compile_traced, lambda traced, vectors: traced.module
-    try:
-        H = build("Hessian", dist.group.WORLD).compile()
-        V = draw(39, 9)
-        with Counted() as found:
-            one = H @ V[:, 0]
-        return one, H @ V, H.compiled.compiled, len(found)
-    finally:
-        _compilation.compile_traced = code
-
-
-def test_each_rank_compiles_its_own_batches(three: Ranks) -> None:
-    H, V = build("Hessian", None), draw(39, 9)
-    for rank, outcome in enumerate(three(compiled)):
-        assert not outcome.error, outcome
-        one, many, batches, collectives = outcome.value
-        assert float((one - H @ V[:, 0]).norm()) <= 1e-12 * float(one.norm())
-        assert float((many - H @ V).norm()) <= 1e-12 * float(many.norm())
-        assert (batches, collectives) == (len(SHARES[3][rank]), 1)
-
-
-def compiled_for_good(rank: int) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """By the compiler; the rank without data is done at once, and waits in the first product."""
-    H = build("Hessian", dist.group.WORLD, chunk_size=1).compile()
-    V = draw(39, 3)
-    one, many, record = H @ V[:, 0], H @ V, H.compiled
-    H.refresh()
-    return one, many, H @ V[:, 1], record
-
-
-@pytest.mark.slow
-def test_each_rank_has_the_compiler() -> None:
-    """`pytest --slow tests/unit/curvature/test_processes.py -k compiler`."""
-    H, V = build("Hessian", None), draw(39, 3)
-    two = Ranks(2, __name__, timeout=600)  # what compiles is waited for in the first product
-    outcomes = two(compiled_for_good)
-    two.close()
-    for outcome in outcomes:
-        assert not outcome.error, outcome
-        for found, expected in zip(outcome.value[:3], (H @ V[:, 0], H @ V, H @ V[:, 1]), strict=True):
-            assert float((found - expected).norm()) <= 1e-12 * float(expected.norm())
-    with_data, without = (outcome.value[3] for outcome in outcomes)
-    assert (with_data.batches, with_data.compiled, with_data.shapes, with_data.eager) == (3, 3, 3, {})
-    assert (without.batches, without.compiled) == (0, 0)
-
-
 # --- forks --------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ import torch
 import hodiff
 import hodiff.plotting
 from hodiff.curvature import _pictures
-from hodiff.curvature._cost import CompiledRecord
 
 mpl.use("Agg")
 A = hodiff.MatrixOperator(torch.arange(1.0, 301.0, dtype=torch.float64))
@@ -95,11 +94,6 @@ CASES = {
         indefinite,
         r"SolveRecord\(2, residual \d\.?\d*, \d products, negative curvature\)",
         "the operator is not positive definite",
-    ),
-    "compiled": (
-        lambda: CompiledRecord(3, 2, 1, 12.0, 1e-7, 1024, {2: "it draws random numbers"}),
-        r"CompiledRecord\(2 of 3 batches, 1 shape, 12 s, error 1e-07\)",
-        "2 of 3 batches have a compiled pass. The others stay eager: it draws random numbers.",
     ),
     "newton": (
         newton,

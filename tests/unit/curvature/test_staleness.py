@@ -109,6 +109,15 @@ def test_no_false_alarm(layout: str) -> None:
     assert torch.equal(first[0].nan_to_num(), again[0].nan_to_num())
 
 
+def test_a_batch_changed_in_place_raises() -> None:
+    batches = [(X.clone(), LABELS)]
+    H, v = hodiff.HessianOperator(sum_of_cross_entropy, network(), data=batches), draw(39)
+    H @ v
+    batches[0][0].add_(1)
+    with pytest.raises(hodiff.GraphError, match="was changed in place after it was used"):
+        H @ v
+
+
 # --- what an evaluation leaves behind ---------------------------------------------------------------------------------
 
 
