@@ -106,11 +106,12 @@ def r1_penalty(
         Other code: GAN_stability, GigaGAN and lucidrains' StyleGAN2 leave out the half (their 10 is a gamma
         of 20); StyleGAN2-ADA uses gamma = 0.0002 · resolution² / batch, every 16 steps times 16.
     """
-    check_number(gamma, "gamma", least=0)
-    return gradient_penalty(
+    return _zero_centred(
         critic,
-        apart(real, detach, "real", _nesting.loss_recorded(create_graph)),
-        weight=gamma / 2,
+        real,
+        "real",
+        gamma,
+        detach,
         reduction=reduction,
         batch_ndim=batch_ndim,
         patch_reduction=patch_reduction,
@@ -170,8 +171,7 @@ def r2_penalty(
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         patch_reduction: As for `gradient_penalty`.
-        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
-            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
+        detach: As for `r1_penalty`.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
         return_outputs: Whether to return the critic's outputs too.
@@ -188,7 +188,7 @@ def r2_penalty(
         GraphError: As for `gradient_penalty`.
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
+        HodiffWarning: As for `r1_penalty`.
 
     Cost:
         That of `gradient_penalty`.
@@ -204,14 +204,15 @@ def r2_penalty(
         Mescheder, L. et al. (2018). arXiv:1801.04406; Huang, N. et al. (2024), R3GAN. arXiv:2501.05441.
         Other code: GAN_stability leaves out the half; WGAN-div (PyTorch-GAN) does not detach the samples.
     """
-    return r1_penalty(
+    return _zero_centred(
         critic,
-        apart(fake, detach, "fake", _nesting.loss_recorded(create_graph)),
-        gamma=gamma,
+        fake,
+        "fake",
+        gamma,
+        detach,
         reduction=reduction,
         batch_ndim=batch_ndim,
         patch_reduction=patch_reduction,
-        detach=False,
         create_graph=create_graph,
         grad_scale=grad_scale,
         return_outputs=return_outputs,
@@ -220,3 +221,10 @@ def r2_penalty(
         args=args,
         kwargs=kwargs,
     )
+
+
+def _zero_centred(critic: Function, samples: Any, name: str, gamma: float, detach: bool | None, **options: Any) -> Any:
+    """Half of `gamma` times the squared norm of the gradient at samples, which errors call `name`."""
+    check_number(gamma, "gamma", least=0)
+    recorded = _nesting.loss_recorded(options["create_graph"])
+    return gradient_penalty(critic, apart(samples, detach, name, recorded), weight=gamma / 2, **options)
