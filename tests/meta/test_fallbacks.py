@@ -8,7 +8,7 @@ from tests.meta.source import library_files, module_name, tree
 # Classes of exceptions that mean one thing each.
 NARROW = {
     "ByNoRoute", "GraphError", "HodiffError", "ImportError", "InputError", "NoRule", "StopIteration",
-    "SyntaxError", "SystemExit", "TooMany", "TooWide", "_Several", "hodiff.GraphError",
+    "SyntaxError", "SystemExit", "TooMany", "TooWide", "hodiff.GraphError",
     "importlib.metadata.PackageNotFoundError", "torch.OutOfMemoryError",
 }  # fmt: skip
 

@@ -188,6 +188,10 @@ class Graph:
         """Whether `f` drew random numbers (from PyTorch's default generators)."""
         return self._lending.drew_random()
 
+    def restart(self) -> None:
+        """Let `f`, when it is called once more, draw the random numbers that it drew."""
+        self._lending.restart()
+
     def hooked(self) -> bool:
         """Whether `f` registered a hook, on a tensor or a node of its graph."""
         return self._lending.hooks.registered()

@@ -12,7 +12,6 @@ from torch import Tensor
 from hodiff._core import _checks, _compiled_callers, _modes, _nesting, _reverse, _tree
 from hodiff._core._graph import detached
 from hodiff._core._options import is_set
-from hodiff._core._random_state import RandomState
 from hodiff.calculus._along import entries
 from hodiff.errors import InputError
 from hodiff.fields._expand import Common, FieldCall, Method, choose, released
@@ -193,17 +192,8 @@ def _found(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
         return choose(call, jets, reverse)
     if call.method != "auto" or isinstance(call.f, Tensor) or torch.compiler.is_compiling():
         return choose(call, jets, reverse, prefer="reverse")
-    random = RandomState.of(call.x.device)
-    few = 1 + _expansions(wanted)
-    try:
-        return choose(call, jets, lambda: _by_reverse(call, wanted, most=few), prefer="reverse")
-    except _Several:
-        random.restore()
-        return choose(call, jets, reverse)
-
-
-class _Several(Exception):
-    """There are so many outputs that Taylor mode is faster: it takes them together."""
+    found = _by_reverse(call, wanted, most=1 + _expansions(wanted))
+    return choose(call, jets, reverse) if found is None else call.finish(found)  # jets take many outputs together
 
 
 def _expansions(wanted: Sequence[Index]) -> int:
@@ -212,8 +202,11 @@ def _expansions(wanted: Sequence[Index]) -> int:
     return sum(not any(powers < other for other in mixed.values()) for powers in mixed.values())
 
 
-def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = None) -> dict[Index, Tensor]:
-    """Nested passes along the prefixes of the sorted indices; a component of f at a time, up to so many."""
+def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = None) -> dict[Index, Tensor] | None:
+    """Nested passes along the prefixes of the sorted indices, a component of f at a time.
+
+    Of more components than `most` none: f is to be evaluated by another route, which draws the same random numbers.
+    """
     prefixes = sorted({each[:k] for each in wanted for k in range(len(each) + 1)}, key=len)
     inner = {each[:-1] for each in prefixes if each}
     order = max(len(each) for each in wanted)
@@ -222,7 +215,8 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
         _push.check_batch(output, call.batch)
         columns = entries(output, call.batch_ndim)
         if most is not None and len(columns) > most and order:
-            raise _Several
+            ev.restart()
+            return None
         tables = []
         for column in columns:
             table: dict[Index, Tensor] = {(): column}

@@ -436,6 +436,19 @@ def test_partials_of_several_outputs_that_are_not_recorded(x, method):
         agree(got, torch.stack(each, 1).detach())
 
 
+def test_partials_draw_once_whichever_route_is_chosen(x):
+    """The components are counted in an evaluation, which the one of the other route repeats."""
+    drawing = lambda x: torch.stack([smooth(x) * torch.rand(len(x), dtype=D), quartic(x), smooth(2 * x)], 1)
+    torch.manual_seed(0)
+    found = hodiff.partials(drawing, x, [(0,), (2, 2)])
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    factor = torch.rand(len(x), dtype=D)
+    assert torch.equal(after, torch.get_rng_state())
+    for index, got in zip(found.indices, found, strict=True):
+        agree(got[:, 0].detach(), factor * hodiff.partial(smooth, x, index).detach())
+
+
 def test_estimates_are_unbiased_and_their_error_is_what_they_say():
     x = torch.randn(1, 5, dtype=D).expand(4000, 5)
     A = torch.randn(5, 5, dtype=D)
