@@ -29,7 +29,6 @@ STANDING = {
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
     ("cli._operations", "here", "RuntimeError"): "what plain PyTorch refuses, which the command reports",
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
-    ("curvature._modes", "_holds_function", "ValueError"): "the cell of a closure that is not filled yet",
     ("curvature._signatures", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
     ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",
     ("graph._names", "Names._add", "(RuntimeError, ValueError)"): GETTER,

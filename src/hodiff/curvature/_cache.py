@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Self, TypeVar
@@ -17,7 +16,6 @@ from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._batch_graph import Builder, G
 from hodiff.curvature._data import NONE, Batches, check_total
-from hodiff.curvature._modes import says_training
 from hodiff.curvature._shares import Shares
 from hodiff.curvature._space import Parts, accumulate
 from hodiff.curvature._unchanged import Modules, Values
@@ -50,8 +48,7 @@ class GraphCache(Generic[G, B]):
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
         self._closed = False
-        functions = [value for value in vars(builder).values() if inspect.isroutine(value)]
-        self._modules = Modules(self.where, any(map(says_training, functions)))
+        self._modules = Modules(self.where)
         self._forget()
 
     def _forget(self) -> None:
@@ -319,7 +316,7 @@ class GraphCache(Generic[G, B]):
                 )
         found._forget()
         found._closed = False
-        found._modules = Modules(found.where, self._modules.modes_count)
+        found._modules = Modules(found.where)
         return found
 
     def closed(self) -> Self:

@@ -129,8 +129,8 @@ class HessianOperator(SummedOperator[GradientGraph]):
 
     Raises:
         InputError: Data that can be read only once; a bare mean of several batches; or as for `hodiff.hvp`.
-        GraphError: A changed or replaced parameter, a module switched between train() and eval() whose code says
-            `training` (`H.refresh()` starts anew), two passes over the data that disagree; or as for `hodiff.hvp`.
+        GraphError: A changed or replaced parameter, a module switched between train() and eval() (`H.refresh()` starts
+            anew), two passes over the data that disagree; or as for `hodiff.hvp`.
             Values are compared too, for what PyTorch does not count as a change (`p.data.mul_(2)`, NumPy): all
             entries of a tensor of up to 1024; of a larger one some 64 and the sum of all as bits, so that
             exchanging others of its entries remains unseen. Buffers, and what `f` reaches besides the

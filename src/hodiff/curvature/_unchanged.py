@@ -13,22 +13,16 @@ from hodiff._core import _claims
 from hodiff._core._assembly import modules_below
 from hodiff._core._where import Where
 from hodiff.curvature._fingerprint import Fingerprint
-from hodiff.curvature._modes import follows_mode
 from hodiff.errors import GraphError
 
 
 class Modules:
-    """The modules of a point, each by its parameters and parts, by identity, and by its mode where that counts.
+    """The modules of a point, each by its mode, and by its parameters and parts, by identity."""
 
-    Attributes:
-        modes_count: Whether the mode of every module counts: a function reads it.
-    """
-
-    def __init__(self, where: Where, modes_count: bool) -> None:
-        self.modes_count = modes_count
+    def __init__(self, where: Where) -> None:
         roots = [owned.module for owned in where.owned]
         with _claims.lock:  # `modules_below` waits for other threads; after it none of them puts leaves in
-            self._assemblies = {module: self._assembly(module) for module in modules_below(roots)}
+            self._assemblies = {module: _assembly(module) for module in modules_below(roots)}
 
     def check(self) -> None:
         """Raise where a module is put together otherwise than it was."""
@@ -36,7 +30,7 @@ class Modules:
             if _claims.claimed(self._assemblies):
                 return
             for module, assembly in self._assemblies.items():
-                if self._assembly(module) != assembly:
+                if _assembly(module) != assembly:
                     break
             else:
                 return
@@ -45,9 +39,9 @@ class Modules:
             "and eval() switched; H.refresh() evaluates it as it is now."
         )
 
-    def _assembly(self, module: nn.Module) -> tuple[Any, ...]:
-        mode = (self.modes_count or follows_mode(module)) and module.training
-        return (mode, *map(id, module._parameters.values()), *map(id, module._modules.values()))
+
+def _assembly(module: nn.Module) -> tuple[Any, ...]:
+    return (module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
 
 
 class _Look(threading.local):

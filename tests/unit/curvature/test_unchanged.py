@@ -24,8 +24,7 @@ def test_it_is_read_when_no_other_thread_has_it():
     m = nn.Linear(2, 2)
     where, seen = Where(m), []
     loan = lent(m)
-    read = lambda: seen.append(Modules(where, modes_count=False))
-    thread = threading.Thread(target=read, daemon=True)
+    thread = threading.Thread(target=lambda: seen.append(Modules(where)), daemon=True)
     thread.start()
     thread.join(0.1)
     assert seen == []
@@ -36,7 +35,7 @@ def test_it_is_read_when_no_other_thread_has_it():
 
 def test_a_loan_that_ends_while_it_is_compared_is_no_change(monkeypatch):
     m = nn.Linear(2, 2)
-    modules = Modules(Where(m), modes_count=False)
+    modules = Modules(Where(m))
     loan, claimed = lent(m), _claims.claimed
 
     def ending(found):
