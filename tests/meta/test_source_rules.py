@@ -33,6 +33,23 @@ def test_what_the_library_makes_says_on_which_device():
                 assert said or (path.name, made) in ANYWHERE, f"{where(path, node.lineno)}: {made}"
 
 
+PACKS = 10
+
+
+def test_a_statement_says_one_thing():
+    """A swap, or what a call returns as a tuple, is one; three values that are packed to be unpacked are three."""
+    packs, nested = [], []
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) >= 3:
+                packs += [where(path, node.lineno) for target in node.targets if isinstance(target, ast.Tuple)]
+            if isinstance(node, ast.IfExp):
+                inner = [each for part in (node.test, node.body, node.orelse) for each in ast.walk(part)]
+                nested += [where(path, node.lineno) for each in inner if isinstance(each, ast.IfExp)][:1]
+    assert len(packs) <= PACKS, packs
+    assert not nested, "a conditional expression inside another; write an if statement"
+
+
 def test_no_benchmark_catches_an_exception():
     """What cannot run is said by a condition; a row that hides a crash reads like one that has nothing to say."""
     for path in (ROOT / "benchmarks").rglob("*.py"):

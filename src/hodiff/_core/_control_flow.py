@@ -65,7 +65,9 @@ def _associative_scan(combine_fn: Any, xs: Sequence[Tensor], additional_inputs: 
 
 
 def _scan(combine_fn: Any, init: Sequence[Any], xs: Sequence[Tensor], additional_inputs: Sequence[Any]) -> Any:
-    carry, outputs, structure = list(init), [], None
+    carry = list(init)
+    outputs = []
+    structure = None
     for row in _rows(xs):
         found, structure = _pytree.tree_flatten(combine_fn(*carry, *row, *additional_inputs))
         carry = found[: len(init)]

@@ -15,10 +15,13 @@ from hodiff._core._graph import Graph
 
 def filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones)."""
-    return [
-        torch.zeros_like(leaf) if part is None else part if part.layout is leaf.layout else part.to_dense()
-        for part, leaf in zip(found, inputs, strict=True)
-    ]
+    dense: list[Tensor] = []
+    for part, leaf in zip(found, inputs, strict=True):
+        if part is None:
+            dense.append(torch.zeros_like(leaf))
+        else:
+            dense.append(part if part.layout is leaf.layout else part.to_dense())
+    return dense
 
 
 def connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:

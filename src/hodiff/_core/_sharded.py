@@ -33,7 +33,11 @@ def check_tensor(value: Tensor, name: str) -> None:
 
 def check_vectors(value: Any, name: str) -> None:
     """Raise for vectors that are DTensors, alone or in a container."""
-    leaves = value.values() if isinstance(value, dict) else value if _tree.is_container(value) else (value,)
+    leaves: Any = (value,)
+    if isinstance(value, dict):
+        leaves = value.values()
+    elif _tree.is_container(value):
+        leaves = value
     if any(map(_tree.is_container, leaves)):
         leaves = _tree.flatten(value, name)[0]
     for leaf in leaves:

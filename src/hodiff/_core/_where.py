@@ -46,12 +46,18 @@ class Where:
         self.name = name
         if isinstance(value, Tensor):  # the commonest point, kept free of any overhead
             _checks.check_real_tensor(value, name)
-            self.tensors, self.names, self.owned = [value], [name], []
-            self._argument_items, self._argument_tree, self._result_tree = [None], _tree.LEAF, _tree.LEAF
+            self.tensors = [value]
+            self.names = [name]
+            self.owned = []
+            self._argument_items = [None]
+            self._argument_tree = _tree.LEAF
+            self._result_tree = _tree.LEAF
             return
         if value is _checks.MISSING:
             raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_checks.called()}(f, {name}).")
-        self.tensors, self.names, self.owned = [], [], []
+        self.tensors = []
+        self.names = []
+        self.owned = []
         if isinstance(value, (nn.Module, Selection)):
             self._argument_items, self._argument_tree = [_given(value)], _tree.LEAF
             self._result_tree = self._add_module(value, name, single=True)

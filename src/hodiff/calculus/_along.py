@@ -46,7 +46,9 @@ def by_entries(
     """
     vectors = vectors.clone() if vectors.is_inference() else vectors
     columns = entries(output, ev.batch_ndim)
-    seconds, firsts, drifts = [], [], []
+    seconds = []
+    firsts = []
+    drifts = []
     for k, entry in enumerate(columns):
         (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
         seconds.append(_seconds(ev, gradient, vectors, chunk_size, more=k < len(columns) - 1))

@@ -112,7 +112,9 @@ class Samples:
     """The user's function at a batch, or at some samples of it."""
 
     def __init__(self, f: Callable[..., Any], batch: Any) -> None:
-        self._f, self._whole, self._seen = f, batch, batch
+        self._f = f
+        self._whole = batch
+        self._seen = batch
 
     def __call__(self, where: Any, *args: Any, **kwargs: Any) -> Any:
         return self._f(where, self._seen, *args, **kwargs)

@@ -50,7 +50,9 @@ class Basis:
         self.vectors = torch.empty((room + 1, like.numel()), dtype=like.dtype, device=like.device)
         self.projection = torch.zeros((room + 1, room + 1), dtype=torch.float64, device="cpu")
         self._eps = eps  # of the products; the basis may be more precise
-        self.size, self.scale, self.exhausted = 0, scale, False
+        self.size = 0
+        self.scale = scale
+        self.exhausted = False
         if isinstance(start, Tensor):
             torch.div(start, start.norm(), out=self.vectors[0])
         else:

@@ -44,7 +44,10 @@ class GraphCache(Generic[G, B]):
     ) -> None:
         _memory.check_budget(memory_budget)
         self.shares = shares
-        self.builder, self._point, self._batches, self._budget = builder, point, batches, memory_budget
+        self.builder = builder
+        self._point = point
+        self._batches = batches
+        self._budget = memory_budget
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
         self._closed = False
@@ -193,7 +196,9 @@ class GraphCache(Generic[G, B]):
         if len(self._graphs) == count:
             yield from list(self._graphs.values())
             return
-        value, weight, scale = 0.0, 0.0, 1e-30
+        value = 0.0
+        weight = 0.0
+        scale = 1e-30
         for number, batch in enumerate(self._batches):
             graph = self._graphs.get(number)
             if graph is None:

@@ -38,7 +38,10 @@ class Batches:
         self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False, shared: bool = False
     ) -> None:
         check_data(data)
-        self._data, self._device, self._progress, self.shared = data, device, progress, shared
+        self._data = data
+        self._device = device
+        self._progress = progress
+        self.shared = shared
         self._kept: list[Any] | None = None
         listed = isinstance(data, Sequence) and not isinstance(data, str)
         self._keep = keep and not listed
@@ -132,7 +135,10 @@ class Weighted:
             )
         if batch_weight is not None and not batches.given:
             raise InputError("batch_weight: weighs batches, but no data= is given.")
-        self._batches, self._weight, self._name, self._bare = batches, batch_weight, name, bare
+        self._batches = batches
+        self._weight = batch_weight
+        self._name = name
+        self._bare = bare
         self._warned, self._units = False, 0
 
     def __call__(self, returned: Any, batch: Any, number: int) -> tuple[Any, Any]:

@@ -140,7 +140,9 @@ def _estimate(
 ) -> tuple[Tensor, Tensor | None]:
     """Mean and standard error of z * Az, by running sums of squared deviations (Welford, block by block)."""
     mean = operator._domain.zeros_flat(operator.shape[0]).to(sum_dtype(operator.dtype))
-    squares, done, unit = torch.zeros_like(mean), 0, mean
+    squares = torch.zeros_like(mean)
+    done = 0
+    unit = mean
     so_far: tuple[Tensor, Tensor | None] = mean, None
     while done < drawn.number:
         count = min(BLOCK, drawn.number - done)

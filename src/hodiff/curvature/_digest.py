@@ -50,5 +50,6 @@ def _words(part: Tensor, rows: int) -> Tensor:
     line, size = part.reshape(-1), part.element_size()
     if line.stride(0) != 1:  # `.contiguous()` keeps the stride of a single entry, which bars a view of another dtype
         line = line.clone(memory_format=torch.contiguous_format)
-    bits = line.view(torch.int32) if size >= 4 else line.view(torch.int16 if size == 2 else torch.int8).to(torch.int32)
-    return bits.view(rows, -1)
+    if size >= 4:
+        return line.view(torch.int32).view(rows, -1)
+    return line.view(torch.int16 if size == 2 else torch.int8).to(torch.int32).view(rows, -1)

@@ -55,7 +55,9 @@ class LeastSquares:
     """min |e - H y|, with e = (size, 0, 0, ...) and H of Hessenberg form, column by column, by rotations."""
 
     def __init__(self, size: float, eps: float) -> None:
-        self._right, self._eps, self._largest = [size], eps, 0.0
+        self._right = [size]
+        self._eps = eps
+        self._largest = 0.0
         self._columns: list[list[float]] = []
         self._rotations: list[tuple[float, float]] = []
 

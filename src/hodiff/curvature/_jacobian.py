@@ -129,7 +129,9 @@ class JacobianOperator(DataOperator[Linearised]):
         """J' u: each batch takes its rows of u."""
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         graphs = self._graphs
-        single, start, total = graphs.batches == 1, 0, None
+        single = graphs.batches == 1
+        start = 0
+        total = None
         lengths, numbers = _outputs(graphs).lengths, itertools.count()
         for graph in graphs:  # `enumerate` would hold each while the next is built
             stop = start + lengths[next(numbers)]

@@ -74,7 +74,12 @@ def minres(
     if beta <= 0:
         raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
     beta = first = beta**0.5
-    phi, beta_old, epsilon, dbar, cs, sn = beta, 0.0, 0.0, 0.0, -1.0, 0.0
+    phi = beta
+    beta_old = 0.0
+    epsilon = 0.0
+    dbar = 0.0
+    cs = -1.0
+    sn = 0.0
     w, w_old = torch.zeros_like(b), torch.zeros_like(b)
     # phi is the residual in the preconditioner's norm; the caller looks at the true one.
     unit = float(b.norm()) / first
@@ -91,7 +96,9 @@ def minres(
         beta_old, beta = beta, max(dot(r2, y), 0.0) ** 0.5
         scale = max(scale, abs(alpha), beta)
         epsilon_old, delta = epsilon, cs * dbar + sn * alpha
-        gbar, epsilon, dbar = sn * dbar - cs * alpha, sn * beta, -cs * beta
+        gbar = sn * dbar - cs * alpha
+        epsilon = sn * beta
+        dbar = -cs * beta
         gamma = max(math.hypot(gbar, beta), eps * scale * 1e-3, 1e-300)
         cs, sn = gbar / gamma, beta / gamma
         step, phi = cs * phi, sn * phi

@@ -52,7 +52,9 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     if not bool(lengths.all()):
         raise InputError("vectors: one of them is zero, from which no Lanczos process begins.")
     torch.div(rows, lengths, out=basis[:, 0])
-    norms, unit, scale = rows.new_zeros(count), 0.0, 0.0  # the unit is known with the first product
+    norms = rows.new_zeros(count)
+    unit = 0.0  # known with the first product
+    scale = 0.0
     for j in range(steps):
         v, image = basis[:, j], _products(operator, basis[:, j])
         unit = unit or power_of_two(image) or 1.0
@@ -91,7 +93,9 @@ class Overlaps:
     """
 
     def __init__(self, diagonal: Tensor, beside: Tensor, eps: float) -> None:
-        self._diagonal, self._beside, self._eps = diagonal, beside, eps
+        self._diagonal = diagonal
+        self._beside = beside
+        self._eps = eps
         self._now = torch.ones(
             (len(diagonal), 1), dtype=torch.float64, device="cpu"
         )  # v_j'v_k of the last vector, for k <= j
@@ -100,7 +104,9 @@ class Overlaps:
 
     def lost(self, j: int, scale: float) -> list[int]:
         """The processes whose vector j + 1 has to be made orthogonal to those before; that is taken to be done."""
-        alpha, beta, now = self._diagonal[:, : j + 1], self._beside[:, : j + 1], self._now
+        alpha = self._diagonal[:, : j + 1]
+        beta = self._beside[:, : j + 1]
+        now = self._now
         terms = torch.zeros_like(now)
         if j:
             inner = terms[:, :j]

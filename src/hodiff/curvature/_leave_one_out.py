@@ -21,7 +21,9 @@ def xtrace(operator: LinearOperator, rows: Tensor, *, gaussian: bool) -> tuple[T
     omega, images, unit = _doubled(operator, rows)
     q, r = torch.linalg.qr(images)
     z = flat_product(operator, q.T).T.to(q) / unit
-    w, h, t = q.T @ omega, q.T @ z, z.T @ omega
+    w = q.T @ omega
+    h = q.T @ z
+    t = z.T @ omega
     squares = omega.square().sum(0) if gaussian else None
 
     def estimates(some: Tensor) -> Tensor:
@@ -104,7 +106,9 @@ def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor | None
     q, r = torch.linalg.qr(images)
     s = _directions(r)
     z = flat_product(operator.T, q.T).T.to(q) / unit
-    p, m, length = q @ s, z @ s, (s * r).sum(0)
+    p = q @ s
+    m = z @ s
+    length = (s * r).sum(0)
     known = (q * z).sum(1, keepdim=True)  # diag(Q Q'A)
     mine = omega * p * length  # ω times what the others leave of A ω
     found = known - p * m + mine

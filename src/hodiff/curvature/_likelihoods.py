@@ -22,7 +22,9 @@ class PairHessian(OutputCurvature):
     """Of two outputs that meet entry by entry: a symmetric matrix of two rows for each."""
 
     def __init__(self, first: Tensor, mixed: Tensor | float, second: Tensor) -> None:
-        self._first, self._mixed, self._second = first, mixed, second
+        self._first = first
+        self._mixed = mixed
+        self._second = second
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
         """See `OutputCurvature`."""

@@ -34,7 +34,9 @@ class SoftmaxHessian(OutputCurvature):
     r"""Of cross-entropy, for each position: \(s\,(\operatorname{diag} p - p p^\top)\)."""
 
     def __init__(self, p: Tensor, scale: Tensor, classes: int) -> None:
-        self.p, self._scale, self.dim = p, scale, classes - p.ndim  # counted from the end
+        self.p = p
+        self._scale = scale
+        self.dim = classes - p.ndim  # counted from the end
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
         """See `OutputCurvature`."""

@@ -21,8 +21,12 @@ from hodiff.curvature._records import NewtonRecord
 from hodiff.curvature._trust_region import steihaug
 from hodiff.errors import GraphError, InputError
 
-SUFFICIENT, POOR, GOOD = 1e-4, 0.25, 0.75
-"""What part of the promised decrease a step must keep to be taken; to keep the radius; to double it."""
+SUFFICIENT = 1e-4
+"""What part of the promised decrease a step must keep to be taken."""
+POOR = 0.25
+"""What part it must keep for the radius to stay."""
+GOOD = 0.75
+"""What part it must keep for the radius to double."""
 
 
 class NewtonCG(torch.optim.Optimizer):

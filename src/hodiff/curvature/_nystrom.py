@@ -97,7 +97,9 @@ class NystromOperator(LinearOperator):
 
     def __init__(self, domain: Space, vectors: Tensor, values: Tensor, shift: float, live: str) -> None:
         super().__init__()
-        self._space, self._shift, self._own = domain, shift, live
+        self._space = domain
+        self._shift = shift
+        self._own = live
         dtype = sum_dtype(domain.dtype)
         self._vectors = vectors.to(dtype)
         self._rest = 1 / (float(values[-1]) + shift)

@@ -495,7 +495,9 @@ class AffineOperator(LinearOperator):
 
     def __init__(self, inner: LinearOperator, factor: float, shift: float = 0.0) -> None:
         super().__init__(inner)
-        self._inner, self._factor, self._shift = inner, factor, shift
+        self._inner = inner
+        self._factor = factor
+        self._shift = shift
 
     @property
     def _domain(self) -> Space:

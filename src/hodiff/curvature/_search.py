@@ -47,10 +47,18 @@ class Search:
         symmetric: bool,
         name: str,
     ) -> None:
-        self._operator, self._k, self._which, self._rtol = operator, k, which, rtol
-        self._room, self._limit, self._generator, self._look = room, limit, source(operator, generator), look
+        self._operator = operator
+        self._k = k
+        self._which = which
+        self._rtol = rtol
+        self._room = room
+        self._limit = limit
+        self._generator = source(operator, generator)
+        self._look = look
         self._symmetric, self._name = symmetric, name
-        self.scale, self.complete, self.unit = 0.0, False, 0.0
+        self.scale = 0.0
+        self.complete = False
+        self.unit = 0.0
         # Products round as the operator does; a basis that rounds less keeps the residuals at that level.
         double = sum_dtype(operator.dtype) if operator.device.type == "mps" else torch.float64
         self._eps = torch.finfo(operator.dtype).eps

@@ -246,7 +246,9 @@ class Measured:
     """
 
     def __init__(self, product: Product) -> None:
-        self._product, self.unit, self._known = product, 1.0, False
+        self._product = product
+        self.unit = 1.0
+        self._known = False
 
     def __call__(self, v: Tensor) -> Tensor:
         image = self._product(v)
@@ -312,7 +314,11 @@ class System:
         eps: float,
         show: Callable[[Tensor, Callable[[], Tensor], float], None],
     ) -> None:
-        self._method, self._product, self._inverse, self._eps, self._show = method, product, inverse, eps, show
+        self._method = method
+        self._product = product
+        self._inverse = inverse
+        self._eps = eps
+        self._show = show
 
     def _run(self, x: Tensor, r: Tensor, tolerance: float, left: Callable[[], int]) -> Run:
         show: Show = functools.partial(self._show, x)

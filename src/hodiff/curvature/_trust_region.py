@@ -51,7 +51,10 @@ def steihaug(
         check_finite(torch.tensor(curvature, device="cpu"), "NewtonCG")
         to_boundary = _to_boundary(s, d, radius)
         length = rr / curvature if curvature > 0 else math.inf
-        end = "negative curvature" if curvature <= 0 else "boundary" if length >= to_boundary else "budget"
+        if curvature <= 0:
+            end = "negative curvature"
+        elif length >= to_boundary:
+            end = "boundary"
         length = min(length, to_boundary)
         s, image = torch.add(s, d, alpha=length), torch.add(image, turned, alpha=length)
         if end != "budget":
@@ -64,6 +67,8 @@ def steihaug(
 
 def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:
     """The positive t with |s + t d| = radius, by the root that does not cancel."""
-    dd, sd, gap = dot(d, d), dot(s, d), max(0.0, radius**2 - dot(s, s))
+    dd = dot(d, d)
+    sd = dot(s, d)
+    gap = max(0.0, radius**2 - dot(s, s))
     root = math.sqrt(sd**2 + dd * gap)
     return gap / (sd + root) if sd > 0 else (root - sd) / dd

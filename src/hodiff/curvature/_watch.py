@@ -27,7 +27,9 @@ class Watch:
             raise InputError(
                 f"callback: is a {type(callback).__name__}; expected a function of the record as it stands."
             )
-        self._operator, self._before, self._callback = operator, operator.products, callback
+        self._operator = operator
+        self._before = operator.products
+        self._callback = callback
         self._bar = _bar(name, total) if progress else None
         self._together = together(operator)
 

@@ -76,7 +76,9 @@ class Derivatives:
     """What `derivatives_of` returns: `d[0, 1]` is a derivative of the tensor, computed at the first look."""
 
     def __init__(self, u: Tensor, x: Tensor, batch_ndim: int) -> None:
-        self._u, self._x, self._batch_ndim = u, x, batch_ndim
+        self._u = u
+        self._x = x
+        self._batch_ndim = batch_ndim
         self._found: dict[Index, Tensor] = {(): u}
         self._gradients: dict[Index, Tensor] = {}
 

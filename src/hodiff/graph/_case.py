@@ -213,7 +213,9 @@ class Explanation:
     watched: bool = False
 
     def __str__(self) -> str:
-        likely = "" if self.certain else " (likely)" if self.watched else f" ({self._likely})"
+        likely = ""
+        if not self.certain:
+            likely = " (likely)" if self.watched else f" ({self._likely})"
         return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -94,10 +94,14 @@ def no_graph(case: Case) -> Explanation | None:
     silenced = _silenced(line)
     if silenced:
         text.append(f"  no gradient reaches: {', '.join(silenced)}")
-    if not certain:
-        fix = ""
-    else:
+    fix = ""
+    if certain:
         fix = fix_of(kind, line, call) if line is None else _fix(case, Lost(kind, line, call), beside)
+    unknown: tuple[str, ...] = ()
+    if beside:
+        unknown = _which(beside)
+    elif not fix:
+        unknown = (_ask(case, kind, line, made),)
     return case.explanation(
         CAUSES.get(kind, kind),
         variable=variable,
@@ -105,7 +109,7 @@ def no_graph(case: Case) -> Explanation | None:
         text=tuple(text),
         reason=KINDS[kind],
         fixes=(fix,) if fix else (),
-        unknown=_which(beside) if beside else () if fix else (_ask(case, kind, line, made),),
+        unknown=unknown,
         certain=certain,
     )
 
@@ -204,8 +208,9 @@ def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
 
 def _requires_grad(value: object) -> bool:
     """Whether a tensor requires grad, or a parameter of a module."""
-    tensors = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
-    return any(tensor.requires_grad for tensor in tensors)
+    if isinstance(value, nn.Module):
+        return any(parameter.requires_grad for parameter in value.parameters())
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _where_lost(case: Case, tensor: Tensor, variable: str) -> tuple[str, Line | None, str, bool]:
@@ -242,8 +247,11 @@ def _input_without_grad(case: Case) -> Explanation | None:
     name = variable or "input"
     text = [f"the input `{name}` does not require grad, so no graph leads to it"]
     others = [f"`{other}`" for tensor in missing[1:] if (other := case.names.of(tensor))]
-    text += [f"  nor does     {', '.join(others[:SHOWN])}{' ...' if len(others) > SHOWN else ''}"] if others else []
-    text += [f"  failing call {quoted(case.line)}"] if case.line is not None else []
+    if others:
+        more = " ..." if len(others) > SHOWN else ""
+        text.append(f"  nor does     {', '.join(others[:SHOWN])}{more}")
+    if case.line is not None:
+        text.append(f"  failing call {quoted(case.line)}")
     leave = (
         "give the call what requires grad alone, [p for p in inputs if p.requires_grad], and update no other with it."
     )

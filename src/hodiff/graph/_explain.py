@@ -221,7 +221,9 @@ class _At:
 
     def __init__(self, traceback: TracebackType) -> None:
         frame = traceback.tb_frame
-        self.f_code, self.f_globals, self.f_back = frame.f_code, frame.f_globals, frame.f_back
+        self.f_code = frame.f_code
+        self.f_globals = frame.f_globals
+        self.f_back = frame.f_back
         self.f_lineno, self.f_locals = traceback.tb_lineno, frame.f_locals
 
 
@@ -258,4 +260,6 @@ def _given_tensors(traceback: TracebackType | None) -> list[Tensor]:
 
 def _given_inputs(traceback: TracebackType | None) -> list[Any] | None:
     value = _given(traceback).get("inputs")
-    return None if value is None else [value] if isinstance(value, Tensor) else list(value)
+    if value is None:
+        return None
+    return [value] if isinstance(value, Tensor) else list(value)

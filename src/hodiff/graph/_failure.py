@@ -264,7 +264,8 @@ def _freed(case: Case) -> str:
     """That part alone, where nothing tells which pass it was."""
     given = [f"`{name}`" for tensor in case.tensors if (name := case.names.of(tensor))]
     shown = ", ".join(_predict.label(node, case.names) for node in _freed_part(case)[:SHOWN])
-    return f"  the freed part{' of ' + ', '.join(given) if given else ''} begins at {shown}" if shown else ""
+    whose = f" of {', '.join(given)}" if given else ""
+    return f"  the freed part{whose} begins at {shown}" if shown else ""
 
 
 def _freed_by_f(case: Case) -> str:

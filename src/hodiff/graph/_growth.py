@@ -66,7 +66,9 @@ class _Trend:
     def step(self, level: int) -> bool:
         """Note the next count; whether it has risen twice as often as when this last was true."""
         if level > self.level:
-            self.level, self.rises, self.idle = level, self.rises + 1, 0
+            self.level = level
+            self.rises += 1
+            self.idle = 0
         elif level < self.level // 2:
             self.drops += 1
             self.level = level
@@ -84,7 +86,9 @@ class _Trend:
         return True
 
     def _restart(self) -> None:
-        self.rises, self.idle, self._look_at = 0, 0, RISES
+        self.rises = 0
+        self.idle = 0
+        self._look_at = RISES
 
 
 class _Line:
@@ -129,9 +133,13 @@ class Growth:
         line = self._lines.get(call.path)
         if line is None:
             line = self._lines[call.path] = _Line(call)
-        key, tags, sequence = self._key, _traits.tags, _traits.sequence
+        key = self._key
+        tags = _traits.tags
+        sequence = _traits.sequence
         first, last = line.first.place, line.last.place
-        token, leaves, again = _Token(), [], 0
+        token = _Token()
+        leaves = []
+        again = 0
         for node in nodes:
             if node.__class__ is _nodes.ACCUMULATE:
                 leaves.append(node)
@@ -195,7 +203,9 @@ class Growth:
         wanted = {token for ref in line.alive.values() if (token := ref()) is not None}
         holder = _holders.of(names, record, lambda node: _traits.tags(node).get(self._key), wanted)
         if holder is not None and holder.iterations * 2 > len(wanted):  # else several hold parts of it
-            kind = "gradient" if holder.variable.endswith(".grad") else "kept" if call.retained else "spent"
+            kind = "kept" if call.retained else "spent"
+            if holder.variable.endswith(".grad"):
+                kind = "gradient"
             self._grown[call.path, "held"] = Grown(kind, holder, call)
             return
         cycles = {call for ref, call in self._written.values() if (leaf := ref()) is not None and _has_graph(leaf)}

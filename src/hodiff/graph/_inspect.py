@@ -173,7 +173,7 @@ def _rows(graph: Graph) -> list[tuple[str, ...]]:
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
-    return "" if shape is None else str(tuple(shape)) if len(shape) != 1 else f"({shape[0]},)"
+    return "" if shape is None else str(tuple(shape))
 
 
 def inspect(*outputs: Tensor, names: Any = None) -> Graph:

@@ -17,7 +17,11 @@ from hodiff.graph._watch import Watch
 
 ROWS = 40
 MADE = sys.maxsize  # after the passes at the same place, which is that of the next node to be made
-WIDTH, MARGIN, TOP, HEIGHT, LETTERS = 440, 8, 52, 32, 58
+WIDTH = 440
+MARGIN = 8
+TOP = 52
+HEIGHT = 32
+LETTERS = 58
 """Of the picture: a row's text stands above its bars, so that it can be narrow."""
 ALONE = 366
 """Its width as an image of its own, which notebooks make of it: that of a phone, as it then cannot shrink."""

@@ -65,7 +65,9 @@ def _hoisted_or_carried(case: Case, variable: str) -> str:
             return "hoisted"
         if "." in name:
             writers = _writers(case, name)
-            return "carried" if writers - {"__init__"} else "hoisted" if writers else "cached"
+            if not writers:
+                return "cached"
+            return "carried" if writers - {"__init__"} else "hoisted"
         return ""
     return ""
 

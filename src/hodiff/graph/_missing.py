@@ -26,7 +26,9 @@ def second_derivative(case: Case) -> Explanation | None:
     compiled = "aot_autograd" in error or "donated" in error
     once = list(case.record.once()) if case.record is not None and "once_differentiable" in error else []
     names = [name for name, _ in once]
-    operation = found.group(1) if found else "a compiled function" if compiled else (names or _marked(nodes))[0]
+    operation = "a compiled function" if compiled else (names or _marked(nodes))[0]
+    if found:
+        operation = found.group(1)
     line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
     text = [f"no second derivative: {operation}"]
     if line is not None:

@@ -241,7 +241,9 @@ def _scalar(loss: Any, name: Any) -> Tensor:
 
 
 def _of_tensors(losses: dict[Any, Any], point: Where, options: _Options, release: bool) -> list[Row]:
-    given, graph, strict = list(losses.values()), options.create_graph, options.together
+    given = list(losses.values())
+    graph = options.create_graph
+    strict = options.together
     with Graph(call(given, point, passes=1, create_graph=graph, strict=strict)) as ev:
         scalars = {name: _scalar(loss, name) for name, loss in losses.items()}
         options.look(ev, scalars)
@@ -368,7 +370,9 @@ def _through(
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
 
 def _bare(

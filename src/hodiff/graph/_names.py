@@ -122,7 +122,10 @@ class Names:
             self._search(deque(start))
 
     def _of_frame(self, frame: FrameType, names: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
-        found, values, owners, code = [], self.values, self.owners, frame.f_code
+        found = []
+        values = self.values
+        owners = self.owners
+        code = frame.f_code
         in_shell = _cells.is_shell(names)
         for name, value in list(names.items()):
             if (

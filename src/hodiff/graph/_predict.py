@@ -104,8 +104,8 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
 
 def tensors(value: Any, name: str) -> list[Tensor]:
     """A tensor, or a sequence of them, as a list."""
-    found = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, (list, tuple)) else None
-    if found is None or not found or not all(isinstance(item, Tensor) for item in found):
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not found or not all(isinstance(item, Tensor) for item in found):
         raise InputError(f"{name}: is a {type(value).__name__}; expected a tensor, or a list or tuple of tensors.")
     return found
 
@@ -127,7 +127,9 @@ def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Name
             doubtful = _saved.is_function(node) or reason in ("unknown", "missing")
             certain, possible = certain or not doubtful, possible or doubtful
             ask = _alike if certain else ask  # the verdict stands; what follows only words it
-    verdict = "fail" if certain else "maybe" if possible else "ok"
+    verdict = "ok"
+    if certain or possible:
+        verdict = "fail" if certain else "maybe"
     edge = _nodes.topmost(roots, bad) if bad and names is not None else []
     return Prediction(verdict, tuple(findings), tuple(label(node, names) for node in edge))
 

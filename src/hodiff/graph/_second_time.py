@@ -27,7 +27,9 @@ def left_behind(case: Case) -> Explanation | None:
 
 
 def _recorded(case: Case, evidence: Evidence) -> Explanation:
-    cause, part, freed = _causes.told(evidence), evidence.first, evidence.freed_by
+    cause = _causes.told(evidence)
+    part = evidence.first
+    freed = evidence.freed_by
     text = [f"shared part: {', '.join(_what(each) for each in evidence.parts[:SHOWN])}"]
     if part.created is not None:
         text.append(f"  created at   {quoted(part.created)}")

@@ -24,15 +24,13 @@ from torch.autograd.function import BackwardCFunction
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError
 
-ALIVE, STALE, FREED, PACKED, RELEASED, NONE, UNKNOWN = (
-    "alive",
-    "stale",
-    "freed",
-    "packed",
-    "released",
-    "none",
-    "unknown",
-)
+ALIVE = "alive"
+STALE = "stale"
+FREED = "freed"
+PACKED = "packed"
+RELEASED = "released"
+NONE = "none"
+UNKNOWN = "unknown"
 
 FREED_TEXT = "a second time"
 STALE_TEXT = "modified by an inplace operation"
@@ -147,7 +145,7 @@ def _packed(hook: Any) -> str:
     else:  # until torch 2.12 or so: a node that saves them
         saver = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
         states = {slot.state for slot in read_function(saver)} if saver is not None else {UNKNOWN}
-    return STALE if STALE in states else UNKNOWN if UNKNOWN in states else PACKED
+    return next((state for state in (STALE, UNKNOWN) if state in states), PACKED)
 
 
 def _unpacked(raw: Any) -> str:
@@ -197,8 +195,8 @@ def drop(node: Node) -> int:
             raws = getattr(node, name)
         except (RuntimeError, AttributeError):  # freed already
             continue
-        for raw in raws if isinstance(raws, tuple) else (raws,) if raws is not None else ():
-            if state_of(raw)[0] == ALIVE:  # a packed one has its hooks, and takes no second pair
+        for raw in raws if isinstance(raws, tuple) else (raws,):
+            if raw is not None and state_of(raw)[0] == ALIVE:  # a packed one has its hooks, and takes no second pair
                 raw.register_hooks(_forget, _raise_released)
                 dropped += 1
     return dropped

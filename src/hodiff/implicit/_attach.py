@@ -32,7 +32,9 @@ class Chain:
     """
 
     def __init__(self, system: System, values: Parts) -> None:
-        self.system, self.values, self.scale = system, values, Scale()
+        self.system = system
+        self.values = values
+        self.scale = Scale()
 
     def link(self, number: int, before: Sequence[Tensor], residual: Sequence[Tensor]) -> Parts:
         """The next x, from the last one and the residual there."""
@@ -58,7 +60,9 @@ class Scale:
         """The largest before in this pass; this one counts from now on."""
         now = torch._C._current_graph_task_id()
         if now != self._pass:
-            self._pass, self._largest, self.derived = now, 0.0, Scale()
+            self._pass = now
+            self._largest = 0.0
+            self.derived = Scale()
         before = self._largest
         self._largest = max(before, sum(float(part.detach().double().square().sum()) for part in v) ** 0.5)
         return before
@@ -97,7 +101,9 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, system: System, transposed: bool, scale: Scale, *v: Tensor) -> tuple[Tensor, ...]:
         least = scale.met(v)
-        ctx.system, ctx.transposed, ctx.scale = system, transposed, scale.derived
+        ctx.system = system
+        ctx.transposed = transposed
+        ctx.scale = scale.derived
         return tuple(system.solved(v, transposed=transposed, least=least))
 
     @staticmethod

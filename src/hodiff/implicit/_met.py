@@ -36,7 +36,9 @@ class Met(TorchFunctionMode):
         for tensor in self._new:
             if tensor.grad_fn is not None and any(id(v) in self._leaves for v in _nodes.leaves_below([tensor])):
                 del self.tensors[id(tensor)]
-        self._inside, self._leaves, self._new = {}, set(), []
+        self._inside = {}
+        self._leaves = set()
+        self._new = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -104,7 +104,9 @@ class Problem:
     def __init__(self, kind: Kind, where: Where, given: Given, order: int, line: Line) -> None:
         self.kind: Kind = kind
         self._random = RandomState.of(where.tensors[0].device)  # each evaluation draws what the first one drew
-        self._given, self._order, self._line = given, order, line
+        self._given = given
+        self._order = order
+        self._line = line
 
     def residual(self, asked: Call, at: Sequence[Tensor]) -> tuple[Graph, Parts]:
         """The residual at some leaves, and its graph."""

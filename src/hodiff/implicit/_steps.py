@@ -43,7 +43,9 @@ class Steps:
         *,
         first_order: bool,
     ) -> None:
-        self.where, self._update, self._first_order = where, update, first_order
+        self.where = where
+        self._update = update
+        self._first_order = first_order
         self._met: Met | None = None
         self._recorded, self._plain = (
             call(f, where, passes=1, create_graph=create_graph, args=args, kwargs=kwargs)
@@ -89,7 +91,9 @@ class Steps:
 
     def _take(self, now: Progress, batches: Sequence[Any]) -> Progress:
         """Some steps by gradients that are constants, of which no graph stays; the rule runs in the caller's mode."""
-        recorded, given, params = torch.is_grad_enabled(), self._plain, now.params
+        recorded = torch.is_grad_enabled()
+        given = self._plain
+        params = now.params
         with Graph(_with(given, batches[0]), self._begun(params)) as ev:
             for number, batch in enumerate(batches):
                 if number:

@@ -52,7 +52,9 @@ class Transposed(LinearOperator):
 
     def __init__(self, ev: Graph, residual: Parts, *, symmetric: bool) -> None:
         super().__init__()
-        self._ev, self._residual, self._symmetric = ev, residual, symmetric
+        self._ev = ev
+        self._residual = residual
+        self._symmetric = symmetric
         self._space = Space(ev.leaves, ev.where.names, ev.where.tree(), f"like {ev.where.name}")
         self._linear: tuple[Parts, Parts] | None = None
         self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
@@ -160,9 +162,14 @@ class System:
         products: int | None,
         order: int,
     ) -> None:
-        self.operator, self.name, self.line, self.order = operator, name, line, order
+        self.operator = operator
+        self.name = name
+        self.line = line
+        self.order = order
         self._method: Method = method
-        self._damping, self._preconditioner, self._products = damping, preconditioner, products
+        self._damping = damping
+        self._preconditioner = preconditioner
+        self._products = products
         # What is differentiated again has the errors of several solves in it.
         default = default_rtol(operator.dtype) * (1 if order == 1 else 1e-2)
         self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if rtol is None else rtol

@@ -40,12 +40,17 @@ class Plan:
     def __init__(
         self, f: Any, point: Point, order: int, pattern: Pattern, colors: Tensor, kind: str, options: dict[str, Any]
     ) -> None:
-        self.pattern, self.colors, self.kind = pattern, colors, kind
+        self.pattern = pattern
+        self.colors = colors
+        self.kind = kind
         self.products = int(colors.max()) + 1 if len(colors) else 0
         recover = {"star": _recover.symmetric, "rows": _recover.by_rows, "columns": _recover.by_columns}[kind]
         self.place = recover(pattern, colors)
         self._whole = pattern, self.place
-        self._f, self._point, self._order, self._options = f, point, order, options
+        self._f = f
+        self._point = point
+        self._order = order
+        self._options = options
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -265,7 +270,9 @@ class Point:
     def __init__(self, where: Where) -> None:
         self.shapes = [tensor.shape for tensor in where.tensors]
         self.size = sum(shape.numel() for shape in self.shapes)
-        self._names, self._tree, self._given = list(where.names), where.tree(), where.given_tree()
+        self._names = list(where.names)
+        self._tree = where.tree()
+        self._given = where.given_tree()
         self._owned = bool(where.owned)
         self._dtypes = [(tensor.device, tensor.dtype) for tensor in where.tensors]
 

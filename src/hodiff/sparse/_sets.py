@@ -32,7 +32,10 @@ class Sets:
     __slots__ = ("items", "rows", "start", "width")
 
     def __init__(self, rows: Tensor, start: Tensor, items: Tensor, width: int) -> None:
-        self.rows, self.start, self.items, self.width = rows, start, items, width
+        self.rows = rows
+        self.start = start
+        self.items = items
+        self.width = width
 
     @classmethod
     def empty(cls, count: int, width: int) -> Sets:
@@ -70,7 +73,10 @@ class Sets:
         """The elements of several, one after the other."""
         if len(parts) == 1:
             return parts[0]
-        rows, starts, ends, above = [], [_zeros(1)], 0, 0
+        rows = []
+        starts = [_zeros(1)]
+        ends = 0
+        above = 0
         for part in parts:
             rows.append(torch.where(part.rows > 0, part.rows + above, 0))
             starts.append(part.start[1:] + ends)  # the empty row of each goes along, unused but for the first

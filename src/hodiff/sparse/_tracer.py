@@ -53,7 +53,9 @@ class Memory:
     __slots__ = ("sets", "size", "storage")
 
     def __init__(self, storage: Any, sets: Sets, size: int) -> None:
-        self.storage, self.sets, self.size = weakref.ref(storage), sets, size
+        self.storage = weakref.ref(storage)
+        self.sets = sets
+        self.size = size
 
 
 class Operation:
@@ -68,7 +70,10 @@ class Operation:
     """
 
     def __init__(self, tracer: Tracer, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        self.tracer, self.function, self.args, self.kwargs = tracer, function, args, kwargs
+        self.tracer = tracer
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
         self.outputs = list(tensors_in(result))
         self.inputs = list(tensors_in((args, kwargs)))
         self.live = {id(t): tracer.read(t) for t in self.inputs if tracer.is_live(t)}
@@ -450,7 +455,9 @@ def _is_whole(tensor: Tensor, units: int) -> bool:
 
 def _places(tensor: Tensor) -> Tensor:
     """Where in memory each element of a tensor lies, counted in elements."""
-    offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+    offset = int(tensor.storage_offset())
+    shape = tensor.shape
+    stride = tensor.stride()
     if tensor.is_contiguous():
         return torch.arange(offset, offset + tensor.numel(), device="cpu")
     places = torch.full(shape, offset, device="cpu")

@@ -65,15 +65,18 @@ def matmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def product_of_matrices(expansion: Expansion, a: Series, b: Series) -> Series:
     """The convolution of two series of matrices or vectors."""
     row, column = a[0].ndim == 1, b[0].ndim == 1
-    a = _matrices(a, -2) if row else [a[0], *(None if c is None else _contracted(c, a[0].shape, -1) for c in a[1:])]
-    b = _matrices(b, -1) if column else [b[0], *(None if c is None else _contracted(c, b[0].shape, -2) for c in b[1:])]
+    a = _matrices(a, -2) if row else _contracted(a, -1)
+    b = _matrices(b, -1) if column else _contracted(b, -2)
     ndim = max(a[0].ndim, b[0].ndim)
     a = [a[0], *(None if c is None else aligned(c, ndim) for c in a[1:])]
     b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
     out = [convolved(expansion, a, b, k, _matmul) for k in range(expansion.order + 1)]
     if column:
         out = [None if c is None else c.squeeze(-1) for c in out]
-    return [None if c is None else c.squeeze(-2 if not column else -1) for c in out] if row else out
+    if row:
+        dim = -1 if column else -2
+        out = [None if c is None else c.squeeze(dim) for c in out]
+    return out
 
 
 def _matmul(a: Any, b: Any) -> Any:
@@ -86,7 +89,13 @@ def _matrices(series: Series, dim: int) -> Series:
     return [series[0].unsqueeze(dim), *(None if c is None else full(c, shape).unsqueeze(dim) for c in series[1:])]
 
 
-def _contracted(coefficient: Any, shape: Any, dim: int) -> Any:
+def _contracted(series: Series, dim: int) -> Series:
+    """Matrices, whose coefficients get the dimensions of matrices at full size."""
+    shape = series[0].shape
+    return [series[0], *(None if c is None else _full_matrices(c, shape, dim) for c in series[1:])]
+
+
+def _full_matrices(coefficient: Any, shape: Any, dim: int) -> Any:
     """A coefficient with the matrix dimensions at full size; the others may stay small."""
     coefficient = aligned(coefficient, len(shape))
     if coefficient.shape[-1] == shape[-1] and coefficient.shape[-2] == shape[-2]:
@@ -100,7 +109,9 @@ def _contracted(coefficient: Any, shape: Any, dim: int) -> Any:
 def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """X Wᵀ + b."""
     names = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias = names["input"], names["weight"], names.get("bias")
+    x = names["input"]
+    weight = names["weight"]
+    bias = names.get("bias")
     series = series_of(x, expansion)
     if belongs(weight, expansion) or (bias is not None and belongs(bias, expansion)):
         w = series_of(weight, expansion)

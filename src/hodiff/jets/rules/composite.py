@@ -29,7 +29,10 @@ def _root(total: Any, power: float = 0.5) -> Any:
 
 def _powers(x: Any, p: Any, dims: Any, keep: bool) -> Any:
     """Σ |x|^p."""
-    return (x.square() if p == 2 else torch.abs(x) if p == 1 else torch.abs(x) ** p).sum(dims, keepdim=keep)
+    if p == 2:
+        return x.square().sum(dims, keepdim=keep)
+    size = torch.abs(x)
+    return (size if p == 1 else size**p).sum(dims, keepdim=keep)
 
 
 def _norm(expansion: Expansion, total: Any, p: Any) -> Any:
@@ -142,7 +145,9 @@ def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def group_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A layer norm of each group of channels."""
     names = dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)) | kwargs
-    x, weight, bias = names["input"], names.get("weight"), names.get("bias")
+    x = names["input"]
+    weight = names.get("weight")
+    bias = names.get("bias")
     groups = x.reshape(x.shape[0], names["num_groups"], -1)
     centred = groups - groups.mean(-1, keepdim=True)
     normal = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + names.get("eps", 1e-5))
@@ -156,7 +161,9 @@ def group_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def rms_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Over the root of the mean square."""
     names = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
-    x, weight, eps = names["input"], names.get("weight"), names.get("eps")
+    x = names["input"]
+    weight = names.get("weight")
+    eps = names.get("eps")
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     dims = tuple(range(-len(names["normalized_shape"]), 0))
     normal = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
@@ -167,7 +174,9 @@ def rms_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Mean square deviation, with Bessel's correction unless told otherwise."""
     names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    x, dim, keep = names["input"], names.get("dim"), names.get("keepdim", False)
+    x = names["input"]
+    dim = names.get("dim")
+    keep = names.get("keepdim", False)
     if len(args) > 2 or isinstance(dim, bool):
         raise NoRule(operation(func), "with positional flags; use keywords")
     if dim is None:
@@ -192,13 +201,17 @@ def vector_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     names: dict[str, Any] = dict(zip(("input", first, "dim", "keepdim", "dtype"), args, strict=False))
     names |= kwargs
     x: Any = names.get("input", names.get("x", names.get("A")))
-    order, dim, keep = names.get(first), names.get("dim"), names.get("keepdim", False)
+    order = names.get(first)
+    dim = names.get("dim")
+    keep = names.get("keepdim", False)
     pair = (dim is None and x.ndim == 2) or (isinstance(dim, (tuple, list)) and len(dim) == 2)
     p: Any = 2 if order in (None, "fro") else order  # the Frobenius norm is the Euclidean one of all entries
     spectral = name == "linalg_norm" and pair and order not in (None, "fro")
     if spectral or isinstance(p, str) or p in (math.inf, -math.inf, 0) or names.get("dtype") is not None:
         raise NoRule(f"{name} of this kind")
-    dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    if dim is None:
+        dim = range(x.ndim)
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
     return _norm(expansion, _powers(x, p, dims, keep), p)
 
 
@@ -234,7 +247,10 @@ def distances(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def cosine_similarity(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The inner product of unit vectors."""
     names = dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)) | kwargs
-    a, b, dim, eps = names["x1"], names["x2"], names.get("dim", 1), names.get("eps", 1e-8)
+    a = names["x1"]
+    b = names["x2"]
+    dim = names.get("dim", 1)
+    eps = names.get("eps", 1e-8)
     size = lambda v: torch.clamp(_norm(expansion, v.square().sum(dim), 2), min=eps)  # noqa: E731
     return (a * b).sum(dim) / (size(a) * size(b))
 
@@ -250,7 +266,10 @@ def attention(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """softmax(q kᵀ / √d + mask) v."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
-    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    q = given["query"]
+    k = given["key"]
+    v = given["value"]
+    mask = given.get("attn_mask")
     if given.get("enable_gqa"):
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)

@@ -13,7 +13,7 @@ import torch
 from hodiff.jets import _jet
 from hodiff.jets._jet import belongs, series_of
 from hodiff.jets._registry import NoRule, listed, operation, rule
-from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination, ndim_of
+from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination, ndim_of, total
 from hodiff.jets.rules.batched import generic
 from hodiff.jets.rules.shape import assembled, dims_of, named, shifted, spread
 
@@ -30,7 +30,10 @@ def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     factor = alpha if name == "add" else -alpha
     a, b = series_of(a, expansion), series_of(b, expansion)
     if factor == 1 or b[1:] == [None] * expansion.order:
-        value = a[0] + b[0] if factor == 1 else a[0] - b[0] * -factor if factor != -1 else a[0] - b[0]
+        if factor == 1:
+            value = a[0] + b[0]
+        else:
+            value = a[0] - (b[0] if factor == -1 else b[0] * -factor)
         ndim = ndim_of(value)
         return [value, *(_sum(x, y, ndim) for x, y in zip(a[1:], b[1:], strict=True))]
     return linear_combination([(1, a), (factor, b)], expansion.order)
@@ -38,7 +41,7 @@ def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _sum(a: Any, b: Any, ndim: int) -> Any:
     a, b = (None if c is None else aligned(c, ndim) for c in (a, b))
-    return b if a is None else a if b is None else a + b
+    return total(a, b)
 
 
 @rule("linear", "subtract_operator")
@@ -120,7 +123,8 @@ def along_dim(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     else:
         given = list(args[1:])
         dim = rest.pop("dim", None)
-        dim = given.pop(0) if dim is None and given else (0 if dim is None else dim)
+        if dim is None:
+            dim = given.pop(0) if given else 0
         behind = (*given, *rest.values())
         call = lambda c, d: getattr(torch, name)(c, d, *_leading(name, behind, c, series))  # noqa: E731
     value = func(*((series[0], *args[1:]) if args else ()), **({**kwargs, "input": series[0]} if not args else kwargs))

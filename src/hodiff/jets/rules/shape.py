@@ -28,7 +28,9 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
     """Dimensions of the value as those of a coefficient; all of them where none is named."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(1, ndim + 1))
-    return [shifted(d, ndim) for d in ([dim] if isinstance(dim, int) else dim)] if ndim else []
+    if not ndim:
+        return []
+    return [shifted(d, ndim) for d in ([dim] if isinstance(dim, int) else dim)]
 
 
 def lifted(*names: str) -> Callable[[Lifted], Lifted]:

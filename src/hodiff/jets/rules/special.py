@@ -39,7 +39,9 @@ def where(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) + len(kwargs) < 3:
         return constant(expansion, func, args, kwargs)
     names = dict(zip(("condition", "input", "other"), args, strict=False)) | kwargs
-    condition, x, y = names["condition"], names["input"], names["other"]
+    condition = names["condition"]
+    x = names["input"]
+    y = names["other"]
     if isinstance(x, torch.Tensor) and condition is not x and func is torch.Tensor.where:
         condition, x = x, condition  # x.where(condition, y)
     condition = _jet.value_of(condition)

@@ -32,7 +32,9 @@ def product_added_to(op: Operation) -> Found:
 def _matmul(op: Operation, a: Tensor, b: Tensor) -> Sets | None:
     if a.ndim > 3 or b.ndim > 3 or (a.ndim == 3) != (b.ndim == 3):
         return None
-    rows, inner, columns = (a.shape[-2] if a.ndim > 1 else 1), a.shape[-1], (b.shape[-1] if b.ndim > 1 else 1)
+    rows = a.shape[-2] if a.ndim > 1 else 1
+    inner = a.shape[-1]
+    columns = b.shape[-1] if b.ndim > 1 else 1
     stack = a.shape[0] if a.ndim == 3 else 1
     if (b.shape[-2] if b.ndim > 1 else b.shape[0]) != inner:
         return None

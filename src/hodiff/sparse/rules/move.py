@@ -64,7 +64,9 @@ def along_dim(op: Operation) -> Found:
     """A gather along one dimension: where its index follows from the point, whichever entry of the line."""
     if not _has_variable_index(op):
         return moved(op)
-    source, output, dim = op.argument("self"), op.outputs[0], op.argument("dim")
+    source = op.argument("self")
+    output = op.outputs[0]
+    dim = op.argument("dim")
     sets = op.sets(source)
     if sets is None:
         return None
@@ -111,7 +113,9 @@ def _targets(op: Operation, base: Tensor, source: Tensor) -> tuple[Sets, Tensor,
         hit = None if op.is_variable(index) else places.gather(dim, index.cpu())
     else:  # index_add, index_copy
         part = source.shape
-        hit = None if op.is_variable(index) else places.index_select(dim, index.cpu()) if base.ndim else places
+        hit = None
+        if not op.is_variable(index):
+            hit = places.index_select(dim, index.cpu()) if base.ndim else places
     if hit is not None:
         return sets, hit.expand(part).reshape(-1), base.numel(), None
     lines, of_base = along(base.shape, [dim])
@@ -124,7 +128,9 @@ def _numbers(tensor: Tensor, shape: Any) -> Tensor:
 
 def masked_scatter(op: Operation) -> Found:
     """The entries of the source go where a mask is set, in order."""
-    base, mask, source = op.argument("self"), op.argument("mask"), op.argument("source")
+    base = op.argument("self")
+    mask = op.argument("mask")
+    source = op.argument("source")
     if op.is_variable(mask):
         return None
     kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
@@ -177,7 +183,9 @@ def _padded(op: Operation, numbers: Tensor) -> Tensor:
 
 def embedding_backward(op: Operation) -> Found:
     """Each row goes to the word that it stands for."""
-    gradient, indices, words = op.argument("grad_output"), op.argument("indices"), op.argument("num_weights")
+    gradient = op.argument("grad_output")
+    indices = op.argument("indices")
+    words = op.argument("num_weights")
     sets = op.sets(gradient)
     if sets is None or op.is_variable(indices):
         return None

@@ -98,7 +98,9 @@ def _through(sets: Sets, shape: Sequence[int], channels: int, conv: _Convolution
 
 def convolution(op: Operation) -> Found:
     """A convolution, or a transposed one."""
-    input, weight, bias = op.argument("input"), op.argument("weight"), op.argument("bias")
+    input = op.argument("input")
+    weight = op.argument("weight")
+    bias = op.argument("bias")
     (output,) = op.outputs
     if input.ndim != weight.ndim or (bias is not None and op.sets(bias) is not None):
         return None
@@ -114,7 +116,9 @@ def convolution(op: Operation) -> Found:
 
 def convolution_backward(op: Operation) -> Found:
     """What reaches the input goes back through the windows; each entry of a weight sees everything."""
-    gradient, input, weight = op.argument("grad_output"), op.argument("input"), op.argument("weight")
+    gradient = op.argument("grad_output")
+    input = op.argument("input")
+    weight = op.argument("weight")
     sets = op.sets(gradient)
     if sets is None or len(op.live) != 1 or input.ndim != weight.ndim:
         return None
