@@ -223,6 +223,7 @@ ENTERED: dict[str, Call] = {
     "cli/_transparent.py: Warnings": _entered(Warnings),
     "curvature/_data_operator.py: DataOperator": _closed,
     "curvature/_newton.py: Scope(_second_derivatives)": CALLS["NewtonCG"],
+    "curvature/_shares.py: _exchanging": _shared,
     "curvature/_shares.py: together": _shared,
     "curvature/_signatures.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
     "curvature/_unchanged.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),

@@ -483,7 +483,7 @@ def failure(error):
 
 
 def test_an_error_is_explained_once(monkeypatch):
-    monkeypatch.setattr(_why, "_explainers", [lambda failure: "because"])
+    monkeypatch.setattr(_why, "explainer", lambda failure: "because")
     error = GraphError("it fails.")
     for _ in range(2):
         _why.complete(failure(error))
@@ -499,7 +499,7 @@ def test_an_explanation_asks_for_no_other(monkeypatch):
             _why.complete(globals()["failure"](GraphError("another")))
         return "because"
 
-    monkeypatch.setattr(_why, "_explainers", [explain])
+    monkeypatch.setattr(_why, "explainer", explain)
     _why.complete(failure(GraphError("it fails.")))
     assert len(asked) == 1
 

@@ -40,10 +40,14 @@ class Graph:
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
         """With `leaves`, `f` is evaluated at those, of other values than the point's: a step on, a solution."""
-        self.call, self._at = call, leaves
-        self.where, self.owned = call.where, call.owned
-        self.create_graph, self.order = call.create_graph, call.order
-        self.batch_ndim, self.batch = call.batch_ndim, call.batch
+        self.call = call
+        self.where = call.where
+        self.owned = call.owned
+        self.create_graph = call.create_graph
+        self.order = call.order
+        self.batch_ndim = call.batch_ndim
+        self.batch = call.batch
+        self._at = leaves
         self.leaves: list[Tensor] = []
         self.outputs: Any = None
         self.aux: Any = None
@@ -101,7 +105,8 @@ class Graph:
     def kept(self) -> Graph:
         """The same graph, for passes whose results are detached and that leave it as it is."""
         other = copy.copy(self)
-        other.create_graph, other.call = False, self.call._replace(keep=True)
+        other.call = self.call._replace(keep=True)  # what is lent to a pass that calls back is lent as to `f`
+        other.create_graph = False
         return other
 
     def resumed(self) -> Lending:

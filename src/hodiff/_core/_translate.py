@@ -4,41 +4,55 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from hodiff._core import _near_zero, _sharded, _versions
 from hodiff.errors import GraphError
 
 _AS_PYTHON = "give hodiff the function, which runs it as the Python that it stands for, or use a Python"
 
+
+class WayOut(NamedTuple):
+    """An operation without a second derivative, in words, and what to do instead."""
+
+    operation: str
+    instead: str
+
+
 # Keyed by a piece of a node's name, lower case without underscores: the same key finds the forward
 # node (`CdistBackward0`), its derivative (`CdistBackwardBackward0`) and the engine's error text.
 _WAYS_OUT = {
-    "scaleddotproduct": (
-        "fused scaled_dot_product_attention; f switched it on itself, or the tensor was computed outside. Compute it "
-        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give hodiff the function, which does that"
+    "scaleddotproduct": WayOut(
+        "fused scaled_dot_product_attention",
+        "f switched it on itself, or the tensor was computed outside. Compute it under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give hodiff the function, which does that",
     ),
-    "cudnnrnn": (
-        "a cuDNN RNN; compute it under torch.backends.cudnn.flags(enabled=False), or give hodiff the function, "
-        "which does that"
+    "cudnnrnn": WayOut(
+        "a cuDNN RNN",
+        "compute it under torch.backends.cudnn.flags(enabled=False), or give hodiff the function, which does that",
     ),
-    "cdist": 'cdist; use compute_mode="use_mm_for_euclid_dist", or write (a[:, None] - b).square().sum(-1).sqrt()',
-    "pdist": "pdist; index the pairs and write their differences",
-    "embeddingbag": "embedding_bag; use nn.Embedding and reduce with .sum(-2) or .mean(-2)",
-    "ctcloss": "ctc_loss; there is no differentiable substitute in PyTorch",
-    "segmentreduce": "segment_reduce; use index_add",
-    "multimargin": "multi_margin_loss; write it with gather and clamp",
-    "multilabelmargin": "multilabel_margin_loss; write it with gather and clamp",
-    "hardsigmoid": "hardsigmoid; write (x / 6 + 0.5).clamp(0, 1)",
-    "compiledfunction": (
-        "a compiled function; compute it uncompiled, or give hodiff the function, which runs it eagerly"
+    "cdist": WayOut(
+        "cdist", 'use compute_mode="use_mm_for_euclid_dist", or write (a[:, None] - b).square().sum(-1).sqrt()'
     ),
-    "condautogradop": f"torch.cond; {_AS_PYTHON} `if`, or torch.where",
-    "whileloopautogradop": f"while_loop (torch._higher_order_ops); {_AS_PYTHON} loop",
-    "scanautogradop": f"scan (torch._higher_order_ops); {_AS_PYTHON} loop",
-    "flexattentionautogradop": (
-        "flex_attention; give hodiff the function, which writes it out, or use scaled_dot_product_attention"
+    "pdist": WayOut("pdist", "index the pairs and write their differences"),
+    "embeddingbag": WayOut("embedding_bag", "use nn.Embedding and reduce with .sum(-2) or .mean(-2)"),
+    "ctcloss": WayOut("ctc_loss", "there is no differentiable substitute in PyTorch"),
+    "segmentreduce": WayOut("segment_reduce", "use index_add"),
+    "multimargin": WayOut("multi_margin_loss", "write it with gather and clamp"),
+    "multilabelmargin": WayOut("multilabel_margin_loss", "write it with gather and clamp"),
+    "hardsigmoid": WayOut("hardsigmoid", "write (x / 6 + 0.5).clamp(0, 1)"),
+    "compiledfunction": WayOut(
+        "a compiled function", "compute it uncompiled, or give hodiff the function, which runs it eagerly"
     ),
-    "checkpointfunction": "a re-entrant checkpoint; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    "condautogradop": WayOut("torch.cond", f"{_AS_PYTHON} `if`, or torch.where"),
+    "whileloopautogradop": WayOut("while_loop (torch._higher_order_ops)", f"{_AS_PYTHON} loop"),
+    "scanautogradop": WayOut("scan (torch._higher_order_ops)", f"{_AS_PYTHON} loop"),
+    "flexattentionautogradop": WayOut(
+        "flex_attention", "give hodiff the function, which writes it out, or use scaled_dot_product_attention"
+    ),
+    "checkpointfunction": WayOut(
+        "a re-entrant checkpoint", "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    ),
 }
 
 # Nodes that carry no marker of their own, yet raise as soon as they are differentiated.
@@ -137,7 +151,7 @@ def wrong_tangent(name: str) -> GraphError:
     )
 
 
-def way_out(name: str) -> str | None:
+def way_out(name: str) -> WayOut | None:
     """The operation behind a node or ATen name, and how to do without it."""
     piece = _piece(name)
     return _WAYS_OUT[piece] if piece is not None else None
@@ -156,7 +170,7 @@ def missing(names: list[str], *, product: bool = False) -> GraphError:
     """The error for a graph through operations that have no second derivative; `product`: for J v, which takes one."""
     pieces = list(dict.fromkeys(piece for name in names if (piece := _piece(name)) is not None))
     if pieces:
-        ways_out = "; nor of ".join(_WAYS_OUT[piece] for piece in pieces)
+        ways_out = "; nor of ".join("; ".join(_WAYS_OUT[piece]) for piece in pieces)
         return GraphError.about(
             f"PyTorch has no second derivative of {ways_out}.{' (A product J v takes one.)' if product else ''}",
             operations=pieces,

@@ -55,9 +55,7 @@ class Where:
             return
         if value is _checks.MISSING:
             raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_checks.called()}(f, {name}).")
-        self.tensors = []
-        self.names = []
-        self.owned = []
+        self._begin()
         if isinstance(value, (nn.Module, Selection)):
             self._argument_items, self._argument_tree = [_given(value)], _tree.LEAF
             self._result_tree = self._add_module(value, name, single=True)
@@ -68,6 +66,13 @@ class Where:
         expansions = [self._add(item, path) for item, path in zip(items, paths, strict=True)]
         self._result_tree = _tree.rebuild_tree(tree, iter(expansions))
         self._check_modules()
+
+    def _begin(self) -> None:
+        """Without leaves, to which those of each part are added."""
+        self.tensors = []
+        self.names = []
+        self.owned = []
+        self._argument_items = []
 
     def _add(self, item: Any, path: str) -> _tree.Tree:
         """Append the leaves of one item; return the tree of its result."""
@@ -122,16 +127,16 @@ class Where:
         """Several points as one, a tuple of them, each keeping its name in messages."""
         whole = cls.__new__(cls)
         whole.name = ", ".join(part.name for part in parts)
-        whole.tensors = [tensor for part in parts for tensor in part.tensors]
-        whole.names = [name for part in parts for name in part.names]
+        whole._begin()
+        for part in parts:
+            start = len(whole.tensors)
+            whole.owned += [owned._replace(start=owned.start + start) for owned in part.owned]
+            whole.tensors += part.tensors
+            whole.names += part.names
+            whole._argument_items += part._argument_items
         keys = tuple(range(len(parts)))
-        whole._argument_items = [item for part in parts for item in part._argument_items]
         whole._argument_tree = _tree.Branch(tuple, keys, tuple(part._argument_tree for part in parts))
         whole._result_tree = _tree.Branch(tuple, keys, tuple(part._result_tree for part in parts))
-        whole.owned, start = [], 0
-        for part in parts:
-            whole.owned += [owned._replace(start=owned.start + start) for owned in part.owned]
-            start += len(part.tensors)
         whole._check_modules()
         return whole
 

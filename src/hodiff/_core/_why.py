@@ -1,6 +1,6 @@
 """On the way to raising an error about a graph: who can say which line and which variable it is about?
 
-`hodiff.graph` can. It stands beside the calculus, which imports nothing of it; it registers itself here
+`hodiff.graph` can. It stands beside the calculus, which imports nothing of it; it puts its `explainer` here
 instead, and is asked with plain facts. What it answers is added to the message. Where it knows nothing,
 is not loaded, or fails itself, the message stays as it is. Nothing here runs unless an error is raised.
 """
@@ -45,7 +45,7 @@ class Failure(NamedTuple):
 
 Explainer = Callable[[Failure], str]
 
-_explainers: list[Explainer] = []
+explainer: Explainer = lambda failure: ""  # noqa: E731 - nothing is known, until `hodiff.graph` puts its own here
 
 
 class _State(threading.local):
@@ -54,11 +54,6 @@ class _State(threading.local):
 
 
 _state = _State()
-
-
-def register(explainer: Explainer) -> None:
-    """Ask `explainer` from now on."""
-    _explainers[:] = [explainer]
 
 
 def complete(failure: Failure) -> None:
@@ -82,7 +77,7 @@ def _asked(failure: Failure) -> str:
         return ""
     _state.explaining = True
     try:
-        return next((explainer(failure) for explainer in _explainers), "")
+        return explainer(failure)
     except Exception as error:  # an explanation must not hide what it explains
         if interrupts(error):
             raise

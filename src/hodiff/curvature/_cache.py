@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,30 @@ R = TypeVar("R")
 
 _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of values."""
+
+
+class RankFacts(NamedTuple):
+    """What a process says of its own first pass, in numbers, as its line carries them.
+
+    Attributes:
+        value: The sum over its batches.
+        weight: What it is divided by.
+        undivided: Whether it is divided by nothing.
+        largest: Elements of the largest tensor that a pass handles, 0 without data.
+        complete: Whether the graphs of all its batches are kept.
+        free_bytes: The memory that is free.
+        dtype: The place of the value's dtype in `_VALUES`, from 1 on; 0 without data.
+        buffers: A checksum of the buffers that outputs depend on.
+    """
+
+    value: float
+    weight: float
+    undivided: float
+    largest: float
+    complete: float
+    free_bytes: float
+    dtype: float
+    buffers: float
 
 
 class GraphCache(Generic[G, B]):
@@ -151,20 +175,20 @@ class GraphCache(Generic[G, B]):
         kind = 0 if self.value is None else 1 + _VALUES.index(self._value_dtype)
         room, buffers = _memory.free_bytes(self.device), buffers_of(self.where)
         seen = shares.digest(buffers) if buffers else 0
-        own = (*self._own, self._undivided, self._largest or 0, complete, room, kind, seen)
+        own = RankFacts(*self._own, self._undivided, self._largest or 0, complete, room, kind, seen)
         gradient = self.gradient or [torch.zeros_like(tensor) for tensor in tensors]
         found, lines = shares.sum("evaluates", gradient, digest=shares.digest(tensors), facts=own)
-        values, weights, free, largest, whole, room, kinds, seen = zip(*[line.facts for line in lines], strict=True)
-        odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
+        ranks = [RankFacts(*line.facts) for line in lines]
+        odd = [number for number, rank in enumerate(ranks) if rank.buffers != ranks[0].buffers]
         if odd:
             warn_buffers(odd)
-        self.weight = 1.0 if any(free) else sum(weights)
-        kind = next(filter(None, kinds), 0)  # a rank without data rounds as the others do
+        self.weight = 1.0 if any(rank.undivided for rank in ranks) else sum(rank.weight for rank in ranks)
+        kind = next((rank.dtype for rank in ranks if rank.dtype), 0)  # a rank without data rounds as the others do
         self._value_dtype = _VALUES[int(kind) - 1] if kind else tensors[0].dtype
-        self.value = torch.tensor(sum(values), dtype=torch.float64, device=self.device)
+        self.value = torch.tensor(sum(rank.value for rank in ranks), dtype=torch.float64, device=self.device)
         self.gradient = [part.clone() for part in found]
-        self._largest = int(max(largest)) or 1
-        self._everywhere = all(whole), int(min(room))
+        self._largest = int(max(rank.largest for rank in ranks)) or 1
+        self._everywhere = all(rank.complete for rank in ranks), int(min(rank.free_bytes for rank in ranks))
 
     # --- later passes
 

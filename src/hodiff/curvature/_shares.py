@@ -34,8 +34,6 @@ if TYPE_CHECKING or torch.distributed.is_available():
 else:
     ProcessGroup = Any  # a build of PyTorch without it
 
-_TEXT = 480  # bytes of the message of a rank that failed
-
 
 class Shares:
     """The processes among which the data of an operator are shared.
@@ -202,9 +200,14 @@ class Shares:
             _threads[self._group] = me
 
     def _reduce(self, buffer: Tensor) -> None:
+        with self._exchanging():
+            torch.distributed.all_reduce(buffer, group=self._group)
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
         self._in_one_thread()
         try:
-            torch.distributed.all_reduce(buffer, group=self._group)
+            yield
         except RuntimeError as error:
             if interrupts(error):
                 raise
@@ -240,11 +243,10 @@ class Shares:
 
     def _failure(self, failed: list[int], text: str) -> str:
         """What the first of the ranks that failed says."""
-        sent = text.encode("utf-8", "replace")[:_TEXT] if self.rank == failed[0] else b""
-        letters = torch.zeros(_TEXT, dtype=self._dtype, device=self._device)
-        letters[: len(sent)] = torch.tensor(list(sent), dtype=self._dtype, device="cpu")
-        self._reduce(letters)
-        return bytes(map(int, letters.tolist())).rstrip(b"\0").decode("utf-8", "replace")
+        said = [text]
+        with self._exchanging():
+            torch.distributed.broadcast_object_list(said, group=self._group, group_src=failed[0], device=self._device)
+        return said[0]
 
     def _judge(self, lines: list[Line]) -> None:
         failed = [rank for rank, line in enumerate(lines) if line.failed]

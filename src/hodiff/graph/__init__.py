@@ -65,4 +65,4 @@ def _words(failure: _why.Failure) -> str:
     return _failure.words(failure)
 
 
-_why.register(_words)  # to word the calculus's errors
+_why.explainer = _words  # to word the calculus's errors

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hodiff.graph import _earlier, _losses, _once
 from hodiff.graph._evidence import PARAMETRIZED, Evidence
+from hodiff.graph._likely import SENTENCES
 
 Words = Callable[[Evidence], str | None]
 
@@ -55,7 +56,7 @@ CAUSES = (
     Cause(
         "same loss twice",
         lambda e: e.first.node in e.case.roots,
-        lambda e: "the same loss is differentiated twice, and the first pass freed what it needs.",
+        lambda e: SENTENCES["same loss twice"],
         (_losses.loss_again,),
         (_losses.same_unknown,),
     ),
@@ -93,7 +94,7 @@ CAUSES = (
     Cause(
         "two losses",
         lambda e: not e.rounds and e.call.path != e.freed_by.path,
-        lambda e: "it belongs to both losses, and the pass of the first freed it.",
+        lambda e: SENTENCES["two losses"],
         (
             _losses.first_detached,
             _losses.by_hand,
@@ -107,14 +108,14 @@ CAUSES = (
     Cause(
         "cached",
         lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and _once.is_lazy(e))),
-        lambda e: "an object computed it once and keeps it; every pass through the object needs it again.",
+        lambda e: SENTENCES["cached"],
         (_once.cleared, _once.object_again),
         (_once.cache,),
     ),
     Cause(
         "hoisted",
         lambda e: True,
-        lambda e: "it was built once, outside the loop, and every iteration differentiates through it again.",
+        lambda e: SENTENCES["hoisted"],
         (_once.move_inside, _once.each_time, _once.retained),
         (_once.made_again,),
     ),

@@ -36,19 +36,14 @@ def second_derivative(case: Case) -> Explanation | None:
     if case.line is not None:
         text.append(f"  failing call {quoted(case.line)}")
     way = _translate.way_out("compiledfunction" if compiled else operation)
-    at = f" at {line}" if line is not None else ""
+    fixes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     if way is not None:
-        fixes, unknown = (f"{at.strip()}: {way.partition('; ')[2] or way}.".removeprefix(": "),), ()
+        fixes = (f"at {line}: {way.instead}." if line is not None else f"{way.instead}.",)
     elif "once_differentiable" in error:
-        fixes, unknown = (
-            (),
-            (f"a second derivative of {operation}: its backward forbids one. Write it without the Function.",),
-        )
+        unknown = (f"a second derivative of {operation}: its backward forbids one. Write it without the Function.",)
     else:
-        fixes, unknown = (
-            (),
-            (f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it.",),
-        )
+        unknown = (f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it.",)
     return case.explanation(
         "no second derivative",
         created=line,

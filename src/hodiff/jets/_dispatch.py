@@ -28,7 +28,7 @@ from hodiff.jets._registry import (
     listed,
     operation,
 )
-from hodiff.jets._series import Expansion, Series, inside, surroundings
+from hodiff.jets._series import Expansion, FunctionDetector, Series, inside, surroundings
 
 _FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
 
@@ -42,7 +42,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         if _inlined():
             _compiled_callers.leave_for_a_function()
-    elif not torch._C._is_fwd_grad_enabled():
+    elif FunctionDetector.hides():
         _refuse_hidden()
     name = operation(func)
     if name == "matmul" and func is not torch.matmul and torch.compiler.is_compiling() and not is_jet(args[0]):
@@ -59,10 +59,7 @@ RULES.dispatch = dispatch
 
 
 def _refuse_hidden() -> None:
-    """Raise inside the forward of an `autograd.Function`: the engine switches forward mode off for it, `no_grad` not.
-
-    `f` begins with forward mode on (see `_push`), so it is off only there, and inside the user's inference mode.
-    """
+    """Raise inside the forward of an `autograd.Function`, or the user's inference mode."""
     if torch.is_inference_mode_enabled():
         raise NoRule("torch.inference_mode() inside f", "its tensors belong to no derivative", "Use torch.no_grad().")
     raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")

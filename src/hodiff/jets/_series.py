@@ -63,29 +63,47 @@ def surroundings() -> tuple[Any, ...]:
     )
 
 
+class FunctionDetector:
+    """Until its end, `hides` says whether `f` is inside the forward of an `autograd.Function` of its own.
+
+    The engine switches forward mode off for such a forward, and nothing else does but the user's inference mode. So it
+    is switched on here, where `f` begins, also where hodiff itself is called inside the forward of a Function.
+    """
+
+    def __init__(self) -> None:
+        self._before = torch._C._is_fwd_grad_enabled()
+        torch._C._set_fwd_grad_enabled(True)
+
+    def end(self) -> None:
+        """Forward mode as it was."""
+        torch._C._set_fwd_grad_enabled(self._before)
+
+    @staticmethod
+    def hides() -> bool:
+        """Whether jets are seen from within a Function, which they must not pass; or in inference mode."""
+        return not torch._C._is_fwd_grad_enabled()
+
+
 class Turn:
     """The while in which `f` runs on the jets of one expansion; entering it gives that expansion's number.
 
-    Later ones have higher numbers. Forward mode is on in the outermost, also where hodiff is called inside the
-    forward of an `autograd.Function`, for which the engine switches it off: when it is found off below, `f` has
-    called a Function itself, and jets must not pass it (see `_dispatch`).
+    Later ones have higher numbers. In the outermost the Functions of `f` are detected.
     """
 
     def __enter__(self) -> int:
-        self._forward: bool | None = None
+        self._detector: FunctionDetector | None = None
         if not torch.compiler.is_compiling():
             if len(_nesting.state.running) <= 1:  # this one alone: an interrupt kept another from being counted out
                 inside.reset()
             if inside.count == 0:
-                self._forward = torch._C._is_fwd_grad_enabled()
-                torch._C._set_fwd_grad_enabled(True)
+                self._detector = FunctionDetector()
         inside.count += 1
         return inside.count
 
     def __exit__(self, *error: object) -> None:
         inside.count -= 1
-        if self._forward is not None:
-            torch._C._set_fwd_grad_enabled(self._forward)
+        if self._detector is not None:
+            self._detector.end()
 
 
 class Expansion:
