@@ -16,7 +16,7 @@ from torch.func import grad, hessian, jvp, vmap
 import hodiff
 from benchmarks.table import Row
 from benchmarks.timing import best, race, ratios, spread
-from hodiff._core._live_bytes import LiveBytes
+from hodiff._core._memory import LiveBytes
 
 Route = Callable[[nn.Module, Tensor, bool], Tensor]
 LOOP = "loop"

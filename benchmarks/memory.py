@@ -10,7 +10,7 @@ from torch import Tensor
 import hodiff
 from benchmarks.models import dense, network_of_input
 from benchmarks.table import Row
-from hodiff._core._live_bytes import LiveBytes
+from hodiff._core._memory import LiveBytes
 from hodiff._core._reverse import CHUNK_BYTES
 
 SIZE = 1000

@@ -28,27 +28,21 @@ function, hodiff builds the graph and frees it; given a tensor, the graph is you
 """
 
 from hodiff._core import _compiled_callers
-from hodiff._core._selection import Selection, select
-from hodiff.calculus._cross import cross_hvp
-from hodiff.calculus._first import grad, jacobian, value_and_grad, vjp
-from hodiff.calculus._forward import jvp
-from hodiff.calculus._hessian import cross_hessian, hessian, value_grad_and_hessian
+from hodiff._core._where import Selection, select
+from hodiff.calculus._first import grad, jacobian, jvp, per_sample_grad, value_and_grad, vjp
 from hodiff.calculus._higher import derivatives, nth_derivative
-from hodiff.calculus._per_sample import per_sample_grad
-from hodiff.calculus._second import hessian_diagonal, hvp
+from hodiff.calculus._multi import multi_grad
+from hodiff.calculus._second import cross_hessian, cross_hvp, hessian, hessian_diagonal, hvp, value_grad_and_hessian
 from hodiff.curvature._density import logdet, spectral_density
-from hodiff.curvature._diagonal import diagonal
 from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
-from hodiff.curvature._fisher import FisherOperator
-from hodiff.curvature._gauss_newton import GaussNewtonOperator
+from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
 from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._newton import NewtonCG
-from hodiff.curvature._nystrom import nystrom
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._solve import solve
-from hodiff.curvature._trace import trace
+from hodiff.curvature._solve import nystrom, solve
+from hodiff.curvature._trace import diagonal, trace
 from hodiff.errors import (
     BatchMixingWarning,
     ConvergenceWarning,
@@ -60,25 +54,21 @@ from hodiff.errors import (
     InputError,
     RandomnessWarning,
 )
-from hodiff.fields._laplacian import laplacian, value_grad_and_laplacian
-from hodiff.fields._operator2 import biharmonic, second_order_operator
-from hodiff.fields._partial import jet, partial, partials
+from hodiff.fields._partial import derivatives_of, jet, partial, partials
+from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
 from hodiff.fields._vector import curl, divergence, value_and_divergence
-from hodiff.fields._view import derivatives_of
-from hodiff.graph._multi import multi_grad
 from hodiff.implicit._unroll import unroll
-from hodiff.penalties._gan import dragan_penalty, wgan_gp_penalty
-from hodiff.penalties._gradient import gradient_penalty
+from hodiff.penalties._critic import interpolate, sample_norm
+from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
+from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
 from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
 from hodiff.penalties._jacobian import jacobian_penalty
-from hodiff.penalties._norm import sample_norm
 from hodiff.penalties._path_length import PathLengthPenalty
-from hodiff.penalties._points import interpolate
-from hodiff.penalties._recipes import eikonal_penalty, gradient_norm_penalty
 from hodiff.penalties._score import sliced_score_matching_loss
-from hodiff.penalties._zero_centred import r1_penalty, r2_penalty
 from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
 from hodiff.verify._check import check_derivatives
+
+from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hodiff.cli._main import main
+from hodiff.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,8 +12,8 @@ import torch
 
 import hodiff
 from hodiff._core._lending import Lending
-from hodiff.calculus._per_sample import Samples
-from hodiff.curvature._watch import Watch
+from hodiff.calculus._first import Samples
+from hodiff.curvature._probes import Watch
 from tests.abuse.calls import FUNCTIONS, Target, perform
 from tests.abuse.values import LAYOUTS, VALUES
 from tests.support.callers import tensors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hodiff
-from hodiff._core._norms import TAKEN_FOR_CONSTANTS
+from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
 
 D = torch.float64
 X = torch.tensor([[0.3, 0.7]], dtype=D)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffError, InputError
-from hodiff._core import _binding, _dense
+from hodiff._core import _lending, _reverse
 from tests.support.modules import Cube, CubeOnce, weighted_sum
 
 D = torch.float64
@@ -606,13 +606,13 @@ def test_no_reference_cycle_keeps_an_error_s_tensors() -> None:
     ],
 )
 def test_a_call_that_cannot_be_is_explained(f, points, args, kwargs, words) -> None:
-    error = _binding.refused(TypeError("raw"), f, points, args, kwargs)
+    error = _lending.refused(TypeError("raw"), f, points, args, kwargs)
     assert isinstance(error, InputError) and re.search(words, str(error)), error
 
 
 def test_a_type_error_of_f_itself_is_left_alone() -> None:
-    assert _binding.refused(TypeError("inside"), lambda x: x + "a", [X], (), {}) is None
-    assert _binding.refused(TypeError("no signature"), type, [X], (), {}) is None
+    assert _lending.refused(TypeError("inside"), lambda x: x + "a", [X], (), {}) is None
+    assert _lending.refused(TypeError("no signature"), type, [X], (), {}) is None
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -632,15 +632,15 @@ def test_a_type_error_of_f_itself_is_left_alone() -> None:
     ],
 )
 def test_what_is_larger_than_the_machine_is_refused_with_its_size(call, words, monkeypatch) -> None:
-    monkeypatch.setattr(_dense, "memory_of", lambda device: 64e9)
+    monkeypatch.setattr(_reverse, "memory_of", lambda device: 64e9)
     with pytest.raises(InputError, match=r"x: the result would hold .* cpu has 64 GB") as caught:
         call(torch.zeros(200_000, dtype=D))
     assert re.search(words, str(caught.value))
 
 
 def test_the_machine_says_what_memory_it_has() -> None:
-    assert 1e8 < _dense.memory_of(torch.device("cpu")) < 1e15
-    assert _dense.memory_of(torch.device("meta")) == float("inf")
+    assert 1e8 < _reverse.memory_of(torch.device("cpu")) < 1e15
+    assert _reverse.memory_of(torch.device("meta")) == float("inf")
     with_samples = torch.ones(3, 4, dtype=D)  # far below: nobody is asked
     assert hodiff.hessian(lambda x: (x**3).sum(-1), with_samples, batch_ndim=1).shape == (3, 4, 4)
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _switches
+from hodiff._core import _settings
 from hodiff._core._where import Where
-from hodiff.cli._transparent import Warnings
-from hodiff.curvature._shares import Shares
-from hodiff.graph import _cells
+from hodiff.cli._explain import Warnings
+from hodiff.curvature._process_group import Shares
+from hodiff.graph import _source
 from hodiff.jets._series import Turn
 from tests.meta.source import ROOT, library_files, tree
 from tests.support.audit import taken_locks, unchanged
@@ -184,7 +184,7 @@ def _bfloat16() -> Any:
 def _eager(_: Model) -> None:
     import torch._dynamo
 
-    with _switches.Scope(_switches.eager.enter):
+    with _settings.Scope(_settings.eager.enter):
         assert torch._dynamo.eval_frame._stance.stance == "force_eager"
 
 
@@ -207,39 +207,39 @@ def _inspected(_: Model) -> int:
 
 
 ENTERED: dict[str, Call] = {
-    "_core/_claims.py: Held": CALLS["NewtonCG"],
+    "_core/_locks.py: Held": CALLS["NewtonCG"],
     "_core/_graph.py: Graph": CALLS["hvp, module as point"],
     "_core/_hooks.py: Counted(_watch_hooks)": CALLS["hvp, module as point"],
     "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
     "_core/_lending.py: Lending": _under(torch.inference_mode, CALLS["hvp, module as point"]),
-    "_core/_modes.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),
-    "_core/_modes.py: Scope(partial(_push_calls, mode))": _of_inference,
-    "_core/_modes.py: Scope(partial(_push_operations, mode))": CALLS["sparse_hessian, module in f"],
-    "_core/_switches.py: Counted(_eager)": _eager,
-    "_core/_switches.py: Counted(_no_cudnn)": _entered(lambda: _switches.Scope(_switches.no_cudnn.enter)),
-    "_core/_switches.py: Counted(_plain_attention)": CALLS["hvp, module in f"],
-    "_core/_switches.py: Scope": _inspected,
+    "_core/_settings.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),
+    "_core/_settings.py: Scope(partial(_push_calls, mode))": _of_inference,
+    "_core/_settings.py: Scope(partial(_push_operations, mode))": CALLS["sparse_hessian, module in f"],
+    "_core/_settings.py: Counted(_eager)": _eager,
+    "_core/_settings.py: Counted(_no_cudnn)": _entered(lambda: _settings.Scope(_settings.no_cudnn.enter)),
+    "_core/_settings.py: Counted(_plain_attention)": CALLS["hvp, module in f"],
+    "_core/_settings.py: Scope": _inspected,
     "calculus/_higher.py: Scope(enter)": lambda _: hodiff.derivatives(lambda z: z.sin(), X, 5),
-    "cli/_transparent.py: Warnings": _entered(Warnings),
+    "cli/_explain.py: Warnings": _entered(Warnings),
     "curvature/_data_operator.py: DataOperator": _closed,
     "curvature/_newton.py: Scope(_second_derivatives)": CALLS["NewtonCG"],
-    "curvature/_shares.py: _exchanging": _shared,
-    "curvature/_shares.py: together": _shared,
-    "curvature/_signatures.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
-    "curvature/_unchanged.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
-    "curvature/_watch.py: Watch": CALLS["trace"],
-    "fields/_expand.py: evaluation": CALLS["laplacian, reverse, module in f"],
-    "graph/_cells.py: reruns": _entered(_cells.reruns),
+    "curvature/_process_group.py: _exchanging": _shared,
+    "curvature/_process_group.py: together": _shared,
+    "curvature/_data.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
+    "curvature/_staleness.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
+    "curvature/_probes.py: Watch": CALLS["trace"],
+    "fields/_field.py: evaluation": CALLS["laplacian, reverse, module in f"],
+    "graph/_source.py: reruns": _entered(_source.reruns),
     "graph/_lifetime.py: Lifetime": CALLS["graph.lifetime"],
-    "graph/_predict.py: unchanging": _explained,
-    "graph/_traits.py: Scope(_normal)": _inspected,
+    "graph/_inspect.py: unchanging": _explained,
+    "graph/_saved.py: Scope(_normal)": _inspected,
     "graph/_watch.py: Watch": CALLS["graph.watch"],
     "jets/_series.py: Turn": CALLS["laplacian, module in f"],
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
     "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],
     "verify/_evaluation.py: holding": _checked(lambda z: (z * z.detach() * z).sum()),
     "verify/_evaluation.py: without_hooks": _checked(_hooked),
-    "verify/_isolated.py: _watched": _checked(lambda z: _Wrong.apply(z).sum()),
+    "verify/_blame.py: _watched": _checked(lambda z: _Wrong.apply(z).sum()),
     "verify/_trace.py: _Counting": _checked(_cube),
 }  # fmt: skip
 """Each context of the library, by a call that enters it."""
@@ -277,7 +277,7 @@ def test_the_call_enters_it(name: str) -> None:
     assert any(each == function or each.endswith(f".{function}") for each in seen for function in functions), seen
 
 
-WITHOUT_LINES = "cli/_transparent.py: Warnings"  # of `hodiff explain`, whose process ends with the interrupt
+WITHOUT_LINES = "cli/_explain.py: Warnings"  # of `hodiff explain`, whose process ends with the interrupt
 
 
 @pytest.mark.parametrize("kind", ["contexts", "lines"])
@@ -299,7 +299,7 @@ def test_each_context_at_every_moment(name: str, kind: Kind) -> None:
 
 def test_forgotten() -> None:
     """Where the interrupt comes before `__exit__`, the end of the traceback is the end of the context."""
-    scope = _switches.Scope(_switches.plain_attention.enter)
+    scope = _settings.Scope(_settings.plain_attention.enter)
     with unchanged():
         scope.__enter__()
         assert not torch.backends.cuda.flash_sdp_enabled()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 import hodiff
-from hodiff._core import _engine, _independence, _nesting, _random_vectors, _switches, _why
+from hodiff._core import _call, _independence, _messages, _settings, _vectors, _versions
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
@@ -89,9 +89,9 @@ def test_cudnn_is_switched_back():
         for wanted in (True, False):
             torch.backends.cudnn.enabled = wanted
             undo = []
-            _switches.no_cudnn.enter(undo)
+            _settings.no_cudnn.enter(undo)
             assert not torch.backends.cudnn.enabled
-            _switches.undo_all(undo)
+            _settings.undo_all(undo)
             assert torch.backends.cudnn.enabled is wanted
     finally:
         torch.backends.cudnn.enabled = before
@@ -261,8 +261,8 @@ def test_half_precision_is_drawn_in_single():
     like = torch.empty((), dtype=torch.float16)
     for law in ("gaussian", "rademacher"):
         given = [torch.Generator().manual_seed(3) for _ in range(2)]
-        half = _random_vectors.draw((50,), like, law, given[0])
-        single = _random_vectors.draw((50,), like.float(), law, given[1])
+        half = _vectors.draw((50,), like, law, given[0])
+        single = _vectors.draw((50,), like.float(), law, given[1])
         assert torch.equal(half, single.half())
 
 
@@ -316,13 +316,13 @@ def test_a_sum_that_overflows_is_no_infinite_entry():
 
 
 def test_the_last_of_single_passes_frees(monkeypatch):
-    kept, grad = [], _engine.grad
+    kept, grad = [], _versions.grad
 
     def spy(*args, keep, build):
         kept.append(keep)
         return grad(*args, keep=keep, build=build)
 
-    monkeypatch.setattr(_engine, "grad", spy)
+    monkeypatch.setattr(_versions, "grad", spy)
     hodiff.hessian(lambda x: (x**3).sum(), X, chunk_size=1)
     assert kept == [True, True, True, False]
 
@@ -472,21 +472,21 @@ def test_a_tall_jacobian_in_the_function_of_another():
 
     expected = hodiff.jacobian(tall, X) * hodiff.jacobian(tall, X).sum()
     torch.testing.assert_close(hodiff.jacobian(outer, X), expected)
-    assert not _nesting.inside()
+    assert not _call.inside()
 
 
 # --- explanations
 
 
 def failure(error):
-    return _why.Failure(error, None, None, [], [], [], [], False)
+    return _messages.Failure(error, None, None, [], [], [], [], False)
 
 
 def test_an_error_is_explained_once(monkeypatch):
-    monkeypatch.setattr(_why, "explainer", lambda failure: "because")
+    monkeypatch.setattr(_messages, "explainer", lambda failure: "because")
     error = GraphError("it fails.")
     for _ in range(2):
-        _why.complete(failure(error))
+        _messages.complete(failure(error))
     assert str(error).count("because") == 1
 
 
@@ -496,11 +496,11 @@ def test_an_explanation_asks_for_no_other(monkeypatch):
     def explain(failure):
         asked.append(failure.error)
         if len(asked) < 5:
-            _why.complete(globals()["failure"](GraphError("another")))
+            _messages.complete(globals()["failure"](GraphError("another")))
         return "because"
 
-    monkeypatch.setattr(_why, "explainer", explain)
-    _why.complete(failure(GraphError("it fails.")))
+    monkeypatch.setattr(_messages, "explainer", explain)
+    _messages.complete(failure(GraphError("it fails.")))
     assert len(asked) == 1
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import hodiff
-from hodiff._core import _claims
-from hodiff._core._live_bytes import LiveBytes
+from hodiff._core import _locks
+from hodiff._core._memory import LiveBytes
 from hodiff.sparse import plan_hessian
 from tests.meta.source import library_files, module_name, tree
 from tests.support.audit import differences, of_module, process
@@ -313,11 +313,11 @@ def test_threads_that_wait_for_each_other_are_told() -> None:
 
 def test_a_claim_that_is_lost_ends_with_its_object() -> None:
     what = object()
-    held = _claims.Held(what)
+    held = _locks.Held(what)
     held.__enter__()  # and an interrupt keeps it from its end
-    assert what in _claims._claims
+    assert what in _locks._claims
     del held
-    assert what not in _claims._claims
+    assert what not in _locks._claims
 
 
 def test_the_running_mean_of_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,14 +355,14 @@ def test_a_thread_that_was_woken_is_in_no_circle() -> None:
     """A waits for what B has given back already, and A has not run since: B may wait for A."""
     first, second, loan = object(), object(), object()
     other = threading.get_ident() + 1
-    with _claims.lock:
-        _claims._claims[first] = other, {loan: None}
-        _claims._waiting[other] = [second]
-        waiter = threading.Timer(0.2, lambda: _claims.release([first], loan))
+    with _locks.lock:
+        _locks._claims[first] = other, {loan: None}
+        _locks._waiting[other] = [second]
+        waiter = threading.Timer(0.2, lambda: _locks.release([first], loan))
         waiter.start()
-        _claims.claim([first], loan)  # which waits, and does not raise
-        _claims.release([first], loan)
-        del _claims._waiting[other]
+        _locks.claim([first], loan)  # which waits, and does not raise
+        _locks.release([first], loan)
+        del _locks._waiting[other]
 
 
 def test_the_gauge_of_bytes_counts_what_goes_in_the_middle_of_a_line() -> None:
@@ -392,43 +392,43 @@ IMPORT = "filled while its module is imported"
 ONE_STEP = "changed in one step of the interpreter"
 
 DISCIPLINE = {
-    "_core._claims.lock": "the lock",
-    "_core._claims._changed": LOCKED,
-    "_core._claims._claims": LOCKED,
-    "_core._claims._waiting": LOCKED,
-    "_core._claims._restored": IMPORT,
-    "_core._claims.here": OWN,
-    "_core._engine.passing": OWN,
+    "_core._locks.lock": "the lock",
+    "_core._locks._changed": LOCKED,
+    "_core._locks._claims": LOCKED,
+    "_core._locks._waiting": LOCKED,
+    "_core._locks._restored": IMPORT,
+    "_core._locks.here": OWN,
+    "_core._versions.passing": OWN,
     "_core._hooks.watch_hooks": LOCKED,
     "_core._hooks.watch_modules": LOCKED,
-    "_core._loans._lent": CLAIMED,
-    "_core._modes.absent": OWN,
-    "_core._nesting.state": OWN,
+    "_core._lending._lent": CLAIMED,
+    "_core._settings.absent": OWN,
+    "_core._call.state": OWN,
     "_core._refusals._warned": LOCKED,
     "_core._reverse._cleared": GROWS,
     "_core._reverse._without_functions": GROWS,
-    "_core._switches._entered": ONE_STEP,
-    "_core._switches._lost": ONE_STEP,
-    "_core._switches.eager": LOCKED,
-    "_core._switches.no_cudnn": LOCKED,
-    "_core._switches.plain_attention": LOCKED,
+    "_core._settings._entered": ONE_STEP,
+    "_core._settings._lost": ONE_STEP,
+    "_core._settings.eager": LOCKED,
+    "_core._settings.no_cudnn": LOCKED,
+    "_core._settings.plain_attention": LOCKED,
     "_core._versions._raw_saved": CACHE,
     "_core._versions.load_forward_mode": CACHE,
     "_core._versions.prove": CACHE,
-    "_core._why._state": OWN,
-    "curvature._shares._made": LOCKED,
-    "curvature._shares._threads": LOCKED,
-    "curvature._unchanged._look": OWN,
-    "graph._cells._with_reruns": "a context variable",
+    "_core._messages._state": OWN,
+    "curvature._process_group._made": LOCKED,
+    "curvature._process_group._threads": LOCKED,
+    "curvature._staleness._look": OWN,
+    "graph._source._with_reruns": "a context variable",
     "graph._growth._serial": ONE_STEP,
     "graph._marks._serial": ONE_STEP,
     "graph._names._is_torchs": CACHE,
-    "graph._predict._state": OWN,
+    "graph._inspect._state": OWN,
     "graph._saved._FREED": GROWS,
     "graph._saved._answers": CACHE,
     "graph._saved.sequences_work": CACHE,
     "graph._saved.works": CACHE,
-    "graph._slots.plan": CACHE,
+    "graph._saved.plan": CACHE,
     "graph._source._joined": CACHE,
     "graph._source.parsed": CACHE,
     "graph._watch._recording": OWN,
@@ -481,7 +481,7 @@ def test_all_that_can_change_has_a_discipline() -> None:
         for path in library_files()
         for name in _state_of(tree(path))
     }
-    found = {name for name in found if not name.startswith("graph._evidence.")}  # of one case, made and read in a call
+    found = {name for name in found if not name.startswith("graph._case.")}  # of one case, made and read in a call
     assert found == set(DISCIPLINE)
 
 

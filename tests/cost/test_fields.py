@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core._live_bytes import LiveBytes
-from hodiff.fields import _parts
+from hodiff._core._memory import LiveBytes
+from hodiff.fields import _expansions
 
 SAMPLES, COORDINATES, WIDTH = 96, 32, 64
 
@@ -46,8 +46,8 @@ BLOCKS = 8
 def small(monkeypatch):
     """A bound that the whole batch passes eight times over."""
     whole = COORDINATES * SAMPLES * WIDTH * 4
-    monkeypatch.setattr(_parts, "BLOCK_BYTES", whole // BLOCKS)
-    monkeypatch.setattr(_parts, "WHOLE_BYTES", whole // BLOCKS)
+    monkeypatch.setattr(_expansions, "BLOCK_BYTES", whole // BLOCKS)
+    monkeypatch.setattr(_expansions, "WHOLE_BYTES", whole // BLOCKS)
     return whole // BLOCKS
 
 
@@ -96,7 +96,7 @@ def test_peak_memory_of_a_value(f, x, small, monkeypatch):
     found = peak(lambda: hodiff.laplacian(f, x, create_graph=False))
     value = SAMPLES * WIDTH * 4
     assert found < 3 * small + 12 * value
-    monkeypatch.setattr(_parts, "WHOLE_BYTES", 2**40)
+    monkeypatch.setattr(_expansions, "WHOLE_BYTES", 2**40)
     assert found < 0.3 * peak(lambda: hodiff.laplacian(f, x, create_graph=False))
 
 

@@ -23,7 +23,7 @@ FAULTS = {
     '<table><td width="20"><code style="word-break: break-all">gradient_penalty(f)</code></table>': "cut in two",
     '<table><td width="20"><code>gradient_penalty(f, x)</code></table>': None,
     '<div class="highlight"><pre><code> \n</code></pre></div>': "an empty output box",
-    "<p>hodiff._core._checks</p>": "a private name",
+    "<p>hodiff._core._arguments</p>": "a private name",
     "<p>hodiff.hvp, hodiff.__version__, a_b, _x</p>": None,
     '<p style="color: #999">pale</p>': "contrast",
     '<p style="color: #666">fair</p>': None,

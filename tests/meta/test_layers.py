@@ -19,9 +19,8 @@ MAY_IMPORT = {
         "errors",
         "_core._faults",
         "_core._nodes",
-        "_core._modes",
-        "_core._switches",
-        "_core._why",
+        "_core._settings",
+        "_core._messages",
         "_core._lazy",
     ),
     "jets": FOUNDATION,  # an engine below the calculus, which takes its high orders from it
@@ -30,21 +29,18 @@ MAY_IMPORT = {
     "fields": (*FOUNDATION, "calculus", "jets"),
     "rules": ("errors", "_core"),
     "implicit": (*FOUNDATION, "calculus", "curvature", "rules"),
-    "plotting": ("errors", "curvature._records", "curvature._pictures"),
+    "plotting": ("errors", "curvature._records"),
     "verify": None,  # None: the public functions, that is `hodiff` itself, and anything below
     "cli": None,
     "__main__": None,
     "": None,
 }
 
-# One of graph's modules computes, rather than looks. Another words the errors of the calculus: it registers itself
-# with the foundation, which asks it without importing it.
+# One module of the calculus frees what it has used. One of graph's words the
+# errors of the calculus: it registers itself with the foundation, which asks it without importing it.
 MODULE_MAY_IMPORT = {
-    "hodiff.graph._multi": (*FOUNDATION,),
-    "hodiff.graph._failure": ("errors", "_core._nodes", "_core._modes", "_core._why"),
-    "hodiff.graph._cut": ("_core._nodes", "_core._translate"),  # and what gives constants
-    "hodiff.graph._endings": ("_core._translate",),
-    "hodiff.graph._missing": ("_core._nodes", "_core._translate"),  # the substitutes that the calculus names
+    "hodiff.calculus._multi": (*FOUNDATION, "graph._saved"),
+    "hodiff.graph._failure": ("errors", "_core._nodes", "_core._settings", "_core._messages"),
 }
 
 
@@ -101,35 +97,35 @@ def allowed_top(module):
 # The tour shows what the stock routes give; it computes nothing else with them.
 ONLY_IN = {
     "torch.autograd.grad": (
-        "_core._engine",
+        "_core._versions",
         "cli._tour",
         "graph._case",
     ),  # the last tells such calls apart, and makes none
     "torch.autograd.backward": ("graph._case",),
-    "torch.vmap": ("_core._engine",),
+    "torch.vmap": ("_core._versions",),
     "torch.func.vmap": ("_core._reverse",),
     # _nesting refuses points that have tangents, _versions loads it without its warning
-    "torch.autograd.forward_ad": ("calculus._forward", "_core._nesting", "_core._versions"),
-    "torch.func.jvp": ("calculus._forward", "cli._tour"),
-    "torch.func.linearize": ("calculus._forward",),
+    "torch.autograd.forward_ad": ("calculus._first", "_core._call", "_core._versions"),
+    "torch.func.jvp": ("calculus._first", "cli._tour"),
+    "torch.func.linearize": ("calculus._first",),
     "torch.func.jacfwd": (),
     "torch.func.jacrev": ("cli._tour",),
     "torch.func.hessian": (),
     "torch.func.vjp": (),
-    "torch.func.grad": ("penalties._compiled",),
-    "torch.func.grad_and_value": ("penalties._compiled",),
+    "torch.func.grad": ("penalties._critic",),
+    "torch.func.grad_and_value": ("penalties._critic",),
     "torch.autograd.functional": (),
     "torch.autograd.graph": ("_core._nodes", "_core._versions", "graph"),
-    "torch.utils._pytree": ("_core._control_flow",),  # which stands in for operators that are made with it
+    "torch.utils._pytree": ("_core._substitutes",),  # which stands in for operators that are made with it
     "torch.fx": (),
     "torch._inductor": (),
-    # Contexts that an interrupt leaves half done; `_modes` has what to use instead. The tour shows what users write.
+    # Contexts that an interrupt leaves half done; `_settings` has what to use instead. The tour shows what users write.
     "torch.no_grad": ("cli._tour",),
     "torch.enable_grad": (),
-    "torch.set_grad_enabled": ("_core._modes",),
+    "torch.set_grad_enabled": ("_core._settings",),
     "torch.inference_mode": (),
     "torch.autocast": (),
-    "torch.compiler.set_stance": ("_core._switches",),
+    "torch.compiler.set_stance": ("_core._settings",),
     "torch.autograd.forward_ad.dual_level": ("_core._versions",),
     "torch.jit.script": (),  # deprecated: the tests ignore the warning, because torch itself uses it
     "torch.jit.trace": (),

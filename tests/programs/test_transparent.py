@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hodiff.__main__ import main
-from hodiff.cli import _transparent
+from hodiff.cli import _explain
 from hodiff.graph import watch
 from tests.programs.test_programs import FAILING, path, process  # noqa: F401 -- a fixture
 
@@ -240,7 +240,7 @@ def test_an_interrupted_module(tmp_path):
 
 def codes(*names: str) -> list[types.CodeType]:
     """Stand-ins for frames: `w` is the watch's, `h` PyTorch's that hands on, others by their letter."""
-    found = {"w": _transparent._watch.Watch.__torch_function__.__code__, "h": _transparent._HANDED_ON}
+    found = {"w": _explain._watch.Watch.__torch_function__.__code__, "h": _explain._HANDED_ON}
     return [found.setdefault(name, compile("0", name, "eval")) for name in names]
 
 
@@ -261,7 +261,7 @@ def codes(*names: str) -> list[types.CodeType]:
     ],
 )
 def test_frames(stack, right):
-    kept = _transparent.seen(codes(*stack))
+    kept = _explain.seen(codes(*stack))
     assert "".join(stack[index] for index in kept) == right
 
 
@@ -303,16 +303,16 @@ def test_warnings_are_shown_where_and_as_often_as_without():
     plain = shown(WARNS)
     assert [line for _, line, _ in plain] == [8, 9, 10, 13, 13, 16, 17, 16, 17]
     assert {file for file, _, _ in plain} == {"warns.py"}
-    assert shown(WARNS, _transparent.Warnings, watch) == plain
+    assert shown(WARNS, _explain.Warnings, watch) == plain
     assert {file for file, _, _ in shown(WARNS, watch)} != {"warns.py"}  # what there is to undo
 
 
 def test_a_program_that_shows_warnings_itself_keeps_its_way(monkeypatch):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     before = warnings.showwarning
-    with _transparent.Warnings():
+    with _explain.Warnings():
         assert warnings.showwarning != before
     assert warnings.showwarning is before
-    with _transparent.Warnings():
+    with _explain.Warnings():
         warnings.showwarning = mine = lambda *_: None
     assert warnings.showwarning is mine

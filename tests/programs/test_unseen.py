@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hodiff.cli._main import main
+from hodiff.cli import main
 from hodiff.graph import watch
 from tests.programs.foretold import FORETOLD, swap
 from tests.programs.reported import AS_PRINTED, KEPT

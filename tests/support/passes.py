@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _engine, _versions
-from hodiff.calculus import _forward
+from hodiff._core import _versions
+from hodiff.calculus import _first
 
 
 class Count:
@@ -27,7 +27,7 @@ class Count:
             return engine(*args, **kwargs)
 
         monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
-        monkeypatch.setattr(_engine, "_run", counted)
+        monkeypatch.setattr(_versions, "_run", counted)
 
     def of(self, f: object) -> object:
         def counted(*args: object) -> object:
@@ -40,17 +40,17 @@ class Count:
 @contextmanager
 def by(columns: bool) -> Iterator[list[bool]]:
     """Columns wherever they are possible, or nowhere; the list says for each Jacobian whether it was made so."""
-    made, before, tall = [], (_forward.MANY_ROWS, _forward.SMALL), _forward.tall_jacobian
-    _forward.MANY_ROWS, _forward.SMALL = (0, 0) if columns else (math.inf, math.inf)
+    made, before, tall = [], (_first.MANY_ROWS, _first.SMALL), _first.tall_jacobian
+    _first.MANY_ROWS, _first.SMALL = (0, 0) if columns else (math.inf, math.inf)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         found = tall(*args, **kwargs)
         made.append(found is not None)
         return found
 
-    _forward.tall_jacobian = watched
+    _first.tall_jacobian = watched
     try:
         yield made
     finally:
-        _forward.MANY_ROWS, _forward.SMALL = before
-        _forward.tall_jacobian = tall
+        _first.MANY_ROWS, _first.SMALL = before
+        _first.tall_jacobian = tall

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hodiff._core import _translate
+from hodiff._core import _messages
 from tests.torch_ops.database import _replace, tensors
 
 SAMPLES = 40
@@ -79,6 +79,6 @@ def test_no_other_operation_gives_smooth_constants() -> None:
             samples = [*op.sample_inputs("cpu", torch.float64, requires_grad=False)][:SAMPLES]
             if any(_moves(*each) for sample in samples for each in _alone(op, sample)):
                 found.add(op.name)
-    known = {name.replace("special_", "special.") for name in _translate.CONSTANTS}
+    known = {name.replace("special_", "special.") for name in _messages.CONSTANTS}
     assert found <= known | set(PARTLY)
     assert len(found) >= len(known) + len(PARTLY) - 2  # it may lack an operation, and samples of logspace

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import hodiff
-from hodiff._core import _translate
+from hodiff._core import _messages
 from hodiff.errors import GraphError
 from tests.torch_ops.database import _replace, tensors
 
@@ -100,6 +100,6 @@ def test_each_operation() -> None:
 
 def test_the_names_are_of_operations() -> None:
     """A name that PyTorch no longer has would be served by nothing."""
-    for name in _translate.WRONG_TANGENTS:
+    for name in _messages.WRONG_TANGENTS:
         places = (torch, torch.linalg, Tensor, torch.ops.aten)
         assert any(hasattr(place, name) for place in places), name

@@ -5,7 +5,7 @@ import torch
 
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff.calculus import _along
+from hodiff.calculus import _directional
 from tests.support.properties import agree
 from tests.unit.jets.oracle import nested
 
@@ -32,13 +32,13 @@ def dense(f, v):
 def test_by_entries_and_by_lines(name, create_graph):
     f = FUNCTIONS[name]
     with Graph(call(f, X, passes=2, batch_ndim=1, create_graph=create_graph)) as ev:
-        lines = _along.by_entries(ev, ev.outputs, V, drift=V[0], chunk_size=1)
+        lines = _directional.by_entries(ev, ev.outputs, V, drift=V[0], chunk_size=1)
     for k, v in enumerate(V):
         first, second = dense(f, v)
         agree(lines.first[k].detach(), first)
         agree(lines.second[k].detach(), second)
         with Graph(call(f, X, passes=4, batch_ndim=1, create_graph=create_graph)) as ev:
-            found = _along.by_lines(ev, ev.outputs, [v])
+            found = _directional.by_lines(ev, ev.outputs, [v])
         agree(found[0].detach(), first)
         agree(found[1].detach(), second)
     agree(lines.drift.detach(), dense(f, V[0])[0])
@@ -48,7 +48,7 @@ def test_by_lines_of_several_points():
     a, b = X[0], X[1]
     f = lambda p: p["a"] * torch.sin(p["b"])
     with Graph(call(f, {"a": a, "b": b}, passes=4)) as ev:
-        first, second = _along.by_lines(ev, ev.outputs, [V[0, 0], V[0, 1]])
+        first, second = _directional.by_lines(ev, ev.outputs, [V[0, 0], V[0, 1]])
     v, w = V[0, 0], V[0, 1]
     agree(first.detach(), v * b.sin() + a * w * b.cos())
     agree(second.detach(), 2 * v * w * b.cos() - a * w**2 * b.sin())

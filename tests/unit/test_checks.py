@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core import _checks
+from hodiff._core import _arguments
 
 USERS = """
 def penalise(hodiff, model, x):
@@ -31,9 +31,9 @@ def test_a_module_of_the_users_whose_name_begins_like_ours(name):
 def test_ours_are_skipped(name):
     ours = types.ModuleType(name)
     exec("def inner(f): return f()\ndef outer(f): return inner(f)", ours.__dict__)
-    assert ours.outer(_checks.called) == "outer"
-    assert ours.outer(_checks.outside) == 3
+    assert ours.outer(_arguments.called) == "outer"
+    assert ours.outer(_arguments.outside) == 3
     theirs = types.ModuleType("hodiff_experiments")
     exec("def inner(f): return f()\ndef outer(f): return inner(f)", theirs.__dict__)
-    assert theirs.outer(lambda: ours.outer(_checks.called)) == "outer"
-    assert theirs.outer(_checks.outside) == 1
+    assert theirs.outer(lambda: ours.outer(_arguments.called)) == "outer"
+    assert theirs.outer(_arguments.outside) == 1

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import hodiff
-from hodiff._core import _translate
-from hodiff._core._norms import _REPLACED
+from hodiff._core import _messages
+from hodiff._core._substitutes import _REPLACED
 from tests.meta.source import ROOT
 
 D = torch.float64
@@ -31,7 +31,7 @@ def mixed(name: str) -> Callable[[Tensor], Tensor]:
     return lambda x: (function(name)(x) + x**3).sum()
 
 
-@pytest.mark.parametrize("name", _translate.CONSTANTS)
+@pytest.mark.parametrize("name", _messages.CONSTANTS)
 def test_the_list_holds_no_other(name: str) -> None:
     """Each moves with its argument, and PyTorch says that it does not."""
     f, x = function(name), X.clone().requires_grad_()
@@ -39,7 +39,7 @@ def test_the_list_holds_no_other(name: str) -> None:
     assert float(((f(X + 1e-4) - f(X)) / 1e-4).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", _translate.CONSTANTS)
+@pytest.mark.parametrize("name", _messages.CONSTANTS)
 def test_refused_by_name_where_each_call_is_seen(name: str) -> None:
     f = mixed(name)
     for call in (
@@ -52,7 +52,7 @@ def test_refused_by_name_where_each_call_is_seen(name: str) -> None:
         hodiff.laplacian(lambda x: f(x), X, batch_ndim=0)
 
 
-@pytest.mark.parametrize("name", _translate.CONSTANTS)
+@pytest.mark.parametrize("name", _messages.CONSTANTS)
 def test_a_constant_that_is_meant_stays_one(name: str) -> None:
     def f(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -64,17 +64,17 @@ def test_a_constant_that_is_meant_stays_one(name: str) -> None:
     torch.testing.assert_close(third, 24 * constant * X**3)
 
 
-@pytest.mark.parametrize("name", _translate.CONSTANTS)
+@pytest.mark.parametrize("name", _messages.CONSTANTS)
 def test_check_derivatives_names_it(name: str) -> None:
-    way = _translate.CONSTANTS[name]
+    way = _messages.CONSTANTS[name]
     with pytest.raises(hodiff.DerivativeError, match=rf"no derivative of {name}, smooth as it is") as caught:
         hodiff.check_derivatives(mixed(name), X, order=1, directions=1, generator=torch.Generator().manual_seed(0))
     assert way in str(caught.value) and "test_constants.py" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", _translate.CONSTANTS)
+@pytest.mark.parametrize("name", _messages.CONSTANTS)
 def test_explanations_name_it(name: str) -> None:
-    way = _translate.CONSTANTS[name]
+    way = _messages.CONSTANTS[name]
     with pytest.raises(hodiff.GraphError, match="carries no graph") as caught:
         hodiff.grad(lambda x: function(name)(x).sum(), X)
     assert "PyTorch declares no derivative" in str(caught.value) and way in str(caught.value)
@@ -104,7 +104,7 @@ def test_what_is_advised_instead_is_the_same_function(name: str) -> None:
     assert bool(hodiff.check_derivatives(lambda x: WRITTEN[name](x).sum(), X, order=3).ok)
 
 
-BY_DERIVATIVE = {name: way.rpartition("derivative, ")[2] for name, way in _translate.CONSTANTS.items() if "(x)" in way}
+BY_DERIVATIVE = {name: way.rpartition("derivative, ")[2] for name, way in _messages.CONSTANTS.items() if "(x)" in way}
 
 
 @pytest.mark.parametrize("name", [name for name in BY_DERIVATIVE if name not in WRITTEN])
@@ -119,7 +119,7 @@ def test_the_derivative_that_is_advised_is_right(name: str) -> None:
 
 def test_all_that_the_library_refuses_are_in_the_table() -> None:
     refusing = {inspect.getclosurevars(f).nonlocals.get("name") for f in _REPLACED.values() if "refuse" in f.__name__}
-    assert refusing == set(_translate.CONSTANTS)
+    assert refusing == set(_messages.CONSTANTS)
 
 
 PARTLY = {
@@ -141,6 +141,6 @@ def test_the_page_has_the_whole_list() -> None:
     page = (ROOT / "docs" / "explain" / "stock-pytorch.md").read_text("utf-8")
     section = page[page.index("## Smooth functions that are taken") :]
     named = section[: section.index("```")]
-    for name in (*_translate.CONSTANTS, *PARTLY):
+    for name in (*_messages.CONSTANTS, *PARTLY):
         short = name.removeprefix("special_")
         assert short in named or (f"`_{short[-1]}`" in named and short[:-2] in named), name

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _engine, _reverse
+from hodiff._core import _memory, _reverse, _versions
+from hodiff._core._arguments import is_set
 from hodiff._core._faults import interrupts, is_fault
-from hodiff._core._options import is_set
-from hodiff.calculus import _forward, _per_sample
-from hodiff.curvature import _memory
-from hodiff.fields import _parts
+from hodiff.calculus import _first
+from hodiff.fields import _expansions
 from hodiff.sparse import _tracer
 
 D = torch.float64
@@ -129,11 +128,11 @@ def wide() -> Any:
 
 
 FALLBACKS: dict[str, tuple[Callable[[], Any], Any, str, int]] = {  # the call; whose attribute fails, at which use
-    "columns to rows": (tall, _forward, "_columns_of", 1),
+    "columns to rows": (tall, _first, "_columns_of", 1),
     "a batch of vectors to one at a time": (many_rows, _reverse, "_pull_batched", 1),
-    "samples under vmap to rows": (per_sample, _per_sample, "_chunk", 1),
+    "samples under vmap to rows": (per_sample, _first, "_chunk", 1),
     "a decomposition to the plain answer": (pattern, _tracer.Tracer, "__enter__", 2),
-    "blocks of samples to the whole batch": (wide, _parts, "by_jets", 2),
+    "blocks of samples to the whole batch": (wide, _expansions, "by_jets", 2),
     "memory that the machine tells": (lambda: _memory.free_bytes(torch.device("cpu")) > 0, Path, "read_text", 1),
     "memory that the container tells": (lambda: _memory._container() > 0, Path, "read_text", 1),
 }
@@ -266,7 +265,7 @@ def test_an_interrupt_between_the_lines_of_vmap_is_neither_lost_nor_leaves_a_lev
     expected = hodiff.hessian(f, X)
     with monkeypatch.context() as patched:
         patched.setattr(entered, moment, interrupt)
-        patched.setattr(_engine._Batches, "direct", direct)
+        patched.setattr(_versions._Batches, "direct", direct)
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             hodiff.hessian(f, X)
     assert interrupted

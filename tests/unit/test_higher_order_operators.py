@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hodiff
-from hodiff._core._control_flow import DEFINITIONS, _instead
+from hodiff._core._substitutes import DEFINITIONS, _instead
 from hodiff._core._versions import RELEASE
 from tests.support.limits import in_threads
 
@@ -204,7 +204,7 @@ def test_an_associative_scan_of_a_gpu() -> None:
 
 
 def test_under_a_mode_that_counts_memory() -> None:
-    from hodiff._core._live_bytes import LiveBytes
+    from hodiff._core._memory import LiveBytes
 
     with LiveBytes() as live:
         got = hodiff.hessian(lambda x: cond(x).sum(), X)

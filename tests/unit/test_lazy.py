@@ -17,12 +17,12 @@ def run(program: str) -> str:
 
 
 def test_importing_loads_none_of_it():
-    assert run(f"print({LOADED})") == "['hodiff.graph._multi']"
+    assert run(f"print({LOADED})") == "[]"
 
 
 def test_multi_grad_loads_none_of_it():
     program = f"x = torch.ones(2, requires_grad=True)\nhodiff.multi_grad([x.sum()], x)\nprint({LOADED})"
-    assert run(program) == "['hodiff.graph._multi']"
+    assert run(program) == "[]"
 
 
 def test_an_error_is_explained_in_a_fresh_process():

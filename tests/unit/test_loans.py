@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core._loans import ParameterLoan, StateLoan
+from hodiff._core._lending import ParameterLoan, StateLoan
 from hodiff._core._where import Where
 from tests.support.limits import in_threads
 

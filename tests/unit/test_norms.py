@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core._norms import ExactNorms
+from hodiff._core._substitutes import ExactNorms
 
 LAYERS = {
     "layer": (lambda: nn.LayerNorm(4), (5, 3, 4)),

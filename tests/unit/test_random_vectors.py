@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core._random_vectors import draw
+from hodiff._core._vectors import draw
 from tests.meta.source import library_files, module_name, tree
 
 
@@ -37,12 +37,11 @@ def test_a_seed_gives_the_same_vectors_everywhere(probes):
 def test_nobody_else_draws_them():
     """Points between samples, labels, and points beside a point are other things; signs and normals are drawn once."""
     elsewhere = {
-        "hodiff._core._random_vectors",
+        "hodiff._core._vectors",
         "hodiff._core._independence",
-        "hodiff.curvature._digest",  # the factors of a checksum
-        "hodiff.curvature._shares",  # a seed for all processes
-        "hodiff.verify._compare",
-        "hodiff.verify._isolated",  # weights of an operation's outputs
+        "hodiff.curvature._process_group",  # the factors of a checksum, a seed for all processes
+        "hodiff.verify._differences",
+        "hodiff.verify._blame",  # weights of an operation's outputs
         "hodiff.cli._tour",
     }
     found = {

@@ -7,10 +7,10 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 import hodiff
-from hodiff._core import _claims, _hooks, _modes, _nesting, _switches
+from hodiff._core import _call, _hooks, _locks, _settings
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
-from hodiff._core._switches import Counted
+from hodiff._core._settings import Counted
 
 
 def asked(passes):
@@ -32,9 +32,9 @@ def test_the_first_switches_and_the_last_restores():
     first, second = [], []
     counted.enter(first)
     counted.enter(second)
-    _switches.undo_all(first)
+    _settings.undo_all(first)
     assert log == ["on"]
-    _switches.undo_all(second)
+    _settings.undo_all(second)
     assert log == ["on", "off"]
 
 
@@ -46,7 +46,7 @@ def test_leaving_twice_is_leaving_once():
     first[0]()
     first[0]()
     assert log == ["on"]
-    _switches.undo_all(second)
+    _settings.undo_all(second)
     first[0]()
     assert log == ["on", "off"]
 
@@ -62,15 +62,15 @@ def test_what_is_interrupted_is_undone_once_more_and_the_rest_too():
 
     undo = [lambda: log.append("third"), interrupted, lambda: log.append("first")]
     with pytest.raises(KeyboardInterrupt, match="now"):
-        _switches.undo_all(undo)
+        _settings.undo_all(undo)
     assert log == ["first", "second", "third"] and not undo
 
 
 def test_a_lending_that_was_lost_is_closed_with_its_last_reference():
     lending = Lending(asked(passes=2)).__enter__()
-    assert not torch.backends.cuda.flash_sdp_enabled() and _nesting.inside()
+    assert not torch.backends.cuda.flash_sdp_enabled() and _call.inside()
     del lending
-    assert torch.backends.cuda.flash_sdp_enabled() and not _nesting.inside()
+    assert torch.backends.cuda.flash_sdp_enabled() and not _call.inside()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -80,13 +80,13 @@ def test_a_lending_that_was_lost_leaves_modes_to_the_contexts_around_it(mode):
         lending = Lending(asked(passes=2)).__enter__()
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     del lending
-    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _nesting.inside()
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _call.inside()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_that_was_lost_is_left_to_the_contexts_around_it(dtype):
     with torch.autocast("cpu", dtype):
-        scope = _modes.autocast("cpu")
+        scope = _settings.autocast("cpu")
         scope.__enter__()
         assert not torch.is_autocast_enabled("cpu")
     del scope
@@ -101,13 +101,13 @@ def test_overlapping_threads_restore_once():
         counted.enter(theirs)
         inside.set()
         leave.wait(10)
-        _switches.undo_all(theirs)
+        _settings.undo_all(theirs)
 
     thread = threading.Thread(target=stay, daemon=True)
     thread.start()
     inside.wait(10)
     counted.enter(mine)
-    _switches.undo_all(mine)
+    _settings.undo_all(mine)
     assert log == ["on"]
     leave.set()
     thread.join(10)
@@ -122,7 +122,7 @@ def test_what_another_thread_is_loading_is_waited_for_without_the_lock(monkeypat
 
     def seen(name, *args, **kwargs):
         if name == "torch._dynamo":
-            loaded.append(_claims.lock._is_owned())
+            loaded.append(_locks.lock._is_owned())
         return import_(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", seen)
@@ -135,12 +135,12 @@ def test_everything_is_undone_when_entering_fails(monkeypatch):
     def broken():
         raise RuntimeError("no such backend")
 
-    monkeypatch.setattr(_switches, "plain_attention", Counted(broken))
+    monkeypatch.setattr(_settings, "plain_attention", Counted(broken))
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="no such backend"):
             Lending(asked(passes=2)).__enter__()
         assert not torch.is_grad_enabled()
-    assert not _nesting.inside()
+    assert not _call.inside()
 
 
 def test_what_cannot_be_undone_does_not_keep_the_rest_from_it():
@@ -153,20 +153,20 @@ def test_what_cannot_be_undone_does_not_keep_the_rest_from_it():
         with pytest.raises(RuntimeError, match="no way back"):
             lending.close()
         assert not torch.is_grad_enabled()
-    assert not _nesting.inside()
+    assert not _call.inside()
 
 
 @pytest.mark.parametrize(
     ("passes", "create_graph", "order"), [(1, False, 1), (1, True, 2), (2, False, 2), (2, True, 3)]
 )
 def test_order_outside_any_call(passes, create_graph, order):
-    assert _nesting.total_order(passes, create_graph) == order
+    assert _call.total_order(passes, create_graph) == order
 
 
 def test_order_inside_a_call_counts_its_passes():
     with Lending(asked(passes=2)):
-        assert _nesting.total_order(1, True) == 3
-        assert _nesting.total_order(1, False) == 1
+        assert _call.total_order(1, True) == 3
+        assert _call.total_order(1, False) == 1
 
 
 def test_attention_is_what_the_user_had_set():
@@ -190,7 +190,7 @@ def test_attention_is_what_the_user_had_set():
 @pytest.mark.parametrize(
     ("owner", "name", "counted"),
     [
-        (torch.compiler, "set_stance", _switches.eager),
+        (torch.compiler, "set_stance", _settings.eager),
         (torch.nn.modules.module, "register_module_forward_pre_hook", _hooks.watch_modules),
     ],
 )
@@ -207,7 +207,7 @@ def test_what_restores_a_switch_is_known_before_it_is_switched(monkeypatch, owne
     monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt, match="as it returns"):
         counted.enter(undo)
-    _switches.undo_all(undo)
+    _settings.undo_all(undo)
     assert look() == before
 
 
@@ -217,16 +217,16 @@ def test_a_lending_that_was_lost_in_a_cycle_is_closed_with_it():
     cycle.append(cycle)
     del lending, cycle
     gc.collect()
-    assert torch.backends.cuda.flash_sdp_enabled() and not _nesting.inside()
+    assert torch.backends.cuda.flash_sdp_enabled() and not _call.inside()
 
 
 def test_a_mode_that_comes_back_after_its_end_goes_with_the_next_call():
     """As where an interrupt comes between the operation of a mode and the end of PyTorch's context around it."""
     mode = BaseTorchFunctionMode()
-    with _modes.on(mode):
+    with _settings.on(mode):
         popped = torch.overrides._pop_mode_temporarily()
         popped.__enter__()
     del popped  # and with it the context, which puts the mode on
     assert torch.overrides._get_current_function_mode_stack() == [mode]
     hodiff.grad(lambda x: x.sin().sum(), torch.ones(2))
-    assert not torch.overrides._get_current_function_mode_stack() and not _modes.absent.modes
+    assert not torch.overrides._get_current_function_mode_stack() and not _settings.absent.modes

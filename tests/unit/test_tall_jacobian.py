@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hodiff
-from hodiff._core._live_bytes import LiveBytes
+from hodiff._core._memory import LiveBytes
 from tests.support.differences import first_difference, relative_error
 from tests.support.inputs import Expression, expressions, points
 from tests.support.passes import Count, by

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _nodes, _refusals, _sharded, _translate, _versions
+from hodiff._core import _arguments, _messages, _nodes, _refusals, _versions
 from tests.support.differences import first_difference, relative_error
 
 X = torch.tensor([[0.3, -0.7], [1.1, 0.4], [-0.9, 0.2]], dtype=torch.float64)
@@ -36,7 +36,7 @@ def test_older_releases_are_refused_in_one_sentence() -> None:
     )
     sentence, imported = ran.stdout.splitlines()
     assert sentence == 'hodiff needs PyTorch 2.13 or newer, and this is 2.8.0+cu128: pip install "torch>=2.13".'
-    assert imported == "hodiff._core._engine hodiff._core._versions hodiff.errors"
+    assert imported == "hodiff._core._versions hodiff.errors"
 
 
 def test_newer_releases_are_warned_of_once() -> None:
@@ -161,7 +161,7 @@ def test_the_proof_disturbs_nothing_and_is_made_once(fresh: pytest.MonkeyPatch) 
 
 def test_names_of_classes_that_are_used_are_proved() -> None:
     names = {name for name, _, _ in _refusals.REMARKS}
-    names |= {*_translate.UNMARKED, *_translate.WRITTEN_OUT, *_translate.NORM_GRADIENTS, *_versions.BATCHED_WRONGLY}
+    names |= {*_messages.UNMARKED, *_messages.WRITTEN_OUT, *_messages.NORM_GRADIENTS, *_versions.BATCHED_WRONGLY}
     assert names <= {*_versions.GRAPHS, *_versions.NOT_TRIED, *_versions.LOOKED_AT}
 
 
@@ -174,13 +174,13 @@ def test_a_chunked_loss_is_still_told_by_its_name() -> None:
 
 
 def test_functions_of_torch_are_still_called_so() -> None:
-    """Those that `_refusals` and `_sharded` know by name: an unknown one is warned of as any Function."""
+    """Those that `_refusals` and `_arguments` know by name: an unknown one is warned of as any Function."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     homes = [f"torch._higher_order_ops.{name}" for name in ("cond", "flex_attention", "scan", "while_loop")]
     known = {name for home in (*homes, "torch.utils.checkpoint") for name in vars(importlib.import_module(home))}
     assert known >= _refusals._WITHOUT_SECOND
-    assert hasattr(_fsdp_param_group, _sharded.NODE)
+    assert hasattr(_fsdp_param_group, _arguments.NODE)
     assert hasattr(torch.nn.modules._functions, "BackwardHookFunction")
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _modes, _nodes, _refusals, _switches, _translate, _tree, _why
+from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree
 from hodiff._core._call import Call
 from hodiff._core._lending import MARK, Lending, Ticket, mark_of
-from hodiff._core._norms import ExactNorms
+from hodiff._core._substitutes import ExactNorms
 from hodiff.errors import GraphError, InputError
 
 
@@ -157,13 +157,13 @@ class Graph:
         names = survey.names() if survey is not None and self.order >= 2 else set()
         if lending.by_hand is not None:
             names = names | lending.by_hand.names
-        inexact = lending.forward_mode or names & _translate.WRITTEN_OUT
+        inexact = lending.forward_mode or names & _messages.WRITTEN_OUT
         if lending.by_hand is not None and self.order + lending.by_hand.count >= 3:
-            inexact = inexact or _translate.at_third(names)
-        if self.order < 2 and (_translate.fused(names) or (survey and _refusals.rounds_attention(survey))):
-            lending.also(_switches.plain_attention)
+            inexact = inexact or _messages.at_third(names)
+        if self.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
+            lending.also(_settings.plain_attention)
         elif "CudnnRnnBackward0" in names:
-            lending.also(_switches.no_cudnn)
+            lending.also(_settings.no_cudnn)
         elif failure is not None:
             raise failure
         elif survey is not None and (exact or not inexact):
@@ -173,7 +173,7 @@ class Graph:
 
     def _run(self, *, exact: bool) -> _nodes.Survey:
         if exact:
-            with _modes.on(ExactNorms()) as norms:
+            with _settings.on(ExactNorms()) as norms:
                 outputs = self._lending.run(self.leaves)
             self._mixes = norms.mixes_samples
         else:
@@ -206,14 +206,14 @@ class Graph:
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""
         if isinstance(self.outputs, Tensor):
-            return [_checks.check_output(self.outputs, "f(x)" if self.owned else "f")]
+            return [_arguments.check_output(self.outputs, "f(x)" if self.owned else "f")]
         leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.owned else "f")
-        return [_checks.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+        return [_arguments.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
 
     def scalars(self) -> Tensor:
         """The single output, checked to be one element, or one per sample."""
-        output = _checks.check_output(self.outputs)
-        _checks.check_scalars(output, self.batch_ndim, self.batch)
+        output = _arguments.check_output(self.outputs)
+        _arguments.check_scalars(output, self.batch_ndim, self.batch)
         return output
 
     def value(self) -> Any:
@@ -326,8 +326,8 @@ class Graph:
     # --- errors
 
     def _explain(self, error: GraphError) -> None:
-        """Let the message say which line and which variable it is about, where that can be told (see `_why`)."""
-        failure = _why.Failure(
+        """Let the message say which line and which variable it is about, where that can be told (see `_messages`)."""
+        failure = _messages.Failure(
             error,
             self.call.what if self.owned else None,
             self._again if self.owned and not _collective() else None,
@@ -337,7 +337,7 @@ class Graph:
             self.where.names,
             self.call.strict,
         )
-        _why.complete(failure)
+        _messages.complete(failure)
 
     def _again(self) -> list[Tensor]:
         """The outputs of `f` when it is called once more."""

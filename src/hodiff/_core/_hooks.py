@@ -1,6 +1,6 @@
-"""What happens in a user's function behind its back: modules it calls, passes it makes, hooks that change gradients.
+"""What happens behind a user's function: modules it calls, passes it makes, hooks that change gradients.
 
-Every module that `f` calls is lent (see `_loans`), however `f` reaches it. A hook that replaces a
+Every module that `f` calls is lent (see `_lending`), however `f` reaches it. A hook that replaces a
 gradient acts in each pass through its place: the second derivative is then that of no function, as in
 plain PyTorch. So hooks that `f` registers, or that its modules have, are watched.
 """
@@ -8,15 +8,75 @@ plain PyTorch. So hooks that `f` registers, or that its modules have, are watche
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _by_hand, _nesting
-from hodiff._core._switches import Counted, Undo
+from hodiff._core import _call, _nodes, _refusals, _versions
+from hodiff._core._settings import Counted, Undo
+from hodiff.errors import GraphError
+
+# --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` ---------------------------------
+# Each is seen where it begins, with the graph that it goes over: afterwards that may be out of reach, for what PyTorch
+# takes for a constant leaves no trace. What was seen is judged when `f` has returned, by the rules of the total order.
+
+
+class ByHand:
+    """The differentiable passes that `f` has made in one evaluation.
+
+    Attributes:
+        count: How many; none is nested deeper.
+        names: The class names of the nodes that they went over.
+        refused: What is to be said of the first through which a derivative of the total order is not right.
+    """
+
+    __slots__ = ("count", "names", "refused")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.names: set[str] = set()
+        self.refused: GraphError | None = None
+
+
+def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Let the innermost evaluation know that its `f` begins a pass whose result is differentiable."""
+    if not _call.state.running or _versions.passing.ours:
+        return
+    lending = _call.state.running[-1]
+    if not lending.call.owned:
+        return
+    roots = [node for node in map(_node, outputs) if node is not None]
+    if not roots:  # of constants alone
+        return
+    found = lending.by_hand = lending.by_hand or ByHand()
+    graph = _nodes.Survey(roots)
+    found.count += 1
+    found.names |= graph.names()
+    by = [_base(each) for each in inputs if isinstance(each, Tensor)]
+    try:
+        order = lending.call.order + found.count
+        _refusals.judge(graph, by if by and len(by) == len(inputs) else graph.variables(), order, lending.call.allow)
+    except GraphError as error:
+        found.refused = found.refused or error
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """A tensor without what `torch.func` has wrapped around it: its graph has all that the transforms record."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _node(output: Any) -> Any:
+    return _nodes.node_of(_base(output)) if isinstance(output, Tensor) else output.node
+
+
+# --- modules, passes and hooks ----------------------------------------------------------------------------------------
+
 
 Hook = Callable[..., Any]
 
@@ -74,7 +134,7 @@ def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
     def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _, _, create_graph, inputs, *_ = args
         if create_graph:
-            _by_hand.note(outputs, inputs)
+            note(outputs, inputs)
         return theirs(outputs, *args, **kwargs)
 
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
@@ -94,7 +154,7 @@ def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def _lend_module(module: nn.Module, args: Any) -> None:
-    running = _nesting.state.running
+    running = _call.state.running
     if running and module not in running[-1].borrowed:
         running[-1].borrow(module)
 
@@ -104,7 +164,7 @@ def _watch_hooks() -> tuple[Callable[[], object], Callable[[], object]]:
     register = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Hook) -> Any:
-        running = _nesting.state.running
+        running = _call.state.running
         return register(self, running[-1].hooks.watched(hook) if running else hook)
 
     def switch() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _modes, _reverse
+from hodiff._core import _arguments, _reverse, _settings
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._random_state import RandomState
+from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
 from hodiff.errors import BatchMixingWarning, InputError
 
@@ -35,7 +35,7 @@ def check(
     if not batch_ndim:
         raise InputError("check_independence: there are no samples with batch_ndim=0; give batch_ndim=1 with it.")
     wheres = [point if isinstance(point, Where) else Where(point) for point in points]
-    batch = _checks.check_batch(
+    batch = _arguments.check_batch(
         [t for w in wheres for t in w.tensors], [n for w in wheres for n in w.names], batch_ndim
     )
     if batch.numel() < 2:
@@ -68,7 +68,7 @@ def _beside(where: Where, ours: torch.Generator) -> Where:
     if where.owned:  # f receives the module, whose parameters are what they are
         return where
     moved = []
-    with _modes.grad_mode(False):
+    with _settings.grad_mode(False):
         for leaf in where.tensors:
             noise = torch.rand(leaf.shape, generator=ours, dtype=torch.float32, device="cpu").to(
                 leaf.device, leaf.dtype
@@ -114,5 +114,5 @@ def _judge(found: list[Tensor], weights: Tensor) -> None:
             f"the usual one's. What is computed is then not each sample's own derivative. Usual causes: BatchNorm "
             f"in training mode, minibatch statistics, an operation over the wrong dimension.",
             BatchMixingWarning,
-            stacklevel=_checks.outside(),
+            stacklevel=_arguments.outside(),
         )

@@ -1,45 +1,45 @@
-"""The one place where a user's function is called.
+"""The one place where a user's function is called, with all that it is lent.
 
 A `Lending` is the state in which it runs: grad mode on, kernels that have second derivatives, the modules
-of the point lent (see `_loans`), so that `f` sees leaves of ours and nothing of the user's is changed.
+of the point lent (see `StateLoan`), so that `f` sees leaves of ours and nothing of the user's is changed.
 It stays until the last derivative pass has run. What comes out of it is a `Graph` (reverse mode) or a
 series (Taylor mode); both go through `run`, and so through the same checks.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import (
-    _binding,
-    _by_hand,
-    _claims,
-    _control_flow,
-    _modes,
-    _nesting,
+    _arguments,
+    _call,
+    _hooks,
+    _locks,
+    _messages,
     _refusals,
-    _sharded,
-    _switches,
-    _translate,
+    _settings,
+    _substitutes,
+    _tree,
     _versions,
 )
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
-from hodiff._core._inference import NormalTensors
-from hodiff._core._loans import ParameterLoan, StateLoan, cast
-from hodiff._core._random_state import RandomState
+from hodiff._core._settings import RandomState
+from hodiff._core._where import Where
 from hodiff.errors import InputError
 
-_control_flow.install()
-_versions.where_forward_mode_begins(_nesting.note_forward_mode)
+_substitutes.install()
+_versions.where_forward_mode_begins(_call.note_forward_mode)
 
 MARK = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
@@ -97,7 +97,7 @@ class Lending:
         self.ticket = Ticket(not call.create_graph)
         self._undo: list[Callable[[], object]] = []
         self._normal = self.nests = False
-        self.by_hand: _by_hand.ByHand | None = None
+        self.by_hand: _hooks.ByHand | None = None
         self.hooks = Hooks()
 
     # --- the state
@@ -107,26 +107,26 @@ class Lending:
         self._ran = False
         try:
             # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
-            _switches.when_lost(undo, self)
+            _settings.when_lost(undo, self)
             undo += [partial(setattr, self.ticket, "open", False)]
-            if _modes.absent.modes:
-                _modes.take_off_absent()
+            if _settings.absent.modes:
+                _settings.take_off_absent()
             if torch.is_inference_mode_enabled():
-                _modes.record(undo)
+                _settings.record(undo)
             if not torch.is_grad_enabled():
-                undo += [_switches.InTime(torch._C._set_grad_enabled, False)]
+                undo += [_settings.InTime(torch._C._set_grad_enabled, False)]
                 torch._C._set_grad_enabled(True)
             if call.order >= 2:
-                _switches.plain_attention.enter(undo)
+                _settings.plain_attention.enter(undo)
             if "torch._dynamo" in sys.modules:
-                _switches.eager.enter(undo)
+                _settings.eager.enter(undo)
             self._state = StateLoan(call.cast)
             self.borrowed = self._state.attributes
             undo += [self._state.close]
             watch_modules.enter(undo)
             if call.order >= 2:
                 watch_hooks.enter(undo)
-            _nesting.enter(self, undo, differentiated=call.order > 0)
+            _call.enter(self, undo, differentiated=call.order > 0)
             if parametrize._cache_enabled:
                 self._set_aside_cache()
             if call.where.owned:
@@ -143,9 +143,9 @@ class Lending:
 
     def close(self) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
-        _switches.undo_all(self._undo)
+        _settings.undo_all(self._undo)
 
-    def also(self, switch: _switches.Counted) -> None:
+    def also(self, switch: _settings.Counted) -> None:
         """One more switch, left with the rest."""
         switch.enter(self._undo)
 
@@ -156,10 +156,10 @@ class Lending:
         def restore() -> None:
             for cache in theirs:
                 parametrize._cache = cache
-            _claims.release((parametrize,), self.ticket)
+            _locks.release((parametrize,), self.ticket)
 
         self._undo += [restore]
-        _claims.claim((parametrize,), self.ticket)
+        _locks.claim((parametrize,), self.ticket)
         theirs += [parametrize._cache]
         parametrize._cache = {}
 
@@ -191,8 +191,8 @@ class Lending:
 
     def borrow(self, module: nn.Module, *, root: bool = False) -> None:
         """Lend one module that `f` calls, whether it belongs to the point or not."""
-        if _sharded.LOADED_BY in sys.modules and self.call.order >= 2 and not root:  # by inputs, a first one is right
-            _sharded.check_modules((module,), "f")
+        if _arguments.LOADED_BY in sys.modules and self.call.order >= 2 and not root:  # by inputs, a first one is right
+            _arguments.check_modules((module,), "f")
         self._state.take(module, root=root)
         if "max_norm" in module.__dict__ and module.max_norm is not None and not self._is_point(module):
             self._copy_table(module)
@@ -246,7 +246,7 @@ class Lending:
             self.put(arguments)
         argument = call.where.argument(arguments)
         if self._normal:
-            with _modes.on(NormalTensors()):
+            with _settings.on(NormalTensors()):
                 return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
         return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
 
@@ -262,18 +262,18 @@ class Lending:
         try:
             value = self.at(arguments)
         except RuntimeError as error:
-            if not self._normal and _translate.about_inference(error):
+            if not self._normal and _messages.about_inference(error):
                 self._normal = True  # tensors of inference mode that f brings along are copied, in another run of it
                 self.restart()
                 return self.run(arguments, watched)
-            note = _translate.advice_for_f(error)
+            note = _messages.advice_for_f(error)
             if note:
                 error.add_note(note)
             raise
         except TypeError as error:
             call = self.call
             argument = call.where.argument(arguments)
-            ours = _binding.refused(error, call.what, argument if call.spread else (argument,), call.args, call.kwargs)
+            ours = refused(error, call.what, argument if call.spread else (argument,), call.args, call.kwargs)
             if ours is None:
                 raise
             raise ours from error
@@ -345,12 +345,12 @@ def _aliases(
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise
-        raise InputError(_nesting.INSIDE_A_TRANSFORM) from error
+        raise InputError(_call.INSIDE_A_TRANSFORM) from error
 
 
 def _leaf(tensor: Tensor, dtype: torch.dtype | None, copied: bool) -> Tensor:
     """A leaf of its own, with the tensor's value."""
-    _nesting.refuse_tangent(tensor)
+    _call.refuse_tangent(tensor)
     if copied or tensor.is_inference():
         tensor = tensor.clone()
     if dtype is not None:
@@ -367,3 +367,247 @@ def _connected(tensor: Tensor, copied: bool) -> Tensor:
     # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
     # view by itself, and on this one because `unbind` may return several.
     return tensor.unsqueeze(0).unbind()[0]
+
+
+# --- lending modules to an evaluation: parameters replaced by leaves, buffers by clones, attributes put back ----------
+# Nothing of the user's may change, and no hook on a parameter may fire, so `f` sees aliases instead of
+# the real parameters and clones instead of the real buffers, until the last derivative pass has run
+# (an activation checkpoint runs `f`'s blocks again inside the passes). And nothing of ours may stay: a
+# tensor that `f` leaves in an attribute of a module (a hidden state, a lazy cache) would hold our graph
+# there, to be met by the next call as a constant.
+#
+# Evaluations nested in one thread share a module's loan; the outermost one puts the originals back.
+
+
+class _Clones:
+    """The buffers of one module while clones stand in for them."""
+
+    __slots__ = ("module", "originals", "users")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.users: dict[object, None] = {}
+        self.originals = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.requires_grad  # one that requires grad is an input of f
+        }
+
+    def lend(self, dtype: torch.dtype | None) -> None:
+        for name, buffer in self.originals.items():
+            self.module._buffers[name] = cast(buffer, dtype).clone()
+
+    def give_back(self) -> None:
+        self.module._buffers.update(self.originals)
+
+
+_KEEP_NOTHING = frozenset(
+    kind for kind in vars(nn).values() if isinstance(kind, type) and kind.__module__.startswith("torch.nn.modules.")
+)
+"""PyTorch's own modules: what they compute they put into no attribute (hooks on them may, and `f` on its point)."""
+
+_lent: dict[nn.Module, _Clones] = {}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`tensor` detached, in another floating point dtype if one is given."""
+    still = tensor.detach()
+    return still.to(dtype) if dtype is not None and still.is_floating_point() else still
+
+
+class StateLoan:
+    """The modules whose buffers and attributes one evaluation has borrowed.
+
+    Attributes:
+        attributes: What the attributes of each were, when it was borrowed; None of one that keeps nothing.
+        put_back: What else is done when they are given back.
+    """
+
+    __slots__ = ("_claimed", "_cloned", "_dtype", "attributes", "put_back")
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._cloned: list[nn.Module] = []
+        self._claimed: list[nn.Module] = []
+        self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
+        self.put_back: list[Callable[[], object]] = []
+
+    def take(self, module: nn.Module, *, root: bool = False) -> None:
+        """Put clones in place of a module's buffers, and note its attributes; no other thread has it meanwhile."""
+        if module._parameters or module._buffers:
+            self._claimed += [module]
+            _locks.claim((module,), self)
+        hooked = module._forward_pre_hooks or module._forward_hooks
+        plain = module.__class__ in _KEEP_NOTHING and not root and not hooked
+        self.attributes[module] = None if plain else module.__dict__.copy()
+        if module._buffers and not isinstance(module, torch.jit.ScriptModule):
+            self._cloned += [module]
+            if module in _lent:
+                _lent[module].users[self] = None
+            else:
+                clones = _Clones(module)
+                clones.users[self] = None
+                _lent[module] = clones
+                clones.lend(self._dtype)
+
+    def tidy(self) -> None:
+        """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
+        for module, before in self.attributes.items():
+            if before is None:
+                continue
+            now = module.__dict__
+            left = [name for name in now if not (name in before and now[name] is before[name]) and holds(now[name])]
+            for name in left:
+                if name in before:
+                    now[name] = before[name]
+                else:
+                    del now[name]
+
+    def close(self) -> None:
+        """Return everything; the last borrower puts the original buffers back. It may be run again."""
+        self.tidy()
+        self.attributes.clear()
+        for step in self.put_back:
+            step()
+        self.put_back = []
+        for module in self._cloned:
+            if module in _lent:
+                clones = _lent[module]
+                if self in clones.users:
+                    del clones.users[self]
+                if not clones.users:
+                    clones.give_back()
+                    del _lent[module]
+        self._cloned = []
+        if self._claimed:
+            _locks.release(self._claimed, self)
+            self._claimed = []
+
+
+def holds(value: Any) -> bool:
+    """Whether a value is a tensor with a graph, or a container in which there is one."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return any(holds(item) for item in value)
+    return isinstance(value, dict) and any(holds(item) for item in value.values())
+
+
+class ParameterLoan:
+    """The parameters of the modules of a point, to be replaced wherever they occur, once taken and until closed."""
+
+    __slots__ = ("_places", "_rest", "_where", "modules")
+
+    def __init__(self, where: Where) -> None:
+        self._where, self.modules = where, dict[nn.Module, None]()
+        self._places: list[tuple[nn.Module, str, Tensor | None, int]] = []
+        self._rest: list[tuple[nn.Module, str, Tensor | None, Tensor]] = []
+        for owned in where.owned:
+            self.modules.update(owned.assembly.modules)
+
+    def take(self) -> None:
+        """Make the modules this thread's. What comes back is what stands there now: of a call around, its leaves."""
+        _locks.claim(self.modules, self)
+        tensors = self._where.tensors
+        numbers = dict(zip(map(id, tensors), range(len(tensors)), strict=True))
+        for owned in self._where.owned:
+            for module, name, _, parameter in owned.assembly.slots:
+                key, now = id(parameter), module._parameters[name]
+                if key in numbers:
+                    self._places += [(module, name, now, numbers[key])]
+                else:
+                    self._rest += [(module, name, now, parameter)]
+
+    def put(self, leaves: Sequence[Tensor]) -> None:
+        """Put the leaves in place of the parameters of the point."""
+        for module, name, _, number in self._places:
+            module._parameters[name] = leaves[number]  # type: ignore[assignment]
+
+    def put_others(self, still: Callable[[Tensor], Tensor]) -> None:
+        """Put an unrecorded stand-in in place of each other parameter."""
+        made: dict[int, Tensor] = {}
+        for module, name, _, parameter in self._rest:
+            if id(parameter) not in made:
+                made[id(parameter)] = still(parameter)
+            module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Put the real parameters back, and let other threads have the modules. It may be run again."""
+        for module, name, before, _ in [*self._places, *self._rest]:
+            module._parameters[name] = before  # type: ignore[assignment]
+        for module in self.modules:
+            if "_flat_weights" in module.__dict__:  # the list that RNNs keep is refreshed by setting
+                for name, parameter in [*module._parameters.items()]:
+                    if isinstance(parameter, nn.Parameter) and parameter.is_leaf:  # others are refreshed by `forward`
+                        setattr(module, name, parameter)
+        _locks.release(self.modules, self)
+        self._places, self._rest = [], []
+
+
+# --- why a function cannot be called as it was: Python's own words name neither the point nor the way out -------------
+
+
+def refused(
+    error: TypeError, f: Any, points: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> InputError | None:
+    """The error to raise in the place of a TypeError, where the call itself failed; None where `f` raised it.
+
+    Asked only once a call has failed: looking at a signature takes longer than many a function.
+    """
+    f = inspect.unwrap(f)  # a penalty calls its critic through an object of its own
+    try:
+        signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
+    except (TypeError, ValueError):  # a builtin without one
+        return None
+    try:
+        signature.bind(*points, *args, **kwargs)
+    except TypeError as reason:
+        given = len(points) + len(args)
+        return InputError(
+            f"f: cannot be called with the {given} positional argument{'s' if given > 1 else ''} that it is given here"
+            f"{f' and {sorted(kwargs)}' if kwargs else ''}: {reason}. {_way_out(signature, points, args)}"
+        )
+    return None
+
+
+def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence[Any]) -> str:
+    wanted = sum(
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+        for p in signature.parameters.values()
+    )
+    if len(points) > 1 and wanted < len(points):
+        return f"It receives the {len(points)} points one by one: f(x, y), as in lambda x, y: (x * y).sum()."
+    if len(points) == 1 and wanted > 1 and not args:
+        point = points[0]
+        if not isinstance(point, (Tensor, nn.Module)) and _tree.is_container(point):
+            return (
+                "A container is one point, which f receives as one argument: "
+                "lambda p: ..., with p[0] or p['name'] inside. For mixed derivatives by two points: "
+                "hodiff.cross_hessian(f, x, y)."
+            )
+        return "What f needs beside the point goes in args= or kwargs=: args=(data,)."
+    return "f receives the point first, then args= and kwargs=."
+
+
+# --- tensors made in inference mode, which cannot be saved for a backward pass ----------------------------------------
+
+
+class NormalTensors(TorchFunctionMode):
+    """Inside it, every operation gets ordinary copies of tensors made in inference mode (outside of that mode)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace the arguments, and call the operation."""
+        return func(*_tree.tree_map(self._normal, args), **_tree.tree_map(self._normal, kwargs or {}))
+
+    def _normal(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_inference():
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, value.clone()  # the original is held, so that its id stays its own
+        return self._copies[id(value)][1]

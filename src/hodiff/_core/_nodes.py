@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff._core import _modes, _versions
+from hodiff._core import _settings, _versions
 
 Node = Any
 """An autograd node. (`torch.autograd.graph.Node` is abstract and has no attributes to type-check.)"""
@@ -33,10 +33,10 @@ def _leaf_node(leaf: Tensor) -> Node | None:
     if leaf.is_inference():  # no graph leads to it, whatever it says
         return None
     if torch.is_inference_mode_enabled():  # where views are not recorded
-        with _modes.recording():
+        with _settings.recording():
             return _leaf_node(leaf)
     if leaf.is_nested and leaf.layout is torch.strided:  # which has no shape to be viewed as
-        with _modes.grad_mode(True):
+        with _settings.grad_mode(True):
             return torch.ops.aten.alias.default(leaf).grad_fn.next_functions[0][0]
     return torch.autograd.graph.get_gradient_edge(leaf).node
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _claims, _near_zero, _nodes, _sharded, _translate, _versions
-from hodiff._core._checks import outside
+from hodiff._core import _arguments, _locks, _messages, _near_zero, _nodes, _versions
+from hodiff._core._arguments import outside
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
 
 
@@ -83,7 +83,7 @@ _UNREMARKABLE: dict[bool, set[type]] = {False: set(), True: set()}
 
 def refuse_third_order(graph: _nodes.Survey) -> None:
     """Raise where a differentiable pass would form what PyTorch gets wrong: the third derivative of a norm."""
-    nodes = [*graph.named(*_translate.NORM_GRADIENTS)]
+    nodes = [*graph.named(*_messages.NORM_GRADIENTS)]
     if nodes:
         _refuse_norm(nodes, ())
 
@@ -93,9 +93,9 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
     if function in allow or function.__name__ in allow or not _nodes.reaches(nodes, leaves):
         return
     if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
-        raise _translate.missing([function.__name__])
-    if function.__name__ == _sharded.NODE:
-        raise _sharded.freed()
+        raise _messages.missing([function.__name__])
+    if function.__name__ == _arguments.NODE:
+        raise _arguments.freed()
     if function.__name__ == "BackwardHookFunction":  # PyTorch's own, an identity; what hooks do is watched
         return
     if function.__module__.startswith("hodiff."):  # right, or it says so itself
@@ -284,7 +284,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
     (DET, 2, _are_singular),
     ("NativeLayerNormBackwardBackward0", 2, _refuse_norm),
     ("NativeBatchNormBackwardBackward0", 2, _refuse_norm),
-    (_translate.WEIGHT_NORM, 2, _refuse_weight_norm),
+    (_messages.WEIGHT_NORM, 2, _refuse_weight_norm),
     ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
     ("SparseCompressedTensorBackward0", 2, _refuse_sparse),
     ("EmbeddingBackward0", 2, _refuse_scaled_embedding),
@@ -401,7 +401,7 @@ _warned: set[type] = set()
 
 
 def _warn_once(function: type) -> None:
-    with _claims.lock:
+    with _locks.lock:
         if function in _warned:
             return
         _warned.add(function)

@@ -1,4 +1,4 @@
-"""Reverse passes: the only caller of the engine, and the only one who decides what is kept.
+"""Reverse passes: the only caller of PyTorch's engine, the only one who decides what is kept.
 
 Two questions are asked of each pass. Does another pass of ours follow over the same graph (`more`)? And is
 its result differentiated by a pass of ours (`differentiated`)? What is kept then is one rule, `_keep`: also
@@ -8,6 +8,8 @@ Nothing else in the library knows `retain_graph`.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from hodiff._core import _engine, _modes, _nodes, _refusals, _results, _translate, _versions
+from hodiff._core import _messages, _nodes, _refusals, _settings, _versions
 from hodiff._core._faults import interrupt_behind, is_fault
 from hodiff._core._graph import Graph
-from hodiff.errors import GraphError
+from hodiff.errors import GraphError, InputError
 
 Cotangents = Callable[[int, int], list[Tensor]]
 """Makes the cotangents of the vectors from `start` to `stop`, stacked along a new first dimension."""
@@ -64,17 +66,17 @@ def pull(
         if not output.requires_grad:
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
-                return _results.connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
+                return connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
     bare = _pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build, recorded=ev.recorded)
     if missed is not None:
         missed.update(number for number, part in enumerate(bare) if part is None)
-    found = _results.filled(bare, inputs)
+    found = filled(bare, inputs)
     if build:
         if not ev.kinds <= _cleared[ev.order >= 3]:
             _search(ev, outputs, found, inputs, product=any(u is not None and u.requires_grad for u in cotangents))
-        found = _results.connected(ev, found)
+        found = connected(ev, found)
         if ev.create_graph:
             _nodes.mark_results(found)
         return found
@@ -84,7 +86,7 @@ def pull(
 def peek(ev: Graph, output: Tensor, cotangent: Tensor) -> Tensor:
     """One detached pass to a single leaf, ahead of others that need the same graph."""
     bare = _pull([output], [cotangent], ev.leaves, keep=True, build=False, recorded=ev.recorded)
-    return _results.filled(bare, ev.leaves)[0]
+    return filled(bare, ev.leaves)[0]
 
 
 def gradient(ev: Graph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
@@ -92,8 +94,8 @@ def gradient(ev: Graph, *, differentiated: bool = False, missed: set[int] | None
     found = pull(ev, [ev.scalars()], [None], differentiated=differentiated, missed=missed)
     if differentiated:  # again, so that it need not be copied
         return found
-    found = _results.own(found)
-    return _results.finite(ev, found) if ev.higher and not ev.create_graph else found
+    found = own(found)
+    return finite(ev, found) if ev.higher and not ev.create_graph else found
 
 
 def products(
@@ -108,7 +110,7 @@ def products(
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
     vectors = writable(ev, vectors)
     if count is None:
-        return _results.finite(ev, _results.own(pull(ev, outputs, vectors, inputs=inputs), vectors))
+        return finite(ev, own(pull(ev, outputs, vectors, inputs=inputs), vectors))
     inputs = ev.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     chunks = pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
@@ -216,7 +218,7 @@ def pull_many(
             continue
         if ev.create_graph and not start and not ev.kinds <= _cleared[ev.order >= 3]:
             _search(ev, outputs, found, inputs)
-        done = [(start, stop, _results.own(found, chunk))]
+        done = [(start, stop, own(found, chunk))]
         del found, chunk
         yield done.pop()  # which nothing here holds while the next are made
         start = stop
@@ -229,20 +231,20 @@ def stacked(
     if ev.create_graph:
         parts = [found for _, _, found in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
         whole = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-        whole = _results.connected(ev, whole)
+        whole = connected(ev, whole)
         _nodes.mark_results(whole)
         return whole
     results: list[Tensor] = []
     for start, stop, found in chunks:
         if stop - start == count:
-            return _results.finite(ev, found)
+            return finite(ev, found)
         if not results:
             results = [part.new_empty((count, *part.shape[1:])) for part in found]
         for result, part in zip(results, found, strict=True):
             result[start:stop] = part
             del part  # before the next chunk is made
         del found
-    return _results.finite(ev, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
+    return finite(ev, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
 
 
 def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
@@ -270,7 +272,7 @@ def has_second_derivatives(ev: Graph) -> bool:
 def _is_harmless(kind: type, *, third: bool) -> bool:
     if third and any(piece in kind.__name__ for piece in ("LayerNorm", "BatchNorm", "InstanceNorm")):
         return False
-    return not issubclass(kind, BackwardCFunction) and _translate.way_out(kind.__name__) is None
+    return not issubclass(kind, BackwardCFunction) and _messages.way_out(kind.__name__) is None
 
 
 def _keep(ev: Graph, more: bool) -> bool:
@@ -299,11 +301,11 @@ def _pull(
     device = device or inputs[0].device.type
     try:
         if torch.is_autocast_enabled(device):
-            with _modes.autocast(device):
-                return _engine.grad(outputs, inputs, cotangents, keep=keep, build=build)
-        return _engine.grad(outputs, inputs, cotangents, keep=keep, build=build)
+            with _settings.autocast(device):
+                return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
+        return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
     except (RuntimeError, NotImplementedError) as error:
-        ours = _translate.engine_error(error)
+        ours = _messages.engine_error(error)
         if ours is None:
             raise
         raise ours from error
@@ -312,7 +314,7 @@ def _pull(
 def between(
     outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor], *, keep: bool, recorded: bool = False
 ) -> Sequence[Tensor | None]:
-    """One bare pass, between tensors or edges of a graph, for `graph._multi`, which knows what to keep."""
+    """One bare pass, between tensors or edges of a graph, for `calculus._multi`, which knows what to keep."""
     device = cotangents[0].device.type
     return _pull(outputs, cotangents, inputs, keep=keep, build=False, device=device, recorded=recorded)
 
@@ -324,7 +326,7 @@ def _pull_batched(
 
     def one(*vectors: Tensor) -> tuple[Tensor, ...] | Tensor:
         bare = _pull(outputs, vectors, inputs, keep=keep, build=ev.create_graph, recorded=ev.recorded)
-        found = _results.filled(bare, inputs)
+        found = filled(bare, inputs)
         return found[0] if len(found) == 1 else tuple(found)  # vmap is quicker with a bare tensor
 
     return batched(one, cotangents)
@@ -345,7 +347,7 @@ def _pull_each(
         another = more or index < count - 1
         vectors, keep = [cotangent[index] for cotangent in cotangents], _keep(ev, another)
         found = _pull(outputs, vectors, inputs, keep=keep, build=ev.create_graph, recorded=ev.recorded)
-        rows.append(_results.filled(found, inputs))
+        rows.append(filled(found, inputs))
     if count == 1:
         return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
     return [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -355,7 +357,7 @@ def derivative(output: Tensor, by: Tensor) -> Tensor:
     """The derivative of the sum of `output`, itself differentiable, in a graph that belongs to no evaluation."""
     if not output.requires_grad:
         return torch.zeros_like(by)
-    return _results.filled(_pull([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
+    return filled(_pull([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
 
 
 def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -363,7 +365,7 @@ def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Seque
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     depth = functorch.get_dynamic_layer_stack_depth()
     try:
-        return _engine.mapped(function, vectors)
+        return _versions.mapped(function, vectors)
     except BaseException as error:
         functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # between two of its own lines it leaves a level on
         behind = interrupt_behind(error)
@@ -394,11 +396,201 @@ def _refuse_missing(
     if third:
         _refusals.refuse_third_order(graph)
     _refusals.refuse_without_backward(graph, inputs)
-    bad = list(graph.named("NotImplemented", "Error", *_translate.UNMARKED))
+    bad = list(graph.named("NotImplemented", "Error", *_messages.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):
         return
-    named = [type(node).__name__ for node in bad if _translate.way_out(type(node).__name__)]
+    named = [type(node).__name__ for node in bad if _messages.way_out(type(node).__name__)]
     if not named:  # the marker is anonymous: the operation is known from the graph before
         forward = _nodes.survey(outputs).names()
-        named = sorted(name for name in forward if _translate.way_out(name)) or sorted(forward - {"AccumulateGrad"})
-    raise _translate.missing(named, product=product)
+        named = sorted(name for name in forward if _messages.way_out(name)) or sorted(forward - {"AccumulateGrad"})
+    raise _messages.missing(named, product=product)
+
+
+# --- results: dense, each in memory of its own, finite, connected to the point ----------------------------------------
+
+
+def filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones)."""
+    dense: list[Tensor] = []
+    for part, leaf in zip(found, inputs, strict=True):
+        if part is None:
+            dense.append(torch.zeros_like(leaf))
+        else:
+            dense.append(part if part.layout is leaf.layout else part.to_dense())
+    return dense
+
+
+def connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:
+    """A differentiable result that came out constant is still a function of the point: its derivative is zero.
+
+    The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
+    sum of none of a leaf's entries is 0, and depends on the leaf.
+    """
+    if not ev.create_graph:
+        return found
+    for part in found:
+        if not part.requires_grad:
+            break
+    else:
+        return found
+    callers = [leaf for leaf in ev.leaves if not ev.owned or leaf.grad_fn is not None]
+    if not callers:
+        return found
+    nothing = torch.stack([leaf.reshape(-1)[:0].sum().to(callers[0]) for leaf in callers]).sum()
+    return [part if part.requires_grad else part + nothing.to(part) for part in found]
+
+
+def own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Results that share no memory, so that each may be written into.
+
+    The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
+    the derivative of a linear function may be the vector itself, or a view of it.
+    """
+    if not vectors and len(found) == 1:
+        return [_unspread(found[0])]
+    taken = {_memory(vector) for vector in vectors}
+    result: list[Tensor] = []
+    for part in found:
+        memory = _memory(part)
+        result += [part.clone(memory_format=torch.contiguous_format) if memory in taken else _unspread(part)]
+        taken |= {memory}
+    return result
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What two tensors over the same memory have in common."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        return tensor.data_ptr() or tensor
+
+
+def _unspread(part: Tensor) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format) if 0 in part.stride() and _is_spread(part) else part
+
+
+def _is_spread(part: Tensor) -> bool:
+    return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
+
+
+def agree(found: Tensor, expected: Tensor, size: float) -> bool:
+    """Whether two results of that size are equal up to what batches of another size, or another order, may change.
+
+    Not where the size is infinite: anything would agree.
+    """
+    if not found.numel() or not math.isfinite(size):
+        return not found.numel()
+    eps = torch.finfo(found.dtype).eps ** 0.5
+    return float((found - expected).abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size  # NaN is not
+
+
+def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
+    """The results; with a warning where a derivative of higher order does not exist.
+
+    Not on other devices than the processor, where to look is to wait.
+    """
+    if not ev.higher or ev.create_graph or torch.compiler.is_compiling():
+        return found
+    if not _are_finite([part for part in found if part.is_cpu]):
+        given = [*ev.leaves, *ev.tensors()]
+        if all(bool(tensor.detach().isfinite().all()) for tensor in given):
+            _refusals.warn_of_non_finite(ev.kinds)
+    return found
+
+
+_SMALL = 4096
+
+
+def _are_finite(parts: Sequence[Tensor]) -> bool:
+    if len(parts) > 1:  # one sum for all small ones, whose calls are what it costs
+        small = [part.reshape(-1) for part in parts if part.numel() <= _SMALL]
+        parts = [part for part in parts if part.numel() > _SMALL]
+        parts += [torch.cat(small)] if small else []
+    for part in parts:  # noqa: SIM110 - a generator would be calls of its own
+        if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):  # a sum may overflow where no entry does
+            return False
+    return True
+
+
+# --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and their kin -------------------
+
+
+def blocks(
+    ev: Graph,
+    outputs: Sequence[Tensor],
+    *,
+    chunk_size: int | None,
+    inputs: list[Tensor] | None = None,
+) -> list[list[Tensor]]:
+    """The derivative of each output by each input, shaped `(*batch, *output event, *input event)`."""
+    inputs = ev.leaves if inputs is None else inputs
+    table = []
+    for index, output in enumerate(outputs):
+        count, rows = basis(output, ev.batch_ndim)
+        more = index < len(outputs) - 1
+        chunks = pull_many(ev, [output], rows, count, chunk_size=chunk_size, more=more, inputs=inputs)
+        found = stacked(ev, chunks, count, inputs)
+        table.append([_ordered(part, output, leaf, ev.batch_ndim) for part, leaf in zip(found, inputs, strict=True)])
+    return table
+
+
+SMALL = 2**30
+"""Bytes of a result that nobody need ask the machine about."""
+
+
+def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: int, way_out: str) -> None:
+    """Raise for a table of derivatives that is larger than the memory of its device."""
+    batch = outputs[0].shape[:batch_ndim].numel()
+    rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
+    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in inputs)
+    size = batch * rows * columns * inputs[0].element_size()
+    if size > SMALL and size > memory_of(inputs[0].device):
+        raise InputError(
+            f"x: the result would hold {f'{batch:,} x ' if batch_ndim else ''}{rows:,} x {columns:,} numbers, "
+            f"{size / 1e9:,.0f} GB, and {inputs[0].device} has {memory_of(inputs[0].device) / 1e9:,.0f} GB. {way_out}"
+        )
+
+
+def memory_of(device: torch.device) -> float:
+    """The bytes of memory of a device; infinite where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return math.inf
+
+
+def basis(output: Tensor, batch_ndim: int) -> tuple[int, Cotangents]:
+    """The unit vectors of one sample's event, the same for every sample: their number, and how to make some."""
+    batch, event = output.shape[:batch_ndim], output.shape[batch_ndim:]
+    count = event.numel()
+
+    def rows(start: int, stop: int) -> list[Tensor]:
+        size = stop - start
+        units = output.new_zeros((size, count))
+        units[:, start:stop].fill_diagonal_(1)
+        return [units.reshape((size, *[1] * batch_ndim, *event)).expand((size, *batch, *event))]
+
+    return count, rows
+
+
+def _ordered(stacked: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> Tensor:
+    """From (rows, *batch, *input event) to (*batch, *output event, *input event)."""
+    batch, event = leaf.shape[:batch_ndim], leaf.shape[batch_ndim:]
+    if batch_ndim:
+        stacked = stacked.movedim(0, batch_ndim)
+    return stacked.reshape((*batch, *output.shape[batch_ndim:], *event))
+
+
+def matrix(table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
+    """The blocks as one matrix, `(M, D)` or `(*batch, M, D)`, rows and columns in the order of the tensors."""
+    batch = leaves[0].shape[:batch_ndim]
+    heights = [output.shape[batch_ndim:].numel() for output in outputs]
+    widths = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
+    rows = [
+        torch.cat([block.reshape((*batch, height, width)) for block, width in zip(line, widths, strict=True)], dim=-1)
+        if len(widths) > 1
+        else line[0].reshape((*batch, height, widths[0]))
+        for line, height in zip(table, heights, strict=True)
+    ]
+    return torch.cat(rows, dim=-2) if len(rows) > 1 else rows[0]

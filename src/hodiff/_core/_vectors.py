@@ -1,4 +1,4 @@
-"""Vectors like the point: one, or many with an extra leading dimension, recognised by their shapes; or flat."""
+"""Vectors like the point: given, one or many, by their shapes or flat; or drawn at random."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _sharded, _tree
-from hodiff._core._spellings import as_tensors, check_dense, listing
+from hodiff._core import _arguments, _settings, _tree
+from hodiff._core._arguments import Probes, as_tensors, check_dense, check_option, listing
 from hodiff.errors import InputError
 
 
@@ -56,8 +56,8 @@ def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, mean
     Several have one extra leading dimension, or are columns, which the shape tells. As many vectors as a line has
     entries may be either, and are refused: in the list of its one leaf they are stacked in front.
     """
-    if _sharded.LOADED_BY in sys.modules:
-        _sharded.check_vectors(value, name)
+    if _arguments.LOADED_BY in sys.modules:
+        _arguments.check_vectors(value, name)
     if not isinstance(value, Tensor) and not (value.__class__ is dict and all(map(_is_tensor, value.values()))):
         value = as_tensors(value, promoted(likes), likes[0].device, name)
     single = isinstance(value, Tensor)
@@ -178,3 +178,51 @@ def _wrong_flat(value: Tensor, likes: Sequence[Tensor]) -> str:
     turned = value.ndim == 2 and value.shape[1] == size
     advice = " (several flat vectors are columns: give its .T)" if turned else ""
     return f"has shape {tuple(value.shape)}, expected ({size},), ({size}, K) for K vectors{advice}"
+
+
+# --- random vectors: their laws, and where their numbers come from. One vocabulary for all that draw them -------------
+# `samples=` is how many, `probes=` their law, `generator=` their source, `vectors=` the caller's own.
+
+
+def check_probes(probes: object) -> None:
+    """Raise unless the law is known."""
+    check_option(probes, Probes, "probes")
+
+
+def check_generator(generator: object) -> None:
+    """Raise unless this is a generator, or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(
+            f"generator: is a {type(generator).__name__}; expected torch.Generator().manual_seed(seed), or None."
+        )
+
+
+def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Generator | None) -> Tensor:
+    """Independent numbers of mean 0 and variance 1, in the dtype and on the device of `like`.
+
+    They are drawn where the generator is (a CPU generator gives a CUDA tensor the numbers it gives a CPU tensor), by
+    default with the default generator of `like`'s device; in single precision at least, which half precision rounds.
+    """
+    device = like.device if generator is None else generator.device
+    drawn = torch.empty(tuple(shape), dtype=torch.promote_types(like.dtype, torch.float32), device=device)
+    with _settings.grad_mode(False):
+        if probes == "gaussian":
+            drawn.normal_(generator=generator)
+        else:
+            drawn.bernoulli_(generator=generator).mul_(2).sub_(1)
+    return drawn.to(like)
+
+
+def standard_error(estimates: Tensor) -> Tensor | None:
+    """That of the mean of independent estimates, along the first dimension; None of a single one."""
+    if len(estimates) < 2:
+        return None
+    unit = near(estimates.detach().abs().amax(0))  # squares of very small or large numbers have no place in their dtype
+    return (estimates / unit).std(0) / len(estimates) ** 0.5 * unit
+
+
+def near(sizes: Tensor) -> Tensor:
+    """Powers of two near some sizes, to measure numbers in; 1 for a zero."""
+    room = 100 if sizes.dtype is not torch.float64 else 1000
+    exponents = torch.frexp(sizes).exponent.clamp(-room, room)
+    return torch.ldexp(torch.ones_like(sizes), exponents)

@@ -1,4 +1,4 @@
-"""*Where* a derivative is taken: any accepted point, as a flat list of tensors and the way back.
+"""*Where* a derivative is taken: any accepted point, as a flat list of tensors with the way back.
 
 A point is a tensor, a nested container of tensors, an `nn.Module` (its trainable parameters), a
 `Selection` of them, or a container that holds modules. `Where` is the only code that knows the
@@ -7,16 +7,16 @@ difference; everything above works on lists of leaves.
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _sharded, _tree
-from hodiff._core._assembly import Assembly, plain
-from hodiff._core._selection import Selection, check_real
+from hodiff._core import _arguments, _locks, _tree
 from hodiff._core._vectors import Vectors, match, structured
 from hodiff.errors import InputError
 
@@ -45,7 +45,7 @@ class Where:
     def __init__(self, value: Any, name: str = "x") -> None:
         self.name = name
         if isinstance(value, Tensor):  # the commonest point, kept free of any overhead
-            _checks.check_real_tensor(value, name)
+            _arguments.check_real_tensor(value, name)
             self.tensors = [value]
             self.names = [name]
             self.owned = []
@@ -53,15 +53,15 @@ class Where:
             self._argument_tree = _tree.LEAF
             self._result_tree = _tree.LEAF
             return
-        if value is _checks.MISSING:
-            raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_checks.called()}(f, {name}).")
+        if value is _arguments.MISSING:
+            raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_arguments.called()}(f, {name}).")
         self._begin()
         if isinstance(value, (nn.Module, Selection)):
             self._argument_items, self._argument_tree = [_given(value)], _tree.LEAF
             self._result_tree = self._add_module(value, name, single=True)
             return
         items, paths, tree = _tree.flatten(value, name)
-        _checks.check_container(tree, len(items), name)
+        _arguments.check_container(tree, len(items), name)
         self._argument_tree, self._argument_items = tree, [_given(item) for item in items]
         expansions = [self._add(item, path) for item, path in zip(items, paths, strict=True)]
         self._result_tree = _tree.rebuild_tree(tree, iter(expansions))
@@ -78,7 +78,7 @@ class Where:
         """Append the leaves of one item; return the tree of its result."""
         if isinstance(item, (nn.Module, Selection)):
             return self._add_module(item, path, single=False)
-        _checks.check_real_tensor(item, path)
+        _arguments.check_real_tensor(item, path)
         self.tensors.append(item)
         self.names.append(path)
         return _tree.LEAF
@@ -90,8 +90,8 @@ class Where:
                 f"{path}: is a TorchScript module, whose parameters cannot be replaced; pass the eager module."
             )
         assembly = Assembly.of(module)
-        if _sharded.LOADED_BY in sys.modules:
-            _sharded.check_modules(assembly.modules, path)
+        if _arguments.LOADED_BY in sys.modules:
+            _arguments.check_modules(assembly.modules, path)
         pairs = _chosen(item, assembly) if isinstance(item, Selection) else assembly.trainable()
         if not pairs:
             raise InputError(
@@ -105,7 +105,7 @@ class Where:
             if parameter.__class__ is nn.parameter.UninitializedParameter:
                 raise InputError(f"{path}: has uninitialised (lazy) parameters; run one forward pass first.")
             if parameter.is_meta:
-                _checks.check_real_tensor(parameter, path)
+                _arguments.check_real_tensor(parameter, path)
         self.owned.append(Owned(module, len(self.tensors), names, assembly))
         self.tensors += [parameter for _, parameter in pairs]
         self.names += names if single else [f"{path}.{name}" for name in names]
@@ -193,3 +193,213 @@ def _chosen(selection: Selection, assembly: Assembly) -> list[tuple[str, Tensor]
     wanted = set(selection)
     found = {path: parameter for _, _, path, parameter in assembly.slots if path in wanted}
     return [(name, found[name] if name in found else selection[name]) for name in selection]
+
+
+# --- some parameters of a module, by name: `hodiff.select` ------------------------------------------------------------
+
+
+class Selection(Mapping[str, Tensor]):
+    """Some parameters of a module by name; made by `hodiff.select`.
+
+    A mapping from name to parameter. It reads the module each time, so that inside `f` it shows the
+    tensors being differentiated.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> chosen = hodiff.select(torch.nn.Linear(2, 1), "bias")
+        >>> list(chosen), chosen["bias"].shape
+        (['bias'], torch.Size([1]))
+    """
+
+    __slots__ = ("_names", "module")
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        self.module = module
+        if not isinstance(names, Iterable) or isinstance(names, Tensor):
+            raise InputError(f"names: is a {type(names).__name__}, expected names; hodiff.select makes a Selection.")
+        self._names = tuple(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        owner, _, last = name.rpartition(".")
+        parameter = plain(self.module).get_submodule(owner)._parameters[last]
+        if parameter is None:
+            raise KeyError(name)
+        return parameter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Selection({type(self.module).__name__}, {list(self._names)})"
+
+
+def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ()) -> Selection:
+    """Some trainable parameters of a module, as a place to differentiate in.
+
+    A pattern is matched, case-sensitively, by `fnmatch` against full dotted parameter names. The
+    name of a submodule selects every parameter below it. No pattern at all means every parameter.
+
+    Args:
+        module: The module whose parameters are chosen.
+        *patterns: Parameter or submodule names, with `*`, `?` and `[...]`.
+        exclude: A pattern, or several, whose matches are left out.
+
+    Returns:
+        A mapping from name to parameter, in the module's order; a tied parameter appears once, under
+        its first name. Give it as *x* to any function; `f` receives the mapping, and its `.module`
+        is the module. Results are dicts of the same names; each has its parameter's shape.
+
+    Raises:
+        InputError: A pattern that matches nothing (near matches are listed), or only frozen parameters.
+
+    Cost:
+        No derivative pass; one walk over the module.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> list(hodiff.select(model, "2.*"))
+        ['2.weight', '2.bias']
+        >>> list(hodiff.select(model, "*.weight", exclude="0"))
+        ['2.weight']
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"module: is a {type(module).__name__}, expected an nn.Module.")
+    exclude = (exclude,) if isinstance(exclude, str) else exclude
+    for name, given in ("pattern", patterns), ("exclude", exclude):
+        for each in given if isinstance(given, (tuple, list, set)) else (given,):
+            if not isinstance(each, str):
+                raise InputError(f'{name}: is a {type(each).__name__}, expected words: "head.*", "*.weight".')
+    assembly = Assembly.of(module)
+    first_names = _first_names(assembly)
+    pairs = assembly.trainable()
+    trainable = {name for name, _ in pairs}
+    chosen: set[str] = set()
+    for pattern in patterns or ("*",):
+        matched = {first_names[name] for name in first_names if _matches(name, pattern)}
+        if not matched:
+            raise InputError(_no_match(module, pattern, list(first_names)))
+        if matched.isdisjoint(trainable):
+            raise InputError(
+                f"pattern {pattern!r}: matches only frozen parameters ({', '.join(sorted(matched))}); "
+                f"set requires_grad_(True) on those to differentiate in."
+            )
+        chosen |= matched
+    dropped: set[str] = set()
+    for pattern in exclude:
+        matched = {first_names[name] for name in first_names if _matches(name, pattern)}
+        if not matched:
+            raise InputError(f"exclude: {_no_match(module, pattern, list(first_names))}")
+        dropped |= matched
+    names = [name for name, _ in pairs if name in chosen - dropped]
+    if not names:
+        raise InputError(f"exclude={exclude!r} leaves no parameter of those that {patterns!r} selects.")
+    check_real([pair for pair in pairs if pair[0] in names])
+    return Selection(module, names)
+
+
+def _first_names(assembly: Assembly) -> dict[str, str]:
+    """Every name of every parameter, mapped to the first name of that parameter (they differ when tied)."""
+    first: dict[int, str] = {}
+    return {slot.path: first.setdefault(id(slot.parameter), slot.path) for slot in assembly.slots}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    while name:
+        if fnmatchcase(name, pattern):
+            return True
+        name = name.rpartition(".")[0]  # a submodule's name selects all below it
+    return False
+
+
+def _no_match(module: nn.Module, pattern: str, names: list[str]) -> str:
+    known = names + [name for name, _ in plain(module).named_modules() if name]
+    near = difflib.get_close_matches(pattern.rstrip(".*"), known, n=3, cutoff=0.4)
+    advice = f"Near matches: {', '.join(near)}." if near else f"Its parameters: {', '.join(names[:8])}."
+    return f"pattern {pattern!r}: matches no parameter of {type(module).__name__}. {advice}"
+
+
+def check_real(pairs: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise for a complex parameter, which would be missing from every result."""
+    for path, parameter in pairs:
+        if not parameter.dtype.is_floating_point:
+            raise InputError(
+                f"parameter {path!r}: is complex ({parameter.dtype}); derivatives here are those of real variables, "
+                f"and its part would be missing. Hold it as a pair of reals "
+                f"(nn.Parameter(torch.view_as_real(c)), with torch.view_as_complex(...) in forward), or choose the "
+                f"others: hodiff.select(model, exclude={path!r})."
+            )
+
+
+# --- a module taken apart: the modules at or below it, and the places of its parameters -------------------------------
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module behind a `torch.compile` wrapper, whose names and parameters are the ones people know."""
+    inner = getattr(module, "_orig_mod", None) if type(module).__name__ == "OptimizedModule" else None
+    return inner if isinstance(inner, nn.Module) else module
+
+
+class Slot(NamedTuple):
+    """One place of a parameter in a module; a tied parameter has several."""
+
+    module: nn.Module
+    name: str
+    path: str
+    parameter: Tensor
+
+
+class Assembly(NamedTuple):
+    """A module taken apart, in one walk: the modules at or below it, and the slots of their parameters."""
+
+    modules: dict[nn.Module, None]
+    slots: list[Slot]
+
+    @classmethod
+    def of(cls, root: nn.Module) -> Assembly:
+        """The parts of a module, read while no other thread has replaced its parameters."""
+        with _locks.lock:
+            _locks.wait_for(root)
+            found = cls({}, [])
+            found._add(plain(root), "")
+            return found
+
+    def _add(self, module: nn.Module, prefix: str) -> None:
+        # Every call with a module pays for this walk: hence its plain look.
+        modules, slots = self
+        modules[module] = None
+        own, below = module._parameters, module._modules
+        if own.__class__ is not dict and isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{prefix.removesuffix('.') or 'x'}: is a TorchScript module, whose parameters cannot be replaced; use "
+                f"the eager module in its place."
+            )
+        for name in own:
+            parameter = own[name]
+            if parameter is not None:
+                slots += [Slot(module, name, prefix + name, parameter)]
+        for name in below:
+            child = below[name]
+            if child is not None and child not in modules:
+                self._add(child, f"{prefix}{name}.")
+
+    def trainable(self) -> list[tuple[str, Tensor]]:
+        """The parameters that require grad, by name; a tied one once, under its first name."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for _, _, path, parameter in self.slots:
+            if parameter.requires_grad and id(parameter) not in found:
+                found[id(parameter)] = path, parameter
+        return [*found.values()]
+
+
+def modules_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Every module at or below `roots`, once, in the order of `named_modules`."""
+    found: dict[nn.Module, None] = {}
+    for root in roots:
+        found.update(Assembly.of(root).modules)
+    return list(found)

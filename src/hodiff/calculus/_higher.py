@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _modes, _nesting, _reverse
+from hodiff._core import _arguments, _call, _reverse, _settings
+from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
 from hodiff._core._graph import Graph, detached, memory_of
-from hodiff._core._options import Allowed
-from hodiff._core._random_state import RandomState
-from hodiff._core._switches import InTime, Scope, Undo
+from hodiff._core._settings import InTime, RandomState, Scope, Undo
 from hodiff.errors import InputError
-from hodiff.jets import _jet, _push
-from hodiff.jets._registry import NoConstants, NoDerivative, NoRule
+from hodiff.jets import _jet, _pushforward
+from hodiff.jets._jet import NoConstants, NoDerivative, NoRule
 from hodiff.jets._series import Series
 
 What = Callable[..., Any] | Tensor
@@ -114,10 +113,10 @@ def derivatives(
         >>> hodiff.derivatives(lambda x: x**3, torch.tensor(2.0), 3)
         (tensor(8.), tensor(12.), tensor(12.), tensor(6.))
     """
-    _checks.check_integer(n, "n", least=0)
+    _arguments.check_integer(n, "n", least=0)
     if not _jet.is_jet(x):
-        _checks.check_real_tensor(x, "x")
-    _checks.check_arguments(args, kwargs)
+        _arguments.check_real_tensor(x, "x")
+    _arguments.check_arguments(args, kwargs)
     if callable(f) and not isinstance(f, Tensor) and (n >= TAYLOR_FROM or _jet.is_jet(x)):
         try:
             return _by_jets(f, x, n, create_graph, args, kwargs)
@@ -127,9 +126,9 @@ def derivatives(
     given = {"allow": allow, "args": args, "kwargs": kwargs}
     state = RandomState.of(x.device)
     with ExitStack() as stack:
-        with _modes.on(NoConstants()) if n else nullcontext():  # where Taylor mode raises from order 3 on
+        with _settings.on(NoConstants()) if n else nullcontext():  # where Taylor mode raises from order 3 on
             ev = stack.enter_context(Graph(call(f, x, passes=n, create_graph=create_graph, **given)))
-        value = _check_shape(_checks.check_output(ev.outputs), x)
+        value = _check_shape(_arguments.check_output(ev.outputs), x)
         weights = _weights(value) if n and value.numel() > 1 else None
         found, weighted = [value], [value]
         for order in range(1, n + 1):
@@ -224,31 +223,33 @@ def _by_jets(
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Tensor, ...]:
     """All orders from one expansion along ones; another, along weights, tells whether f is elementwise."""
-    record = _nesting.recorded(create_graph)
+    record = _call.recorded(create_graph)
     if not record:
-        _nesting.refuse_transforms()
-    factor = _push.factorials(n, x.dtype)
+        _call.refuse_transforms()
+    factor = _pushforward.factorials(n, x.dtype)
     state = RandomState.of(x.device)
     given = {"args": args, "kwargs": kwargs}
-    output, expansion = _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given)
-    series = _push.coefficients(output, expansion)
+    output, expansion = _pushforward.push(
+        f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given
+    )
+    series = _pushforward.coefficients(output, expansion)
     _check_shape(series[0], x)
     if n and x.numel() > 1 and not _jet.is_jet(x):
 
         def again(weights: Tensor) -> list[Tensor]:
             with _replayed(state):
-                output, expansion = _push.push(f, [x], [[weights.unsqueeze(0)]], n, record=False, **given)
-            return _orders(_push.coefficients(output, expansion), n)
+                output, expansion = _pushforward.push(f, [x], [[weights.unsqueeze(0)]], n, record=False, **given)
+            return _orders(_pushforward.coefficients(output, expansion), n)
 
         weights = _weights(x)
         _check_elementwise(again(weights), _orders(series, n), weights, again)
-    with _modes.grad_mode(record):
+    with _settings.grad_mode(record):
         found = tuple(part * factor[k] if k else part for k, part in enumerate(_orders(series, n)))
         if record:
-            return _push.connected(found, [x])
+            return _pushforward.connected(found, [x])
     return found if _jet.is_jet(x) else detached(found, {memory_of(x)})
 
 
 def _orders(series: Series, n: int) -> list[Any]:
     """The coefficients up to n along a single direction."""
-    return [series[0], *(_push.entry(series, k, 1)[0] for k in range(1, n + 1))]
+    return [series[0], *(_pushforward.entry(series, k, 1)[0] for k in range(1, n + 1))]

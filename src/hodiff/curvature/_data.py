@@ -1,4 +1,4 @@
-"""The data contract: re-iterable batches, and sums with weights.
+"""The data contract: re-iterable batches, whose function gives a sum with its weight.
 
 A loss over data is the quotient of two sums, over all batches, of `(sum, weight)`. So averages are
 exact for ragged, masked and class-weighted batches, where a mean of means is not.
@@ -11,12 +11,13 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _nodes, _tree
+from hodiff._core import _arguments, _nodes, _tree
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 BatchWeight = Callable[[Any], Any] | Literal["equal"] | None
@@ -197,7 +198,7 @@ class Weighted:
 
     def _warn(self, text: str) -> None:
         self._warned = True
-        warnings.warn(text, HodiffWarning, stacklevel=_checks.outside())
+        warnings.warn(text, HodiffWarning, stacklevel=_arguments.outside())
 
 
 def _samples(batch: Any) -> int:
@@ -236,3 +237,57 @@ def check_total(weight: float) -> None:
     """Raise where there is nothing to divide by."""
     if not weight > 0:
         raise GraphError(f"the weights of all batches add up to {weight}; there is nothing to average over.")
+
+
+# --- whether a user's function takes what it will be called with ------------------------------------------------------
+
+
+def check_signature(
+    function: Any, name: str, names: Sequence[str], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Raise unless the function can be called with these arguments, `names` and then `args`."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # built in: who calls it will see
+        return
+    try:
+        signature.bind(*names, *args, **(kwargs or {}))
+    except TypeError as error:
+        given = "with data=, once for each batch" if "batch" in names else "without data="
+        raise InputError(
+            f"{name}: is called as {name}({', '.join([*names, *map(_short, args)])}) {given}, which {signature} does "
+            f"not take ({error})."
+        ) from error
+
+
+def _short(value: Any) -> str:
+    return type(value).__name__
+
+
+def check_predict(predict: Any, has_data: bool) -> None:
+    """Raise unless `predict` is a function of the point, and of a batch if there are data."""
+    names = ("where", "batch") if has_data else ("where",)
+    called = f"predict({', '.join(names)})"
+    if isinstance(predict, nn.Module):
+        inputs = "lambda model, batch: model(batch[0])" if has_data else "lambda model: model(inputs)"
+        raise InputError(
+            f"predict: is the module {type(predict).__name__} itself; expected a function {called} that returns the "
+            f"outputs, and the module as where: {inputs}."
+        )
+    if not callable(predict) or isinstance(predict, type):
+        kind = predict.__name__ if isinstance(predict, type) else type(predict).__name__
+        raise InputError(f"predict: is {kind}; expected a function {called} that returns the outputs.")
+    check_signature(predict, "predict", names)
+
+
+@contextmanager
+def told_what_it_got(name: str, batch: Any) -> Iterator[None]:
+    """Add to an error of the user's function what hodiff called it with: targets are not the whole batch."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if batch is not NONE:
+            kind = _tree.describe(_tree.flatten(batch)[2]) if _tree.is_container(batch) else type(batch).__name__
+            error.add_note(f"hodiff called {name}, with the batch as data= gave it: {kind}.")
+        raise

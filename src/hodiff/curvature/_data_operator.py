@@ -1,25 +1,72 @@
-"""What operators over data have in common: by-products, lifetime, cost; and sums over batches."""
+"""What operators over data have in common: by-products, lifetime, cost, sums over batches."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks
-from hodiff.curvature import _memory
-from hodiff.curvature._apply import say_detached
-from hodiff.curvature._batch_graph import G
-from hodiff.curvature._cache import GraphCache
-from hodiff.curvature._cost import Cost
+from hodiff._core import _arguments, _memory
+from hodiff._core._memory import readable
+from hodiff.curvature import _records
+from hodiff.curvature._graph_cache import G, GraphCache
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._shares import Shares
-from hodiff.curvature._space import Parts, Space, accumulate
+from hodiff.curvature._process_group import Shares
+from hodiff.curvature._space import Parts, Space, accumulate, say_detached
 from hodiff.errors import GraphError
+
+# --- what an operator takes: `H.cost()` -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operator takes, in bytes, evaluations of the function, and reverse passes.
+
+    Attributes:
+        size: The number of columns, D.
+        dense_bytes: The matrix of `dense()`.
+        product_bytes: One product: its result, and about its temporaries.
+        cache_bytes: The graphs of all batches, if kept; measured on one batch before the first product.
+        free_bytes: What is free on the device.
+        batches: How many batches there are; None if that is unknown.
+        kept: How many of them have their graph kept.
+        evaluations: Graphs of the function per product.
+        passes: Reverse passes per product.
+        dense_passes: Reverse passes of `dense()`, batched ones counted once.
+    """
+
+    size: int
+    dense_bytes: int
+    product_bytes: int
+    cache_bytes: int
+    free_bytes: int
+    batches: int | None
+    kept: int
+    evaluations: int
+    passes: int
+    dense_passes: int
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the bytes of the matrix, the cache and a product beside what is free; returns matplotlib's axes."""
+        sizes = {"free": self.free_bytes, "dense()": self.dense_bytes, "cache": self.cache_bytes}
+        return _records.sizes(axes, {**sizes, "one product": self.product_bytes})
+
+    def __str__(self) -> str:
+        return (
+            f"dense(): {readable(self.dense_bytes)}, {self.dense_passes} passes\n"
+            f"one product: {readable(self.product_bytes)}, {self.evaluations} evaluations, {self.passes} passes\n"
+            f"cache: {readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
+            f"free: {readable(self.free_bytes)}"
+        )
+
+
+# --- what operators over data have in common: by-products, lifetime, cost; and sums over batches ----------------------
+
 
 ChunkSize = int | Literal["auto"]
 
@@ -40,7 +87,7 @@ class DataOperator(LinearOperator, Generic[G]):
     def __init__(self, graphs: GraphCache[G, Any], chunk_size: ChunkSize) -> None:
         super().__init__()
         self._evaluation = Evaluation(graphs)
-        self._chunk_size = _checks.check_chunk_size(chunk_size)
+        self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
         self._space = Space.of(graphs.where)
 

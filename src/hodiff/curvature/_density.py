@@ -1,30 +1,35 @@
-"""`spectral_density` and `logdet`: what all eigenvalues say together, by stochastic Lanczos quadrature."""
+"""Stochastic Lanczos quadrature: `spectral_density`, `logdet`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks
-from hodiff._core._options import Probes
-from hodiff._core._random_vectors import standard_error
+from hodiff._core import _arguments
+from hodiff._core._arguments import Probes
+from hodiff._core._vectors import standard_error
+from hodiff.curvature._krylov import without
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
+    Callback,
     RandomVectors,
+    Watch,
     check_detached,
+    check_finite,
     check_rtol,
     check_square,
+    flat_product,
+    power_of_two,
     reached,
     warn_not_converged,
 )
-from hodiff.curvature._quadrature import Rules, exact_rules, rules
 from hodiff.curvature._records import DensityRecord, TraceRecord
-from hodiff.curvature._space import sum_dtype
-from hodiff.curvature._watch import Callback, Watch
+from hodiff.curvature._space import as_given, sum_dtype
 from hodiff.errors import InputError
 
 
@@ -105,8 +110,8 @@ def spectral_density(
     operator = check_square(operator, "spectral_density", symmetric=True, instead="hodiff.eigs")
     check_detached("spectral_density", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
-    _checks.check_integer(steps, "steps", least=1)
-    _checks.check_integer(points, "points", least=2)
+    _arguments.check_integer(steps, "steps", least=1)
+    _arguments.check_integer(points, "points", least=2)
     _check_width(width)
 
     def record(found: Rules, spent: int) -> DensityRecord:
@@ -198,11 +203,11 @@ def logdet(
     """
     operator = check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
     check_detached("logdet", operator, create_graph, vectors=vectors)
-    if not _checks.is_number(shift):
+    if not _arguments.is_number(shift):
         raise InputError(f"shift: got {shift!r}, expected a number.")
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     check_rtol(rtol, drawn.number)
-    _checks.check_integer(steps, "steps", least=1)
+    _arguments.check_integer(steps, "steps", least=1)
     size, dtype = operator.shape[0], sum_dtype(operator.dtype)
     eps = torch.finfo(operator.dtype).eps
 
@@ -263,5 +268,222 @@ def extent(found: Rules) -> tuple[float, float]:
 
 
 def _check_width(width: object) -> None:
-    if width is not None and (not _checks.is_number(width) or width <= 0):
+    if width is not None and (not _arguments.is_number(width) or width <= 0):
         raise InputError(f"width: got {width!r}, expected a positive number, or None.")
+
+
+# --- stochastic Lanczos quadrature: eigenvalues and weights of Krylov spaces of random vectors ------------------------
+# A Lanczos process from z / |z| gives a tridiagonal matrix T; with its eigenvalues θ and the squares τ of the first
+# entries of its eigenvectors, |z|² Σ τ f(θ) is Gauss's rule for z'f(A)z, whose mean over z is the trace of f(A).
+
+
+BASIS_BYTES = 256 * 2**20
+"""What the bases of the random vectors that are advanced together may hold."""
+
+
+class Rules(NamedTuple):
+    """One Gauss rule for each random vector: nodes and weights `(K, steps)`, in double precision on the CPU.
+
+    Weights are of the mean over eigenvalues: they add up to 1 in expectation. `coarser` are the rules of half and of a
+    quarter of the steps, by which the error of a rule is judged (none where nodes are the eigenvalues); `whole` says
+    which vectors have no part outside their rule, so that there is no such error.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    whole: Tensor
+    coarser: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the nodes are the eigenvalues."""
+        return not self.coarser
+
+    def means(self, f: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """What each vector says of the mean of a function (of nodes and weights), `(K,)`, and its error by the rule.
+
+        Of rules with ever twice as many nodes the differences fall by a factor r; those to come add up to r / (1 - r)
+        of the last one, as in a geometric series.
+        """
+        fine = f(self.nodes, self.weights)
+        if self.exact:
+            return fine, torch.zeros((), device="cpu")
+        half, quarter = (f(*rule) for rule in self.coarser)
+        last, before = (float(((a - b) * ~self.whole).mean().abs()) for a, b in ((fine, half), (half, quarter)))
+        ratio = min(last / before, 0.75) if before else 0.75
+        return fine, torch.tensor(last * ratio / (1 - ratio), dtype=torch.float64, device="cpu")
+
+
+def exact_rules(operator: LinearOperator) -> Rules:
+    """All eigenvalues, each with the weight of one."""
+    matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
+    unit = float(matrix.abs().max()) or 1.0
+    values = torch.linalg.eigvalsh((matrix + matrix.T) / (2 * unit))[None] * unit
+    return Rules(values, torch.full_like(values, 1 / len(matrix)), torch.ones(1, dtype=torch.bool, device="cpu"), ())
+
+
+def rules(
+    operator: LinearOperator, drawn: RandomVectors, steps: int, name: str, look: Callable[[Rules], bool]
+) -> Rules:
+    """The rules of all random vectors, some at a time; `look` sees them as they come, and may end it."""
+    size, dtype = operator.shape[0], sum_dtype(operator.dtype)
+    steps = min(steps, size)
+    together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
+    count = min(together, 8)
+    found = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name)
+    while not look(found) and len(found.nodes) < drawn.number:
+        more = drawn.take(min(count, drawn.number - len(found.nodes))).to(dtype)
+        found = _joined(found, _of(operator, more, steps, name))
+    return found
+
+
+def _joined(first: Rules, second: Rules) -> Rules:
+    def pair(one: Tensor, other: Tensor) -> Tensor:
+        return torch.cat([one, other])
+
+    coarser = tuple((pair(a[0], b[0]), pair(a[1], b[1])) for a, b in zip(first.coarser, second.coarser, strict=True))
+    nodes, weights = pair(first.nodes, second.nodes), pair(first.weights, second.weights)
+    return Rules(nodes, weights, pair(first.whole, second.whole), coarser)
+
+
+def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Rules:
+    diagonal, beside, whole, unit = lanczos(operator, rows, steps, name)
+    squares = rows.double().square().sum(1).cpu() / operator.shape[0]
+    fine, *coarser = (
+        _gauss(diagonal[:, :count], beside[:, : count - 1], squares, unit)
+        for count in (steps, -(-steps // 2), -(-steps // 4))
+    )
+    return Rules(*fine, whole, tuple(coarser))
+
+
+def _gauss(diagonal: Tensor, beside: Tensor, squares: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+    T = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+    nodes, vectors = torch.linalg.eigh(T)
+    return nodes * unit, vectors[:, 0].square() * squares[:, None]
+
+
+# --- Lanczos processes side by side, each kept as orthogonal as its Gauss rule needs ----------------------------------
+# With A v_j = β_{j-1} v_{j-1} + α_j v_j + β_j v_{j+1} the vectors of a process are orthogonal but for rounding, which
+# grows. To take the parts in all vectors before out of each new one costs as much as a product of a small network.
+# But T is right up to rounding as long as all v_j'v_k stay below its square root, and how large they are follows from
+# the α and β alone (Simon 1984, doi:10.1090/S0025-5718-1984-0725988-X). So the parts are taken out only where that is
+# at stake.
+
+
+NOISE = 16
+"""How many units of rounding each step adds to the overlaps: measured, they then stay below a tenth of the limit."""
+
+
+class Tridiagonal(NamedTuple):
+    """What K processes have found in so many steps.
+
+    Attributes:
+        diagonal: The α, `(K, steps)`, in double precision on the CPU.
+        beside: The β between them, `(K, steps - 1)`.
+        whole: Whether a process has exhausted its space. It goes on with zeros, to which its rule gives no weight.
+        unit: What α and β are measured in.
+    """
+
+    diagonal: Tensor
+    beside: Tensor
+    whole: Tensor
+    unit: float
+
+
+def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tridiagonal:
+    """The processes that begin with the given rows, `(K, D)`."""
+    count, size = rows.shape
+    eps = torch.finfo(operator.dtype).eps
+    basis = rows.new_empty((count, steps, size))
+    diagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
+    beside = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
+    overlaps = Overlaps(diagonal, beside, eps)
+    lengths = rows.norm(dim=1, keepdim=True)
+    if not bool(lengths.all()):
+        raise InputError("vectors: one of them is zero, from which no Lanczos process begins.")
+    torch.div(rows, lengths, out=basis[:, 0])
+    norms = rows.new_zeros(count)
+    unit = 0.0  # known with the first product
+    scale = 0.0
+    for j in range(steps):
+        v, image = basis[:, j], _products(operator, basis[:, j])
+        unit = unit or power_of_two(image) or 1.0
+        # One by one: a batched product of vectors makes a copy.
+        part = check_finite(torch.stack([torch.dot(a, b) for a, b in zip(v, image, strict=True)]) / unit, name)
+        w = _next(image, basis[:, max(j - 1, 0) : j + 1], torch.stack([norms, part], 1)[:, 0 if j else 1 :], unit)
+        norms = w.norm(dim=1)
+        scale = max(scale, float(part.abs().max()), float(norms.max()))
+        diagonal[:, j], beside[:, j] = part.double().cpu(), norms.double().cpu()
+        for lost in overlaps.lost(j, scale):
+            w[lost] = _orthogonalised(w[lost], basis[lost, : j + 1])
+            norms[lost] = w[lost].norm()
+        norms = norms.where(norms > 10 * eps * scale, 0.0)
+        beside[:, j] = norms.double().cpu()
+        if j + 1 == steps or not bool(norms.any()):
+            break
+        torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
+    return Tridiagonal(diagonal, beside[:, : steps - 1], (norms == 0).cpu(), unit)
+
+
+def _next(images: Tensor, last: Tensor, parts: Tensor, unit: float) -> Tensor:
+    """The images in their unit, without their parts along the last vectors `(K, 1 or 2, D)`; memory is read once."""
+    w = torch.empty_like(images)
+    with as_given(images):
+        for row, image, basis, part in zip(w, images, last, parts, strict=True):
+            torch.addmv(image, basis.T, part, beta=1 / unit, alpha=-1, out=row)
+    return w
+
+
+class Overlaps:
+    """How far from orthogonal the vectors of each process are, by Simon's recurrence for v_j'v_k.
+
+    Args:
+        diagonal: The α as they are found; beside: the β.
+        eps: The rounding of products.
+    """
+
+    def __init__(self, diagonal: Tensor, beside: Tensor, eps: float) -> None:
+        self._diagonal = diagonal
+        self._beside = beside
+        self._eps = eps
+        self._now = torch.ones(
+            (len(diagonal), 1), dtype=torch.float64, device="cpu"
+        )  # v_j'v_k of the last vector, for k <= j
+        self._before = self._now[:, :0]
+        self._again = torch.zeros(len(diagonal), dtype=torch.bool, device="cpu")
+
+    def lost(self, j: int, scale: float) -> list[int]:
+        """The processes whose vector j + 1 has to be made orthogonal to those before; that is taken to be done."""
+        alpha = self._diagonal[:, : j + 1]
+        beta = self._beside[:, : j + 1]
+        now = self._now
+        terms = torch.zeros_like(now)
+        if j:
+            inner = terms[:, :j]
+            inner += beta[:, :j] * now[:, 1:] + (alpha[:, :j] - alpha[:, j:]) * now[:, :j]
+            inner -= beta[:, j - 1 : j] * self._before
+            inner[:, 1:] += beta[:, : j - 1] * now[:, : j - 1]
+        last = beta[:, j:]
+        following = (terms + NOISE * self._eps * scale * torch.where(terms < 0, -1, 1)) / last
+        worst = following.abs().amax(1) > self._eps**0.5
+        lost = (worst | self._again) & (last[:, 0] > 10 * self._eps * scale)
+        self._again = worst & lost  # two vectors in a row, since the next one follows from both
+        following[lost] = 0
+        self._before, self._now = now, torch.cat([following, torch.ones_like(last)], 1)
+        return lost.nonzero()[:, 0].tolist()
+
+
+def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
+    """A vector without its parts in the basis; twice where much cancels."""
+    for _ in range(2):
+        before = w.norm()
+        w, _ = without(w, basis)
+        if bool(w.norm() > 0.5 * before):
+            break
+    return w
+
+
+def _products(operator: LinearOperator, rows: Tensor) -> Tensor:
+    if len(rows) == 1:
+        return operator._applied(rows[0].to(operator.dtype)).to(rows.dtype)[None]
+    return flat_product(operator, rows)

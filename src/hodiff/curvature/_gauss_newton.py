@@ -1,22 +1,169 @@
-"""`GaussNewtonOperator`: the part of a Hessian that comes from the loss, J' H_out J."""
+"""Operators J' B J, a matrix over the outputs pulled back: `GaussNewtonOperator`, `FisherOperator`."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, final, get_args
 
 import torch
+from torch import Tensor, nn
 
-from hodiff._core._call import Allowed
+from hodiff._core import _arguments, _nodes, _reverse
+from hodiff._core._call import Allowed, call
+from hodiff._core._graph import Graph
+from hodiff._core._vectors import check_generator, draw
 from hodiff._core._where import Where
-from hodiff.curvature._cache import GraphCache
-from hodiff.curvature._data import Batches, BatchWeight, Weighted
-from hodiff.curvature._data_operator import ChunkSize
-from hodiff.curvature._losses import Loss, OutputCurvature, Scored, check_loss
-from hodiff.curvature._pullback import PullbackBuilder, PullbackOperator, check_operands
-from hodiff.curvature._shares import ProcessGroup, shared
-from hodiff.curvature._space import Parts
+from hodiff.curvature import _data
+from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
+from hodiff.curvature._data_operator import ChunkSize, SummedOperator
+from hodiff.curvature._graph_cache import BatchGraph, Builder, GraphCache
+from hodiff.curvature._losses import (
+    KNOWN,
+    Loss,
+    OuterProducts,
+    OutputCurvature,
+    Scored,
+    SoftmaxHessian,
+    check_loss,
+    score,
+    scores_of,
+)
+from hodiff.curvature._operator import together
+from hodiff.curvature._process_group import ProcessGroup, Shares, shared
+from hodiff.curvature._space import Parts, sum_dtype
+from hodiff.errors import InputError
+
+# --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
+
+
+@dataclass(frozen=True, eq=False)
+class Linearised(BatchGraph):
+    """J v and J' u by one pass each.
+
+    Attributes:
+        outputs: The outputs, with their graph.
+        cotangents: A point in the space of the outputs' gradients: u.
+        pulled: J' u as a function of u; its derivative by u in the direction v is J v.
+    """
+
+    outputs: Parts
+    cotangents: Parts
+    pulled: Parts
+
+    @property
+    def roots(self) -> Parts:
+        """The gradient, as a function of the outputs' gradient."""
+        return self.pulled
+
+    def push(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
+        """J v."""
+        pulled = [self.pulled[index] for index in chosen]
+        return _reverse.products(self.ev, pulled, parts, count, chunk_size=chunk, inputs=self.cotangents)
+
+    def pull(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
+        """J' u."""
+        leaves = [self.ev.leaves[index] for index in chosen]
+        return _reverse.products(self.ev, self.outputs, parts, count, chunk_size=chunk, inputs=leaves)
+
+
+def predicted(predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed) -> Graph:
+    """The evaluation of a batch's outputs, not yet entered."""
+    given = () if batch is NONE else (batch,)
+    return Graph(call(predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow))
+
+
+def linearise(ev: Graph, outputs: Parts, at: list[Tensor]) -> tuple[Parts, Parts]:
+    """J' u as a function of u, at a u: `(u, J' u)`."""
+    cotangents = [part.detach().clone().requires_grad_() for part in at]
+    return cotangents, _reverse.transposed(ev, outputs, cotangents)
+
+
+# --- operators J' B J: a matrix B over the outputs of each batch, pulled back to the parameters -----------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CurvedOutputs(Linearised):
+    """A batch's outputs, linearised, and the matrix B over them."""
+
+    curvature: OutputCurvature
+
+
+@dataclass(frozen=True)
+class PullbackBuilder(Builder[CurvedOutputs]):
+    """Evaluates the outputs of a batch and the loss of these; the gradient comes free, as J' of the outputs' gradient.
+
+    Attributes:
+        predict: `predict(where, batch)`.
+        loss: `loss(outputs, batch)`, or a module whose Hessian is known.
+        weigh: Turns what the loss returns into `(sum, weight)`.
+        allow: `allow=` of the operator.
+    """
+
+    predict: Callable[..., Any]
+    loss: Loss
+    weigh: Weighted
+    allow: Allowed
+
+    def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
+        """Evaluate one batch and linearise it."""
+        with predicted(self.predict, where, batch, self.allow) as ev:
+            random, outputs = ev.drew_random(), ev.tensors()
+            calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
+            scored = score(self.loss, self.weigh, ev, batch, number, self.allow)
+            curvature = self.curvature(scored, outputs, number)
+            cotangents, pulled = linearise(ev, outputs, scored.gradient)
+        gradient = [part.detach() for part in pulled]
+        traits = (scored.value, scored.weight, gradient, random, calls_back)
+        return CurvedOutputs(ev, *traits, outputs, cotangents, pulled, curvature)
+
+    @abstractmethod
+    def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
+        """The matrix B of batch `number`."""
+
+
+class PullbackOperator(SummedOperator[CurvedOutputs]):
+    """J' B J, of each batch's outputs."""
+
+    @property
+    def _passes(self) -> tuple[int, int]:
+        return 2, 1
+
+    def _apply(self, graph: CurvedOutputs, parts: Parts, count: int | None, chunk: int) -> Parts:
+        if count is None or count <= chunk:
+            return self._through(graph, parts, count, chunk)
+        found: Parts = []
+        for start in range(0, count, chunk):  # the tangents at the outputs are temporaries too
+            number = min(chunk, count - start)
+            own = self._through(graph, [part[start : start + number] for part in parts], number, chunk)
+            found = found or [part.new_empty((count, *part.shape[1:])) for part in own]
+            for whole, part in zip(found, own, strict=True):
+                whole[start : start + number] = part
+        return found
+
+    def _through(self, graph: CurvedOutputs, parts: Parts, count: int | None, chunk: int) -> Parts:
+        tangents = graph.push(parts, count, self._chosen, chunk)
+        return graph.pull(graph.curvature.times(tangents, count), count, self._chosen, chunk)
+
+
+def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:
+    """Raise unless `predict`, `loss`, `where` and `data` are what they should be, and in this order."""
+    if _is_loss(predict) or _is_loss(where):
+        raise InputError("predict, loss, where: in this order; a loss was given in another place.")
+    if data is None:
+        raise InputError("data: is None; expected an iterable of batches, for one batch data=[batch].")
+    _data.check_predict(predict, True)
+
+
+def _is_loss(value: Any) -> bool:
+    """Whether it is one of PyTorch's losses: a module, or a function such as `F.mse_loss`."""
+    if getattr(value, "__module__", "") == "torch.nn.functional":
+        return any(word in value.__name__ for word in ("loss", "entropy", "kl_div"))
+    return isinstance(value, nn.modules.loss._Loss)
+
+
+# --- `GaussNewtonOperator`: the part of a Hessian that comes from the loss --------------------------------------------
 
 
 @final
@@ -113,3 +260,253 @@ class GaussNewtonOperator(PullbackOperator):
 
     def _route(self) -> str:
         return "linearised outputs, " + ("closed-form" if self._closed_form else "differentiated") + " loss"
+
+
+# --- `FisherOperator`: the Fisher information, exact, sampled, or "empirical" -----------------------------------------
+
+
+Kind = Literal["exact", "mc", "empirical"]
+
+
+@final
+@dataclass(frozen=True)
+class FisherBuilder(PullbackBuilder):
+    """With the expected outer product of the scores, the gradients of each sample's loss by the outputs.
+
+    Attributes:
+        kind: Over what the expectation is taken.
+        samples: How many labels are drawn for each position.
+        generator: From where.
+        shares: The processes that share the data.
+        device: Where labels are drawn without a generator.
+        source: The generator of this evaluation.
+        scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
+        ranks: Of how many outer products each batch's part is a sum.
+    """
+
+    kind: Kind
+    samples: int
+    generator: torch.Generator | None
+    shares: Shares | None
+    device: torch.device
+    source: list[torch.Generator | None] = field(default_factory=list)
+    scores: dict[int, Parts] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+
+    def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
+        """The mean outer product of the scores."""
+        if self.kind == "exact":
+            return scored.fisher or scored.curvature
+        found = self._outer(scored, outputs, number)
+        self.ranks[number] = found.rank
+        return found
+
+    def _outer(self, scored: Scored, outputs: Parts, number: int) -> OuterProducts:
+        if self.kind == "empirical":
+            _check_samples(outputs, self.loss)
+            return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
+        if number not in self.scores:
+            source = self.source[0] if self.source else torch.Generator()  # for cost() any labels will do
+            self.scores[number] = _drawn(self.loss, scored, outputs, self.samples, source)
+        return OuterProducts(self.scores[number], _position(scored.curvature))
+
+    def begin(self) -> None:
+        """Labels of several processes are independent of each other, though all of them may have one seed."""
+        if self.kind == "mc":
+            self.source[:] = [self.generator if self.shares is None else self.shares.own(self.generator, self.device)]
+
+    def fresh(self) -> FisherBuilder:
+        """Without labels."""
+        return replace(self, source=[], scores={}, ranks={})
+
+
+@final
+class FisherOperator(PullbackOperator):
+    r"""The Fisher information matrix \(F = \sum_i \mathbb{E}\, g_i g_i^\top \,/\, \sum_b w_b\) as an operator.
+
+    \(g_i\) is the gradient of the loss of sample *i*, a negative log-likelihood. `kind` says over what the
+    expectation is taken:
+
+    * `"exact"`: over labels drawn from the model's own distribution, in closed form. For cross-entropy and
+      squared error it equals the Gauss-Newton matrix.
+    * `"mc"`: the same by `samples` labels drawn for each position, once; an unbiased estimate.
+    * `"empirical"`: no expectation, the labels of the data. It is not an estimate of the Fisher
+      information, and differs from it at any distance from a perfect fit; some methods want it. A
+      sample is one entry of the outputs' leading dimension.
+
+    Args:
+        predict: `predict(where, batch)` returns the outputs.
+        loss: `nn.CrossEntropyLoss()`, `nn.MSELoss()`, `nn.BCEWithLogitsLoss()`, `nn.PoissonNLLLoss()` or
+            `nn.GaussianNLLLoss()` (whose `predict` returns mean and variance), with targets `batch[1]`;
+            for `"empirical"` also a function `loss(outputs, batch)` that returns `(sum, weight)`, as for
+            `hodiff.HessianOperator` (**never a mean beside a weight**).
+        where: As for `hodiff.HessianOperator`.
+        data: A re-iterable of batches.
+        kind: `"exact"`, `"mc"` or `"empirical"`.
+        samples: How many labels `"mc"` draws for each position.
+        generator: Where `"mc"` draws from; None is the default generator of its device. Of several processes
+            each draws labels of its own, whose seeds come from there, also where all have the same.
+        batch_weight: As for `hodiff.GaussNewtonOperator`.
+        memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
+        chunk_size: How many of several vectors one pass takes.
+        progress: Whether to show a bar over the batches.
+        process_group: The processes that share the data, as for `hodiff.HessianOperator`.
+        allow: `@once_differentiable` Functions to accept.
+
+    Attributes:
+        value: The value of the loss, a by-product.
+        gradient: Its gradient by *where*, a by-product.
+
+    A likelihood of your own: the Fisher information is the Hessian of the Kullback-Leibler divergence from the model
+    as it is, so `hodiff.GaussNewtonOperator(predict, loss, ...)` with a `loss(outputs, batch)` that returns
+    `(kl(outputs detached, outputs).sum(), weight)` is it, exactly.
+
+    Raises:
+        InputError: A loss that is no likelihood for `"exact"` or `"mc"`: any function, class weights,
+            label smoothing, probabilities as targets. (Use `hodiff.GaussNewtonOperator` there.)
+        GraphError: As for `hodiff.HessianOperator`.
+
+    Cost:
+        As for `hodiff.GaussNewtonOperator`: two passes per product and batch. `"mc"` keeps the batches of
+        the first pass, unless `data` is a sequence, so that its labels stay the same. The exact diagonal of
+        `"mc"` and `"empirical"` takes one pass for each score where these are fewer than the parameters.
+
+    Examples:
+        Of a linear model with squared error, a Gaussian of variance 1/2: 2 X'X / n.
+
+        >>> import torch, hodiff
+        >>> X, y = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([1.0, -1.0])
+        >>> predict = lambda w, batch: batch[0] @ w
+        >>> hodiff.FisherOperator(predict, torch.nn.MSELoss(), torch.ones(2), data=[(X, y)], kind="exact").dense()
+        tensor([[1., 2.],
+                [2., 5.]])
+
+    Reference:
+        Martens, J. (2020). New insights and perspectives on the natural gradient method. JMLR 21(146).
+        arXiv:1412.1193. Kunstner, F., Hennig, P., Balles, L. (2019). Limitations of the empirical Fisher
+        approximation for natural gradient descent. arXiv:1905.12558.
+    """
+
+    def __init__(
+        self,
+        predict: Callable[..., Any],
+        loss: Loss,
+        where: Any,
+        *,
+        data: Any = None,
+        kind: Kind | None = None,
+        samples: int = 1,
+        generator: torch.Generator | None = None,
+        batch_weight: BatchWeight = None,
+        memory_budget: float = 0.5,
+        chunk_size: ChunkSize = "auto",
+        progress: bool = False,
+        process_group: ProcessGroup | None = None,
+        allow: Allowed = (),
+    ) -> None:
+        check_operands(predict, loss, where, data)
+        _check_kind(kind, loss)
+        check_loss(loss, batch_weight)
+        _arguments.check_integer(samples, "samples", least=1)
+        check_generator(generator)
+        point = Where(where)
+        keep, others = kind == "mc", process_group is not None
+        device = point.tensors[0].device
+        batches = Batches(data, device, keep=keep, progress=progress, shared=others)
+        weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
+        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
+        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, shares, device)
+        super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
+        self.kind = kind
+
+    def _own_diagonal(self) -> Tensor | None:
+        """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
+        with together(self):
+            return self._diagonal_of_scores()
+
+    def _diagonal_of_scores(self) -> Tensor | None:
+        shares, graphs = self._shares, self._graphs
+        graphs.evaluate()
+        own = sum(graphs.builder.ranks.values())
+        rank = own if shares is None else int(sum(facts[0] for facts in shares.facts("sums", [own])))
+        if not 0 < rank < self.shape[1]:
+            return None
+        self._count(rank)
+        total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
+        for graph in graphs:
+            if isinstance(graph.curvature, OuterProducts):
+                total += self._squares(graph, graph.curvature) / graph.curvature.draws
+            del graph  # before the next is built
+        if shares is not None:
+            ((total,), _) = shares.sum("takes a diagonal", [total], who=self._names())
+        return total / graphs.weight
+
+    def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
+        """The squares of J' s, summed over the scores of a batch."""
+        total, size = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device), self._inner_chunk()
+        for start in range(0, outer.rank, size):
+            stop = min(start + size, outer.rank)
+            with graph.ready():
+                rows = graph.pull(outer.vectors(start, stop), stop - start, self._chosen, size)
+            total += torch.cat([part.to(total.dtype).square().sum(0).reshape(-1) for part in rows])
+        return total
+
+    def _route(self) -> str:
+        return f"{self.kind}, linearised outputs"
+
+
+def _check_kind(kind: Any, loss: Any) -> None:
+    if kind is None:
+        raise InputError(
+            'kind: is missing. kind="exact": the expectation over labels of the model\'s own distribution; "mc": the '
+            'same, by samples= labels drawn; "empirical": the labels of the data, which is not the Fisher information.'
+        )
+    if not isinstance(kind, str) or kind not in get_args(Kind):
+        raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}.")
+    if kind == "empirical":
+        return
+    if callable(loss) and not isinstance(loss, type) and type(loss) not in KNOWN:
+        what = type(loss).__name__ if isinstance(loss, nn.Module) else "a function"
+        raise InputError(
+            f"loss: {what} does not say what distribution it is the likelihood of, so kind={kind!r} needs "
+            f"one of {', '.join(kind.__name__ for kind in KNOWN)}. For any other loss write a function "
+            f"loss(outputs, batch) -> (sum, weight), and take kind='empirical' or hodiff.GaussNewtonOperator."
+        )
+    weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
+    if weighted or getattr(loss, "label_smoothing", 0.0):
+        raise InputError(
+            f"loss: with class weights or label smoothing it is no likelihood, so its Fisher information is not "
+            f"defined (kind={kind!r}). Use hodiff.GaussNewtonOperator, which accounts for them."
+        )
+
+
+def _check_samples(outputs: Parts, loss: Loss) -> None:
+    least = 2 if isinstance(loss, nn.CrossEntropyLoss) else 1  # of a single dimension it is the classes
+    lengths = {output.shape[0] if output.ndim >= least else None for output in outputs}
+    if None in lengths or len(lengths) != 1:
+        raise InputError(
+            f"predict: kind='empirical' needs samples in the leading dimension of every output; got shapes "
+            f"{[tuple(output.shape) for output in outputs]}."
+        )
+
+
+def _position(curvature: OutputCurvature) -> Callable[[Tensor], tuple[int, ...]]:
+    """The dimensions within which scores are not independent: the classes; else none."""
+    if isinstance(curvature, SoftmaxHessian):
+        return lambda s: (curvature.dim,)
+    return lambda s: ()
+
+
+def _drawn(loss: Any, scored: Scored, outputs: Parts, samples: int, generator: torch.Generator | None) -> Parts:
+    """The gradients by the outputs for labels drawn from the model: `(samples, *shape)` on each."""
+    if isinstance(loss, (nn.GaussianNLLLoss, nn.PoissonNLLLoss)):
+        return scores_of(loss, [output.detach() for output in outputs], samples, generator)
+    z = outputs[0].detach()
+    shape = (samples, *z.shape)
+    if isinstance(scored.curvature, SoftmaxHessian):
+        return [scored.curvature.sampled(samples, generator)]
+    if isinstance(loss, nn.MSELoss):  # y - z is Gaussian of variance 1/2, and the score 2 (z - y)
+        return [draw(shape, z, "gaussian", generator) * 2**0.5]
+    device, p = z.device if generator is None else generator.device, torch.sigmoid(z)
+    uniform = torch.rand(shape, generator=generator, device=device, dtype=sum_dtype(z.dtype)).to(z.device)
+    return [p - (uniform < p).to(z.dtype)]

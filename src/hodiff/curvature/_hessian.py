@@ -9,16 +9,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nodes, _reverse
+from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
-from hodiff.curvature._batch_graph import BatchGraph, Builder
-from hodiff.curvature._cache import GraphCache
-from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_total
+from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_signature, check_total
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
-from hodiff.curvature._shares import ProcessGroup, shared
-from hodiff.curvature._signatures import check_signature
+from hodiff.curvature._graph_cache import BatchGraph, Builder, GraphCache
+from hodiff.curvature._process_group import ProcessGroup, shared
 from hodiff.curvature._space import Parts
 from hodiff.errors import InputError
 
@@ -182,7 +180,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        _checks.check_arguments(args, kwargs)
+        _arguments.check_arguments(args, kwargs)
         _check_function(f, data, args, kwargs)
         point = Where(where)
         batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)

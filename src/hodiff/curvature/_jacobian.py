@@ -12,15 +12,12 @@ import torch
 from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
 from hodiff._core._where import Where
-from hodiff.curvature._apply import say_detached
-from hodiff.curvature._batch_graph import Builder
-from hodiff.curvature._cache import GraphCache
-from hodiff.curvature._data import Batches
+from hodiff.curvature._data import Batches, check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
-from hodiff.curvature._linearised import Linearised, linearise, predicted
+from hodiff.curvature._gauss_newton import Linearised, linearise, predicted
+from hodiff.curvature._graph_cache import Builder, GraphCache
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._signatures import check_predict
-from hodiff.curvature._space import Parts, Space, accumulate, sum_dtype
+from hodiff.curvature._space import Parts, Space, accumulate, say_detached, sum_dtype
 from hodiff.errors import InputError
 
 

@@ -1,4 +1,4 @@
-"""Losses as functions of a network's outputs: their sum, what it is divided by, and their output Hessian.
+"""Losses as functions of a network's outputs: their sum, what it is divided by, their output Hessian.
 
 For cross-entropy, squared error and binary cross-entropy the Hessian is written out; any other twice
 differentiable loss is differentiated twice, which concerns the outputs only and is cheap.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -18,12 +20,63 @@ from torch import Tensor, nn
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
-from hodiff.curvature import _likelihoods
-from hodiff.curvature._data import NONE, Weighted
-from hodiff.curvature._output_curvature import DiagonalHessian, OutputCurvature, Scored, check_shapes
-from hodiff.curvature._signatures import check_signature, told_what_it_got
+from hodiff._core._vectors import draw
+from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
 from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import GraphError, InputError
+
+# --- a loss on one batch of outputs: its sum, its gradient, a matrix over the outputs by its products -----------------
+
+
+class OutputCurvature(ABC):
+    """A symmetric matrix over the outputs of one batch, by its products."""
+
+    @abstractmethod
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """The product with one vector like the outputs, or with `count` stacked ones."""
+
+
+@final
+class DiagonalHessian(OutputCurvature):
+    """Of a loss that is a sum over entries: a diagonal."""
+
+    def __init__(self, diagonal: Tensor | float) -> None:
+        self._diagonal = diagonal
+
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """See `OutputCurvature`."""
+        return [v * self._diagonal for v in tangents]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A loss on one batch.
+
+    Attributes:
+        value: The sum, detached.
+        weight: What it is divided by; None: by nothing.
+        gradient: The gradient of the sum by each output, detached.
+        curvature: Its Hessian by the outputs.
+        fisher: The expectation of that over labels of the model's own; None where it is the same.
+    """
+
+    value: Tensor
+    weight: float | None
+    gradient: Parts
+    curvature: OutputCurvature
+    fisher: OutputCurvature | None = None
+
+
+def check_shapes(z: Tensor, target: Tensor) -> None:
+    """Raise unless targets have the shape of the outputs."""
+    if z.shape != target.shape:
+        raise InputError(
+            f"loss: targets have shape {tuple(target.shape)}, the outputs {tuple(z.shape)}; they must agree."
+        )
+
+
+# --- losses with a mean -----------------------------------------------------------------------------------------------
+
 
 KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss)
 Loss = Callable[..., Any] | nn.Module
@@ -81,8 +134,8 @@ class OuterProducts(OutputCurvature):
         """See `OutputCurvature`."""
         draws, lead = self._scores[0].shape[0], 0 if count is None else 1
         total = [torch.zeros_like(v, dtype=sum_dtype(v.dtype)) for v in tangents]
-        for draw in range(draws):
-            scores = [score[draw] for score in self._scores]
+        for each in range(draws):
+            scores = [score[each] for score in self._scores]
             inner = [self._inner(s, v) for s, v in zip(scores, tangents, strict=True)]
             weight = inner[0].flatten(lead) if len(inner) == 1 else torch.stack([p.flatten(lead) for p in inner]).sum(0)
             for sum_, s, part in zip(total, scores, inner, strict=True):
@@ -168,7 +221,7 @@ def score(loss: Loss, weigh: Weighted, ev: Graph, batch: Any, number: int, allow
     """The loss of one batch's outputs, its gradient by them, and its output Hessian."""
     outputs, _, tree = _tree.flatten(ev.outputs)
     if isinstance(loss, nn.GaussianNLLLoss):
-        return _likelihoods.gaussian(loss, outputs, target_of(batch))
+        return gaussian(loss, outputs, target_of(batch))
     if isinstance(loss, KNOWN):
         if len(outputs) != 1:
             raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
@@ -215,7 +268,7 @@ def _known(loss: nn.Module, z: Tensor, target: Tensor) -> Scored:
     if isinstance(loss, nn.CrossEntropyLoss):
         return cross_entropy(loss, z, target)
     if isinstance(loss, nn.PoissonNLLLoss):
-        return _likelihoods.poisson(loss, z, target)
+        return poisson(loss, z, target)
     if isinstance(loss, nn.MSELoss):
         check_shapes(z, target)
         value = (z - target).square().sum()
@@ -270,3 +323,73 @@ def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
     mass = weight * (positive * target + 1 - target)
     total = float(z.numel()) if loss.reduction == "mean" else None
     return Scored(value, total, [mass * p - weight * positive * target], DiagonalHessian(mass * p * (1 - p)))
+
+
+# --- two more negative log-likelihoods, written out: a Gaussian with its variance, and counts -------------------------
+# Their output Hessian depends on the labels, so the Fisher information, its expectation, is another matrix.
+
+
+@final
+class PairHessian(OutputCurvature):
+    """Of two outputs that meet entry by entry: a symmetric matrix of two rows for each."""
+
+    def __init__(self, first: Tensor, mixed: Tensor | float, second: Tensor) -> None:
+        self._first = first
+        self._mixed = mixed
+        self._second = second
+
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """See `OutputCurvature`."""
+        a, b = tangents
+        return [self._first * a + self._mixed * b, self._mixed * a + self._second * b]
+
+
+def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> Scored:
+    r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as `eps`."""
+    m, v = _mean_and_variance(outputs, loss)
+    check_shapes(m, target)
+    r = m - target
+    value = F.gaussian_nll_loss(m, target, v, loss.full, loss.eps, reduction="sum")
+    v = v.clamp(min=loss.eps)
+    hessian = PairHessian(1 / v, -r / v**2, r**2 / v**3 - 0.5 / v**2)
+    weight = float(m.numel()) if loss.reduction == "mean" else None
+    gradient = [r / v, 0.5 * (1 / v - r**2 / v**2)]
+    return Scored(value, weight, gradient, hessian, PairHessian(1 / v, 0.0, 0.5 / v**2))
+
+
+def poisson(loss: nn.PoissonNLLLoss, z: Tensor, target: Tensor) -> Scored:
+    r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`."""
+    check_shapes(z, target)
+    y = target.to(z)
+    value = F.poisson_nll_loss(z, y, loss.log_input, loss.full, eps=loss.eps, reduction="sum")
+    weight = float(z.numel()) if loss.reduction == "mean" else None
+    if loss.log_input:
+        return Scored(value, weight, [z.exp() - y], DiagonalHessian(z.exp()))
+    rate = z + loss.eps
+    return Scored(value, weight, [1 - y / rate], DiagonalHessian(y / rate**2), DiagonalHessian(z / rate**2))
+
+
+def scores_of(
+    loss: nn.GaussianNLLLoss | nn.PoissonNLLLoss, outputs: Parts, samples: int, generator: torch.Generator | None
+) -> Parts:
+    """The gradients by the outputs for labels drawn from the model: `(samples, *shape)` on each."""
+    if isinstance(loss, nn.GaussianNLLLoss):
+        m, v = _mean_and_variance(outputs, loss)
+        v = v.clamp(min=loss.eps)
+        normal = draw((samples, *m.shape), m, "gaussian", generator)
+        return [-normal / v.sqrt(), 0.5 * (1 - normal**2) / v]
+    (z,) = outputs
+    rate = z.exp() if loss.log_input else z
+    device = z.device if generator is None else generator.device
+    wide = rate.to(device, sum_dtype(z.dtype)).expand(samples, *z.shape).contiguous()
+    counts = torch.poisson(wide, generator=generator).to(z)
+    return [rate - counts if loss.log_input else 1 - counts / (z + loss.eps)]
+
+
+def _mean_and_variance(outputs: Parts, loss: nn.Module) -> tuple[Tensor, Tensor]:
+    if len(outputs) != 2 or outputs[0].shape != outputs[1].shape:
+        raise InputError(
+            f"loss: {type(loss).__name__} takes a mean and a variance of one shape, (mean, var), and predict returned "
+            f"{[tuple(output.shape) for output in outputs]}."
+        )
+    return outputs[0].detach(), outputs[1].detach()

@@ -8,9 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting, _reverse
-from hodiff._core._checks import check_real_tensor
-from hodiff._core._options import is_set
+from hodiff._core import _call, _reverse
+from hodiff._core._arguments import check_real_tensor, is_set
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._space import Parts, Space, as_given
 from hodiff.errors import InputError
@@ -54,8 +53,8 @@ class MatrixOperator(LinearOperator):
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
         check_real_tensor(A, "A")
         if A.requires_grad:
-            _nesting.refuse_transforms()
-        _nesting.refuse_tangent(A, "A")
+            _call.refuse_transforms()
+        _call.refuse_tangent(A, "A")
         written = A.numel() * A.element_size()
         if written > max(LARGEST_VIEW, A.untyped_storage().nbytes()):
             raise InputError(

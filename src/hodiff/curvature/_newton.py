@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _claims, _modes, _switches
+from hodiff._core import _arguments, _locks, _settings
 from hodiff._core._call import call
 from hodiff._core._graph import detached
 from hodiff._core._lending import Lending
-from hodiff._core._random_state import RandomState
+from hodiff._core._settings import RandomState
 from hodiff.curvature._hessian import HessianOperator
-from hodiff.curvature._probes import power_of_two
-from hodiff.curvature._records import NewtonRecord
-from hodiff.curvature._trust_region import steihaug
+from hodiff.curvature._krylov import dot
+from hodiff.curvature._probes import check_finite, power_of_two
+from hodiff.curvature._records import End, NewtonRecord
 from hodiff.errors import GraphError, InputError
 
 SUFFICIENT = 1e-4
@@ -93,7 +93,7 @@ class NewtonCG(torch.optim.Optimizer):
         _check_positive(radius, "radius")
         if rtol is not None:
             _check_positive(rtol, "rtol")
-        self._limit = 50 if products is None else _checks.check_integer(products, "products", least=1)
+        self._limit = 50 if products is None else _arguments.check_integer(products, "products", least=1)
         self._rtol, self._first_radius = rtol, float(radius)
         self.last: NewtonRecord | None = None
         try:
@@ -109,7 +109,7 @@ class NewtonCG(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its `damping` checked."""
         damping = param_group.get("damping", self.defaults["damping"])
-        if not _checks.is_number(damping) or damping < 0:
+        if not _arguments.is_number(damping) or damping < 0:
             raise InputError(f"damping: got {damping!r}, expected a number of at least 0.")
         super().add_param_group(param_group)
 
@@ -126,7 +126,7 @@ class NewtonCG(torch.optim.Optimizer):
             raise InputError(
                 "closure: is missing; NewtonCG evaluates the loss: optimizer.step(lambda: loss(model(x), y))."
             )
-        with _claims.Held(self):  # of several threads one steps
+        with _locks.Held(self):  # of several threads one steps
             return self._stepped(closure)
 
     def _stepped(self, closure: Callable[[], Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ class NewtonCG(torch.optim.Optimizer):
         state = self.state[self.param_groups[0]["params"][0]]
         state.setdefault("radius", self._first_radius)
         random = RandomState.of(point.tensors[0].device)
-        with _switches.Scope(_second_derivatives), _modes.recording():
+        with _settings.Scope(_second_derivatives), _settings.recording():
             loss = closure()
             value = _finite(loss)
             step, record = self._proposal(loss, value, point, state)
@@ -174,13 +174,13 @@ class NewtonCG(torch.optim.Optimizer):
         before = [tensor.detach().clone() for tensor in point.tensors]
 
         def put_back() -> None:
-            with _modes.grad_mode(False):
+            with _settings.grad_mode(False):
                 for tensor, old in zip(point.tensors, before, strict=True):
                     tensor.copy_(old)
 
-        undo: _switches.Undo = [put_back]
+        undo: _settings.Undo = [put_back]
         try:
-            with _modes.grad_mode(False):
+            with _settings.grad_mode(False):
                 for tensor, change in zip(point.tensors, step, strict=True):
                     tensor.add_(change)
             value = _value(closure, point.tensors, random)
@@ -192,7 +192,7 @@ class NewtonCG(torch.optim.Optimizer):
             if accepted:
                 undo.clear()
         finally:
-            _switches.undo_all(undo)
+            _settings.undo_all(undo)
         radius = asked.radius
         if ratio < POOR:
             radius = 0.25 * math.sqrt(sum(float(change.double().square().sum()) for change in step))
@@ -217,10 +217,10 @@ class _Point(NamedTuple):
     damping: list[float]
 
 
-def _second_derivatives(undo: _switches.Undo) -> None:
+def _second_derivatives(undo: _settings.Undo) -> None:
     """The state in which a closure's graph can be differentiated twice."""
-    _switches.plain_attention.enter(undo)
-    _switches.eager.enter(undo)
+    _settings.plain_attention.enter(undo)
+    _settings.eager.enter(undo)
 
 
 def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
@@ -238,7 +238,7 @@ def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
 
 
 def _finite(loss: Any) -> float:
-    _checks.check_scalars(_checks.check_output(loss, "closure()"), 0, torch.Size())
+    _arguments.check_scalars(_arguments.check_output(loss, "closure()"), 0, torch.Size())
     value = float(loss.detach())
     if not math.isfinite(value):
         raise InputError(
@@ -252,7 +252,7 @@ def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomStat
     """The loss at the parameters as they are now, with the same random numbers and without side effects."""
 
     def quiet(_: Any) -> Any:
-        with _modes.grad_mode(False):
+        with _settings.grad_mode(False):
             return closure()
 
     with Lending(call(quiet, tensors, passes=2, create_graph=False)) as lending:
@@ -261,5 +261,68 @@ def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomStat
 
 
 def _check_positive(value: Any, name: str) -> None:
-    if not _checks.is_number(value) or value <= 0:
+    if not _arguments.is_number(value) or value <= 0:
         raise InputError(f"{name}: got {value!r}, expected a number above 0.")
+
+
+# --- the step of a trust region: where a quadratic model is small, not further than a radius --------------------------
+
+
+class Step(NamedTuple):
+    """Where conjugate gradients left the trust region, or stopped inside.
+
+    Attributes:
+        step: The step s, flat.
+        decrease: What the model promises: -(g's + s'As/2), never negative.
+        end: Why they stopped.
+    """
+
+    step: Tensor
+    decrease: float
+    end: End
+
+
+def steihaug(
+    product: Callable[[Tensor], Tensor], gradient: Tensor, radius: float, tolerance: float, products: int
+) -> Step:
+    """Minimise g's + s'As/2 over |s| <= radius, roughly: conjugate gradients from zero, in flat vectors.
+
+    They stop inside once |g + As| <= tolerance, and where they meet negative curvature, or the radius, they go on along
+    that direction to the boundary (Steihaug 1983). The model falls, and |s| grows, with every product.
+    """
+    unit = power_of_two(gradient) or 1.0  # of the model: squares of large numbers have no place in their dtype
+    g, tolerance = gradient / unit, tolerance / unit
+    s, image = torch.zeros_like(g), torch.zeros_like(g)  # and A s
+    r = g.clone()
+    d, rr = -r, dot(r, r)
+    end: End = "budget"
+    for _ in range(products):
+        if math.sqrt(rr) <= tolerance:
+            end = "interior"
+            break
+        turned = product(d) / unit
+        curvature = dot(d, turned)
+        check_finite(torch.tensor(curvature, device="cpu"), "NewtonCG")
+        to_boundary = _to_boundary(s, d, radius)
+        length = rr / curvature if curvature > 0 else math.inf
+        if curvature <= 0:
+            end = "negative curvature"
+        elif length >= to_boundary:
+            end = "boundary"
+        length = min(length, to_boundary)
+        s, image = torch.add(s, d, alpha=length), torch.add(image, turned, alpha=length)
+        if end != "budget":
+            break
+        r = torch.add(r, turned, alpha=length)
+        before, rr = rr, dot(r, r)
+        d = torch.add(-r, d, alpha=rr / before)
+    return Step(s, max(0.0, -(dot(g, s) + 0.5 * dot(s, image)) * unit), end)
+
+
+def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:
+    """The positive t with |s + t d| = radius, by the root that does not cancel."""
+    dd = dot(d, d)
+    sd = dot(s, d)
+    gap = max(0.0, radius**2 - dot(s, s))
+    root = math.sqrt(sd**2 + dd * gap)
+    return gap / (sd + root) if sd > 0 else (root - sd) / dd

@@ -1,4 +1,4 @@
-"""`LinearOperator`: what every operator can do, given products of parts (see `_space`); and what operators combine to.
+"""`LinearOperator`: what every operator can do, given products of parts (see `_space`), and their algebra.
 
 Each operator knows one product, A v. Its transpose is an operator of its own: of a sum, the sum of the transposes.
 """
@@ -14,14 +14,47 @@ from typing import Any, NoReturn, Self, TypeVar, final, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _claims, _modes
-from hodiff._core._spellings import SupportsArray
-from hodiff.curvature import _export
-from hodiff.curvature._apply import apply, columns_of, say_detached
-from hodiff.curvature._memory import free_bytes, readable
-from hodiff.curvature._shares import Shares
-from hodiff.curvature._space import Parts, Space, sum_dtype
+from hodiff._core import _locks, _settings
+from hodiff._core._arguments import SupportsArray
+from hodiff._core._memory import free_bytes, readable
+from hodiff.curvature._process_group import Shares
+from hodiff.curvature._space import Parts, Space, apply, columns_of, say_detached, sum_dtype
 from hodiff.errors import InputError
+
+# --- operators for SciPy ----------------------------------------------------------------------------------------------
+
+
+def to_scipy(operator: Any) -> Any:
+    """See `LinearOperator.to_scipy`."""
+    try:
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator
+    except ImportError as error:
+        raise ImportError("to_scipy() needs SciPy: pip install 'hodiff[scipy]'") from error
+    if operator.dtype is torch.bfloat16:
+        raise InputError("to_scipy: NumPy has no bfloat16; make the operator in float32.")
+    numpy_dtype = torch.empty((), dtype=operator.dtype, device="cpu").numpy().dtype
+
+    def tensor(array: Any) -> torch.Tensor:
+        return torch.from_numpy(array.astype(numpy_dtype, copy=True)).to(operator.device)
+
+    def product(turned: bool, straight: bool) -> Any:
+        def apply(array: Any) -> Any:
+            v = tensor(array.reshape(-1) if straight else array)  # SciPy may spell a vector as one column
+            return (operator.T if turned else operator)._applied(v, "").cpu().numpy()
+
+        return apply
+
+    products = {
+        "matvec": product(False, True),
+        "rmatvec": product(True, True),
+        "matmat": product(False, False),
+        "rmatmat": product(True, False),
+    }
+    return ScipyOperator(shape=tuple(operator.shape), dtype=numpy_dtype, **products)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+# --- `LinearOperator` -------------------------------------------------------------------------------------------------
+
 
 Container = TypeVar("Container", bound="dict[Any, Any] | tuple[Any, ...] | list[Tensor]")
 Scalar = float | Tensor
@@ -131,7 +164,7 @@ class LinearOperator(ABC):
 
     def _recorded_forms(self, rows: Tensor) -> Tensor:
         """Those of each flat row, in the dtype of sums, with their graph whatever the caller's modes are."""
-        with _modes.recording():
+        with _settings.recording():
             rows = rows.clone() if rows.is_inference() else rows
             return self._forms(self._domain.split(rows), len(rows)).to(sum_dtype(self.dtype))
 
@@ -250,7 +283,7 @@ class LinearOperator(ABC):
 
     def _count(self, number: int) -> None:
         """A product of a transpose or of a block is one of the operator that it belongs to."""
-        me = _claims.here.thread
+        me = _locks.here.thread
         self._taken[me] = self._taken.get(me, 0) + number
         for whole in (self._fixed_of,) if self._fixed_of is not None else (self._transpose_of, self._block_of):
             if whole is not None:
@@ -389,7 +422,7 @@ class LinearOperator(ABC):
             InputError: NumPy has no such dtype (bfloat16).
         """
         say_detached("A.to_scipy()", self._live)
-        return _export.to_scipy(self)
+        return to_scipy(self)
 
 
 _ALONE = nullcontext()

@@ -1,19 +1,20 @@
-"""The random vectors of estimators, and the checks that estimators share."""
+"""What estimators share: their random vectors, their checks, who looks on while they loop."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _nesting, _random_vectors, _reverse, _tree
-from hodiff._core._options import Probes, is_set
-from hodiff.curvature._apply import WAYS, say_detached
-from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._space import Space, sum_dtype
+from hodiff._core import _arguments, _call, _reverse, _tree, _vectors
+from hodiff._core._arguments import Probes, is_set
+from hodiff.curvature._operator import LinearOperator, together
+from hodiff.curvature._space import WAYS, Space, say_detached, sum_dtype
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
 BLOCK = 8
@@ -41,9 +42,9 @@ class RandomVectors:
         live: bool = False,
     ) -> None:
         """With `live`, the caller's own keep their graph."""
-        _checks.check_integer(samples, "samples", least=1)
-        _random_vectors.check_probes(probes)
-        _random_vectors.check_generator(generator)
+        _arguments.check_integer(samples, "samples", least=1)
+        _vectors.check_probes(probes)
+        _vectors.check_generator(generator)
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
         self._probes: Probes = probes
         self._generator = source(operator, generator)
@@ -62,7 +63,7 @@ class RandomVectors:
         start, self._taken = self._taken, self._taken + count
         if self._rows is not None:
             return self._rows[start : self._taken]
-        return _random_vectors.draw((count, self._size), self._like, self._probes, self._generator)
+        return _vectors.draw((count, self._size), self._like, self._probes, self._generator)
 
 
 def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
@@ -98,7 +99,7 @@ def _distinct(rows: Tensor) -> Tensor:
                 f"vectors: {repeated} of {number} repeat others, up to sign, so they are not independent, and the "
                 f"standard error is too small; give each of them once.",
                 HodiffWarning,
-                stacklevel=_checks.outside(),
+                stacklevel=_arguments.outside(),
             )
     return rows
 
@@ -144,13 +145,13 @@ def _requires_grad(value: Any, name: str) -> bool:
         return bool(value._live)
     leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
     for leaf in leaves:
-        _nesting.refuse_tangent(leaf, name)
+        _call.refuse_tangent(leaf, name)
     return any(leaf.requires_grad for leaf in leaves)
 
 
 def check_rtol(rtol: object, number: int | None = None) -> None:
     """Raise unless the tolerance is a positive number, or None; and where so many vectors cannot tell the error."""
-    if rtol is not None and (not _checks.is_number(rtol) or rtol <= 0):
+    if rtol is not None and (not _arguments.is_number(rtol) or rtol <= 0):
         raise InputError(f"rtol: got {rtol!r}, expected a positive number, or None.")
     if rtol is not None and number == 1:
         raise InputError("rtol: one random vector does not tell its error; give several, or no rtol.")
@@ -160,7 +161,7 @@ def reached(value: Tensor, error: Tensor | None, rtol: float | None) -> bool | N
     """Whether an error, in norm, is within a tolerance; None where none was asked for."""
     if rtol is None:
         return None
-    unit = _random_vectors.near(value.abs().max())
+    unit = _vectors.near(value.abs().max())
     return error is not None and bool((error / unit).norm() <= rtol * (value / unit).norm())
 
 
@@ -210,4 +211,58 @@ def exact_diagonal(operator: LinearOperator) -> Tensor:
 
 def warn_not_converged(text: str) -> None:
     """Say that a tolerance was not reached."""
-    warnings.warn(text, ConvergenceWarning, stacklevel=_checks.outside())
+    warnings.warn(text, ConvergenceWarning, stacklevel=_arguments.outside())
+
+
+# --- who looks on while an estimator loops: a bar, and the caller's own function --------------------------------------
+
+
+Callback = Callable[[Any], object]
+"""`callback=`: is given the record as it stands, again and again; what it returns is ignored."""
+
+
+class Watch:
+    """The bar and the callback of one call: `with Watch(...) as watch`, and `watch(record)` at each look.
+
+    Attributes:
+        spent: How many products the call has taken.
+    """
+
+    def __init__(
+        self, name: str, operator: LinearOperator, total: int | None, callback: Callback | None, progress: bool
+    ) -> None:
+        if callback is not None and not callable(callback):
+            raise InputError(
+                f"callback: is a {type(callback).__name__}; expected a function of the record as it stands."
+            )
+        self._operator = operator
+        self._before = operator.products
+        self._callback = callback
+        self._bar = _bar(name, total) if progress else None
+        self._together = together(operator)
+
+    @property
+    def spent(self) -> int:
+        return self._operator.products - self._before
+
+    def __call__(self, record: Callable[[int], Any]) -> None:
+        """Show how far it is; `record` makes the record, given the number of products."""
+        if self._bar is not None:
+            self._bar.update(self.spent - self._bar.n)
+        if self._callback is not None:
+            self._callback(record(self.spent))
+
+    def __enter__(self) -> Watch:
+        self._together.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._together.__exit__(kind, error, at)
+
+
+def _bar(name: str, total: int | None) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=f"hodiff: {name}", unit="product", leave=False)

@@ -1,18 +1,98 @@
-"""What estimators return: small frozen records."""
+"""What estimators return: small frozen records, printed in a line, a table or a picture."""
 
 from __future__ import annotations
 
+import html
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from hodiff._core._random_vectors import standard_error
-from hodiff.curvature import _pictures
-from hodiff.curvature._shown import Shown, after, flat, measured, number, numbers, outcome, shape
+from hodiff._core import _tree
+from hodiff._core._vectors import standard_error
+from hodiff.errors import HodiffError, InputError
+
+# --- how records look: a line in a console, a table in a notebook, a sentence, a picture ------------------------------
+
+
+class Shown(ABC):
+    """A record that shows what a reader asks first: the value, how good it is, what it took."""
+
+    @abstractmethod
+    def _facts(self) -> dict[str, str]:
+        """What is shown, by the heading that it has in a table; short."""
+
+    @property
+    @abstractmethod
+    def message(self) -> str:
+        """How it went, in a sentence."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._facts().values())})"
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        """NumPy would make an array without dimensions that holds the record, and fail later and elsewhere."""
+        raise TypeError(f"a {type(self).__name__} is no array but a record of .{', .'.join(vars(self))}.")
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><th style="text-align: left">{html.escape(name)}</th>'
+            f'<td style="text-align: left">{html.escape(text)}</td></tr>'
+            for name, text in self._facts().items()
+        )
+        return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+def number(value: Any) -> str:
+    """A number with four digits."""
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, complex):
+        return f"{value.real:.4g}{value.imag:+.4g}j"
+    return f"{value:.4g}"
+
+
+def numbers(values: Tensor) -> str:
+    """The first three of several, and that there are more."""
+    shown = [number(value) for value in values[:3]]
+    return ", ".join([*shown, f"... ({len(values)})"] if len(values) > 3 else shown)
+
+
+def measured(value: Tensor, error: Tensor | None) -> str:
+    """A value and its standard error."""
+    return number(value) if error is None else f"{number(value)} ± {number(error)}"
+
+
+def shape(value: Any) -> str:
+    """The shape of a tensor, or how many numbers a container holds."""
+    if isinstance(value, Tensor):
+        return "x".join(map(str, value.shape)) or "scalar"
+    leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
+    return f"{sum(leaf.numel() for leaf in leaves)} numbers in {len(leaves)} tensors" if leaves else "vector"
+
+
+def flat(value: Any) -> Tensor:
+    """All numbers of a tensor or a container, in one row."""
+    leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
+    return torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
+
+
+def after(products: int) -> str:
+    """How many products."""
+    return f"{products} product{'' if products == 1 else 's'}"
+
+
+def outcome(converged: bool | None) -> str:
+    """Whether it converged, where that was asked."""
+    return {True: "converged", False: "not converged", None: "no tolerance asked"}[converged]
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
 
 V = TypeVar("V")
 Status = Literal["converged", "negative curvature", "budget", "stagnation", "iterations", "running"]
@@ -124,7 +204,7 @@ class EigenRecord(Shown):
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the eigenvalues with their residuals (complex ones in the plane); returns matplotlib's axes."""
-        return _pictures.eigenvalues(axes, self.value, self.residual)
+        return eigenvalues(axes, self.value, self.residual)
 
 
 @dataclass(frozen=True, repr=False)
@@ -216,7 +296,7 @@ class DensityRecord(Shown):
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the density, and a band of two standard errors; returns matplotlib's axes."""
-        return _pictures.density(axes, self.grid, self.value, None if self.exact else self.stderr)
+        return density(axes, self.grid, self.value, None if self.exact else self.stderr)
 
 
 def _error(values: Tensor, exact: bool) -> Tensor | None:
@@ -329,3 +409,72 @@ def _asked(products: int, converged: bool | None) -> str:
 
 def _running(converged: bool | None) -> str:
     return {True: "converged", False: "not converged", None: "running"}[converged]
+
+
+# --- pictures, from plain numbers; matplotlib is imported when something is drawn -------------------------------------
+# Colours are those of the style in force, so that a picture is light or dark as the page around it.
+
+
+class MissingMatplotlib(HodiffError, ImportError):
+    """Matplotlib is needed, and is not there."""
+
+
+def axes_or_new(axes: Any) -> Any:
+    """The axes given, or those of a new figure."""
+    if axes is not None:
+        if not hasattr(axes, "set_xlabel"):
+            raise InputError(f"axes: is a {type(axes).__name__}, expected axes of Matplotlib, or None for new ones.")
+        return axes
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise MissingMatplotlib("pictures need matplotlib: pip install 'hodiff[plot]'.") from error
+    return plt.subplots()[1]
+
+
+def with_band(
+    axes: Any, x: Any, value: Tensor, error: Tensor | None, label: str | None, least: float = -math.inf
+) -> None:
+    """A line, and a band of two standard errors about it, neither below `least`."""
+    (line,) = axes.plot(x, value.clamp(min=least), label=label)
+    if error is not None:
+        low, high = (value - 2 * error).clamp(min=least), (value + 2 * error).clamp(min=least)
+        axes.fill_between(x, low, high, alpha=0.3, color=line.get_color(), linewidth=0)
+
+
+def density(axes: Any, grid: Tensor, value: Tensor, error: Tensor | None) -> Any:
+    """A density on a logarithmic scale, with six decades of it."""
+    axes = axes_or_new(axes)
+    grid, value = grid.cpu(), value.cpu()
+    peak = float(value.max())
+    with_band(axes, grid, value, None if error is None else error.cpu(), None, 1e-6 * peak)
+    axes.set_yscale("log")
+    axes.set_ylim(1e-6 * peak, 2 * peak)
+    axes.set_xlabel("eigenvalue")
+    axes.set_ylabel("density" if error is None else "density ± 2 standard errors")
+    return axes
+
+
+def eigenvalues(axes: Any, value: Tensor, residual: Tensor) -> Any:
+    """Real ones in their order with an error bar; complex ones in the plane."""
+    axes = axes_or_new(axes)
+    value = value.cpu()
+    if value.is_complex():
+        axes.plot(value.real, value.imag, "o")
+        axes.set_xlabel("real part")
+        axes.set_ylabel("imaginary part")
+        return axes
+    axes.errorbar(range(1, len(value) + 1), value, yerr=residual.cpu(), fmt="o", capsize=3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("number")
+    axes.set_ylabel("eigenvalue ± residual")
+    return axes
+
+
+def sizes(axes: Any, named: dict[str, int]) -> Any:
+    """Bytes as bars, on a logarithmic scale."""
+    axes = axes_or_new(axes)
+    axes.barh(list(named), [size / 2**20 for size in named.values()])
+    axes.set_xscale("log")
+    axes.set_xlabel("MiB")
+    return axes

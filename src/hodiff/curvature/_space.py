@@ -1,4 +1,4 @@
-"""The vectors that an operator takes and gives: shaped like a point, or flat.
+"""The vectors that an operator takes and gives: shaped like a point, or flat; one, or several at a time.
 
 Inside, a vector is a list of parts, one for each leaf; `K` vectors are parts with one more dimension
 in front. Outside there are five spellings: like the point, a list of the leaves in their order, `K` of
@@ -10,18 +10,20 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _modes, _sharded, _tree
-from hodiff._core._spellings import as_tensors, check_dense, listing
+from hodiff._core import _arguments, _call, _settings, _tree
+from hodiff._core._arguments import as_tensors, check_dense, listing
 from hodiff._core._vectors import structured
 from hodiff._core._where import Where
-from hodiff.errors import InputError
+from hodiff.curvature._staleness import one_look
+from hodiff.errors import GraphError, HodiffWarning, InputError
 
 Parts = list[Tensor]
 """A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
@@ -34,9 +36,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def as_given(tensor: Tensor) -> _modes.Context:
+def as_given(tensor: Tensor) -> _settings.Context:
     """Matrix products in the dtype of their factors, whatever the caller's autocast would have them rounded to."""
-    return _modes.autocast(tensor.device.type)
+    return _settings.autocast(tensor.device.type)
 
 
 def accumulate(total: Parts, terms: Sequence[Tensor]) -> Parts:
@@ -130,8 +132,8 @@ class Space:
 
     def parse(self, value: Any, name: str = "v") -> Vectors:
         """Recognise a spelling, check it, and split it into parts."""
-        if _sharded.LOADED_BY in sys.modules:
-            _sharded.check_vectors(value, name)
+        if _arguments.LOADED_BY in sys.modules:
+            _arguments.check_vectors(value, name)
         if type(value) is not dict or not all(map(_is_tensor, value.values())):  # as nearly every dict's are
             value = self.as_tensors(value, name)
         if isinstance(value, Tensor) and (self.flat or (0 < value.ndim <= 2 and value.shape[0] == self.size)):
@@ -272,3 +274,129 @@ def _matches(name: str, pattern: str) -> bool:
             return True
         name = name.rpartition(".")[0]
     return False
+
+
+# --- a product in the spelling of its vector: one vector, or several, some at a time ----------------------------------
+
+
+Product = Callable[[Parts, "int | None"], Parts]
+"""A v, for the parts of one vector (the number is None), or of so many stacked ones."""
+Chunk = Callable[[int], int]
+"""How many of so many vectors one product should take."""
+
+
+def apply(v: Any, operator: Any, live: str | None = None) -> Any:
+    """The product with a vector, or with several, in the spelling of `v`; detached, and `live` as for `say_detached`.
+
+    Where `live` is None, the product is a step on the way to something of which that has been said.
+    """
+    domain, target = operator._domain, operator._range
+    kind, parts, count, tree = domain.parse(v)
+    requiring = any(part.requires_grad for part in parts)
+    if live is not None:
+        say_detached("A @ v", live or ("v requires grad" if requiring else ""))
+    if requiring:
+        _call.refuse_transforms()
+        parts = [part.detach() for part in parts]
+    back = tree if target is domain or target.like(domain) else target.tree
+    if count is None:
+        found = operator._product(parts, None)
+        return target.join(found, None) if kind == "flat" else target.result(found, back)
+    fixed = operator._fixed()  # for all of them
+    with one_look():
+        if kind == "columns":
+            return _apply_to_columns(parts[0], fixed._chunk(count), fixed._product, domain, target).T
+        results = target.empty(count)
+        for start, stop, found in _in_chunks(parts, count, fixed._chunk(count), fixed._product):
+            for result, part in zip(results, found, strict=True):
+                result[start:stop] = part
+        return target.result(results, back)
+
+
+def _apply_to_columns(columns: Tensor, size: int, product: Product, domain: Space, target: Space) -> Tensor:
+    """Products with columns `(D, K)`, as rows `(K, M)`."""
+    count = columns.shape[1]
+    rows = columns.new_empty((count, target.size), dtype=target.dtype)
+    block = domain.turned_at_once(size)
+    for first in range(0, count, block):
+        some = domain.rows(columns[:, first : first + block])
+        for start, stop, found in _in_chunks(some, min(block, count - first), size, product):
+            target.join_into(rows[first + start : first + stop], found)
+    return rows
+
+
+def _in_chunks(parts: Parts, count: int, size: int, product: Product) -> Iterator[tuple[int, int, Parts]]:
+    """Products of `size` vectors at a time: `(start, stop, results)`. One that stands alone is not stacked."""
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        if stop - start == 1:
+            found = [part.unsqueeze(0) for part in product([part[start] for part in parts], None)]
+        else:
+            found = product([part[start:stop] for part in parts], stop - start)
+        yield start, stop, found
+
+
+def columns_of(product: Product, domain: Space, target: Space, chunk: Chunk) -> Tensor:
+    """Products with the unit vectors, each as a row: `(D, M)`."""
+    rows = torch.empty((domain.size, target.size), dtype=target.dtype, device=target.device)
+    size = chunk(domain.size)
+    with one_look():
+        for start in range(0, domain.size, size):
+            stop = min(start + size, domain.size)
+            target.join_into(rows[start:stop], product(domain.split(domain.units(start, stop)), stop - start))
+    return rows
+
+
+WAYS = {
+    "A @ v": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True; of a matrix, PyTorch's own product",
+    "A.dense()": "hodiff.hessian(..., matrix=True) or hodiff.jacobian, with create_graph=True; of a matrix, the matrix",
+    "A.to_scipy()": "none by NumPy's arrays; hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True",
+    "A.value": "the function itself, or hodiff.value_and_grad with create_graph=True",
+    "A.gradient": "hodiff.grad with create_graph=True",
+    "trace": "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, torch.trace",
+    "eigsh": (
+        "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, "
+        "torch.linalg.eigvalsh"
+    ),
+    "diagonal": "hodiff.hessian_diagonal with create_graph=True; of a matrix, torch.diagonal",
+    "solve": (
+        "hodiff.implicit.root(lambda x: A x - b, found.value), or hodiff.implicit.argmin(lambda x: x @ (A x) / 2 - "
+        "b @ x, found.value) of a symmetric operator; of a small matrix, torch.linalg.solve"
+    ),
+    "logdet": "torch.logdet of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix",
+    "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
+    "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
+    "spectral_density": (
+        "torch.linalg.eigvalsh of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix"
+    ),
+}
+"""Where the derivative of a detached result is to be had."""
+
+
+def say_detached(name: str, live: str) -> None:
+    """Of a result that is made detached: raise inside the `f` of another hodiff call; warn where it should not be.
+
+    The warning is given once for each line of the caller's, by Python's own rule.
+
+    Args:
+        name: The result, a key of `WAYS`.
+        live: What requires grad of all that it is computed from, in words; nothing, where nothing does.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if _call.inside():
+        raise GraphError(
+            "an operator's products are detached, so inside the function of another hodiff call they would count as "
+            "constants, silently. Use hodiff.hvp(f, x, v) there, or compute the product outside; if a constant is "
+            "meant, write `with torch.no_grad():` around it, or create_graph=False where there is one."
+        )
+    if live:
+        _call.refuse_transforms()
+        said = "" if "." in name or "@" in name else "create_graph=False, "
+        warnings.warn(
+            f"{name}: the result is detached, although {live}: it counts as a constant in what is computed from it. "
+            f"For its derivative: {WAYS[name]}. If a constant is meant, say so: {said}.detach() on what requires grad, "
+            f"or torch.no_grad().",
+            HodiffWarning,
+            stacklevel=_arguments.outside(),
+        )

@@ -1,6 +1,6 @@
 """Fields: differential operators of functions of coordinates."""
 
-from hodiff.fields._indices import Partials
-from hodiff.fields._laplacian import Estimate
+from hodiff.fields._partial import Partials
+from hodiff.fields._second_order import Estimate
 
 __all__ = ["Estimate", "Partials"]

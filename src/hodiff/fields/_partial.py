@@ -1,23 +1,23 @@
-"""Single and mixed partial derivatives of any order, and truncated Taylor series."""
+"""Partial derivatives of any order: single, mixed, as a Taylor series, or computed when looked at."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _compiled_callers, _modes, _nesting, _reverse, _tree
-from hodiff._core._graph import detached
-from hodiff._core._options import is_set
-from hodiff.calculus._along import entries
+from hodiff._core import _arguments, _call, _compiled_callers, _reverse, _settings, _tree
+from hodiff._core._arguments import is_set
+from hodiff._core._call import call
+from hodiff._core._graph import Graph, detached
+from hodiff.calculus._directional import entries
 from hodiff.errors import InputError
-from hodiff.fields._expand import Common, FieldCall, Method, choose, released
-from hodiff.fields._indices import Index, Partials, parsed
-from hodiff.jets import _jet, _push
-from hodiff.jets._registry import OTHER_ROUTE, NoRule
+from hodiff.fields._field import Common, FieldCall, Method, choose, released
+from hodiff.jets import _jet, _pushforward
+from hodiff.jets._jet import OTHER_ROUTE, NoRule
 
 What = Callable[..., Any] | Tensor
 
@@ -211,8 +211,8 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
     inner = {each[:-1] for each in prefixes if each}
     order = max(len(each) for each in wanted)
     with call.evaluation(passes=order) as ev:
-        output = _checks.check_output(ev.outputs)
-        _push.check_batch(output, call.batch)
+        output = _arguments.check_output(ev.outputs)
+        _pushforward.check_batch(output, call.batch)
         columns = entries(output, call.batch_ndim)
         if most is not None and len(columns) > most and order:
             ev.restart()
@@ -253,15 +253,15 @@ def _by_jets(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
 def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     axes = sorted({each[0] for each in wanted if each}) or [0]
     order = max(1, *(len(each) for each in wanted)) if len(wanted) > 1 else max(1, len(wanted[0]))
-    factor = _push.factorials(order, call.x.dtype)
-    seeds = _push.units(call.x, call.batch_ndim)[axes]
-    output, expansion = _push.push(
+    factor = _pushforward.factorials(order, call.x.dtype)
+    seeds = _pushforward.units(call.x, call.batch_ndim)[axes]
+    output, expansion = _pushforward.push(
         call.f, [call.x], [[seeds]], order, record=call.record, args=call.args, kwargs=call.kwargs
     )
-    series = _push.coefficients(output, expansion, call.batch)
+    series = _pushforward.coefficients(output, expansion, call.batch)
     found: dict[Index, Any] = {(): series[0]}
     for k in range(1, order + 1):
-        rows = _push.entry(series, k, len(axes)) * factor[k]
+        rows = _pushforward.entry(series, k, len(axes)) * factor[k]
         found |= {(axis,) * k: rows[i] for i, axis in enumerate(axes)}
     return found
 
@@ -269,7 +269,7 @@ def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
 def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
     """All derivatives that `index` contains: a series of series, one level for each coordinate."""
     powers = sorted(Counter(index).items())
-    units = _push.units(call.x, call.batch_ndim)
+    units = _pushforward.units(call.x, call.batch_ndim)
 
     def expand(level: int, x: Any) -> Any:
         """A stack of the derivatives by the coordinates from `level` on, all those up to their powers."""
@@ -279,14 +279,14 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
         seeds = [[units[axis : axis + 1]]]
         # An inner expansion that is not recorded would cut its point off from the outer ones.
         record = call.record or level > 0
-        output, expansion = _push.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
-        series = _push.coefficients(output, expansion)
-        factor = _push.factorials(power, call.x.dtype)
-        parts = [series[0], *(_push.entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1))]
+        output, expansion = _pushforward.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
+        series = _pushforward.coefficients(output, expansion)
+        factor = _pushforward.factorials(power, call.x.dtype)
+        parts = [series[0], *(_pushforward.entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1))]
         return torch.cat(parts, 0)
 
     stacked = expand(0, call.x)
-    _push.check_batch(stacked[0], call.batch)
+    _pushforward.check_batch(stacked[0], call.batch)
     keys: list[Index] = [()]
     for axis, power in reversed(powers):
         keys = [tuple(sorted((axis,) * k + key)) for k in range(power + 1) for key in keys]
@@ -340,28 +340,28 @@ def jet(
     points, given = ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
     scaled = is_set(scaled, "scaled")
     order = _check_series(points, given)
-    record = _nesting.loss_recorded(create_graph)
-    with _modes.grad_mode(record):
-        factor = [1.0] * (order + 1) if scaled else _push.factorials(order, points[0].dtype)
+    record = _call.loss_recorded(create_graph)
+    with _settings.grad_mode(record):
+        factor = [1.0] * (order + 1) if scaled else _pushforward.factorials(order, points[0].dtype)
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
         if torch.compiler.is_compiling():
             _compiled_callers.check_point([point for point in points if not _jet.is_jet(point)])
         try:
-            output, expansion = _push.push(f, points, seeds, order, record=record)
+            output, expansion = _pushforward.push(f, points, seeds, order, record=record)
         except NoRule as error:
             if error.way_out != OTHER_ROUTE:
                 raise
             other = "Write it with other operations; hodiff.jet has no other route."
             raise NoRule(error.operation, error.why, other) from error
         items, _, tree = _tree.flatten(output)
-        found = [_push.coefficients(item, expansion) for item in items]
+        found = [_pushforward.coefficients(item, expansion) for item in items]
         rows = [
-            _tree.rebuild(tree, iter([_push.entry(each, k, 1)[0] * factor[k] for each in found]))
+            _tree.rebuild(tree, iter([_pushforward.entry(each, k, 1)[0] * factor[k] for each in found]))
             for k in range(1, order + 1)
         ]
         value = _tree.rebuild(tree, iter([each[0] for each in found]))
     if record:
-        return _push.connected((value, rows), (*points, *(c for each in given for c in each)))
+        return _pushforward.connected((value, rows), (*points, *(c for each in given for c in each)))
     return (detached(value), [detached(row) for row in rows])
 
 
@@ -371,7 +371,7 @@ def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:
         raise InputError(f"series: has {len(given)} entries for {len(points)} primals; expected one list for each.")
     for point, each in zip(points, given, strict=True):
         if not _jet.is_jet(point):
-            _checks.check_real_tensor(point, "primals")
+            _arguments.check_real_tensor(point, "primals")
         if not isinstance(each, (list, tuple)) or not each or len(each) != len(given[0]):
             raise InputError("series: expected a list of at least one tensor for each primal, all of one length.")
         for coefficient in each:
@@ -382,3 +382,171 @@ def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:
                     f"series: holds {got}; expected tensors like the primal, {(tuple(point.shape), point.dtype)}."
                 )
     return len(given[0])
+
+
+# --- multi-indices: which partial derivatives are wanted, and a record of those found ---------------------------------
+
+
+Index = tuple[int, ...]
+
+
+def parsed(index: Any, size: int, name: str = "index") -> Index:
+    """A multi-index, sorted; a number is a derivative of first order."""
+    index = (index,) if isinstance(index, int) and not isinstance(index, bool) else index
+    if not isinstance(index, (tuple, list)):
+        raise InputError(f"{name}: got {index!r}, expected a tuple of coordinates such as (0, 0, 1).")
+    for coordinate in index:
+        if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate < size:
+            raise InputError(f"{name}: got {coordinate!r}; x has the coordinates 0 to {size - 1}.")
+    return tuple(sorted(index))
+
+
+class Partials(tuple[Tensor, ...]):
+    r"""Some partial derivatives, in the order in which they were asked for: a tuple that also knows them by name.
+
+    `u_x, u_yy = found` unpacks them, and `found[1, 1]` is \(u_{yy}\). A bare number would mean a place to one reader
+    and a coordinate to another, so `found[0]` raises.
+
+    Attributes:
+        indices: The multi-index of each, sorted.
+    """
+
+    indices: tuple[Index, ...]
+
+    def __new__(cls, values: Iterable[Tensor] = (), indices: Sequence[Index] = ()) -> Partials:
+        """Values in order, and the multi-index of each."""
+        made = super().__new__(cls, values)
+        made.indices = tuple(indices)
+        return made
+
+    def __getitem__(self, index: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One of them, by its multi-index in any order: `[0, 1]` and `[1, 0]` are the same derivative."""
+        if not isinstance(index, tuple):
+            raise InputError(
+                f"index: got {index!r}, which could be a place or a coordinate. Unpack the derivatives in the order "
+                f"asked for, u_x, u_y = ..., or name one by its multi-index, [0,] or [0, 1]."
+            )
+        wanted = tuple(sorted(index))
+        if wanted not in self.indices:
+            raise InputError(f"index: {index!r} was not asked for; there are {', '.join(map(str, self.indices))}.")
+        return tuple.__getitem__(self, self.indices.index(wanted))
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self), self.indices
+
+    def __repr__(self) -> str:
+        return f"Partials({', '.join(f'{index}: {value!r}' for index, value in zip(self.indices, self, strict=False))})"
+
+
+# --- the derivatives of a tensor, computed when they are looked at, and once ------------------------------------------
+
+
+def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
+    r"""The partial derivatives of a tensor already computed, each computed when it is looked at, and once.
+
+    For losses written from pieces, as those of physics-informed networks are: `d[0]` is \(\partial u / \partial x_0\),
+    `d[0, 1]` is \(\partial^2 u / \partial x_0 \partial x_1\), to any order, and pieces share what they have in common.
+
+    Args:
+        u: Computed from *x*, one number or several for each point: `(N,)`, `(N, 1)` or `(N, m)`, each row from its own
+            point alone. Its graph is the caller's and stays.
+        x: The points, `(*batch, D)`, which require grad.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+
+    Returns:
+        A view. `d[i]` and `d[i, j, ...]` have the shape of *u*, and the order of the coordinates does not matter. With
+        grad mode on they are differentiable by all that *u* is; under `torch.no_grad()` they are detached.
+
+    Raises:
+        InputError: *u* is a function (evaluate it: `u = f(x)`; or use `partials`), or there is no such coordinate.
+        GraphError: *u* does not depend on *x*; or as for `grad`. From the second order on (whose results are
+            differentiable, which makes three) that includes layer, batch and instance norm, whose third derivative
+            PyTorch gets wrong; `partials` takes the function, and is right there.
+
+    Cost:
+        A reverse pass for each gradient that is met first, of *u* or of one of its derivatives: `d[0]` and `d[1]`
+        together one, `d[0, 0]` and `d[0, 1]` another; times m for several numbers at each point. All that
+        has been computed is kept as long as the view, memory and graphs included.
+
+    Examples:
+        u = x² t solves u_xx = 2 u_t / x²:
+
+        >>> import torch, hodiff
+        >>> x = torch.tensor([[3.0, 2.0]], requires_grad=True)
+        >>> u = x[:, 0] ** 2 * x[:, 1]
+        >>> d = hodiff.derivatives_of(u, x)
+        >>> d[0].detach(), d[1].detach(), d[0, 0].detach(), d[1, 0] is d[0, 1]
+        (tensor([12.]), tensor([9.]), tensor([4.]), True)
+    """
+    if not isinstance(u, Tensor):
+        raise InputError(
+            f"u: is a {type(u).__name__}; expected a tensor computed from x: u = f(x). For a function: "
+            f"hodiff.partials(f, x, [...])."
+        )
+    _arguments.check_real_tensor(_arguments.check_output(u, "u"), "u")
+    _arguments.check_real_tensor(x, "x")
+    batch = _arguments.check_batch([x], ["x"], batch_ndim)
+    if x.ndim != batch_ndim + 1:
+        raise InputError(
+            f"x: has points of shape {tuple(x.shape[batch_ndim:])}; partial derivatives need vectors, (D,)."
+        )
+    if u.shape[:batch_ndim] != batch:
+        raise InputError(
+            f"u: has shape {tuple(u.shape)}; with batch_ndim={batch_ndim} it must begin with {tuple(batch)}, one row "
+            f"per sample."
+        )
+    return Derivatives(u, x, batch_ndim)
+
+
+class Derivatives:
+    """What `derivatives_of` returns: `d[0, 1]` is a derivative of the tensor, computed at the first look."""
+
+    def __init__(self, u: Tensor, x: Tensor, batch_ndim: int) -> None:
+        self._u = u
+        self._x = x
+        self._batch_ndim = batch_ndim
+        self._found: dict[Index, Tensor] = {(): u}
+        self._gradients: dict[Index, Tensor] = {}
+
+    def __getitem__(self, index: Any) -> Tensor:
+        wanted = parsed(index, self._x.shape[-1])
+        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with _settings.recording():
+            found = self._partial(wanted)
+        return found if recorded else detached(found)
+
+    def __iter__(self) -> Any:
+        raise TypeError("derivatives of any order have no end to iterate to; ask for each: d[0], d[0, 1].")
+
+    def __repr__(self) -> str:
+        known = ", ".join(map(str, sorted(index for index in self._found if index)))
+        return f"Derivatives(of {tuple(self._u.shape)} by {tuple(self._x.shape)}, computed: {known or 'none'})"
+
+    def _partial(self, index: Index) -> Tensor:
+        if index not in self._found:
+            inner, last = self._lower(index)
+            if inner not in self._gradients:
+                self._gradients[inner] = self._gradient(self._partial(inner), len(index))
+            self._found[index] = self._gradients[inner].select(-1, last)
+        return self._found[index]
+
+    def _lower(self, index: Index) -> tuple[Index, int]:
+        """A derivative of one order less, one whose gradient is known where there is one, and the coordinate left."""
+        for place in reversed(range(len(index))):
+            inner = index[:place] + index[place + 1 :]
+            if inner in self._gradients:
+                return inner, index[place]
+        return index[:-1], index[-1]
+
+    def _gradient(self, values: Tensor, order: int) -> Tensor:
+        """The gradient of each number at each point, `(*values.shape, D)`."""
+        # The passes below count too: of the second order on, a differentiable result is a third derivative.
+        asked = call(values, self._x, passes=order, create_graph=True, batch_ndim=self._batch_ndim)
+        with Graph(asked) as ev:
+            columns = entries(values, self._batch_ndim)
+            rows = [_reverse.pull(ev, [column], [torch.ones_like(column)])[0] for column in columns]
+            stacked = torch.stack(rows, -2) if values.ndim > self._batch_ndim else rows[0]
+            return stacked.reshape(*values.shape, self._x.shape[-1])
+
+
+_compiled_callers.mark("Derivatives", Derivatives)

@@ -8,13 +8,13 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _reverse
+from hodiff._core import _arguments, _reverse
 from hodiff.errors import InputError
-from hodiff.fields import _directions
-from hodiff.fields._directions import Probes
-from hodiff.fields._expand import Common, FieldCall, Method, choose, push, released
-from hodiff.fields._laplacian import Estimate, Given, estimate
-from hodiff.jets import _push
+from hodiff.fields import _expansions
+from hodiff.fields._expansions import Probes
+from hodiff.fields._field import Common, FieldCall, Method, choose, push, released
+from hodiff.fields._second_order import Estimate, Given, estimate
+from hodiff.jets import _pushforward
 from hodiff.jets._series import full
 
 What = Callable[..., Any] | Tensor
@@ -77,7 +77,7 @@ def divergence(
 
 def divergence(
     f: What,
-    x: Tensor = _checks.MISSING,
+    x: Tensor = _arguments.MISSING,
     *,
     samples: int | None = None,
     probes: Probes = "rademacher",
@@ -191,7 +191,7 @@ def value_and_divergence(
 
 def value_and_divergence(
     f: What,
-    x: Tensor = _checks.MISSING,
+    x: Tensor = _arguments.MISSING,
     *,
     samples: int | None = None,
     probes: Probes = "rademacher",
@@ -273,9 +273,9 @@ def _divergence(
     """The value, and the divergence or an estimate of it."""
     with call.grad_mode():
         if samples is None and vectors is None:
-            value, each = along(call, _directions.of_laplacian(call.x, call.batch_ndim).vectors, None)
+            value, each = along(call, _expansions.of_laplacian(call.x, call.batch_ndim).vectors, None)
             return value, each.sum(0)
-        directions, remaining = _directions.sampled(call.x, call.batch_ndim, None, samples, probes, vectors, generator)
+        directions, remaining = _expansions.sampled(call.x, call.batch_ndim, None, samples, probes, vectors, generator)
         value, each = along(call, directions.vectors, directions.weights)
         return value, estimate(each, remaining)
 
@@ -294,11 +294,11 @@ def jacobian_products(call: FieldCall, vectors: Any) -> tuple[Any, Any]:
     def jets() -> Any:
         series, _ = push(call, [vectors], 1)
         _check_shape(series[0], call)
-        return series[0], _push.entry(series, 1, vectors.shape[0])
+        return series[0], _pushforward.entry(series, 1, vectors.shape[0])
 
     def reverse() -> Any:
         with call.evaluation(passes=2) as ev:
-            output = _checks.check_output(ev.outputs)
+            output = _arguments.check_output(ev.outputs)
             _check_shape(output, call)
             wide = full(vectors, call.x.shape).contiguous()
             found = _reverse.pushforward(ev, [output], [wide], len(wide), chunk_size=None)
@@ -327,7 +327,7 @@ def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any
 
 def curl(
     f: What,
-    x: Tensor = _checks.MISSING,
+    x: Tensor = _arguments.MISSING,
     *,
     has_aux: bool = False,
     batch_ndim: int = 1,
@@ -383,7 +383,7 @@ def curl(
     if call.event not in ((2,), (3,)):
         raise InputError(f"x: has points of shape {call.event}; a curl needs (2,) or (3,).")
     with call.grad_mode():
-        _, J = jacobian_products(call, _directions.of_laplacian(x, batch_ndim).vectors)  # J[i, ..., j] = ∂_i f_j
+        _, J = jacobian_products(call, _expansions.of_laplacian(x, batch_ndim).vectors)  # J[i, ..., j] = ∂_i f_j
         return call.with_extra(_curl_of(J))
 
 

@@ -7,16 +7,25 @@
 
 from typing import TYPE_CHECKING
 
-from hodiff._core import _lazy, _why
+from hodiff._core import _lazy, _messages
 
 if TYPE_CHECKING:
     from hodiff.graph._case import Explanation
     from hodiff.graph._explain import explain
-    from hodiff.graph._inspect import Graph, Leaf, NodeRecord, Saved, inspect
-    from hodiff.graph._lifetime import Lifetime, lifetime
-    from hodiff.graph._monitor import Monitor, Step, monitor
-    from hodiff.graph._predict import Finding, Prediction, Shared, predict, shared
-    from hodiff.graph._release import Released, release
+    from hodiff.graph._growth import Monitor, Step, monitor
+    from hodiff.graph._inspect import (
+        Finding,
+        Graph,
+        Leaf,
+        NodeRecord,
+        Prediction,
+        Saved,
+        Shared,
+        inspect,
+        predict,
+        shared,
+    )
+    from hodiff.graph._lifetime import Lifetime, Released, lifetime, release
     from hodiff.graph._watch import Watch, watch
 
 __all__ = [
@@ -49,20 +58,29 @@ __getattr__, __dir__ = _lazy.names(
     {
         "_case": ("Explanation",),
         "_explain": ("explain",),
-        "_inspect": ("Graph", "Leaf", "NodeRecord", "Saved", "inspect"),
-        "_lifetime": ("Lifetime", "lifetime"),
-        "_monitor": ("Monitor", "Step", "monitor"),
-        "_predict": ("Finding", "Prediction", "Shared", "predict", "shared"),
-        "_release": ("Released", "release"),
+        "_growth": ("Monitor", "Step", "monitor"),
+        "_inspect": (
+            "Finding",
+            "Graph",
+            "Leaf",
+            "NodeRecord",
+            "Prediction",
+            "Saved",
+            "Shared",
+            "inspect",
+            "predict",
+            "shared",
+        ),
+        "_lifetime": ("Lifetime", "Released", "lifetime", "release"),
         "_watch": ("Watch", "watch"),
     },
 )
 
 
-def _words(failure: _why.Failure) -> str:
+def _words(failure: _messages.Failure) -> str:
     from hodiff.graph import _failure
 
     return _failure.words(failure)
 
 
-_why.explainer = _words  # to word the calculus's errors
+_messages.explainer = _words  # to word the calculus's errors

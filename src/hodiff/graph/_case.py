@@ -1,19 +1,22 @@
-"""What a failing pass is, what is known of it, and what an explanation consists of."""
+"""What a failing pass is, what is known of it, what an explanation consists of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from functools import cached_property
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hodiff._core import _nodes
+from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
-from hodiff.graph import _cells
-from hodiff.graph._line import Line, line_of, lines_of, quoted
+from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._names import Held, Names
+from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
     Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),
@@ -224,7 +227,7 @@ class Explanation:
 
     @property
     def _likely(self) -> str:
-        cell = self.failed is not None and _cells.number(self.failed.file)
+        cell = self.failed is not None and _source.number(self.failed.file)
         return LIKELY_IN_CELLS if cell else LIKELY
 
     @property
@@ -272,3 +275,267 @@ class Case:
         """An explanation of this case."""
         watched = self.record is not None
         return Explanation(self.name, cause, failed=self.line, **{"certain": watched, "watched": watched, **parts})
+
+
+# --- what a record shows of the part of a graph that one pass freed and another met -----------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One value at which the old part of the graph begins.
+
+    Attributes:
+        node: Its node.
+        variable: What holds it, or held it after the pass that freed its graph; empty if nothing was found.
+        code: The code in whose frame that variable can be written.
+        kept: Whether a variable holds the very value now.
+        replaced: Whether the variable that held it then holds another value now.
+        path: The user's frames in which it was made, the innermost first.
+        again: Whether the same lines made others since that pass.
+    """
+
+    node: Node
+    variable: str
+    code: CodeType | None
+    kept: bool
+    replaced: bool
+    path: tuple[Any, ...]
+    again: bool
+
+    @property
+    def created(self) -> Line | None:
+        """The innermost of the user's lines that made it."""
+        lines = lines_of(self.path[:2])
+        return lines[0] if lines else None
+
+
+@dataclass
+class Evidence:
+    """The facts about a failing pass and the pass that freed what it needs.
+
+    Attributes:
+        case: The failing pass.
+        record: What was recorded.
+        call: The failing pass, in the record.
+        freed_by: The pass that freed the part, or kept it, while values that it needs have changed since.
+        parts: Where the part begins, the named first.
+        nodes: All nodes that the failing pass needs.
+    """
+
+    case: Case
+    record: Record
+    call: Pass
+    freed_by: Pass
+    parts: tuple[Part, ...]
+    nodes: list[Node] = field(repr=False)
+
+    @property
+    def first(self) -> Part:
+        """The part to speak of."""
+        return self.parts[0]
+
+    @property
+    def under(self) -> dict[Node, list[Node]]:
+        """The nodes of the part, and below it, with the nodes that each leads to."""
+        return _inspect.below([part.node for part in self.parts])
+
+    @cached_property
+    def below(self) -> list[Tensor]:
+        """The leaves below the part."""
+        return _leaves(self.under)
+
+    @cached_property
+    def reached(self) -> list[Tensor]:
+        """The leaves that the failing pass would reach if the part were constants."""
+        stop = {part.node for part in self.parts}
+        return _leaves([node for node in _nodes.walk(self.case.roots, stop) if node not in stop])
+
+    @cached_property
+    def silenced(self) -> list[Tensor]:
+        """The leaves that would then get no gradient from this pass."""
+        reached = set(map(id, self.reached))
+        return [leaf for leaf in self.below if id(leaf) not in reached]
+
+    @cached_property
+    def changed(self) -> list[Tensor]:
+        """The leaves of the failing pass that were changed in place since the part was freed."""
+        return [leaf for leaf in _leaves(self.nodes) if self.moved(leaf)]
+
+    @cached_property
+    def stale(self) -> bool:
+        """Whether the failing pass needs a value that was changed in place."""
+        return bool(_inspect.having(self.nodes, "stale"))
+
+    def moved(self, leaf: Tensor) -> bool:
+        """Whether a leaf was changed in place since the part was freed."""
+        change = self.record.changed(leaf)
+        if change is not None and change.passes > self.freed_by.number:
+            return True
+        node = _nodes.node_of(leaf)
+        return self.record.marks.tag(node) == self.freed_by and self.record.marks.version_then(node) != _saved.version(
+            leaf
+        )
+
+    @cached_property
+    def in_sight(self) -> list[Tensor]:
+        """The trainable leaves that variables lead to."""
+        return [leaf for leaf in self.case.names.all_tensors() if leaf.is_leaf and leaf.requires_grad]
+
+    @cached_property
+    def stepped(self) -> list[Tensor]:
+        """The leaves that the freeing pass reached and that were changed since: what it was taken for."""
+        return [leaf for leaf in self.in_sight if self.moved(leaf) and self.was_reached(leaf)]
+
+    def was_reached(self, leaf: Tensor) -> bool:
+        """Whether the freeing pass is the last that reached a leaf."""
+        return self.record.marks.tag(_nodes.node_of(leaf)) == self.freed_by
+
+    @cached_property
+    def others(self) -> tuple[list[Tensor], Pass] | None:
+        """The leaves of another optimizer that one of the two passes reaches besides those of the part; and which."""
+        owner = {
+            id(leaf): number
+            for number, optimizer in enumerate(self.case.names.optimizers)
+            for group in optimizer.param_groups
+            for leaf in group["params"]
+        }
+        below = {id(leaf) for leaf in self.below}
+        part = {owner[leaf] for leaf in below if leaf in owner}
+        first = [leaf for leaf in self.in_sight if self.was_reached(leaf)]
+        for leaves, call in ((self.reached, self.call), (first, self.freed_by)):
+            mine = [leaf for leaf in leaves if id(leaf) in owner and id(leaf) not in below]
+            if part and mine and not part & {owner[id(leaf)] for leaf in mine}:
+                return mine, call
+        return None
+
+    @cached_property
+    def memo(self) -> str:
+        """The function, kept by functools, that made the part; empty if there is none."""
+        return "" if self.first.kept else memoised(self.case, self.first.path)
+
+    @cached_property
+    def discarded(self) -> bool:
+        """Whether the gradients of the leaves below were thrown away unused: neither stepped with nor kept nor read."""
+        if self.record.read_since(self.freed_by):
+            return False
+        return all(not self.moved(leaf) and (leaf.grad is None or not bool(leaf.grad.any())) for leaf in self.below)
+
+    @cached_property
+    def added(self) -> bool:
+        """Whether the gradients of the freeing pass still lie in `.grad`, unread, for the failing one to add to."""
+        if self.record.read_since(self.freed_by):
+            return False
+        return not self.stepped and all(self.record.marks.untouched(leaf, self.freed_by) for leaf in self.below)
+
+    def name(self, leaf: Tensor) -> str:
+        """A leaf for a sentence."""
+        return self.case.names.of(leaf) or f"a leaf of shape {tuple(leaf.shape)}"
+
+    def names(self, leaves: Sequence[Tensor]) -> str:
+        """Some leaves for a sentence."""
+        found = [self.name(leaf) for leaf in leaves]
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+    @property
+    def fate(self) -> str:
+        """What became of the part's graph."""
+        return "kept its graph, of values that have changed since" if self.freed_by.retained else "freed its graph"
+
+    @property
+    def code(self) -> str:
+        """The part as the user writes it, or in words."""
+        return f"`{self.first.variable}`" if self.first.variable else "that value"
+
+    @property
+    def variables(self) -> list[str]:
+        """The variables of all parts that the same pass freed: what is done with one is to be done with each."""
+        return list(dict.fromkeys(part.variable for part in self.parts if part.variable))
+
+    @property
+    def all_code(self) -> str:
+        """All parts as the user writes them."""
+        return ", ".join(f"`{name}`" for name in self.variables) or "that value"
+
+    @property
+    def detached(self) -> str:
+        """All parts, detached."""
+        return " and ".join(f"{name}.detach()" for name in self.variables) or "it, detached"
+
+    @property
+    def because(self) -> str:
+        """Why a retained graph would not do; empty if nothing has changed."""
+        if not self.changed:
+            return ""
+        return f"\n({self.names(self.changed)} changed since: a retained graph would be of the old values)"
+
+    def value(self, path: str) -> Any:
+        """What a path leads to; None if nothing."""
+        try:  # a path of ours, through variables alone
+            return eval(path, {"__builtins__": {}}, dict(self.case.names.values))
+        except Exception as error:  # a path may lead through the user's `__getitem__`, which may raise anything
+            if interrupts(error):
+                raise
+            return None
+
+    def line_in(self, call: Pass, code: CodeType | None) -> Line | None:
+        """The line of a pass in the frame of some code."""
+        pairs = list(zip(call.path[::2], lines_of(call.path), strict=True))
+        return next((line for found, line in pairs if found is code), None)
+
+    @cached_property
+    def together(self) -> tuple[Line, Line] | None:
+        """The lines of the two passes, if they are calls in one frame."""
+        mine, theirs = self.call.path, self.freed_by.path
+        if len(mine) < 2 or mine[0] is not theirs[0] or mine[2:] != theirs[2:]:
+            return None
+        return self.freed_by.stack[0], self.call.stack[0]
+
+    @cached_property
+    def inside(self) -> bool:
+        """Whether the part was made within the loop around the failing pass."""
+        made = dict(zip(self.first.path[::2][::-1], lines_of(self.first.path)[::-1], strict=True))
+        for code, line in zip(self.call.path[::2], lines_of(self.call.path), strict=True):
+            if code in made:
+                loops = _source.loops(line)
+                return bool(loops) and any(_source.within(loop, made[code].number) for loop in loops)
+        return False
+
+    @cached_property
+    def rounds(self) -> bool:
+        """Whether the same call had run before, after the part was made."""
+        place = _saved.sequence(self.first.node)
+        return any(
+            call.path == self.call.path and call.place > place and call.number < self.call.number
+            for call in [self.freed_by, *self.record.passes_since(self.freed_by)]
+        )
+
+    @cached_property
+    def made_before(self) -> bool:
+        """Whether all that the failing pass needs had been computed before the pass that freed the part."""
+        return all(_saved.sequence(node) < self.freed_by.place for node in self.nodes if _saved.leaf(node) is None)
+
+    @cached_property
+    def last_pass(self) -> Pass:
+        """The last pass before this step used the part: what is written behind it comes before the use."""
+        fresh = [_saved.sequence(node) for node in self.nodes if _saved.leaf(node) is None]
+        use = min([place for place in fresh if place >= self.freed_by.place], default=self.call.place)
+        between = [call for call in self.record.passes_since(self.freed_by) if call.number < self.call.number]
+        return next((call for call in reversed(between) if call.place <= use), self.freed_by)
+
+
+def _leaves(nodes: Any) -> list[Tensor]:
+    return [leaf for node in nodes if (leaf := _saved.leaf(node)) is not None]
+
+
+PARAMETRIZED = "parametrize.cached()"
+
+
+def memoised(case: Case, path: tuple[Any, ...]) -> str:
+    """The function behind functools' cache that was running when something was made, and has returned."""
+    codes = set(path[::2]).difference(case.call.path[::2] if case.call is not None else ())
+    for value in [*case.names.values.values(), *map(type, case.names.values.values())]:
+        for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
+            code = getattr(getattr(each, "__wrapped__", None), "__code__", None)
+            if code in codes and hasattr(each, "cache_clear"):
+                return each.__qualname__
+    return ""

@@ -1,4 +1,4 @@
-"""Why a pass meets a part of the graph that was freed: one `Cause` for each case, with the fixes that evidence allows.
+"""Why a pass meets a part of the graph that was freed: one `Cause` for each case, with its fixes.
 
 A fix is a function of evidence: it gives words only where the record shows that, done as they say, the program
 differentiates what it was written to differentiate. What the record cannot show (which gradients are wanted) is
@@ -7,12 +7,558 @@ said as not known, with what follows from either answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
-from hodiff.graph import _earlier, _losses, _once
-from hodiff.graph._evidence import PARAMETRIZED, Evidence
-from hodiff.graph._likely import SENTENCES
+from torch import Tensor, nn
+
+from hodiff.graph import _names, _saved, _source
+from hodiff.graph._case import PARAMETRIZED, Evidence, Part
+from hodiff.graph._inference import SENTENCES
+from hodiff.graph._source import Line, at, lines_of, outside
+
+# --- two losses that share a part of their graphs, one that is differentiated twice -----------------------------------
+
+
+def summed(e: Evidence) -> str | None:
+    """One pass for the sum: the same gradients, where those of the first still lie in `.grad`."""
+    if e.together is None or not e.added or e.changed or e.others:
+        return None
+    first, second = (_source.loss_of(line) for line in e.together)
+    if not first or not second or first == second:
+        return None
+    return f"one pass for both, at {e.together[1]}: ({first} + {second}).backward(), and none at {e.together[0]}."
+
+
+def kept_for_second(e: Evidence) -> str | None:
+    """The first pass keeps the graph: the program as it is written, where nothing has changed."""
+    if e.changed or e.stale or e.stepped or e.others or not (e.added or e.freed_by.name == "autograd.grad"):
+        return None
+    return f"pass retain_graph=True at {at(e.freed_by.stack[0])}: nothing that the graph needs has changed."
+
+
+def multi(e: Evidence) -> str | None:
+    if summed(e) is None or e.together is None:
+        return None
+    first, second = (_source.loss_of(line) for line in e.together)
+    return f"each loss's own gradients, one by one: hodiff.multi_grad([{first}, {second}], parameters)."
+
+
+def first_detached(e: Evidence) -> str | None:
+    """The first loss needs no gradient through the part: those that it gave were thrown away, others were used."""
+    others = [leaf for leaf in e.stepped if id(leaf) not in set(map(id, e.below))]
+    if not others or not e.discarded or not e.first.variable or e.stale:
+        return None
+    line = _use(e)
+    if line is None:
+        return None
+    return (
+        f"give the loss that {at(e.freed_by.stack[0])} differentiates {e.first.variable}.detach(), at\n"
+        f"{at(line)}: that pass was for {e.names(others)};\n"
+        f"what it gave {e.names(e.below)} was thrown away unused."
+    )
+
+
+def _use(e: Evidence) -> Line | None:
+    """The line between the making of the part and the first pass that reads it, if it is one."""
+    line = e.line_in(e.freed_by, e.first.code)
+    if line is None or e.first.created is None:
+        return None
+    name = _source.base(e.first.variable)
+    made = max(_source.assignments(name, line), default=0)
+    uses = [
+        Line(line.file, node.lineno)
+        for node in _source.statements(line)
+        if made < node.lineno <= line.number and name in _source.loaded(Line(line.file, node.lineno))
+    ]
+    return uses[0] if len(uses) == 1 else None
+
+
+def by_hand(e: Evidence) -> str | None:
+    """A gradient that was taken before the loss: hodiff's frees nothing."""
+    if e.freed_by.name != "autograd.grad" or e.changed:
+        return None
+    target = _source.target_of(e.freed_by.stack[0])
+    if not target:
+        return None
+    return (
+        f"take that gradient with hodiff.grad({target}, ...), which frees nothing; "
+        "with create_graph=True, if it enters the loss."
+    )
+
+
+def whose(e: Evidence) -> str | None:
+    """Two optimizers: whether the pass that is for the one's leaves is to give the other's a gradient as well."""
+    if not e.others or e.changed or e.stepped or first_detached(e) is not None:
+        return None
+    mine, given = e.others
+    return (
+        f"whether the pass at {at(given.stack[0])} is to give a gradient to {e.names(e.below)}:\n"
+        f"another optimizer has those than {e.names(mine)}, which it reaches besides.\n"
+        f"If not, compute that loss from {e.detached}. If so, keep the graph: retain_graph=True at\n"
+        f"{at(e.freed_by.stack[0])}, or one pass for the sum of both losses."
+    )
+
+
+def from_new_values(e: Evidence) -> str | None:
+    """The second loss leads to nothing but the part, some of whose leaves have changed: detached, it has no graph."""
+    if e.reached or not any(e.moved(leaf) for leaf in e.below):
+        return None
+    return f"compute {_both(e)} again before {at(e.call.stack[0])}, from the new values."
+
+
+def _second(e: Evidence) -> str:
+    return e.case.names.nodes.get(e.case.roots[0], "") or _source.target_of(e.call.stack[0]) or "the second loss"
+
+
+def _both(e: Evidence) -> str:
+    """The part and the second loss, which are one variable where a sum goes on after its pass."""
+    return e.all_code if _second(e) in e.variables else f"{e.all_code} and `{_second(e)}`"
+
+
+def computed_again(e: Evidence) -> str | None:
+    """After a step of an optimizer the loss is one of other values: it is computed from them."""
+    if not e.stepped and not e.changed:
+        return None
+    if first_detached(e) is not None or from_new_values(e) is not None:
+        return None
+    what = _second(e)
+    moved = any(e.moved(leaf) for leaf in e.below)
+    if what in e.variables:
+        why = f":\n{_changer(e)} has changed what it was computed from." if moved else "."
+        return (
+            f"whether what {e.all_code} was at {at(e.freed_by.stack[0])} is to count once more, at\n"
+            f"{at(e.call.stack[0])}. If not, begin {e.all_code} anew between them. If so, compute all of it again{why}"
+        )
+    if moved:
+        return (
+            f"whether the pass at {at(e.call.stack[0])} is to reach {e.names(e.below)}, which\n"
+            f"{_changer(e)} has changed since {e.all_code} was computed. If so, compute {_both(e)}\n"
+            f"again before it. If not, compute `{what}` from {e.detached}."
+        )
+    return (
+        f"whether the pass at {at(e.freed_by.stack[0])} is to give a gradient to {e.names(e.below)}.\n"
+        f"If not, compute that loss from {e.detached}. If so, compute {_both(e)}\n"
+        f"again before {at(e.call.stack[0])}."
+    )
+
+
+def _changer(e: Evidence) -> str:
+    change = next((found for leaf in e.below if (found := e.record.changed(leaf)) is not None), None)
+    return at(change.line) if change is not None else "something"
+
+
+def together_unknown(e: Evidence) -> str | None:
+    if e.stepped or e.changed or e.others or summed(e) or kept_for_second(e):
+        return None
+    return (
+        f"what became of the gradients that {at(e.freed_by.stack[0])} gave: they were read or reset\n"
+        f"before this pass. Compute {e.code} again for the second loss, or take each loss's own gradients with\n"
+        "hodiff.multi_grad, which frees nothing."
+    )
+
+
+# --- the same loss ----------------------------------------------------------------------------------------------------
+
+
+def loss_again(e: Evidence) -> str | None:
+    name = e.first.variable or "the loss"
+    shown = f"`{name}`" if e.first.variable else name
+    return f"compute {shown} again, from the forward pass on, before the second call.{e.because}"
+
+
+def same_unknown(e: Evidence) -> str | None:
+    if e.changed or e.stale or e.call.path == e.freed_by.path:
+        return None
+    return (
+        f"whether the same gradient is wanted twice. If so, pass retain_graph=True at {at(e.freed_by.stack[0])};\n"
+        "if not, leave the second call out."
+    )
+
+
+# --- what was made once and is used by many passes: computed before the loop, or kept by an object --------------------
+
+
+def _wanted(e: Evidence) -> bool:
+    """Whether a gradient through the part is wanted for certain: some leaf that this loop trains has no other."""
+    if not e.reached:
+        return True
+    return bool(e.silenced) and (not e.changed or all(e.moved(leaf) and e.was_reached(leaf) for leaf in e.silenced))
+
+
+def move_inside(e: Evidence) -> str | None:
+    line = e.first.created
+    if not _wanted(e) or line is None or not e.first.path:
+        return None
+    loop = _loop_around(e)
+    if loop is None or not _reads_the_same(e, line, loop):
+        return None
+    if not _source.reads(loop, _source.base(e.first.variable)):
+        return None  # what was moved would be another name than the one that is read there
+    where = f"into {loop.name}()" if hasattr(loop, "name") else "into the loop"
+    return f"move {at(line)} {where}: {e.code} is then computed again for each pass.{e.because}"
+
+
+def _loop_around(e: Evidence) -> Any:
+    """The loop around the failing call in the function that made the part; or the function that is called in rounds."""
+    if e.first.path[0] not in e.call.path[::2]:
+        return None
+    pairs = list(zip(e.call.path[::2], lines_of(e.call.path), strict=True))
+    index = e.call.path[::2].index(e.first.path[0])
+    for loop in _source.loops(pairs[index][1]):
+        if not _holds(loop, e.first.created):
+            return loop
+    return _source.function_at(pairs[index - 1][1]) if index and e.rounds else None
+
+
+def _holds(loop: Any, line: Line | None) -> bool:
+    return line is not None and _source.within(loop, line.number)
+
+
+def _reads_the_same(e: Evidence, line: Line, loop: Any) -> bool:
+    """Whether the line, moved, would read what it read: nothing that the loop assigns, nothing with a state."""
+    leaves = set(map(id, e.below))
+    for name in _source.loaded(line):
+        value = e.case.names.values.get(name)
+        if _source.rebound_in(loop, name) or not _is_steady(value):
+            return False
+        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or _has_changed(e, value)):
+            return False  # a value with a graph of its own would be the next to be met again
+    return True
+
+
+def _has_changed(e: Evidence, value: Tensor) -> bool:
+    change = e.record.changed(value)
+    return change is not None and change.passes > e.freed_by.number
+
+
+def _is_steady(value: Any) -> bool:
+    """Whether a value gives the same whenever it is used, but for parameters."""
+    if isinstance(value, nn.Module):
+        plain = not _saved.has_hooks(value) and not list(value.buffers())
+        inner = all(_is_steady(child) for child in value.children())
+        own = [item for name, item in vars(value).items() if name not in _names.HIDDEN]
+        return plain and inner and not any(isinstance(item, (Tensor, dict, list)) for item in own)
+    if isinstance(value, (list, dict, set)):
+        return False
+    if isinstance(value, tuple):
+        return all(_is_steady(item) for item in value)
+    code = getattr(value, "__code__", None)
+    if code is not None and _names.is_users(code):  # what a function of the user's reads cannot be seen here
+        return not code.co_freevars and not any(
+            isinstance(value.__globals__.get(name), (list, dict, set)) for name in code.co_names
+        )
+    return True
+
+
+def each_time(e: Evidence) -> str | None:
+    """Attributes made from leaves alone: whoever reads them can make them."""
+    if not _wanted(e):
+        return None
+    found: list[str] = []
+    for part in e.parts:
+        line = part.created
+        if line is None or "." not in part.variable or not _from_leaves(e, part.variable, line):
+            return None
+        when = " again in each step, where it is read" if not found else ""
+        found.append(f"`{part.variable}`{when}, as at {at(line)}")
+    return "compute " + ";\nand ".join(found) + f".{e.because}"
+
+
+def _from_leaves(e: Evidence, name: str, line: Line) -> bool:
+    """Whether the line that made an attribute reads nothing but leaves below it, numbers, and PyTorch's functions."""
+    leaves = set(map(id, e.below))
+    owner = e.value(name.rpartition(".")[0])
+    for chain in _source.chains(line):
+        head, *steps = chain.split(".")
+        value: Any = owner if head == "self" else e.case.names.values.get(head)
+        for step in steps:
+            if isinstance(value, ModuleType) or id(value) in leaves:
+                break
+            value = getattr(value, step, None)
+        known = isinstance(value, (ModuleType, int, float, str)) or id(value) in leaves
+        if not known and not (isinstance(value, nn.Module) and _is_steady(value)):
+            return False
+    return True
+
+
+def retained(e: Evidence) -> str | None:
+    """Sound where nothing that the graph was computed from has changed."""
+    if not _wanted(e) or e.changed or e.stale or e.inside:
+        return None
+    return f"pass retain_graph=True at {at(e.freed_by.stack[0])}: nothing that {e.code} was computed from has changed."
+
+
+def made_again(e: Evidence) -> str | None:
+    """What is left open where a value was computed once."""
+    if _wanted(e):
+        if move_inside(e) is not None or each_time(e) is not None:
+            return None
+        line = e.first.created
+        loop = _loop_around(e) if line is not None and e.first.path else None
+        if line is not None and loop is not None and _reads_the_same(e, line, loop):
+            return (
+                f"how {getattr(loop, 'name', 'the loop')}() is to get {e.all_code} anew for each pass: it reads it\n"
+                f"by another name. Give it what makes the value (a function, or what {at(line)} reads), "
+                f"and compute it there.{e.because}"
+            )
+        return (
+            f"what {e.code} reads when it is computed: something there may change from step to step.\n"
+            f"It is to be computed again for each pass{_made(e)}, "
+            f"from what it was computed from then.{e.because}"
+        )
+    return (
+        f"whether the loss is to send a gradient through {e.all_code}. If not (a target, a baseline, an old policy),\n"
+        f"make {'it a constant' if len(e.variables) < 2 else 'each a constant'} where it is made, with .detach():\n"
+        f"{e.names(e.below)} then get none through it.\n"
+        f"If so, compute it again for each pass, from what it was computed from.{e.because}"
+    )
+
+
+def _made(e: Evidence) -> str:
+    """Where the part was made, if that was seen: it was not, if it is from before the watch."""
+    return "" if e.first.created is None else f" (made at {at(e.first.created)})"
+
+
+# --- kept by an object ------------------------------------------------------------------------------------------------
+
+
+def cleared(e: Evidence) -> str | None:
+    """Empty the cache behind the pass: the guard fills it again."""
+    if not e.first.kept or any(part.variable == "" for part in e.parts):
+        return None
+    found: dict[str, Line] = {}
+    for part in e.parts:
+        line, text = e.line_in(e.last_pass, part.code), _clearing(e, part)
+        if line is None or text is None:
+            return None
+        found[text] = line
+    return "\n".join(
+        [
+            f"after {at(next(iter(found.values())))}, empty the cache, so that the next step fills it:",
+            *(f"    {text}" for text in found),
+        ]
+    )
+
+
+def _clearing(e: Evidence, part: Part) -> str | None:
+    file = part.path[0].co_filename if part.path else ""
+    if part.variable.endswith("]"):
+        holder, _, key = part.variable[:-1].rpartition("[")
+        entries = e.value(holder)
+        if not isinstance(entries, dict):
+            return None
+        if not _source.refilled(holder, file):
+            return None
+        if key[:1] in "'\"":
+            return f"{holder}.pop({key})"
+        made = all(isinstance(entry, Tensor) and entry.grad_fn is not None for entry in entries.values())
+        return f"{holder}.clear()" if made else None  # a number may be another in the next run: an id(), say
+    guard = _source.guarded(part.variable, file) if file and _fills(part) else ""
+    return {"is None": f"{part.variable} = None", "hasattr": f"del {part.variable}"}.get(guard)
+
+
+def _fills(part: Part) -> bool:
+    """Whether an attribute was filled by a function that was running when its value was made: that makes it again."""
+    codes = part.path[::2]
+    return any(code.co_name in _source.assigned_in(part.variable, code.co_filename) for code in codes)
+
+
+def is_remembered(e: Evidence) -> bool:
+    """Whether an attribute was given what was made elsewhere, and is since made again there, but not given anew."""
+    part = e.first
+    if not part.kept or not part.again or "." not in part.variable or part.variable.endswith("]") or _fills(part):
+        return False
+    files = {code.co_filename for code in (*part.path[::2], *e.call.path[::2])}
+    return any(_source.assigned_in(part.variable, file) for file in files)  # else a library keeps it
+
+
+def is_lazy(e: Evidence) -> bool:
+    """Whether the source asks if the part was computed before: a cache, and no value that was put there once."""
+    file, name = e.first.path[0].co_filename if e.first.path else "", e.first.variable
+    holder = name[:-1].rpartition("[")[0] if name.endswith("]") else name
+    return bool(file) and bool(_source.guarded(holder, file) or _source.refilled(holder, file))
+
+
+def object_again(e: Evidence) -> str | None:
+    """An object of a library that computes a value once, and keeps it."""
+    name = e.first.variable.split(".")[0]
+    if "." not in e.first.variable or cleared(e) is not None or not name.isidentifier():
+        return None
+    kind = type(e.case.names.values.get(name))
+    if not kind.__module__.startswith("torch.distributions"):
+        return None
+    return f"make the object `{name}` again for each pass, before it is used: it keeps what it computes."
+
+
+def memo_cleared(e: Evidence) -> str | None:
+    """The function's own way to forget."""
+    line = e.last_pass.stack[0] if e.last_pass.path else None
+    return f"after {at(line)}, forget it, so that the next step computes it:\n    {e.memo}.cache_clear()"
+
+
+def parametrized(e: Evidence) -> str:
+    return "open `with parametrize.cached():` inside the loop, around one step: what it keeps is good for one pass."
+
+
+def cache(e: Evidence) -> str | None:
+    if cleared(e) is not None or object_again(e) is not None:
+        return None
+    return (
+        f"how {e.code} is emptied. It is to be computed anew in each step{_made(e)};\n"
+        f"detached, it would give {e.names(e.below)} no gradient through it."
+    )
+
+
+# --- what earlier steps left: state that enters the next one, and values that a container stored ----------------------
+
+
+def detached_after(e: Evidence) -> str | None:
+    """Cut the state right behind the pass that freed its graph: what comes later cannot need that graph."""
+    if e.silenced:
+        return None
+    found: dict[str, Line] = {}
+    for part in e.parts:
+        line, text = e.line_in(e.last_pass, part.code), _detaching(e, part.variable)
+        if line is None or text is None:
+            return None
+        found[text] = line
+    return "\n".join([f"after {at(next(iter(found.values())))}, write", *(f"    {text}" for text in found)])
+
+
+def _detaching(e: Evidence, path: str) -> str | None:
+    """The statement that cuts what a variable holds; None if it cannot be written."""
+    if not path or "(" in path:
+        return None
+    if not path.endswith("]") and "." not in path:
+        return f"{path} = {path}.detach()"
+    holder, _, last = path.rpartition("[") if path.endswith("]") else path.rpartition(".")
+    value = e.value(holder)
+    if isinstance(value, (list, dict)):  # the next step may use another entry
+        entries = list(value.values()) if isinstance(value, dict) else value
+        if not all(isinstance(item, Tensor) and not (item.is_leaf and item.requires_grad) for item in entries):
+            return None
+        if isinstance(value, dict):
+            return f"{holder}.update({{key: value.detach() for key, value in {holder}.items()}})"
+        return f"{holder}[:] = [value.detach() for value in {holder}]"
+    if isinstance(value, tuple):
+        if not all(isinstance(item, Tensor) for item in value) or "[" in holder:
+            return None
+        make = f"type({holder})(*({{}}))" if hasattr(value, "_fields") else "tuple({})"
+        return f"{holder} = {make.format(f't.detach() for t in {holder}')}"
+    if value is None or (isinstance(value, nn.Module) and last in dict(value.named_parameters(recurse=False))):
+        return None
+    return f"{path} = {path}.detach()"
+
+
+def unrolled(e: Evidence) -> str | None:
+    if e.changed or e.stale or not e.call.name.endswith("backward"):
+        return None
+    return (
+        "whether a gradient is to flow through several steps. If so, add their losses up and call backward() once,\n"
+        "after them, instead."
+    )
+
+
+def silences(e: Evidence) -> str | None:
+    if not e.silenced:
+        return None
+    return (
+        f"where the gradient of {e.names(e.silenced)} is to end: this step reaches it through {e.code}\n"
+        f"alone, and with {e.code} detached it would get none. If each step is to begin anew, set {e.code} again\n"
+        "before it, from what it began with; if steps belong together, add their losses up and call backward() once."
+    )
+
+
+def unwritten(e: Evidence) -> str | None:
+    if e.silenced or detached_after(e) is not None:
+        return None
+    return (
+        f"how {e.code} is written where the step ends. It is to be cut (.detach()) after "
+        f"{at(e.freed_by.stack[0])},\nbefore the next step reads it; "
+        "not within a step, where it would cut this step's gradients as well."
+    )
+
+
+# --- what earlier steps stored ----------------------------------------------------------------------------------------
+
+
+def cut_states(e: Evidence) -> str | None:
+    """A container whose entries enter the next call, as an RNN's do: they reach the loss through parameters again."""
+    if e.silenced or not _enters_call(e):
+        return None
+    return detached_after(e)
+
+
+def _enters_call(e: Evidence) -> bool:
+    """Whether the old value is an input of operations with parameters: state, not a term of the loss."""
+    reached = set(map(id, e.reached))
+    stop = {part.node for part in e.parts}
+    for node in e.nodes:
+        if any(child in stop for child in _saved.children(node)):
+            others = [child for child in _saved.children(node) if child not in stop]
+            if any(id(leaf) in reached for child in others if (leaf := _saved.leaf(child)) is not None):
+                return True
+    return False
+
+
+def container(e: Evidence) -> str:
+    """What the value was put into: an object's own container, where the variable holds entries of that, as a batch."""
+    base = _source.base(e.first.variable)
+    entries = e.value(base)
+    entry = next(iter(entries), None) if isinstance(entries, (list, tuple)) else None
+    if entry is None or isinstance(entry, Tensor):
+        return base
+    for name, value in e.case.names.values.items():
+        for attribute, each in getattr(value, "__dict__", {}).items():
+            if isinstance(each, (list, deque)) and any(item is entry for item in each):
+                return f"{name}.{attribute}"
+    return base
+
+
+def stored(e: Evidence) -> str | None:
+    if cut_states(e) is not None:
+        return None
+    base = container(e)
+    where = f" ({e.first.created})" if e.first.created is not None else ""
+    return (
+        f"whether what earlier steps put into `{base}` is to count again. If not, empty `{base}`\n"
+        f"after each step's last pass ({e.last_pass.stack[0]}). If it is, keep what it was computed from,\n"
+        f"and compute it again in each step. If it is a record that is only read,\n"
+        f"put {_one(e)}.detach() into it{where}: no gradient then goes that way."
+    )
+
+
+def within(e: Evidence) -> str | None:
+    """Where the freed part of what was stored begins, if no pass ran what was stored itself: it can be cut there."""
+    if cut_states(e) is not None or e.record.marks.tag(e.first.node) is not None:
+        return None
+    under = e.under
+    ran = [node for node in under if e.record.marks.tag(node) is not None and _saved.leaf(node) is None]
+    inner = {child for node in ran for child in under[node]}
+    lines = dict.fromkeys(line for node in ran if node not in inner for line in outside(e.record.path(node)))
+    if not lines:
+        return None
+    return (
+        f"whether a gradient is to go on to what was computed at {', '.join(map(str, sorted(lines)[:SHOWN]))}, which\n"
+        f"{at(e.freed_by.stack[0])} differentiated already. If not (an advantage, a baseline),\n"
+        "detach that where it enters; the rest is as it was."
+    )
+
+
+SHOWN = 4
+
+
+def _one(e: Evidence) -> str:
+    names = _source.given_by(e.first.created) if e.first.created is not None else []
+    return names[0] if len(names) == 1 and names[0].isidentifier() else "value"
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
 
 Words = Callable[[Evidence], str | None]
 
@@ -57,66 +603,63 @@ CAUSES = (
         "same loss twice",
         lambda e: e.first.node in e.case.roots,
         lambda e: SENTENCES["same loss twice"],
-        (_losses.loss_again,),
-        (_losses.same_unknown,),
+        (loss_again,),
+        (same_unknown,),
     ),
     Cause(
         "cached",
         lambda e: e.first.variable == PARAMETRIZED,
         lambda e: "the context keeps the computed parameters, and every pass needs their graph again.",
-        (_once.parametrized,),
+        (parametrized,),
     ),
     Cause(
         "cached",
         lambda e: bool(e.memo),
         lambda e: "functools keeps what the function returned once; every pass through it needs that graph again.",
-        (_once.memo_cleared,),
+        (memo_cleared,),
     ),
     Cause(
         "carried",
-        lambda e: (
-            (e.first.replaced or (e.first.again and not _is_member(e)) or _once.is_remembered(e)) and not _at_once(e)
-        ),
+        lambda e: (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e)) and not _at_once(e),
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
-        (_earlier.detached_after,),
-        (_earlier.silences, _earlier.unwritten, _earlier.unrolled),
+        (detached_after,),
+        (silences, unwritten, unrolled),
     ),
     Cause(
         "stored",
         lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
         lambda e: (
-            f"an earlier step put it into `{_earlier.container(e)}`, and its pass {e.fate}; "
-            "this step differentiates into it."
+            f"an earlier step put it into `{container(e)}`, and its pass {e.fate}; this step differentiates into it."
         ),
-        (_earlier.cut_states,),
-        (_earlier.within, _earlier.stored),
+        (cut_states,),
+        (within, stored),
     ),
     Cause(
         "two losses",
         lambda e: not e.rounds and e.call.path != e.freed_by.path,
         lambda e: SENTENCES["two losses"],
         (
-            _losses.first_detached,
-            _losses.by_hand,
-            _losses.summed,
-            _losses.multi,
-            _losses.kept_for_second,
-            _losses.from_new_values,
+            first_detached,
+            by_hand,
+            summed,
+            multi,
+            kept_for_second,
+            from_new_values,
         ),
-        (_losses.whose, _losses.computed_again, _losses.together_unknown),
+        (whose, computed_again, together_unknown),
     ),
     Cause(
         "cached",
-        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and _once.is_lazy(e))),
+        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and is_lazy(e))),
         lambda e: SENTENCES["cached"],
-        (_once.cleared, _once.object_again),
-        (_once.cache,),
+        (cleared, object_again),
+        (cache,),
     ),
     Cause(
         "hoisted",
         lambda e: True,
         lambda e: SENTENCES["hoisted"],
-        (_once.move_inside, _once.each_time, _once.retained),
-        (_once.made_again,),
+        (move_inside, each_time, retained),
+        (made_again,),
     ),
 )

@@ -1,4 +1,4 @@
-"""A tensor without a graph, and an input that is in none: where it was cut off, and what can be done there."""
+"""Derivatives that a pass cannot give: no graph behind the tensor, none with the input, no formula in PyTorch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _nodes, _translate
-from hodiff.graph import _passes, _traits, _variables
+from hodiff._core import _messages, _nodes
+from hodiff._core._nodes import Node
+from hodiff.graph import _saved, _source
 from hodiff.graph._case import Case, Explanation, Lost
-from hodiff.graph._endings import COPY
-from hodiff.graph._line import Line, at, quoted
+from hodiff.graph._marks import COPY
+from hodiff.graph._source import Line, at, line_of, lines_of, quoted
 
 KINDS = {
     "detached": "it was detached there, so nothing below is part of the graph.",
@@ -54,7 +55,7 @@ def fix_of(kind: str, line: Line | None, call: str) -> str:
             return f"put the tensors together with torch.stack{where}: torch.{call} copies values alone."
         return f"stay with tensor operations{where}: {call or 'that'} gives a constant."
     if kind == "smooth":
-        return f"{_translate.CONSTANTS[call]}."
+        return f"{_messages.CONSTANTS[call]}."
     return {
         "detached": f"leave out the detach() or .data{where}, if this value is to be trained through.",
         "no_grad": f"compute it outside the no_grad block, or under torch.enable_grad(){where}.",
@@ -151,7 +152,7 @@ def _switched_off(case: Case, kind: str, line: Line | None) -> Line | None:
     if kind not in OFF or line is None or case.record is None:
         return None
     around = case.record.endings.stack(Lost(kind, line, ""))
-    return next((off for each in around if (off := _passes.switched_off(each)) is not None), None)
+    return next((off for each in around if (off := _source.switched_off(each)) is not None), None)
 
 
 def _which(beside: tuple[Lost, ...]) -> tuple[str, ...]:
@@ -185,13 +186,13 @@ def within_pass(case: Case) -> Explanation | None:
 
 def _only_line(case: Case, variable: str) -> Line | None:
     """The line that computed a variable, if it is the only one of its function that does."""
-    numbers = _variables.assignments(variable, case.line) if variable and case.line is not None else []
+    numbers = _source.assignments(variable, case.line) if variable and case.line is not None else []
     return Line(case.line.file, numbers[0]) if case.line is not None and len(numbers) == 1 else None
 
 
 def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
     if kind == "no graph":
-        given = _variables.loaded(made) if made is not None else []
+        given = _source.loaded(made) if made is not None else []
         values = {name: case.names.values.get(name) for name in given}
         trained = [name for name, each in values.items() if _requires_grad(each)]
         if trained and made is not None:
@@ -221,8 +222,8 @@ def _where_lost(case: Case, tensor: Tensor, variable: str) -> tuple[str, Line | 
         left = case.record.endings.latest()
         if left is not None:
             return left.kind, left.line, left.call, False
-    name = variable or _passes.target_of(case.line) if case.line is not None else variable
-    found = _passes.cuts(name, case.line, case.names.values) if name and case.line is not None else []
+    name = variable or _source.target_of(case.line) if case.line is not None else variable
+    found = _source.cuts(name, case.line, case.names.values) if name and case.line is not None else []
     if found:
         return found[0][1], found[0][0], "", False
     return "no graph", None, "", False
@@ -248,8 +249,8 @@ def _input_without_grad(case: Case) -> Explanation | None:
     text = [f"the input `{name}` does not require grad, so no graph leads to it"]
     others = [f"`{other}`" for tensor in missing[1:] if (other := case.names.of(tensor))]
     if others:
-        more = " ..." if len(others) > SHOWN else ""
-        text.append(f"  nor does     {', '.join(others[:SHOWN])}{more}")
+        more = " ..." if len(others) > NAMES_SHOWN else ""
+        text.append(f"  nor does     {', '.join(others[:NAMES_SHOWN])}{more}")
     if case.line is not None:
         text.append(f"  failing call {quoted(case.line)}")
     leave = (
@@ -279,11 +280,11 @@ def not_used(case: Case) -> Explanation | None:
     if not missing:
         return None
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
-    there = [case.names.of(leaf) for node in reached if (leaf := _traits.leaf(node)) is not None]
-    listed = ", ".join(f"`{name}`" for name in names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+    there = [case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None]
+    listed = ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
     text = [f"not in the graph: {listed}"]
     if any(there):
-        text.append(f"  in the graph: {', '.join(f'`{name}`' for name in sorted(filter(None, there))[:SHOWN])}")
+        text.append(f"  in the graph: {', '.join(f'`{name}`' for name in sorted(filter(None, there))[:NAMES_SHOWN])}")
     made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", _loss_made(case))]
     text += [f"  {what} made {quoted(line)}" for what, line in made if line is not None]
     if case.line is not None:
@@ -325,4 +326,147 @@ def _depends(name: str) -> str:
     )
 
 
-SHOWN = 6
+NAMES_SHOWN = 6
+
+
+# --- derivatives that a pass cannot give: second ones that PyTorch lacks, and checkpoints that compute otherwise ------
+
+
+TEXTS = (
+    "does not currently support double backward",
+    "is not implemented",
+    "marked with @once_differentiable",
+    "donated buffers",
+)
+
+
+def second_derivative(case: Case) -> Explanation | None:
+    """The explanation of a missing or forbidden double backward."""
+    nodes = list(_nodes.walk(case.roots))
+    error = str(case.error)
+    found = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", error)
+    compiled = "aot_autograd" in error or "donated" in error
+    once = list(case.record.once()) if case.record is not None and "once_differentiable" in error else []
+    names = [name for name, _ in once]
+    operation = "a compiled function" if compiled else (names or _marked(nodes))[0]
+    if found:
+        operation = found.group(1)
+    line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
+    text = [f"no second derivative: {operation}"]
+    if line is not None:
+        text.append(f"  recorded at  {quoted(line)}")
+    if case.line is not None:
+        text.append(f"  failing call {quoted(case.line)}")
+    way = _messages.way_out("compiledfunction" if compiled else operation)
+    fixes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    if way is not None:
+        fixes = (f"at {line}: {way.instead}." if line is not None else f"{way.instead}.",)
+    elif "once_differentiable" in error:
+        unknown = (f"a second derivative of {operation}: its backward forbids one. Write it without the Function.",)
+    else:
+        unknown = (f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it.",)
+    return case.explanation(
+        "no second derivative",
+        created=line,
+        text=tuple(text),
+        reason="PyTorch can differentiate it once, and not once more.",
+        fixes=fixes,
+        unknown=unknown,
+    )
+
+
+def _marked(nodes: list[Node]) -> list[str]:
+    return sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)}) or ["an operation"]
+
+
+def _line(case: Case, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
+    """The line of the operation: its forward node is in the graph still, beside its derivative's."""
+    if case.record is None:
+        return None
+    key = operation.replace("_", "").lower().removesuffix("backward")
+    found = []
+    for node in nodes:
+        name = type(node).__name__.lower().removesuffix("backward0").removesuffix("backward")
+        if (compiled and "compiled" in name) or (key and name == key):
+            line = (_of_compiled(case, node) if compiled else case.record.made(node)) or _assigned(case, node)
+            found += [(_saved.sequence(node), line)] if line is not None else []
+    if found:  # the first is of the forward; those that a pass made come later
+        return min(found)[1]
+    made = [case.record.made(node) for node in nodes if _saved.is_raising(node)]
+    return next((line for line in made if line is not None), None)
+
+
+def _of_compiled(case: Case, node: Node) -> Line | None:
+    """The line of a compiled call, which no watch sees: where what its pass differentiates was assigned, if once."""
+    made = case.record.made(node) if case.record is not None else None
+    variable = _source.target_of(made) if made is not None else ""
+    numbers = _source.assignments(variable, made) if variable and made is not None else []
+    return Line(made.file, numbers[0]) if made is not None and len(numbers) == 1 else made
+
+
+def _assigned(case: Case, node: Node) -> Line | None:
+    """Where the variable that holds a node's output is assigned, if that is one place."""
+    variable = case.names.nodes.get(node, "")
+    for frame in case.frames if variable else ():
+        numbers = _source.assignments(variable, line_of(frame))
+        if len(numbers) == 1:
+            return Line(frame.f_code.co_filename, numbers[0])
+    return None
+
+
+def recomputed(case: Case) -> Explanation | None:
+    """The explanation of a checkpoint whose second forward was not like the first."""
+    error = str(case.error)
+    number = "number" in error and "different number" in error
+    reason = (
+        "the checkpoint ran its function again, in the pass, and it recorded "
+        + ("more or fewer tensors" if number else "tensors of another shape, dtype or device")
+        + " than in the forward."
+    )
+    outer, changes = _checkpointed(case)
+    text = [f"  at           {quoted(outer)}"] if outer is not None else []
+    text += [f"  it changes   {quoted(line)}" for line in changes[:CHANGES_SHOWN]]
+    text.append(f"  failing call {case.call or case.line}")
+    return case.explanation(
+        "recomputed otherwise",
+        created=outer,
+        text=("a checkpointed function computes otherwise the second time", *text),
+        reason=reason,
+        unknown=(
+            "what differs. It reads something that changed in between: a cache or a counter that its first run\n"
+            "filled, autocast or no_grad that are on in one run only, the global random state. To see the\n"
+            "operation, put `with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):` around the step.",
+        ),
+    )
+
+
+def _checkpointed(case: Case) -> tuple[Line | None, list[Line]]:
+    """The line of the checkpoint, and those within it that leave something in an object for the second run to meet."""
+    changes: dict[Line, None] = {}
+    outer: Line | None = None
+    for node in _nodes.walk(case.roots):
+        lines = lines_of(case.record.path(node)) if case.record is not None else ()
+        index = next((number for number, line in enumerate(lines) if _source.calls(line, "checkpoint")), None)
+        if index is not None:
+            outer = lines[index]
+            for line in lines[:index]:
+                changes.update(dict.fromkeys(_source.kept_at(line)))
+    return outer, sorted(changes)
+
+
+CHANGES_SHOWN = 4
+
+
+def unpacked_twice(case: Case, line: Line | None) -> Explanation | None:
+    """The explanation of a Function that reads what it saved twice, under a checkpoint."""
+    text = [f"  at           {quoted(line)}"] if line is not None else []
+    return case.explanation(
+        "recomputed otherwise",
+        variable="ctx.saved_tensors",
+        created=line,
+        text=("`ctx.saved_tensors` was read twice", *text, f"  failing call {case.call or case.line}"),
+        reason="under a checkpoint each saved tensor is computed again for one reading, and something read one twice.",
+        fixes=("read ctx.saved_tensors once in a backward, into a variable, and use that.",),
+        certain=True,
+    )

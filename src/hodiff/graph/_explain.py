@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _cut, _forward, _missing, _predict, _second_time, _slots, _stale, _traits
+from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
 from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
-from hodiff.graph._line import Line, line_of, quoted
 from hodiff.graph._names import is_users, user_frames
+from hodiff.graph._source import Line, line_of, quoted
 
 
 def of_pass(
@@ -37,7 +37,7 @@ def _nested(error: BaseException) -> Explanation | None:
     """The explanation of a pass that a hook or a Function asked for while another ran: no watch sees inside that."""
     steps = _trace(error.__traceback__)
     entries = [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
-    runs = [index for index, step in enumerate(steps) if step.tb_frame.f_code is _traits.ENGINE]
+    runs = [index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE]
     inner = next((index for index in entries if runs and index > runs[0]), None)
     if inner is None or not runs or "does not require grad" not in str(error):
         return None
@@ -56,12 +56,12 @@ def of_operation(
     record: Record,
 ) -> Explanation | None:
     """The explanation of an operation that was refused under a watch."""
-    if not any(rule.words in str(error) for rule in _forward.RULES):
+    if not any(rule.words in str(error) for rule in _in_place.RULES):
         return None
     call = getattr(func, "__name__", "") or "an operation"
-    with _traits.without_modes():
+    with _saved.without_modes():
         case = Case(error, call, [], [], None, frames, record)
-        return _forward.explain(_forward.Refused(case, call, arguments, lines))
+        return _in_place.explain_refused(_in_place.Refused(case, call, arguments, lines))
 
 
 def _dispatch(case: Case) -> Explanation | None:
@@ -71,17 +71,17 @@ def _dispatch(case: Case) -> Explanation | None:
     text = str(case.error)  # the engine's
     if type(case.error).__name__ == "CheckpointError":
         again = "already unpacked once" in text or "already been unpacked" in text
-        return _missing.unpacked_twice(case, _last_line(case.error)) if again else _missing.recomputed(case)
-    if _slots.FREED_TEXT in text or "already been freed" in text:
+        return _cut.unpacked_twice(case, _last_line(case.error)) if again else _cut.recomputed(case)
+    if _saved.FREED_TEXT in text or "already been freed" in text:
         return _second_time.explain(case)
-    if _slots.STALE_TEXT in text:
-        return _stale.explain(case)
+    if _saved.STALE_TEXT in text:
+        return _in_place.explain(case)
     if "does not require grad" in text:
         return _cut.no_graph(case)
     if "appears to not have been used" in text:
         return _cut.not_used(case)
-    if any(piece in text for piece in _missing.TEXTS):
-        return _missing.second_derivative(case)
+    if any(piece in text for piece in _cut.TEXTS):
+        return _cut.second_derivative(case)
     return None
 
 
@@ -129,7 +129,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
         raise InputError("exc: missing, and no exception is being handled. Give the one that backward() raised.")
     error: BaseException | None = exc
     while error is not None:
-        with _traits.without_modes(), _predict.unchanging():
+        with _saved.without_modes(), _inspect.unchanging():
             found = _after_the_fact(error)
         if found is not None:
             return found

@@ -4,7 +4,7 @@ In the function form `f` is called once more, under a watch, with the same argum
 what it did on the way is then recorded, and certain. In the tensor form the forward pass is past: what is left of
 it (the states of the graph, the variables and the source) is read, unless a watch of the user's recorded it.
 
-It is asked through `hodiff._core._why`, where the package registers it, so that the calculus need not know of it.
+It is asked through `hodiff._core._messages`, where the package registers it, so that the calculus need not know of it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hodiff._core import _modes, _nodes
+from hodiff._core import _nodes, _settings
+from hodiff._core._messages import Failure
 from hodiff._core._nodes import Node
-from hodiff._core._why import Failure
-from hodiff.graph import _cut, _predict, _saved, _second_time, _stale, _traits
-from hodiff.graph._calls import is_gradient, tensors_in
+from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
 from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
-from hodiff.graph._line import Line, line_of, quoted
-from hodiff.graph._names import Names, user_frames
-from hodiff.graph._paths import path_of
+from hodiff.graph._marks import is_gradient, tensors_in
+from hodiff.graph._names import Names, path_of, user_frames
+from hodiff.graph._source import Line, line_of, quoted
 from hodiff.graph._watch import Watch, recording
 
 SHOWN = 3
@@ -77,7 +76,7 @@ class _Clues:
                 self.cuts.append(lost)
 
     def _reach(self, tensors: Iterable[Tensor]) -> bool:
-        with _modes.recording():  # f may have switched them: a leaf has no node then
+        with _settings.recording():  # f may have switched them: a leaf has no node then
             nodes = [node for tensor in tensors if (node := _nodes.node_of(tensor)) is not None]
         return _nodes.reaches(nodes, self._leaves)
 
@@ -91,7 +90,7 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
     clues = _Clues(failure)
     with Watch(operations=[clues]) as record:
         outputs = again()
-    with _traits.without_modes():
+    with _saved.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.
         graph = _nodes.survey(outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None])
         cause = failure.error.__cause__
@@ -173,7 +172,7 @@ def _lost(
 def _others(failure: Failure, outputs: Sequence[Tensor], frames: list[FrameType]) -> list[str]:
     """The names of the leaves that the result was computed from instead."""
     names = Names(frames, _closure(failure.function))
-    leaves = [leaf for node in _predict.executed(_roots(outputs), None) if (leaf := _traits.leaf(node)) is not None]
+    leaves = [leaf for node in _inspect.executed(_roots(outputs), None) if (leaf := _saved.leaf(node)) is not None]
     return sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
 
 
@@ -193,7 +192,7 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
-    with _traits.without_modes():
+    with _saved.without_modes():
         record, cause = recording(), failure.error.__cause__
         if cause is not None:
             return _from_engine(failure, cause, failure.outputs, frames, record)
@@ -230,7 +229,7 @@ def _case(
 ) -> Case:
     """The failing call of hodiff, as if it were a pass."""
     path = path_of(frames[0]) if frames else ()
-    call = None if record is None else Pass(len(record.passes), "hodiff", path, True, _traits.counter(), -1)
+    call = None if record is None else Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
     roots, inputs = _roots(tensors), list(failure.leaves)
     return Case(error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call)
 
@@ -247,7 +246,7 @@ def _from_engine(
         found = _second_time.explain(case)
         return _body(found) if found is not None else _freed(case)
     if kind == "changed":
-        found = _stale.explain(case)
+        found = _in_place.explain(case)
         if found is not None and failure.function is not None:  # what else is said there is about a pass of the caller
             found = replace(found, fixes=found.fixes[:1])
         return _body(found) if found is not None else ""
@@ -256,14 +255,14 @@ def _from_engine(
 
 def _freed_part(case: Case) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
-    nodes = _predict.executed(case.roots, case.inputs)
-    return _nodes.topmost(case.roots, _predict.having(nodes, "freed"))
+    nodes = _inspect.executed(case.roots, case.inputs)
+    return _nodes.topmost(case.roots, _inspect.having(nodes, "freed"))
 
 
 def _freed(case: Case) -> str:
     """That part alone, where nothing tells which pass it was."""
     given = [f"`{name}`" for tensor in case.tensors if (name := case.names.of(tensor))]
-    shown = ", ".join(_predict.label(node, case.names) for node in _freed_part(case)[:SHOWN])
+    shown = ", ".join(_inspect.label(node, case.names) for node in _freed_part(case)[:SHOWN])
     whose = f" of {', '.join(given)}" if given else ""
     return f"  the freed part{whose} begins at {shown}" if shown else ""
 
@@ -290,15 +289,15 @@ def _freed_by_f(case: Case) -> str:
 def _blamed(failure: Failure, outputs: Sequence[Tensor], names: Names, record: Watch | None) -> str:
     """The lines, or the variables, of the nodes that the message is about."""
     found: dict[str, None] = {}
-    for node in _predict.executed(_roots(outputs), None):
+    for node in _inspect.executed(_roots(outputs), None):
         line = record.made(node) if record is not None else None
         if _is_blamed(failure, node):
             if line is not None:
                 found[f"  recorded at  {quoted(line)}"] = None
             elif node in names.nodes:
-                found[f"  recorded as  {_predict.label(node, names)}"] = None
+                found[f"  recorded as  {_inspect.label(node, names)}"] = None
         # `Function.apply` is no torch function, which a watch could see: but what is done with its result is.
-        elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _traits.children(node)):
+        elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
             found[f"  its result is used at  {quoted(line)}"] = None
     return "\n".join(list(found)[:SHOWN])
 

@@ -1,4 +1,4 @@
-"""Graphs that grow from iteration to iteration, noticed while a program runs: what holds them, and its line.
+"""Graphs that grow from step to step, noticed while a program runs: what holds them, its line.
 
 Four things are counted, and none of them in the forward:
 
@@ -16,21 +16,26 @@ does, nothing is said.
 from __future__ import annotations
 
 import itertools
+import re
 import sys
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _holders, _traits
-from hodiff.graph._case import Pass
-from hodiff.graph._growth_words import Grown
-from hodiff.graph._holders import Holder
-from hodiff.graph._names import Names, user_frames
+from hodiff.errors import HodiffWarning, InputError
+from hodiff.graph import _inspect, _saved, _source
+from hodiff.graph._case import Pass, indented
+from hodiff.graph._names import USERS, Names, is_users, root, user_frames
+from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 if TYPE_CHECKING:
     from hodiff.graph._watch import Watch
@@ -124,7 +129,7 @@ class Growth:
         self._written: dict[int, tuple[weakref.ref[Tensor], Pass]] = {}
         self._reached = 0
         self._nodes = NODES
-        self._look_at = _traits.counter() + NODES
+        self._look_at = _saved.counter() + NODES
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -134,8 +139,8 @@ class Growth:
         if line is None:
             line = self._lines[call.path] = _Line(call)
         key = self._key
-        tags = _traits.tags
-        sequence = _traits.sequence
+        tags = _saved.tags
+        sequence = _saved.sequence
         first, last = line.first.place, line.last.place
         token = _Token()
         leaves = []
@@ -162,7 +167,7 @@ class Growth:
         """The pass has run: has anything risen?"""
         token, leaves = self._token, self._leaves
         self._token, self._leaves = None, []
-        self._look_at = _traits.counter() + self._nodes
+        self._look_at = _saved.counter() + self._nodes
         line = self._lines.get(call.path)
         if failed or token is None or line is None:
             return
@@ -175,13 +180,13 @@ class Growth:
             self._mark_gradients(token, leaves, call)
         if (look and (writes or not call.built)) or (again and not call.built):
             frames = list(user_frames(sys._getframe(1)))
-            with _traits.without_modes():
+            with _saved.without_modes():
                 self._look(record, line, call, frames, again=again and not look)
 
     def _mark_gradients(self, token: _Token, leaves: list[Tensor], call: Pass) -> None:
         """Leave the pass's token on the graphs that it left in `.grad`, which lead to those of earlier passes."""
-        key, tags = self._key, _traits.tags
-        with _traits.without_modes():
+        key, tags = self._key, _saved.tags
+        with _saved.without_modes():
             written = [leaf for leaf in leaves if _has_graph(leaf)]
             for leaf in written:
                 self._written[id(leaf)] = (weakref.ref(leaf), call)
@@ -190,18 +195,18 @@ class Growth:
             node = stack.pop()
             if node.__class__ is not _nodes.ACCUMULATE and key not in tags(node):
                 tags(node)[key] = token
-                stack += _traits.children(node)
+                stack += _saved.children(node)
 
     def _look(self, record: Watch, line: _Line, call: Pass, frames: list[FrameType], *, again: bool) -> None:
         """Who holds it?"""
         names = Names(frames)
         if again:
-            holder = _holders.handed_on(names, frames, record, range(line.first.place, line.last.place))
+            holder = handed_on(names, frames, record, range(line.first.place, line.last.place))
             if holder is not None:
                 self._grown[call.path, "again"] = Grown("again", holder, call)
             return
         wanted = {token for ref in line.alive.values() if (token := ref()) is not None}
-        holder = _holders.of(names, record, lambda node: _traits.tags(node).get(self._key), wanted)
+        holder = of(names, record, lambda node: _saved.tags(node).get(self._key), wanted)
         if holder is not None and holder.iterations * 2 > len(wanted):  # else several hold parts of it
             kind = "kept" if call.retained else "spent"
             if holder.variable.endswith(".grad"):
@@ -217,21 +222,21 @@ class Growth:
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """Many nodes were made, and no pass has come: do they pile up?"""
-        if _traits.counter() < self._look_at:
+        if _saved.counter() < self._look_at:
             return
         self._nodes *= 2
-        self._look_at = _traits.counter() + self._nodes
+        self._look_at = _saved.counter() + self._nodes
         from hodiff.graph import _watch
 
         record = _watch.recording()
         if record is None:
             return
-        with _traits.without_modes():
+        with _saved.without_modes():
             frames = list(user_frames(frame))
-            for holder, nodes in _holders.piling_up(Names(frames), frames, record, self._key):
+            for holder, nodes in piling_up(Names(frames), frames, record, self._key):
                 token = _Token()
                 for node in nodes:
-                    _traits.tags(node)[self._unused_key] = token
+                    _saved.tags(node)[self._unused_key] = token
                 self._unused[holder.variable] = (token, Grown("unused", holder))
 
     def cut(self, lost: Any, sources: Any) -> None:
@@ -252,3 +257,404 @@ class Growth:
         if ended:
             grown += [each for token, each in self._unused.values() if not token.used]
         return list({(each.holder.variable, each.holder.line): each for each in grown}.values())
+
+
+# --- does the graph behind some tensors grow, step by step? -----------------------------------------------------------
+
+
+RISES_IN_A_ROW = 3
+
+
+class Step(NamedTuple):
+    """Nodes behind a root, and bytes saved in them, at one step."""
+
+    nodes: int
+    bytes: int
+
+
+class Monitor:
+    """Follows graphs over the steps of a loop; made by `monitor`.
+
+    Attributes:
+        history: For each root, one `Step` per call of `step`.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> growth = hodiff.graph.monitor()
+        >>> for _ in range(3):
+        ...     growth.step(loss=x.exp().sum())
+        >>> growth.history["loss"][-1]
+        Step(nodes=3, bytes=8)
+    """
+
+    def __init__(self, roots: dict[str, Any]) -> None:
+        self.history: dict[str, list[Step]] = {}
+        self._roots = roots
+        self._warned: set[str] = set()
+
+    def step(self, **roots: Any) -> None:
+        """Measure `roots`, and those given to `monitor`; warn once per root after three rises in a row."""
+        for name, given in {**self._roots, **roots}.items():
+            with _saved.without_modes():
+                nodes = list(_nodes.walk([_nodes.node_of(tensor) for tensor in _tensors(given, name)]))
+                past = self.history.setdefault(name, [])
+                past.append(Step(len(nodes), _inspect.saved_bytes(nodes)))
+            if name not in self._warned and _grows(past):
+                self._warned.add(name)
+                self._warn(name, past, nodes)
+
+    def _warn(self, name: str, past: list[Step], nodes: list[Any]) -> None:
+        frame, level = sys._getframe(1), 1
+        while frame.f_back is not None and not is_users(frame.f_code):
+            frame, level = frame.f_back, level + 1
+        line = line_of(frame)
+        loop = next(iter(_source.loops(line)), None)
+        numbers = [n for n in _source.assignments(name, line) if loop is not None and _source.within(loop, n)]
+        where = f" Line {numbers[-1]} ({Line(line.file, numbers[-1]).text}) extends it." if numbers else ""
+        used = _most_used(nodes)
+        nodes_then = " -> ".join(str(step.nodes) for step in past[-RISES_IN_A_ROW - 1 :])
+        warnings.warn(
+            f"the graph behind {name} grows with every step: {nodes_then} nodes, "
+            f"{past[-1].bytes:,} B saved in them now.{where}{used} Detach what is carried from step to step.",
+            HodiffWarning,
+            stacklevel=level + 1,
+        )
+
+    def __str__(self) -> str:
+        lines = []
+        for name, past in self.history.items():
+            shown = " -> ".join(str(step.nodes) for step in past[:3] + past[-3:][max(0, 6 - len(past)) :])
+            verdict = "grows" if _grows(past) else "no growth"
+            lines.append(f"{name}: {verdict}; nodes {shown}; {past[-1].bytes:,} B saved at the last step")
+        return "\n".join(lines) or "no step yet"
+
+
+def _grows(past: list[Step]) -> bool:
+    last = [step.nodes for step in past[-RISES_IN_A_ROW - 1 :]]
+    return len(last) == RISES_IN_A_ROW + 1 and all(a < b for a, b in pairwise(last))
+
+
+def _most_used(nodes: list[Any]) -> str:
+    counts: dict[Any, int] = {}
+    for node in nodes:
+        for child in _saved.children(node):
+            if _saved.leaf(child) is not None:
+                counts[child] = counts.get(child, 0) + 1
+    most = max(counts.values(), default=1)
+    return f" One parameter is used {most} times in it." if most > 1 else ""
+
+
+DEEPEST = 100
+"""Containers in containers; more is a list in itself."""
+
+
+def _tensors(root: Any, name: str, depth: int = 0) -> list[Tensor]:
+    """The tensors of a root: it may be a tensor, a container, a module (its gradients), or a function of these."""
+    if depth > DEEPEST:
+        raise InputError(f"{name}: containers are nested deeper than {DEEPEST}.")
+    if isinstance(root, nn.Module):
+        return [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
+    if isinstance(root, Tensor):
+        return [root]
+    if isinstance(root, dict):
+        root = list(root.values())
+    if isinstance(root, (list, tuple)):
+        return [tensor for item in root for tensor in _tensors(item, name, depth + 1)]
+    if callable(root):
+        return _tensors(root(), name, depth + 1)
+    if root is None or isinstance(root, (int, float)):
+        return []
+    raise InputError(f"{name}: is a {type(root).__name__}; expected tensors, a module, or a function that gives them.")
+
+
+def monitor(**roots: Tensor | nn.Module | Callable[[], Any] | Any) -> Monitor:
+    """Follow the graphs behind some tensors over a training loop, and warn when one grows.
+
+    A graph that grows in each step is one that a step hands to the next: a running sum of losses, a
+    hidden state, a list of losses. After three rises in a row a `HodiffWarning` names the line.
+
+    Args:
+        **roots: What to follow: a function that gives tensors (`total=lambda: total`), a module (the
+            graphs of its parameters' `.grad`, which `backward(create_graph=True)` leaves behind), or
+            tensors that stay the same. Those that change may be given to `.step(total=total)` instead.
+
+    Returns:
+        A `Monitor`: call its `.step()` once per step; print it at the end. `.history` has the figures.
+
+    Raises:
+        InputError: On `.step()`: a root of another kind. Tensors may have any shape.
+
+    Cost:
+        No pass; `.step()` walks the graphs, some 10 µs per node. No memory of tensors is kept.
+
+    Examples:
+        >>> import torch, warnings, hodiff
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> total, growth = torch.zeros(()), hodiff.graph.monitor()
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")
+        ...     for _ in range(4):
+        ...         total = total + x.exp().sum()
+        ...         growth.step(total=total)
+        >>> print(growth)
+        total: grows; nodes 4 -> 7 -> 10 -> 13; 32 B saved at the last step
+    """
+    for name, given in roots.items():
+        if not callable(given):
+            _tensors(given, name)
+    return Monitor(roots)
+
+
+# --- which variable holds most of some graphs, as it is written, and the line that puts them there --------------------
+
+
+ITEMS = 20
+"""Values that a container must hold, or steps that a value must reach back, before graphs pile up."""
+
+
+class Holder(NamedTuple):
+    """A variable, the line that makes it hold more, how much of what was sought, and the bytes saved in that."""
+
+    variable: str
+    line: Line | None
+    iterations: int
+    bytes: int
+
+
+def _groups(names: Names) -> dict[str, list[Tensor]]:
+    """The tensors with a graph behind each variable: a tensor, and each container on the way to it."""
+    found: dict[str, list[Tensor]] = {}
+    for tensor in names.all_tensors():
+        if tensor.grad_fn is not None:
+            for path in names.paths[id(tensor)]:
+                for place in [each.start() for each in re.finditer(r"\[", path)] + [len(path)]:
+                    found.setdefault(path[:place], []).append(tensor)
+    direct = Counter(path[: path.rindex("[")] for path in found if path.endswith("]"))
+    few = [path for path in found if not path.endswith("]") or direct[path[: path.rindex("[")]] < ITEMS]
+    return {path: found[path] for path in few}  # each of many states in a list may lead to all before it
+
+
+def of(names: Names, record: Watch, tag: Callable[[Node], Any], wanted: Collection[Any]) -> Holder | None:
+    """The variable behind which most of the tags in `wanted` lie; of several, the most exact."""
+    counts: dict[str, int] = {}
+    groups = _groups(names)
+    for path, tensors in groups.items():
+        nodes = _nodes.walk([tensor.grad_fn for tensor in tensors])
+        counts[path] = len({id(found) for node in nodes if (found := tag(node)) in wanted})
+    variable = max(counts, key=lambda path: (counts[path], -_source.steps(path)), default="")
+    if not variable or not counts[variable]:
+        return None
+    for path, count in counts.items():  # `history["loss"]`, not `history`
+        if path.startswith(variable) and count == counts[variable]:
+            variable = path
+    if _is_bounded(names, variable):
+        return None
+    nodes = _nodes.walk([tensor.grad_fn for tensor in groups[variable]])
+    line = _line(names, record, variable, groups[variable])
+    return Holder(variable, line, counts[variable], _inspect.saved_bytes(nodes))
+
+
+def _is_bounded(names: Names, path: str) -> bool:
+    """Whether a variable is a `deque` that forgets by itself."""
+    value = names.values.get(root(path))
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+    return getattr(value, "maxlen", None) is not None
+
+
+def _line(names: Names, record: Watch, variable: str, tensors: list[Tensor]) -> Line | None:
+    """The line that makes a variable hold more: its last assignment, or what is appended to it."""
+    if variable.endswith(".grad"):  # which a pass writes
+        return None
+    made = _made(record, variable, tensors[0]) if len(tensors) == 1 else None
+    return made or next(_filling(variable), None) or _assigned(names, variable)
+
+
+def _made(record: Watch, variable: str, tensor: Tensor) -> Line | None:
+    """The line that made a value, if it gives it to that variable."""
+    for line in lines_of(record.path(tensor.grad_fn)):
+        if _same(variable, _source.assigned_by(line)):
+            return line
+    return None
+
+
+def _same(variable: str, written: Collection[str]) -> bool:
+    """Whether a variable is among some as they are written: `trainer.total` is `self.total` within its class."""
+    return not set(_source.forms(variable)).isdisjoint(written)
+
+
+def _filling(variable: str) -> Iterator[Line]:
+    """The lines of the user's files that put something into a container."""
+    for file in [file for file, users in USERS.items() if users]:
+        yield from (
+            Line(file, number)
+            for name in dict.fromkeys(_source.forms(variable))
+            for number in _source.filled_at(name, file)
+        )
+
+
+def _assigned(names: Names, variable: str) -> Line | None:
+    owner = names.owners.get(root(variable))
+    if owner is None:
+        return None
+    numbers = _source.assignments(variable, Line(owner.co_filename, owner.co_firstlineno))
+    return Line(owner.co_filename, numbers[-1]) if numbers else None
+
+
+def handed_on(names: Names, frames: list[FrameType], record: Watch, places: range) -> Holder | None:
+    """The variable that hands nodes made at some places to the next iteration: read before it is assigned."""
+    found = []
+    for path, tensors in _groups(names).items():
+        if len(tensors) == 1 and (_hands_on(path, frames) or "." in path):
+            made = _made(record, path, tensors[0])
+            if made is not None:
+                nodes = _nodes.walk([tensors[0].grad_fn])
+                count = sum(_saved.sequence(node) in places for node in nodes if _saved.leaf(node) is None)
+                found.append(Holder(path, made, count, _inspect.saved_bytes(nodes)))
+    found = [holder for holder in found if holder.iterations]
+    return max(found, key=lambda holder: (holder.iterations, -_source.steps(holder.variable)), default=None)
+
+
+def _hands_on(path: str, frames: list[FrameType]) -> bool:
+    return any(_source.hands_on(path, line_of(frame)) for frame in frames)
+
+
+def piling_up(names: Names, frames: list[FrameType], record: Watch, key: str) -> Iterator[tuple[Holder, list[Node]]]:
+    """The variables behind which graphs pile up that no pass has run: each with those nodes.
+
+    A container of so many values, each with nodes of its own; or a value that its line makes from itself, again and
+    again.
+    """
+    for path, tensors in _groups(names).items():
+        fresh: list[Node] = []
+        count = 0
+        if len(tensors) >= ITEMS and path not in names.tensors.values():
+            seen: set[Node] = set()
+            own = [_own(tensor, seen, key) for tensor in tensors]
+            fresh = [node for nodes in own for node in nodes]
+            count = sum(bool(nodes) for nodes in own)
+        elif len(tensors) == 1 and (_hands_on(path, frames) or "." in path):
+            fresh = _own(tensors[0], set(), key)
+            count = _rounds(record, path, tensors[0], fresh)
+        if fresh and count >= ITEMS and not _is_bounded(names, path):
+            size = _inspect.saved_bytes(fresh)
+            if size:
+                yield Holder(path, _line(names, record, path, tensors), count, size), fresh
+
+
+def _own(tensor: Tensor, seen: set[Node], key: str) -> list[Node]:
+    """The nodes behind a tensor, not among `seen`, that no pass has run."""
+    nodes = [node for node in _nodes.walk([tensor.grad_fn], seen) if node not in seen and _saved.leaf(node) is None]
+    seen.update(nodes)
+    fresh = [node for node in nodes if key not in _saved.tags(node)]
+    freed = set(_inspect.having(fresh, "freed"))
+    return [node for node in fresh if node not in freed]
+
+
+def _rounds(record: Watch, path: str, tensor: Tensor, nodes: list[Node]) -> int:
+    """How often the graph of a variable's value has the operation that last made it, at the line that assigns it."""
+    top = tensor.grad_fn
+    if _made(record, path, tensor) is None:
+        return 0
+    made = record.path(top)
+    return sum(type(node) is type(top) and record.path(node) == made for node in nodes)
+
+
+# --- what is said of a graph that grows -------------------------------------------------------------------------------
+
+
+TITLE = "hodiff: graphs that grow from iteration to iteration"
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A graph that grows; it prints as a few lines.
+
+    Attributes:
+        kind: `spent`, `kept`, `gradient`, `cycle`, `again` or `unused`: a key of `KINDS`.
+        holder: What holds it, and how much of it.
+        call: The pass concerned; None if there was none.
+    """
+
+    kind: str
+    holder: Holder
+    call: Pass | None = None
+
+    def __str__(self) -> str:
+        kind, holder = KINDS[self.kind], self.holder
+        facts = {"variable": holder.variable, "count": holder.iterations, "bytes": f"{holder.bytes:,}"}
+        lines = ["  " + kind.what.format(**facts)]
+        if holder.line is not None:
+            lines.append(f"    grows at     {quoted(holder.line)}")
+        if self.call is not None and self.call.path:
+            line = self.call.stack[0]
+            lines.append(f"    pass         {quoted(line)}")
+        lines.append(f"    => {kind.reason.format(**facts)}")
+        lines += [line for fix in kind.fixes[:1] for line in indented("    fix: ", fix.format(**facts))]
+        lines += [line for text in kind.unknown for line in indented("    not known: ", text.format(**facts))]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The sentences of one kind of growth; a fix only where nothing that is computed can change by it."""
+
+    what: str
+    reason: str
+    fixes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+_LOSES = (
+    "whether gradients are to reach back through all iterations. If not, `{variable} = {variable}.detach()` at the\n"
+    "start of each cuts there, and `retain_graph=True` is no longer needed."
+)
+
+KINDS = {
+    "spent": Kind(
+        "`{variable}` holds the graphs of {count} iterations, whose passes have run",
+        "the passes freed what another pass would need; what is left is of no use, and more in each iteration.",
+        ("put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",),
+    ),
+    "kept": Kind(
+        "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
+        "the passes were told to keep them.",
+        unknown=(
+            "whether another pass is to go through them. If not, leave `retain_graph` and `create_graph` out,\n"
+            "and put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
+        ),
+    ),
+    "gradient": Kind(
+        "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
+        "backward(create_graph=True) adds a gradient with its graph to `.grad`, which was never reset.",
+        unknown=(
+            "whether the gradients of all iterations are to be added up. If not, set `.grad = None` before each\n"
+            "pass; hodiff.grad and torch.autograd.grad return a gradient, and leave `.grad` alone.",
+        ),
+    ),
+    "cycle": Kind(
+        "{count} tensors and more hold their own graphs in `.grad`, and will until the program ends",
+        "backward(create_graph=True) leaves in `.grad` a gradient whose graph leads back to the tensor: a cycle\n"
+        "       that no garbage collector sees.",
+        ("take the gradient by hodiff.grad or torch.autograd.grad(..., create_graph=True), which write no `.grad`.",),
+    ),
+    "again": Kind(
+        "each pass runs the graphs of all iterations before it again: {count} nodes in the largest",
+        "`{variable}` hands the graph of one iteration to the next, and `retain_graph=True` keeps them all.",
+        unknown=(_LOSES,),
+    ),
+    "unused": Kind(
+        "`{variable}` holds the graphs of {count} iterations and more, and {bytes} B that they saved",
+        "no backward pass has gone through them.",
+        unknown=(
+            "whether one was meant to. If not, compute them under torch.no_grad(), or put the value alone into\n"
+            "`{variable}`: `.detach()`, or `.item()` for a number.",
+        ),
+    ),
+}
+
+
+def report(grown: list[Grown]) -> str:
+    """All of them, under one title; empty if there are none."""
+    return "\n\n".join([TITLE, *map(str, grown)]) + "\n" if grown else ""

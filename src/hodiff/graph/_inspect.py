@@ -1,10 +1,13 @@
-"""What a graph consists of: its nodes, leaves and saved tensors, and who holds their bytes."""
+"""A graph before any pass: what it consists of, whether a pass would succeed, what losses share."""
 
 from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,9 +16,9 @@ from torch import Tensor, nn
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
-from hodiff.graph import _saved, _slots, _traits
+from hodiff.graph import _saved
 from hodiff.graph._names import Names, user_frames
-from hodiff.graph._slots import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
+from hodiff.graph._saved import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
 
 ROWS = 30
 """Rows of a printed table; the records have all."""
@@ -209,7 +212,7 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
         'freed'
     """
     _check(outputs)
-    with _traits.without_modes():
+    with _saved.without_modes():
         found = Names(list(user_frames(sys._getframe(1)))[:1], _roots(names))
         return _read(outputs, found)
 
@@ -237,9 +240,9 @@ def _read(outputs: Sequence[Tensor], names: Names) -> Graph:
     leaves: list[Leaf] = []
     parameters: dict[int, str] = {}
     for node, index in place.items():
-        leaf = _traits.leaf(node) if node.__class__ is _nodes.ACCUMULATE else None
+        leaf = _saved.leaf(node) if node.__class__ is _nodes.ACCUMULATE else None
         if leaf is not None:
-            shape, storage, size = _traits.measure(leaf)
+            shape, storage, size = _saved.measure(leaf)
             parameters[storage] = name = names.of(leaf)
             leaves.append(Leaf(index, name, shape, size))
     records: list[NodeRecord] = []
@@ -262,15 +265,15 @@ def _node(node: Node, place: int, inputs: tuple[int, ...], parameters: dict[int,
             state = slot[1] if not state or slot[1] is state else min(state, slot[1], key=_WORST.index)
             saved += (_record(slot, slots, parameters, names),)
     variable = names.nodes.get(node, "")
-    return _new(NodeRecord, (place, node.__class__.__name__, _traits.shape(node), inputs, state, saved, variable))
+    return _new(NodeRecord, (place, node.__class__.__name__, _saved.shape(node), inputs, state, saved, variable))
 
 
-def _record(slot: _slots.Slot, slots: list[_slots.Slot], parameters: dict[int, str], names: Names) -> Saved:
+def _record(slot: _saved.Slot, slots: list[_saved.Slot], parameters: dict[int, str], names: Names) -> Saved:
     """The record of one saved tensor: what it is, and who holds it."""
     name, state, value = slot
     if value is None:
         return Saved(name, state)
-    shape, storage, size = _traits.measure(value)
+    shape, storage, size = _saved.measure(value)
     holder, variable = "parameter", parameters.get(storage)
     if variable is None:
         holder, variable = "python", names.storages.get(storage, "")
@@ -280,3 +283,378 @@ def _record(slot: _slots.Slot, slots: list[_slots.Slot], parameters: dict[int, s
             del value  # the slots alone may hold it while references are counted
             holder = "python" if _saved.held_by_python(slot, slots) else "graph"
     return _new(Saved, (name, state, shape, size, storage, holder, variable))
+
+
+# --- would this backward pass succeed? And what do several losses share? ----------------------------------------------
+
+
+class Finding(NamedTuple):
+    """A node, or a tensor, that stands in the way.
+
+    Attributes:
+        node: The class of the node; empty if it is about a tensor.
+        reason: `freed`, `stale`, `released`, `unknown`, `missing`, `no graph`, `not a scalar`,
+            `complex` or `unused`.
+        variable: The variable that holds the node's output, or the tensor; empty if none was found.
+        text: The sentence.
+    """
+
+    node: str
+    reason: str
+    variable: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a backward pass would do.
+
+    Attributes:
+        verdict: `"ok"`, `"fail"` or `"maybe"`.
+        findings: What stands in the way, or might.
+        boundary: The variables (or nodes) where the usable part of the graph ends.
+    """
+
+    verdict: str
+    findings: tuple[Finding, ...] = ()
+    boundary: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [{"ok": "ok: it would run", "fail": "fail: it would raise", "maybe": "maybe"}[self.verdict]]
+        shown = self.findings[:10]
+        lines += [f"  {finding.text}" for finding in shown]
+        if len(self.findings) > len(shown):
+            lines.append(f"  ... and {len(self.findings) - len(shown)} more")
+        if self.boundary:
+            lines.append(f"  the part that cannot be used begins at {', '.join(self.boundary)}")
+        return "\n".join(lines)
+
+
+def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] | None = None) -> Prediction:
+    r"""Would `loss.backward()`, or `torch.autograd.grad(loss, inputs)`, succeed now?
+
+    The engine runs the nodes on a path from the loss to the inputs (without inputs: all of them). It
+    fails at the first whose saved tensors are freed, or were changed in place since.
+
+    Args:
+        loss: A tensor of one element, or several of them.
+        inputs: The tensors to differentiate with respect to, of any shape; None means all leaves.
+
+    Returns:
+        A record with `.verdict`: `"ok"`, `"fail"`, or `"maybe"` where the graph does not tell (a Python
+        `autograd.Function` that was run, which need not use what it saved; an in-place operation on a
+        view; a derivative that is missing in PyTorch). Hooks and checkpoints of yours are not run, so
+        an exception of their own is not foreseen.
+
+    Raises:
+        InputError: `loss` or `inputs` that are no tensors.
+
+    Cost:
+        No pass; some 4 µs per node that would run; of a graph that was freed, some 10. No memory of tensors;
+        nothing is changed.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> a = torch.rand(4, requires_grad=True)
+        >>> b = a**2
+        >>> d, e = b.mean(), b.sum()
+        >>> hodiff.graph.predict(e).verdict
+        'ok'
+        >>> d.backward()
+        >>> hodiff.graph.predict(e).verdict
+        'fail'
+    """
+    losses = tensors(loss, "loss")
+    wanted = None if inputs is None else tensors(inputs, "inputs")
+    with _saved.without_modes():
+        names = Names(list(user_frames(sys._getframe(1)))[:1])
+        return judge(losses, wanted, names)
+
+
+def tensors(value: Any, name: str) -> list[Tensor]:
+    """A tensor, or a sequence of them, as a list."""
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not found or not all(isinstance(item, Tensor) for item in found):
+        raise InputError(f"{name}: is a {type(value).__name__}; expected a tensor, or a list or tuple of tensors.")
+    return found
+
+
+def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Names | None = None) -> Prediction:
+    """The verdict; `names` only words it."""
+    roots = [_nodes.node_of(loss) for loss in losses]
+    findings = _about_tensors(losses, roots, inputs, names)
+    if findings:
+        return Prediction("fail", tuple(findings))
+    certain, possible = False, False
+    bad: set[Node] = set()
+    ask = _asking()
+    for node in executed(roots, inputs):
+        reason = ask(node)
+        if reason:
+            bad.add(node)
+            findings.append(_finding(node, reason, names))
+            doubtful = _saved.is_function(node) or reason in ("unknown", "missing")
+            certain, possible = certain or not doubtful, possible or doubtful
+            ask = _alike if certain else ask  # the verdict stands; what follows only words it
+    verdict = "ok"
+    if certain or possible:
+        verdict = "fail" if certain else "maybe"
+    edge = _nodes.topmost(roots, bad) if bad and names is not None else []
+    return Prediction(verdict, tuple(findings), tuple(label(node, names) for node in edge))
+
+
+def trouble(node: Node) -> str:
+    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing."""
+    return _asking()(node)
+
+
+def having(nodes: Iterable[Node], reason: str) -> list[Node]:
+    """Those of some nodes that have this trouble."""
+    ask = _asking()
+    return [node for node in nodes if ask(node) == reason]
+
+
+def _asking() -> Callable[[Node], str]:
+    """How this thread asks for the trouble of a node now."""
+    known = _state.known()
+    return _trouble if known is None else known.trouble
+
+
+def _trouble(node: Node) -> str:
+    if _saved.is_whole(node):
+        return ""
+    if _saved.is_raising(node):
+        return "missing"
+    found = [state for state in _saved.states(node) if state in _TROUBLES]
+    return min(found, key=_TROUBLES.index) if found else ""
+
+
+def _alike(node: Node) -> str:
+    """The same, told of a node with nothing left by others of its kind."""
+    return _saved.FREED if _saved.is_freed_like_others(node) else _trouble(node)
+
+
+class _Known:
+    """What was found out while nothing changes: each node's trouble, and what lies below which roots."""
+
+    def __init__(self) -> None:
+        self.below: dict[tuple[Node, ...], dict[Node, list[Node]]] = {}
+        self._troubles: dict[Node, str] = {}
+
+    def trouble(self, node: Node) -> str:
+        found = self._troubles.get(node)
+        if found is None:
+            found = self._troubles[node] = _alike(node)
+        return found
+
+
+class _State(threading.local):
+    """What this thread has found out. Weak: what an interrupt keeps from its end is forgotten."""
+
+    known: Callable[[], _Known | None] = staticmethod(lambda: None)
+
+
+_state = _State()
+
+
+@contextmanager
+def unchanging() -> Iterator[None]:
+    """A context in which no pass runs and nothing is changed: each graph is walked, and each node looked at, once."""
+    mine, before = _Known(), _state.known
+    _state.known = weakref.ref(mine)
+    try:
+        yield
+    finally:
+        _state.known = before
+
+
+def below(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
+    """The nodes below some roots, outputs first, with the nodes that each leads to. Not to be changed."""
+    known = _state.known()
+    if known is None:
+        return _nodes.walk(roots)
+    key = tuple(root for root in roots if root is not None)
+    found = known.below.get(key)
+    if found is None:
+        larger = next((graph for graph in known.below.values() if all(root in graph for root in key)), None)
+        found = known.below[key] = _nodes.walk(key) if larger is None else _part(larger, key)
+    return found
+
+
+def _part(graph: dict[Node, list[Node]], roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """The part of a graph below some of its nodes, without asking PyTorch again."""
+    found: dict[Node, list[Node]] = {}
+    level = list(roots)
+    while level:
+        following: list[Node] = []
+        for node in level:
+            if node not in found:
+                found[node] = children = graph[node]
+                following += children
+        level = following
+    return found
+
+
+_TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
+"""The states with which a node cannot be run, or might not be; the first that is found is told."""
+
+
+def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
+    """The nodes that the engine would run: all below `roots`, or those above one of `inputs`."""
+    nodes = below(roots)
+    if inputs is None:
+        return list(nodes)
+    targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges
+    parents: dict[Node, list[Node]] = {}
+    for node, children in nodes.items():
+        for child in children:
+            parents.setdefault(child, []).append(node)
+    needed: set[Node] = set()
+    stack = [parent for target in targets for parent in parents.get(target, ())]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += parents.get(node, ())
+    return [node for node in nodes if node in needed]
+
+
+def label(node: Node, names: Names | None) -> str:
+    """A node for a sentence: its variable, its class, its shape."""
+    variable = names.nodes.get(node, "") if names is not None else ""
+    leaf = _saved.leaf(node)
+    if leaf is not None and names is not None:
+        variable = names.of(leaf)
+    shape = _saved.shape(node)
+    return f"{f'`{variable}` = ' if variable else ''}{type(node).__name__}{f' {shape}' if shape is not None else ''}"
+
+
+_REASONS = {
+    "freed": "its saved tensors were freed by an earlier pass",
+    "stale": "a tensor that it saved was changed in place since",
+    "released": "its saved tensors were released by hodiff",
+    "unknown": "what it saved cannot be seen from outside",
+    "missing": "it stands for a derivative that PyTorch does not have",
+}
+
+
+def _finding(node: Node, reason: str, names: Names | None) -> Finding:
+    variable = names.nodes.get(node, "") if names is not None else ""
+    text = f"{label(node, names)}: {_REASONS[reason]}"
+    if reason == "freed" and _saved.is_function(node):
+        text += " (a Python Function, which need not use them)"
+    return Finding(type(node).__name__, reason, variable, text)
+
+
+def _about_tensors(
+    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: Names | None
+) -> list[Finding]:
+    """What is wrong before any node is looked at."""
+    found = []
+    name = lambda tensor: (names.of(tensor) if names else "") or "a tensor"  # noqa: E731
+    for loss, root in zip(losses, roots, strict=True):
+        if root is None:
+            found.append(Finding("", "no graph", name(loss), f"{name(loss)} does not require grad: it has no graph"))
+        elif loss.numel() != 1:
+            text = f"{name(loss)} has {loss.numel()} elements: backward() needs a gradient for them"
+            found.append(Finding("", "not a scalar", name(loss), text))
+        elif loss.is_complex():
+            text = f"{name(loss)} is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss"
+            found.append(Finding("", "complex", name(loss), text))
+    reached = set(_nodes.walk(roots)) if inputs is not None and not found else None
+    for tensor in inputs or ():
+        node = _nodes.node_of(tensor)
+        if node is None:
+            found.append(Finding("", "no graph", name(tensor), f"{name(tensor)} does not require grad"))
+        elif reached is not None and node not in reached:
+            text = f"{name(tensor)} is not in the graph: autograd.grad raises, unless allow_unused=True"
+            found.append(Finding("", "unused", name(tensor), text))
+    return found
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What several losses have in common.
+
+    Attributes:
+        nodes: How many nodes at least two of the losses reach.
+        bytes: Bytes saved in those, each storage once.
+        private_nodes: For each loss, how many nodes only it reaches.
+        private_bytes: For each loss, the bytes saved in those.
+        boundary: Where the losses' own parts end: variables, or node names.
+    """
+
+    nodes: int
+    bytes: int
+    private_nodes: tuple[int, ...]
+    private_bytes: tuple[int, ...]
+    boundary: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"shared by two losses or more: {self.nodes} nodes, {self.bytes:,} B saved"]
+        if self.boundary:
+            lines.append(f"  it begins at {', '.join(self.boundary)}")
+        for index, (nodes, size) in enumerate(zip(self.private_nodes, self.private_bytes, strict=True)):
+            lines.append(f"loss {index} alone: {nodes} nodes, {size:,} B saved")
+        return "\n".join(lines)
+
+
+def shared(*losses: Tensor) -> Shared:
+    """The nodes and bytes that several losses share, and where the shared part begins.
+
+    A node is shared if at least two losses reach it; the boundary is met first on the way down.
+
+    Args:
+        *losses: Two tensors or more, of any shape.
+
+    Returns:
+        A record; it prints as a few lines.
+
+    Raises:
+        InputError: Fewer than two, or something that is no tensor.
+
+    Cost:
+        No pass; linear in the nodes, some 10 µs each. No memory of tensors; nothing is changed.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> a = torch.rand(4, requires_grad=True)
+        >>> b = a**2
+        >>> print(hodiff.graph.shared(b.mean(), b.sum()))
+        shared by two losses or more: 2 nodes, 16 B saved
+          it begins at `b` = PowBackward0 (4,)
+        loss 0 alone: 1 nodes, 0 B saved
+        loss 1 alone: 1 nodes, 0 B saved
+    """
+    if len(losses) < 2:
+        raise InputError(f"losses: {len(losses)} given; it takes two or more to share something.")
+    with _saved.without_modes():
+        found = tensors(losses, "losses")
+        common, private = split(found)
+        names = Names(list(user_frames(sys._getframe(1)))[:1])
+        edge = _nodes.topmost([_nodes.node_of(loss) for loss in found], common)
+        sizes = [saved_bytes(nodes) for nodes in private]
+        labels = tuple(label(node, names) for node in edge)
+        return Shared(len(common), saved_bytes(common), tuple(map(len, private)), tuple(sizes), labels)
+
+
+def split(losses: Sequence[Tensor]) -> tuple[set[Node], list[list[Node]]]:
+    """The nodes of two losses or more, and those of each loss alone."""
+    reached = [_nodes.walk([_nodes.node_of(loss)]) for loss in losses]
+    counts: dict[Node, int] = {}
+    for nodes in reached:
+        for node in nodes:
+            counts[node] = counts.get(node, 0) + 1
+    common = {node for node, count in counts.items() if count > 1}
+    return common, [[node for node in nodes if node not in common] for nodes in reached]
+
+
+def saved_bytes(nodes: Iterable[Node]) -> int:
+    """Bytes of what the nodes saved, as far as it can be seen, each storage once."""
+    sizes: dict[int, int] = {}
+    for node in nodes:
+        for slot in _saved.slots(node):
+            if slot.value is not None:
+                identity, size = _saved.storage(slot.value)
+                sizes[identity] = size
+    return sum(sizes.values())

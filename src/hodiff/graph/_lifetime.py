@@ -1,18 +1,21 @@
-"""A picture of lifetimes: which lines saved something, which backward pass freed it, what was needed after that."""
+"""The lifetime of saved tensors: which line saved them, which pass freed them; freeing them by hand."""
 
 from __future__ import annotations
 
 import html
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+from torch import Tensor
+
+from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _saved, _slots, _traits
+from hodiff.graph import _inspect, _saved
 from hodiff.graph._case import Pass
 from hodiff.graph._growth import Growth
-from hodiff.graph._line import Line, quoted
+from hodiff.graph._source import Line, quoted
 from hodiff.graph._watch import Watch
 
 ROWS = 40
@@ -75,8 +78,8 @@ class _Spans:
             slots = _saved.slots(node)
             if slots:
                 states = {slot.state for slot in slots}
-                missing = _slots.FREED in states or _slots.RELEASED in states
-                self._sizes[node] = -1 if missing else _predict.saved_bytes([node])
+                missing = _saved.FREED in states or _saved.RELEASED in states
+                self._sizes[node] = -1 if missing else _inspect.saved_bytes([node])
 
     def after(self, record: Watch, call: Pass, failed: bool) -> None:
         """What the pass freed or kept; where it failed, what it freed on its way, and what it found missing."""
@@ -84,14 +87,14 @@ class _Spans:
         if not failed:
             self._collect(record, call, "held" if call.retained else "freed", sizes)
             return
-        ran = {node: size for node in _predict.having(sizes, "freed") if (size := sizes[node]) >= 0}
+        ran = {node: size for node in _inspect.having(sizes, "freed") if (size := sizes[node]) >= 0}
         self._collect(record, call, "freed", ran)
         self._collect(record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0})
 
     def _collect(self, record: Watch, call: Pass, state: str, sizes: dict[Node, int]) -> None:
         rows: dict[Line, list[tuple[int, int]]] = {}
         for node, size in sizes.items():
-            rows.setdefault(record.made(node) or _UNKNOWN, []).append((_traits.sequence(node), max(size, 0)))
+            rows.setdefault(record.made(node) or _UNKNOWN, []).append((_saved.sequence(node), max(size, 0)))
         for line, found in rows.items():
             start = min(place for place, _ in found)
             size = sum(size for _, size in found)
@@ -256,3 +259,69 @@ def lifetime() -> Lifetime:
         True
     """
     return Lifetime()
+
+
+# --- giving back what chosen nodes saved, without running them --------------------------------------------------------
+
+
+class Released(NamedTuple):
+    """What was released: how many nodes, and the bytes of what they had saved that could be seen.
+
+    A storage that something else holds as well is not returned by it.
+    """
+
+    nodes: int
+    bytes: int
+
+
+def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = ()) -> Released:
+    """Drop what the nodes of a graph saved, after the forward and without a backward pass.
+
+    Released are the nodes that `loss` reaches and nothing in `keep` does. A pass that needs one of them
+    raises `GraphError`, in our words. Tensors, `.grad` and the nodes themselves stay.
+
+    Args:
+        loss: A tensor of any shape, or several.
+        keep: Tensors whose graphs must stay usable.
+
+    Returns:
+        How many nodes had something released, and its bytes.
+
+    Raises:
+        InputError: Something that is no tensor.
+
+    Cost:
+        No pass; some 10 µs per node. What is packed (checkpoints, `save_on_cpu`) or cannot be seen
+        stays as it is: it has hooks of its own.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> x = torch.rand(1000, requires_grad=True)
+        >>> trunk = x.exp()
+        >>> first, second = trunk.sin().sum(), trunk.cos().sum()
+        >>> hodiff.graph.release(first, keep=second)
+        Released(nodes=1, bytes=4000)
+        >>> hodiff.graph.predict(first).verdict, hodiff.graph.predict(second).verdict
+        ('fail', 'ok')
+    """
+    given = _inspect.tensors(loss, "loss")
+    kept = [] if isinstance(keep, (tuple, list)) and not keep else _inspect.tensors(keep, "keep")
+    with _saved.without_modes():
+        stay = set(_nodes.walk([_nodes.node_of(tensor) for tensor in kept]))
+        return drop(node for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given]) if node not in stay)
+
+
+def drop(nodes: Iterable[Node]) -> Released:
+    """Release these nodes."""
+    count, sizes = 0, {}
+    for node in nodes:
+        mine: dict[Any, int] = {}
+        for slot in _saved.slots(node):
+            if slot.value is not None:
+                identity, size = _saved.storage(slot.value)
+                mine[identity] = size
+        slot = None
+        if _saved.release(node):
+            count += 1
+            sizes.update(mine)
+    return Released(count, sum(sizes.values()))

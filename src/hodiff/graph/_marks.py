@@ -1,4 +1,4 @@
-"""What backward passes leave on the nodes of graphs: which pass freed them, and which variables held their outputs.
+"""What a recorder notes of graphs: which pass freed a node, which variable held it, where a graph ended.
 
 It lies in a dict that each node owns, and dies with the node.
 """
@@ -6,18 +6,20 @@ It lies in a dict that each node owns, and dies with the node.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes
+from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _predict, _traits
-from hodiff.graph._case import Pass
-from hodiff.graph._names import Held, Names, user_frames
+from hodiff.graph import _inspect, _saved
+from hodiff.graph._case import PASSES, Lost, Pass
+from hodiff.graph._names import Held, Key, Names, user_frames
+from hodiff.graph._source import Line, line_of, lines_of
 
 _serial = itertools.count()
 
@@ -52,66 +54,263 @@ class Marks:
         key, inner = self.key, _Tag(call.number)
         for node in nodes:
             if node.__class__ is not _nodes.ACCUMULATE:
-                _traits.tags(node)[key] = inner
+                _saved.tags(node)[key] = inner
                 continue
             leaf = node.variable
             grad = leaf.grad
-            state = (0, 0) if grad is None else (id(grad), _traits.version(grad))
-            _traits.tags(node)[key] = _Tag(call.number, _traits.version(leaf), *state)
+            state = (0, 0) if grad is None else (id(grad), _saved.version(grad))
+            _saved.tags(node)[key] = _Tag(call.number, _saved.version(leaf), *state)
 
     def reached(self, call: Pass, nodes: Sequence[Node]) -> None:
         """A pass that keeps its graph gave these leaves a gradient."""
         for node in nodes:
             if node.__class__ is _nodes.ACCUMULATE and (grad := node.variable.grad) is not None:
-                _traits.tags(node)[self._grad] = _Tag(call.number, 0, id(grad), _traits.version(grad))
+                _saved.tags(node)[self._grad] = _Tag(call.number, 0, id(grad), _saved.version(grad))
 
     def name(self, frame: FrameType) -> None:
         """Note on the nodes that variables hold now which those are: a later step may give the names to others."""
         full = len(self._passes) <= FULL_SEARCHES
         names = Names(user_frames(frame), budget=2000 if full else NEAR, results=True)
-        with _traits.without_modes():
+        with _saved.without_modes():
             for node, held in names.by_node().items():
-                _traits.tags(node)[self._held] = (len(self._passes) - 1, held)
+                _saved.tags(node)[self._held] = (len(self._passes) - 1, held)
 
     def spent(self, nodes: Mapping[Node, Collection[Node]]) -> list[Node]:
         """Those that a failing pass ran: what it freed, and all above, as a node waits for those."""
         fresh = {node: children for node, children in nodes.items() if self.tag(node) is None}
-        return list(_nodes.leading_to(fresh, _predict.having(fresh, "freed")))
+        return list(_nodes.leading_to(fresh, _inspect.having(fresh, "freed")))
 
     # --- read when one fails ------------------------------------------------------------------------------------------
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
-        found = _traits.tags(node).get(self.key)
+        found = _saved.tags(node).get(self.key)
         return self._passes[found.number] if found else None
 
     def held(self, node: Node) -> tuple[Held, ...]:
         """The variables that held a node's output after the last pass that found any."""
-        return _traits.tags(node).get(self._held, (0, ()))[1]
+        return _saved.tags(node).get(self._held, (0, ()))[1]
 
     def held_at(self, node: Node) -> Pass | None:
         """The last pass after which a variable held a node's output."""
-        found = _traits.tags(node).get(self._held)
+        found = _saved.tags(node).get(self._held)
         return self._passes[found[0]] if found else None
 
     def version_then(self, leaf_node: Node) -> int:
         """A leaf's version when the pass that is its tag ran."""
-        found = _traits.tags(leaf_node).get(self.key)
+        found = _saved.tags(leaf_node).get(self.key)
         return found.version if found else -1
 
     def given(self, node: Node) -> Pass | None:
         """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
-        tags, now = _traits.tags(node), node.variable.grad
+        tags, now = _saved.tags(node), node.variable.grad
         tag = max((tags[key] for key in (self.key, self._grad) if key in tags), default=None)
         if tag is None or now is None or id(now) != tag.grad or not bool(now.any()):
             return None
-        return self._passes[tag.number] if _traits.version(now) - tag.grad_version in (0, 1) else None
+        return self._passes[tag.number] if _saved.version(now) - tag.grad_version in (0, 1) else None
 
     def untouched(self, leaf: Tensor, call: Pass) -> bool:
         """Whether a leaf's `.grad` is as a pass left it."""
-        with _traits.without_modes():
+        with _saved.without_modes():
             node = torch.autograd.graph.get_gradient_edge(leaf).node
-        tag = _traits.tags(node).get(self.key)
+        tag = _saved.tags(node).get(self.key)
         if tag is None or tag.number != call.number or leaf.grad is None:
             return False
-        return (id(leaf.grad), _traits.version(leaf.grad)) == (tag.grad, tag.grad_version)
+        return (id(leaf.grad), _saved.version(leaf.grad)) == (tag.grad, tag.grad_version)
+
+
+# --- where graphs ended while a program was recorded ------------------------------------------------------------------
+
+
+@final
+class Endings:
+    """The tensors without a graph whose sources had one, and where they lost it."""
+
+    def __init__(self, path: Callable[[FrameType], Key], tell: Callable[[Lost, Any], None]) -> None:
+        self._path = path
+        self._tell = tell
+        self._lost: dict[int, tuple[Any, Lost, tuple[Lost, ...]]] = {}
+        self._off: dict[Key, tuple[str, Line | None]] = {}
+        self._stacks: dict[Line, tuple[Line, ...]] = {}
+        self._latest: Lost | None = None
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def of(self, tensor: Tensor) -> Lost | None:
+        """Where a tensor without a graph lost it."""
+        found = self._lost.get(id(tensor))
+        return found[1] if found and found[0]() is tensor else None
+
+    def beside(self, tensor: Tensor) -> tuple[Lost, ...]:
+        """The other places, where what a tensor was computed from lost several graphs."""
+        found = self._lost.get(id(tensor))
+        return found[2] if found and found[0]() is tensor else ()
+
+    def stack(self, lost: Lost) -> tuple[Line, ...]:
+        """The user's lines, the innermost first, that led to one where gradients were switched off."""
+        return self._stacks.get(lost.line, (lost.line,))
+
+    def latest(self) -> Lost | None:
+        """Where a value last left PyTorch: as a number, or for NumPy."""
+        return self._latest
+
+    def note(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
+        """The result has no graph: was one cut here, or before?"""
+        name, sources = getattr(func, "__name__", ""), tensors_in(arguments)
+        if not any(tensor.requires_grad for tensor in sources):
+            self._inherit(name, sources, result)
+            return
+        if kind == CUT:
+            lost, line = "constant" if name in LEAVING else "detached", None
+        else:
+            lost, line = self._reason(result, frame)
+            if lost == "constant" and name in _messages.CONSTANTS:
+                lost = "smooth"
+        if name in _COPIES and isinstance((*arguments[0], None)[0], Tensor):
+            name = COPY
+        found = Lost(lost, line or lines_of(self._path(frame))[0], name)
+        if name in LEAVING or name == COPY:
+            self._latest = found
+        self.cut(result, found, arguments)
+
+    def _inherit(self, name: str, sources: list[Tensor], result: Any) -> None:
+        """Nothing that went in has a graph: what comes out lost it where those did that had one."""
+        before = [found for tensor in sources if (found := self.of(tensor)) is not None]
+        if before and name in LEAVING:
+            self._latest = before[0]
+        elif before:
+            every = [each for tensor in sources for each in self._all(tensor)]
+            self.remember(result, *list(dict.fromkeys(every))[:SHOWN])
+
+    def _all(self, tensor: Tensor) -> tuple[Lost, ...]:
+        found = self.of(tensor)
+        return () if found is None else (found, *self.beside(tensor))
+
+    def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
+        """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""
+        if torch.is_grad_enabled():
+            floating = any(tensor.is_floating_point() for tensor in tensors_in(result))
+            return "constant" if floating or not tensors_in(result) else "discrete", None
+        path = self._path(frame)
+        if path not in self._off:
+            kind, around = surroundings(frame)
+            user = next(user_frames(around), None) if kind == "checkpoint" else None
+            off = "inference" if torch.is_inference_mode_enabled() else "no_grad"
+            self._off[path] = kind or off, None if user is None else line_of(user)
+            self._stacks.setdefault(lines_of(path[:2])[0], lines_of(path))
+        return self._off[path]
+
+    def cut(self, result: Any, lost: Lost, sources: Any) -> None:
+        """Here the graph of `sources` ended: the result, a tensor, several or a number, is not in it."""
+        self.remember(result, lost)
+        self._tell(lost, sources)
+
+    def remember(self, result: Any, lost: Lost, *beside: Lost) -> None:
+        """What lost its graph, or what was computed from it: a tensor, or several."""
+        table = self._lost
+        for tensor in tensors_in(result):
+            key = id(tensor)
+            table[key] = (weakref.ref(tensor, lambda _, key=key: table.pop(key, None)), lost, beside)
+
+
+SHOWN = 4
+_COPIES = ("tensor", "as_tensor")
+COPY = "copy of a tensor"
+"""The name under which `torch.tensor(x)` of one tensor is noted: of several, they can be put together otherwise."""
+
+
+# --- what a call of PyTorch is to the recorder, and what its arguments are --------------------------------------------
+
+
+OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS = range(6)  # what is recorded comes first
+
+
+def kind_of(func: Callable[..., Any]) -> int:
+    """What a function is to the recorder."""
+    if func in PASSES:
+        return PASS
+    name = getattr(func, "__name__", "")
+    if name in _ASKING or (name.startswith("is_") and name != "is_nonzero"):
+        return PLAIN
+    if name == "__get__":
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in ("data", "grad"):
+            return CUT if attribute == "data" else GRADIENT
+        return OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else PLAIN
+    if name in LEAVING or name in ("detach", "detach_"):
+        return CUT
+    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
+        return PLAIN  # x.grad = None and the like: no value changes
+    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+        return INPLACE
+    if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
+        return INPLACE
+    return OPERATION
+
+
+_ASKING = frozenset({"size", "dim", "numel", "stride", "storage_offset", "element_size", "get_device", "__len__"})
+"""What tells of a tensor what is none of its values."""
+
+
+LEAVING = frozenset({"item", "tolist", "numpy", "__array__", "__float__"})
+"""What gives the values of a tensor to Python or NumPy."""
+
+
+def is_gradient(func: Any) -> bool:
+    """Whether a function is the getter of `x.grad`."""
+    return kind_of(func) == GRADIENT
+
+
+def roots_of(given: dict[str, Any]) -> list[Node]:
+    """The nodes where a pass begins."""
+    return [node for item in as_list(given.get("tensors")) or () if (node := _node(item)) is not None]
+
+
+def _node(item: Any) -> Node | None:
+    return _nodes.node_of(item) if isinstance(item, Tensor) else getattr(item, "node", None)
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """What a pass was given, as a list; None stays."""
+    if value is None:
+        return None
+    return [value] if isinstance(value, Tensor) or hasattr(value, "node") else list(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in arguments, two levels deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return []
+    found = []
+    for item in value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += tensors_in(item)
+    return found
+
+
+def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:
+    """What of PyTorch runs code with gradients switched off, `checkpoint` or `inside a Function`, and its frame."""
+    forwards = _forwards()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith("checkpoint.py") and "torch" in file:
+            return "checkpoint", frame
+        if frame.f_code in forwards:
+            return "inside a Function", frame
+        frame = frame.f_back
+    return "", None
+
+
+def _forwards() -> set[Any]:
+    """The code of each Function's forward: from PyTorch 2.14 on, `apply`, which runs it, has no frame."""
+    kinds: list[Any] = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {getattr(kind.forward, "__code__", None) for kind in kinds}

@@ -1,4 +1,4 @@
-"""Which variables of the user hold which tensors: by identity, by graph node, and by memory."""
+"""Which variables of the user hold which tensors, by identity, graph node or memory; which lines called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _cells, _traits
+from hodiff.graph import _saved, _source
 
 DEPTH = 3
 FRAMES = 8
@@ -118,7 +118,7 @@ class Names:
             modules.setdefault(id(frame.f_globals), frame)
         for frame in modules.values():
             start += self._of_frame(frame, frame.f_globals)
-        with _traits.without_modes():
+        with _saved.without_modes():
             self._search(deque(start))
 
     def _of_frame(self, frame: FrameType, names: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
@@ -126,12 +126,12 @@ class Names:
         values = self.values
         owners = self.owners
         code = frame.f_code
-        in_shell = _cells.is_shell(names)
+        in_shell = _source.is_shell(names)
         for name, value in list(names.items()):
             if (
                 name in values
                 or name.startswith("__")
-                or (in_shell and _cells.is_kept(name))
+                or (in_shell and _source.is_kept(name))
                 or not name.isidentifier()
             ):
                 continue
@@ -167,7 +167,7 @@ class Names:
         self.tensors[id(tensor)] = path
         try:
             node = tensor.grad_fn
-            self.storages.setdefault(_traits.memory(tensor), path)
+            self.storages.setdefault(_saved.memory(tensor), path)
         except (RuntimeError, ValueError):  # a functorch wrapper, or one without memory
             return
         if node is not None:
@@ -199,7 +199,7 @@ class Names:
 
     def memory(self, tensor: Tensor) -> str:
         """A variable that holds this tensor's memory; empty if none was found."""
-        return self.tensors.get(id(tensor)) or self.storages.get(_traits.memory(tensor), "")
+        return self.tensors.get(id(tensor)) or self.storages.get(_saved.memory(tensor), "")
 
 
 _ROOT = re.compile(r"\w*")
@@ -218,7 +218,7 @@ _PLAIN_TOO = tuple(_PLAIN)
 
 def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
     """What a container, a module or an object holds, each with its step of the path; with `leaves`, parameters too."""
-    if isinstance(value, _PLAIN_TOO) or _cells.is_tool(value):
+    if isinstance(value, _PLAIN_TOO) or _source.is_tool(value):
         return
     if isinstance(value, dict):
         if len(value) <= BUDGET:
@@ -291,3 +291,71 @@ def _is_plain(key: Any) -> bool:
 
 HIDDEN = frozenset(vars(nn.Module()))
 """What a module has for itself."""
+
+
+# --- by which of the user's lines a call came: each path is kept once, and has a number -------------------------------
+
+
+Key = tuple[Any, ...]
+"""Where something ran: codes and line numbers in turn, the innermost of the user's frames first."""
+
+REMEMBERED = 50_000
+"""Paths that are found again by the identity of their codes; then those are forgotten, and looked up anew."""
+
+
+def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> Key:
+    """The user's frames from `frame` outwards, to `outermost`: codes and line numbers in turn."""
+    found: list[Any] = []
+    while frame is not None:
+        if is_users(frame.f_code):
+            found += (frame.f_code, frame.f_lineno or 0)
+        if frame is outermost:
+            break
+        frame = frame.f_back
+    return tuple(found)
+
+
+class Paths:
+    """The paths that were met, by number.
+
+    Each operation under a watch asks for its own. To ask a code object for its hash is to read all of its
+    instructions, so a path is found by the identities of its codes, which are kept alive for that.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._alive: list[Key] = []
+        self._equal: dict[tuple[Any, ...], int] = {}
+        self._all: list[Key] = []
+
+    def __getitem__(self, number: int) -> Key:
+        return self._all[number]
+
+    def number(self, frame: FrameType, outermost: FrameType | None) -> int:
+        """The number of the path from `frame` to `outermost`; of the frame alone, if none of them is the user's."""
+        found: list[int] = []
+        each: FrameType | None = frame
+        users = USERS
+        while each is not None:
+            code = each.f_code
+            if users[code.co_filename]:
+                found += (id(code), each.f_lineno or 0)
+            if each is outermost:
+                break
+            each = each.f_back
+        key = tuple(found) if found else (id(frame.f_code), frame.f_lineno or 0)
+        number = self._numbers.get(key)
+        return self._add(key, frame, outermost) if number is None else number
+
+    def _add(self, key: tuple[int, ...], frame: FrameType, outermost: FrameType | None) -> int:
+        if len(self._numbers) >= REMEMBERED:
+            self._numbers.clear()
+            self._alive.clear()
+        path: Key = path_of(frame, outermost) or (frame.f_code, frame.f_lineno or 0)
+        files = [code.co_filename for code in path[::2]]  # by which Python does not tell codes apart
+        number = self._equal.setdefault((*path, *files), len(self._all))
+        if number == len(self._all):
+            self._all.append(path)
+        self._alive.append(path)
+        self._numbers[key] = number
+        return number

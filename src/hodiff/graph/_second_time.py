@@ -1,15 +1,20 @@
-"""A backward pass met a part of the graph that was freed: which part, by which pass, and why it was met again."""
+"""A backward pass met a part of the graph that was freed: which part, by which pass, why it was met again."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _likely, _predict, _traits
-from hodiff.graph._case import Case, Explanation
-from hodiff.graph._evidence import Evidence, Part
-from hodiff.graph._gather import gather
-from hodiff.graph._line import Line, lines_of, quoted
+from hodiff.graph import _causes, _inference, _inspect, _names, _saved, _source
+from hodiff.graph._case import PARAMETRIZED, Case, Evidence, Explanation, Part, Pass, Record, memoised
+from hodiff.graph._names import Held
+from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 
 def explain(case: Case) -> Explanation | None:
@@ -57,7 +62,7 @@ SHOWN = 4
 
 def _what(part: Part) -> str:
     name = f"`{part.variable}`" if part.variable else "a value without a name"
-    shape = _traits.shape(part.node)
+    shape = _saved.shape(part.node)
     return f"{name} = {type(part.node).__name__}" + (f" (output shape {shape})" if shape is not None else "")
 
 
@@ -76,7 +81,7 @@ def _lost(evidence: Evidence) -> str:
 
 
 def _freed_below(evidence: Evidence) -> str:
-    counts = Counter(type(each).__name__ for each in _predict.having(evidence.under, "freed"))
+    counts = Counter(type(each).__name__ for each in _inspect.having(evidence.under, "freed"))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
@@ -84,7 +89,7 @@ def _freed_below(evidence: Evidence) -> str:
 
 def _inferred(case: Case) -> Explanation | None:
     """Nothing was recorded: what is likely is said; no fix, as none of its conditions can be checked."""
-    found = _likely.infer(case)
+    found = _inference.infer(case)
     if found is None:
         return None
     text = [f"shared part: {_of(found.node, found.variable)}"]
@@ -100,7 +105,7 @@ def _inferred(case: Case) -> Explanation | None:
         created=found.created,
         freed=found.freed,
         text=tuple(text),
-        reason=_likely.SENTENCES[found.cause],
+        reason=_inference.SENTENCES[found.cause],
         unknown=("which fix is sound here: that takes a record of what changed between the passes.",),
         certain=False,
     )
@@ -109,3 +114,232 @@ def _inferred(case: Case) -> Explanation | None:
 def _of(node: Node | None, variable: str) -> str:
     name = f"`{variable}`" if variable else "a value without a name"
     return name if node is None else f"{name} = {type(node).__name__}"
+
+
+# --- from a record to evidence ----------------------------------------------------------------------------------------
+
+
+def gather(case: Case) -> Evidence | None:
+    """The facts of a case that was recorded; None if the record does not show which pass freed what."""
+    record, call = case.record, case.call
+    if record is None or call is None:
+        return None
+    nodes = _inspect.executed(case.roots, case.inputs)
+    places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
+    needing = _Needing(nodes, _inspect.below(case.roots), record)
+    again = [root for root in case.roots if record.marks.tag(root) is not None and root in needing]
+    begin = again[:1] or _begin(case, record, needing, places)
+    if not begin:
+        return None
+    found: dict[Node, Part] = {}
+    for node in begin:
+        part = _part(case, record, node, places)
+        found.setdefault(part.node, part)
+    parts = sorted(found.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
+    freed_by = _last_pass(record, parts[0].node)
+    return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
+
+
+def _is_spent(node: Node, record: Record) -> bool:
+    """Whether a pass freed what a node needs, or it was changed."""
+    if _saved.leaf(node) is not None:
+        return False
+    trouble = _inspect.trouble(node)
+    if not trouble:
+        return False
+    return trouble == "stale" or (trouble in ("freed", "unknown") and record.marks.tag(node) is not None)
+
+
+def _last_pass(record: Record, node: Node) -> Pass | None:
+    """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met.
+
+    Only the last may have kept the graph, whose values have changed then.
+    """
+    inner = (each for each in _inspect.below([node]) if _saved.leaf(each) is None)
+    tags = (tag for each in inner if (tag := record.marks.tag(each)) is not None)
+    return next(tags, None) or record.marks.held_at(node)
+
+
+class _Needing:
+    """The nodes of a pass that lead to one which cannot run: told for those that are asked for, each node once."""
+
+    def __init__(self, nodes: Sequence[Node], below: dict[Node, list[Node]], record: Record) -> None:
+        self._run = set(nodes)
+        self._below = below
+        self._record = record
+        self._known: dict[Node, bool] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        way: list[tuple[Node, Iterator[Node]]] = []
+        if self._look(node, way):
+            return True
+        while way:
+            child = next(way[-1][1], None)
+            if child is None:
+                way.pop()  # nothing was found below: as was noted of it
+            elif self._look(child, way):
+                self._known.update((each, True) for each, _ in way)
+                return True
+        return False
+
+    def _look(self, node: Node, way: list[tuple[Node, Iterator[Node]]]) -> bool:
+        """Whether a node is known to be one; else the way goes on through it."""
+        known = self._known.get(node)
+        if known is None and node in self._run:
+            known = self._known[node] = _is_spent(node, self._record)
+            if not known:
+                way.append((node, iter(self._below[node])))
+        return bool(known)
+
+
+def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tensor]) -> list[Node]:
+    """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
+
+    What a pass did not run counts as well (the state beside a recurrent module's output), if the variable that
+    held it has another value by now, or if the lines that made it have run again: then it is what a step left.
+    Where one thing that a step left cannot be run, all of them are named: to cut that one alone would leave the
+    gradient its way through the others.
+    """
+    below = _inspect.below(case.roots)
+    found: list[Node] = []
+    others: list[Node] = []
+    seen: set[Node] = set()
+    level = [root for root in case.roots if root is not None]
+    while level:
+        following: list[Node] = []
+        for node in level:
+            if node in seen or _saved.leaf(node) is not None:
+                continue
+            seen.add(node)
+            old = node not in case.roots and (
+                record.marks.tag(node) is not None or _is_left(case, record, node, places)
+            )
+            if not old:
+                following += below[node]
+            elif node in needing:
+                found.append(node)
+            else:
+                others.append(node)
+        level = following
+    if any(_is_left(case, record, node, places) for node in found):
+        found += [node for node in others if _is_left(case, record, node, places)]
+    return [_named(case, record, node) for node in found]
+
+
+def _is_left(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
+    call = record.marks.held_at(node)
+    if call is None:
+        return False
+    return record.ran_again(node, call) or any(_replaced(case, one, node, places) for one in record.marks.held(node))
+
+
+def _named(case: Case, record: Record, node: Node) -> Node:
+    """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
+    here = node
+    for _ in range(NEAR):
+        if record.marks.held(here) or here in case.names.nodes or _parametrized(here):
+            return here
+        children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
+        if len(children) != 1 or _saved.slots(here):
+            return node
+        here = children[0]
+    return node
+
+
+NEAR = 8
+
+
+def _replaced(case: Case, held: Held, node: Node, places: dict[str, Tensor]) -> bool:
+    """Whether the variable that held a node's output holds something else now."""
+    if case.names.owners.get(_names.root(held.path)) is not held.code:
+        return False
+    now = places.get(held.path)
+    return now is None or now.grad_fn is not node
+
+
+def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> Part:
+    path, call = record.path(node), _last_pass(record, node)
+    again = call is not None and record.ran_again(node, call)
+    cached = _parametrized(node)
+    if cached:
+        return Part(node, cached, None, True, False, path, again)
+    if not _holding(case, node) and not again and (kept := memoised(case, path)):
+        return Part(node, kept, None, False, False, path, again)
+    now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
+    then = [held for held in record.marks.held(node) if _replaced(case, held, node, places)]
+    likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
+    if now and (not likely or _among_entries(case, now)):  # the shortest way to it
+        best, replaced = min(now, key=lambda held: _steps(held.path)), False
+    elif then:
+        best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
+    else:
+        before = record.marks.held(node)
+        best, replaced = (before[0] if before else Held(*_assigned(path))), False
+    if not path and best.path:
+        path = _only_assignment(case, best.path)
+    return Part(node, best.path, best.code, bool(now), replaced, path, again)
+
+
+def _only_assignment(case: Case, variable: str) -> tuple[Any, ...]:
+    """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
+    for frame in case.frames:
+        numbers = _source.assignments(variable, line_of(frame))
+        if numbers:
+            return (frame.f_code, numbers[0]) if len(numbers) == 1 else ()
+    return ()
+
+
+def _holding(case: Case, node: Node) -> list[str]:
+    """The variables that hold a node's output now."""
+    found = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
+    return [path for tensor in found for path in case.names.paths[id(tensor)]]
+
+
+def _among_entries(case: Case, now: list[Held]) -> bool:
+    """Whether what holds it is an entry of what a function assigned in this very call, outside of loops: of a batch."""
+    pairs = list(zip(case.call.path[::2], lines_of(case.call.path), strict=True)) if case.call is not None else []
+    lines = {code: line for code, line in pairs if code.co_name != "<module>" and not _source.loops(line)}
+    return all(
+        held.code in lines and "[" in held.path and _source.assignments(_names.root(held.path), lines[held.code])
+        for held in now
+    )
+
+
+def _steps(path: str) -> tuple[int, int]:
+    return _source.steps(path), len(path)
+
+
+HANDED_ON, MEMBER, OTHER = range(3)
+
+
+def _unlikely(held: Held, call: Pass | None) -> tuple[int, int, int]:
+    """How unlikely it is that a variable hands its value to the next step: one that is read first, or is a member."""
+    member = held.path != _names.root(held.path)
+    if member:
+        return MEMBER, *_steps(held.path)
+    for code, line in zip(call.path[::2], lines_of(call.path), strict=True) if call is not None else ():
+        if code is held.code and _source.hands_on(held.path, line):
+            return HANDED_ON, *_steps(held.path)
+    return OTHER, *_steps(held.path)
+
+
+def _parametrized(node: Node) -> str:
+    """The context that keeps computed parameters, if it holds a node's output."""
+    module = sys.modules.get("torch.nn.utils.parametrize")
+    kept = [value for value in getattr(module, "_cache", {}).values() if isinstance(value, Tensor)]
+    return PARAMETRIZED if any(value.grad_fn is node for value in kept) else ""
+
+
+def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
+    """The one name that the line that made a value gives it; or that the line gives which called a `return` of it."""
+    for number, (code, line) in enumerate(zip(path[::2], lines_of(path), strict=True)):
+        if number and not _source.is_call(line):
+            return "", None  # the line goes on computing with what it was returned
+        if code.co_name.startswith("<") and code.co_name != "<module>":
+            return "", None  # a lambda's line assigns the lambda
+        names = _source.given_by(line)
+        if len(names) == 1:
+            return names[0], code
+        if not _source.returns(line):
+            return "", None
+    return "", None

@@ -1,15 +1,21 @@
-"""The user's source as a tree: the function, the loops and the statement around a line, and what that assigns."""
+"""The user's source, in files or cells: its lines, what they assign, read, change in place, differentiate."""
 
 from __future__ import annotations
 
 import ast
 import copy
 import linecache
-from collections.abc import Iterator
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
+from types import FrameType
+from typing import Any, NamedTuple
 
-from hodiff.graph import _cells
-from hodiff.graph._line import Line
+from torch import Tensor
 
 
 @lru_cache(maxsize=64)
@@ -22,7 +28,7 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def _file(name: str) -> ast.Module | None:
-    text, before = "".join(linecache.getlines(name)), _cells.read(name)
+    text, before = "".join(linecache.getlines(name)), read(name)
     return _joined(text, before) if before else parsed(text)
 
 
@@ -151,3 +157,534 @@ def calls(line: Line, name: str) -> bool:
     return any(
         isinstance(each, ast.Call) and ast.unparse(each.func).rpartition(".")[2] == name for each in nodes_at(line)
     )
+
+
+# --- what becomes of a variable in the user's source ------------------------------------------------------------------
+
+
+def assigned_by(line: Line) -> list[str]:
+    """What the statement at a line assigns."""
+    found = [
+        node
+        for node in nodes_in(line.file)
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and within(node, line.number)
+    ]
+    return targets(found[-1]) if found else []
+
+
+def given_by(line: Line) -> list[str]:
+    """What the assignment at a line gives its whole value to: nothing, for one that unpacks."""
+    node = statement(line)
+    if isinstance(node, ast.Assign) and any(isinstance(target, (ast.Tuple, ast.List)) for target in node.targets):
+        return []
+    return targets(node) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else []
+
+
+def assignments(name: str, line: Line) -> list[int]:
+    """The lines that assign `name` in the function around a line."""
+    return sorted(
+        node.lineno  # type: ignore[attr-defined]
+        for node in inside(scope_of(line))
+        if name in targets(node)
+    )
+
+
+def made_at(expression: str, line: Line) -> list[int]:
+    """The lines that assign a variable in the function around a line; or any of those that an expression reads."""
+    tree = None if is_plain(expression) else parsed(expression)
+    names = [each.id for each in ast.walk(tree) if isinstance(each, ast.Name)] if tree is not None else [expression]
+    return sorted(number for name in names for number in assignments(name, line))
+
+
+def assigned_in(name: str, file: str) -> set[str]:
+    """The names of the functions in a file that assign `name`, or the same attribute of `self`; "" for the module."""
+    also = set(forms(name))
+    lines = [node.lineno for node in nodes_in(file) if also & set(targets(node))]  # type: ignore[attr-defined]
+    return {getattr(scope_of(Line(file, number)), "name", "") for number in lines}
+
+
+def reads(node: ast.AST, name: str) -> bool:
+    """Whether a statement reads a variable."""
+    return any(
+        isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Load) and ast.unparse(each) == name
+        for each in ast.walk(node)
+    )
+
+
+def loaded(line: Line) -> list[str]:
+    """The names that the statement at a line reads."""
+    node = statement(line)
+    names = [each.id for each in nodes_at(line) if isinstance(each, ast.Name)]
+    given = set(targets(node)) if node is not None and not isinstance(node, ast.AugAssign) else set()
+    return [name for name in dict.fromkeys(names) if name not in given]
+
+
+def chains(line: Line) -> list[str]:
+    """The names and attributes that the statement at a line reads, at their longest: `self.w`, `torch.relu`."""
+    node = statement(line)
+    value = getattr(node, "value", None)
+    found: list[str] = []
+    stack = [value] if value is not None else []
+    while stack:
+        each = stack.pop()
+        if isinstance(each, ast.Name) or (isinstance(each, ast.Attribute) and is_plain(ast.unparse(each))):
+            found.append(ast.unparse(each))
+        else:
+            stack += list(ast.iter_child_nodes(each))
+    return found
+
+
+def extends(line: Line, name: str) -> bool:
+    """Whether the statement at a line gives a name a value made from its own: `total += x`, `h = cell(x, h)`."""
+    node = statement(line)
+    read = [ast.unparse(each) for each in ast.walk(getattr(node, "value", None) or ast.Pass())]
+    return node is not None and name in targets(node) and (isinstance(node, ast.AugAssign) or name in read)
+
+
+def rebound_in(loop: ast.stmt, name: str) -> bool:
+    """Whether a loop gives a name another value, and not only changes the one that it has (`p -= step`)."""
+    changed = [node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign)]
+    stores = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
+    return any(node.id == name and node not in changed for node in stores)
+
+
+def carried(loop: ast.stmt) -> list[str]:
+    """The names that a loop reads before it assigns them: what one step hands to the next."""
+    stores: dict[str, int] = {}
+    loads: dict[str, int] = {}
+    for number, statement in enumerate(_flat(getattr(loop, "body", []))):
+        names = set(targets(statement))
+        if not isinstance(statement, (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.Try)):
+            for node in ast.walk(statement):
+                if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+                    loads.setdefault(ast.unparse(node), number)
+        if isinstance(statement, ast.AugAssign):
+            loads.setdefault(ast.unparse(statement.target), number)
+        for name in names:
+            stores.setdefault(name, number)
+    return [name for name, first in stores.items() if loads.get(name, first + 1) <= first]
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        yield statement
+        for field in ("body", "orelse", "finalbody"):
+            yield from _flat(getattr(statement, field, []) if not isinstance(statement, ast.FunctionDef) else [])
+
+
+def hands_on(name: str, line: Line) -> bool:
+    """Whether a loop around a line reads a name before it assigns it: what one round leaves to the next."""
+    return any(name in carried(loop) for loop in loops(line))
+
+
+def is_alone(name: str, line: Line) -> bool:
+    """Whether a function's variable holds a result of an operation, and no other of its variables is given it."""
+    before = [each for each in statements(line) if each.lineno < line.number]
+    made = [each for each in before if isinstance(each, ast.Assign) and name in targets(each)]
+    also = [each for each in before if isinstance(each, ast.Assign) and ast.unparse(each.value) == name]
+    return bool(made) and isinstance(made[-1].value, (ast.Call, ast.BinOp)) and not also
+
+
+# --- what lines of the user's source change in place, put into containers, or leave in objects ------------------------
+
+
+def changed_at(line: Line) -> list[str]:
+    """The variables that the statement at a line changes in place: `x += 1`, `x[i] = 0`, `x.mul_(2)`."""
+    node = statement(line)
+    if isinstance(node, ast.AugAssign):
+        return [ast.unparse(node.target)]
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets if isinstance(target, ast.Subscript)]
+    call = node.value if isinstance(node, ast.Expr) else None
+    changed = None
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):  # x.sub_(m).div_(s) changes x
+        changed = call.func.value if call.func.attr.endswith("_") else changed
+        call = call.func.value
+    return [ast.unparse(changed)] if changed is not None else []
+
+
+def also_changed(line: Line) -> list[Line]:
+    """The later lines of the function around a line that change the same variable in place."""
+    names = {base(name) for name in changed_at(line)}
+    later = [Line(line.file, each.lineno) for each in statements(line) if each.lineno > line.number]
+    return [each for each in later if names & {base(name) for name in changed_at(each)}]
+
+
+def receiver(line: Line, method: str) -> str:
+    """What the statement at a line calls a method of: `hx[i]` in `[hx[i].squeeze_(0) for i in ...]`."""
+    for each in nodes_at(line):
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == method:
+            return ast.unparse(each.func.value)
+    return ""
+
+
+def kept_at(line: Line) -> list[Line]:
+    """The lines of the function around a line that leave something in an object: `self.n += 1`, `cache[k] = v`."""
+    return [
+        Line(line.file, each.lineno)
+        for each in statements(line)
+        if any("." in target or "[" in target for target in targets(each))
+    ]
+
+
+_GROW = ("append", "extend", "insert", "appendleft")
+
+
+def fills(loop: ast.stmt, name: str) -> bool:
+    """Whether a loop puts something into a container: `name.append(x)`, `name[i] = x`."""
+    return any(_puts_into(node, name) for node in ast.walk(loop))
+
+
+def filled_at(name: str, file: str) -> list[int]:
+    """The lines of a file that put something into a container: `name.append(x)`, `name[i] = x`, `name += [x]`."""
+    return sorted(
+        getattr(node, "lineno", 0)
+        for node in nodes_in(file)
+        if _puts_into(node, name) or (isinstance(node, ast.AugAssign) and name in targets(node))
+    )
+
+
+def _puts_into(node: ast.AST, name: str) -> bool:
+    call = node.func if isinstance(node, ast.Call) else None
+    if isinstance(call, ast.Attribute) and call.attr in _GROW and ast.unparse(call.value) == name:
+        return True
+    return any(target.startswith(f"{name}[") for target in targets(node))
+
+
+def guarded(name: str, file: str) -> str:
+    """How a file asks whether an attribute was filled: `is None`, `in`, `hasattr`; empty if it does not."""
+    attribute = name.rpartition(".")[2]
+    for node in nodes_in(file):
+        if isinstance(node, (ast.If, ast.IfExp)):
+            for test in ast.walk(node.test):
+                if isinstance(test, ast.Compare) and len(test.ops) == 1:
+                    left, right = ast.unparse(test.left), ast.unparse(test.comparators[0])
+                    none = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and right == "None"
+                    if none and left.rpartition(".")[2] == attribute:
+                        return "is None"
+                    inside = isinstance(test.ops[0], (ast.In, ast.NotIn))
+                    if inside and right.rpartition(".")[2] == attribute:
+                        return "in"
+                elif isinstance(test, ast.Call) and ast.unparse(test.func) == "hasattr" and test.args[1:]:
+                    return "hasattr" if ast.unparse(test.args[1]) == repr(attribute) else ""
+    return ""
+
+
+def refilled(name: str, file: str) -> bool:
+    """Whether a file asks a dict if a key is there, before it fills it: by `in`, `.get()`, or a `KeyError`."""
+    attribute = name.rpartition(".")[2]
+    asked: list[ast.expr] = []
+    for node in nodes_in(file):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None and "KeyError" in ast.unparse(node.type):
+            return True
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            asked.append(node.comparators[0])
+        call = node.func if isinstance(node, ast.Call) else None
+        if isinstance(call, ast.Attribute) and call.attr in ("get", "setdefault"):
+            asked.append(call.value)
+    return any(ast.unparse(each).rpartition(".")[2] == attribute for each in asked)
+
+
+# --- what the user's source says of backward passes: what each differentiates, and where its graph may be cut ---------
+
+
+def loss_of(line: Line) -> str:
+    """The one variable that the call at a line differentiates, `loss` in `loss.backward()`; empty if it does more.
+
+    A pass with other arguments than `retain_graph` is more: its gradients are not simply added up.
+    """
+    node = statement(line)
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "backward":
+        return ""
+    plain = not call.args and all(keyword.arg == "retain_graph" for keyword in call.keywords)
+    return ast.unparse(call.func.value) if plain and isinstance(call.func.value, (ast.Name, ast.Attribute)) else ""
+
+
+def target_of(line: Line) -> str:
+    """What the pass at a line differentiates, as written: of `x.backward(...)`, `grad(x, ...)`, `backward(x)`."""
+    for call in nodes_at(line):
+        if isinstance(call, ast.Call):
+            name = _called(call)
+            if name == "backward" and isinstance(call.func, ast.Attribute) and not _is_module(call.func.value):
+                return ast.unparse(call.func.value)
+            if name in ("grad", "backward") and call.args and isinstance(call.args[0], (ast.Name, ast.Attribute)):
+                return ast.unparse(call.args[0])
+    return ""
+
+
+def between(since: int, line: Line) -> list[int]:
+    """The lines of a function from one to before another that ask for a pass which frees its graph."""
+    found = [each for each in statements(line) if since <= each.lineno < line.number]
+    return [each.lineno for each in found if (name := target_of(Line(line.file, each.lineno))) and frees(each, name)]
+
+
+def _called(call: ast.Call) -> str:
+    """The name of what is called, without what it belongs to."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _is_module(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("torch.autograd", "autograd", "torch")
+
+
+def frees(statement: ast.stmt, variable: str) -> bool:
+    """Whether a statement is a pass of a variable, `x.backward()` or `grad(x, ...)`, and does not retain."""
+    for call in ast.walk(statement):
+        if isinstance(call, ast.Call):
+            kept = {keyword.arg for keyword in call.keywords if ast.unparse(keyword.value) == "True"}
+            name = _called(call)
+            given = [ast.unparse(call.func.value)] if isinstance(call.func, ast.Attribute) else []
+            given += [ast.unparse(call.args[0])] if call.args and name in ("grad", "backward") else []
+            if name in ("backward", "grad") and variable in given and not kept & {"retain_graph", "create_graph"}:
+                return True
+    return False
+
+
+_CALLED = {
+    "detach": "detached",
+    "detach_": "detached",
+    "item": "constant",
+    "tolist": "constant",
+    "numpy": "constant",
+    "tensor": "constant",
+    "as_tensor": "constant",
+    "no_grad": "no_grad",
+    "inference_mode": "no_grad",
+    "argmax": "constant",
+    "grad": "gradient",
+}
+_READ = {"data": "detached", "grad": "gradient"}
+
+
+def cuts(name: str, line: Line, values: Mapping[str, Any]) -> list[tuple[Line, str]]:
+    """Lines before `line`, among those that `name` is computed from, that look as if they cut the graph.
+
+    `values` are the variables in sight: `batch.data` cuts nothing where `batch` is no tensor.
+    """
+    wanted, found = {base(name)}, []
+    blocks = _no_grad_blocks(line)
+    for statement in reversed([s for s in statements(line) if s.lineno <= line.number]):
+        mine = {base(target) for target in targets(statement)}
+        if not (mine & wanted or statement.lineno == line.number):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                wanted.add(node.id)
+            kind = _cut_by(node, values)
+            if kind == "gradient" and "create_graph=True" in ast.unparse(statement):
+                kind = "constant gradient"
+            if kind and statement.lineno != line.number:
+                found.append((Line(line.file, statement.lineno), kind))
+        if any(within(block, statement.lineno) for block in blocks):
+            found.append((Line(line.file, statement.lineno), "no_grad"))
+    return list(dict.fromkeys(found))
+
+
+def _cut_by(node: ast.AST, values: Mapping[str, Any]) -> str:
+    """How an expression cuts the graph, by itself: a call of that name, or `.data` and `.grad` of a tensor."""
+    if isinstance(node, ast.Call):
+        return _CALLED.get(_called(node), "")
+    if not isinstance(node, ast.Attribute) or node.attr not in _READ:
+        return ""
+    owner = ast.unparse(node.value)
+    if is_plain(owner) and not isinstance(_member(owner, values), Tensor):
+        return ""
+    return _READ[node.attr]
+
+
+def _member(path: str, values: Mapping[str, Any]) -> Any:
+    """What a variable, or an attribute of one, is; None if it cannot be told without running code of the user's."""
+    head, *steps = path.split(".")
+    value = values.get(head)
+    for step in steps:
+        own = getattr(value, "__dict__", {})
+        value = next((held[step] for held in (own, *(own.get(kind) or {} for kind in _HELD)) if step in held), None)
+    return value
+
+
+_HELD = ("_parameters", "_buffers", "_modules")
+"""Where a module has its attributes."""
+
+
+_OFF = ("no_grad", "inference_mode", "set_grad_enabled")
+
+
+def _no_grad_blocks(line: Line) -> list[ast.AST]:
+    scope = scope_of(line)
+    return [
+        node
+        for node in (ast.walk(scope) if scope is not None else ())
+        if isinstance(node, ast.With) and any(word in ast.unparse(item) for item in node.items for word in _OFF[:2])
+    ]
+
+
+def switched_off(line: Line) -> Line | None:
+    """What switches gradients off around a line, within its function: a `with`, or else the function's decorator."""
+    scope = function_at(line)
+    given = [
+        (item.context_expr, node)
+        for node in inside(scope_of(line))
+        if isinstance(node, ast.With) and within(node, line.number)
+        for item in node.items
+    ]
+    given += [(each, each) for each in getattr(scope, "decorator_list", [])]
+    found = [node for expression, node in given if any(word in ast.unparse(expression) for word in _OFF)]
+    return Line(line.file, found[0].lineno) if found else None
+
+
+# --- lines: where they are, what they say -----------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str:
+        """The source line, without its indentation."""
+        return resolve(self.file, self.number)[2]
+
+    def __str__(self) -> str:
+        cell, number, _ = resolve(self.file, self.number)
+        if not self.number and not cell:
+            return self.file
+        return f"In[{cell}]:{number}" if cell else f"{os.path.basename(self.file)}:{number}"
+
+
+def at(line: Line | None) -> str:
+    """A line for a sentence: where it is, and what it says."""
+    if line is None:
+        return "the failing call"
+    return f"{line} ({text})" if (text := line.text) else str(line)
+
+
+def quoted(line: Line) -> str:
+    """A line for a list: where it is, and what it says; the text alone is missing where no source is at hand."""
+    return f"{line}   {line.text}".rstrip()
+
+
+def line_of(frame: FrameType) -> Line:
+    """The line that a frame is at."""
+    return Line(frame.f_code.co_filename, frame.f_lineno or 0)
+
+
+def lines_of(path: tuple[Any, ...]) -> tuple[Line, ...]:
+    """The lines of a path, which has codes and line numbers in turn."""
+    return tuple(Line(code.co_filename, number) for code, number in zip(path[::2], path[1::2], strict=True))
+
+
+def outside(path: tuple[Any, ...]) -> list[Line]:
+    """The innermost line of a stack that is not in a module's forward: where the program calls the module."""
+    lines = lines_of(path)
+    names = [code.co_name for code in path[::2]]
+    return [line for name, line in zip(names, lines, strict=True) if name != "forward"][:1] or list(lines[:1])
+
+
+# --- cells of IPython and Jupyter: how they are called, and a session read as if it were one script -------------------
+# Each cell is a file of its own. What a name was given in an earlier one is found by the numbers of lines: in the file
+# of a cell the lines of the cells that ran before have the numbers 0, -1, -2 and so on, the last first.
+
+
+_with_reruns: ContextVar[bool] = ContextVar("with reruns", default=False)
+
+
+def _shell() -> Any:
+    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get() if get is not None else None
+
+
+def number(file: str) -> int:
+    """The number of a cell, by its file; 0 for what is none."""
+    shell = _shell()
+    name = shell.compile.format_code_name(file) if shell is not None else None
+    found = re.fullmatch(r"In ?\[(\d+)\]", name[1]) if name else None
+    return int(found.group(1)) if found else 0
+
+
+def before(file: str) -> list[tuple[int, int, str]]:
+    """The cells that ran before one, the nearest first: what to take from their line numbers, number and text."""
+    last = number(file)
+    inputs = _shell().user_ns.get("In", []) if last else []
+    if last >= len(inputs) or inputs[last].split() != "".join(linecache.getlines(file)).split():
+        return []  # another history than we think
+    total, found = 0, []
+    for cell in range(last - 1, 0, -1):
+        total += inputs[cell].rstrip("\n").count("\n") + 1
+        found.append((total, cell, inputs[cell]))
+    return found
+
+
+def read(file: str) -> tuple[tuple[int, str], ...]:
+    """Those that count, the first first: of the runs of this same cell none, unless in `reruns`."""
+    text = "".join(linecache.getlines(file)).split()
+    found = [(offset, earlier) for offset, _, earlier in before(file)]
+    return tuple((offset, earlier) for offset, earlier in found[::-1] if _with_reruns.get() or earlier.split() != text)
+
+
+@contextmanager
+def reruns() -> Iterator[None]:
+    """A context in which earlier runs of the same cell count; they may have failed as the last did."""
+    token = _with_reruns.set(True)
+    try:
+        yield
+    finally:
+        _with_reruns.reset(token)
+
+
+def resolve(file: str, line: int) -> tuple[int, int, str]:
+    """The cell of a line, its number there, and its text; cell 0 for other files."""
+    if line <= 0:
+        for offset, cell, text in before(file):
+            if line + offset > 0:
+                return cell, line + offset, text.split("\n")[line + offset - 1].strip()
+    return number(file), line, linecache.getline(file, line).strip()
+
+
+_KEPT = re.compile(r"_+|_i*|_i?\d+|_[iod]h|In|Out|exit|quit|get_ipython")
+_TOOLS = ("IPython", "ipykernel", "traitlets", "_pytest", "pluggy")
+
+
+def is_shell(names: Any) -> bool:
+    """Whether names are those of a shell's session."""
+    return "get_ipython" in names
+
+
+def is_kept(name: str) -> bool:
+    """Whether a name of a session is the shell's: `_`, `Out`, `_12` and their like, among the user's own."""
+    return _KEPT.fullmatch(name) is not None
+
+
+def is_tool(value: Any) -> bool:
+    """Whether an object belongs to the shell, or to a runner of tests, which hold all that the user has; or is ours."""
+    module = type(value).__module__
+    return module.partition(".")[0] in _TOOLS or module.startswith("hodiff.graph")
+
+
+# --- variables as they are written: `net.cell.h[0]` -------------------------------------------------------------------
+
+
+_BASE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def base(path: str) -> str:
+    """A path without its subscripts: `state[0]` -> `state`, `self.h` as it is."""
+    found = _BASE.match(path)
+    return found.group() if found else path
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text is a name, or attributes of one, and nothing else."""
+    return _BASE.fullmatch(text) is not None
+
+
+def steps(path: str) -> int:
+    """How many attributes and subscripts a path goes through."""
+    return path.count(".") + path.count("[")
+
+
+def forms(path: str) -> tuple[str, str]:
+    """As a variable is written, and as it is within its class: `trainer.total` is `self.total` there."""
+    return path, re.sub(r"^.*\.", "self.", path)

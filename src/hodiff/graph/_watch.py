@@ -11,32 +11,178 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol, Self, final
+from typing import Any, NamedTuple, Protocol, Self, final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _modes, _nodes
+from hodiff._core import _nodes, _settings
 from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
-from hodiff._core._switches import Undo, undo_all
+from hodiff._core._settings import Undo, undo_all
 from hodiff.errors import GraphError
-from hodiff.graph import _calls, _explain, _predict, _saved, _traits
-from hodiff.graph._calls import CUT, GRADIENT, INPLACE, PASS, tensors_in
+from hodiff.graph import _explain, _inspect, _marks, _saved
 from hodiff.graph._case import PASSES, Change, Lost, Pass
-from hodiff.graph._endings import Endings
-from hodiff.graph._line import Line, line_of, lines_of
-from hodiff.graph._log import Log
-from hodiff.graph._marks import Marks
-from hodiff.graph._names import USERS, user_frames
-from hodiff.graph._paths import Key, Paths
-from hodiff.graph._steps import Steps
+from hodiff.graph._marks import CUT, GRADIENT, INPLACE, PASS, Endings, Marks, tensors_in
+from hodiff.graph._names import USERS, Key, Paths, user_frames
+from hodiff.graph._source import Line, line_of, lines_of
 
-counter, is_dynamo_compiling = _traits.counter, torch.compiler.is_dynamo_compiling
+# --- which of the user's lines made which nodes: by the places that nodes get in the order of creation ----------------
+
+
+LOG = 200_000
+"""Entries of the log; then its older half goes, but for each line's first."""
+
+
+class Log:
+    """Intervals of places, each with the path that ran, by its number; in ascending order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._lines: list[int] = []
+        self._last: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, start: int, end: int, line: int) -> None:
+        """The nodes `start` ... `end - 1` were made at `line`."""
+        if self._lines and self._lines[-1] == line and start >= self._ends[-1]:
+            self._ends[-1] = end
+        else:
+            self._starts.append(start)
+            self._ends.append(end)
+            self._lines.append(line)
+            if len(self._lines) > LOG:
+                self._shorten()
+        self._last[line] = end
+
+    def line(self, place: int) -> int | None:
+        """The line that made the node at a place; None if it was not seen."""
+        index = self._index(place)
+        return self._lines[index] if index >= 0 and place < self._ends[index] else None
+
+    def ran_again(self, place: int, since: int) -> bool:
+        """Whether the line that made the node at a place made others at places from `since` on."""
+        index = self._index(place)
+        return index >= 0 and self._last[self._lines[index]] > since
+
+    def _index(self, place: int) -> int:
+        return bisect_right(self._starts, place) - 1
+
+    def _shorten(self) -> None:
+        """Forget the older half, but for the first entry of each line: what is hoisted ran once."""
+        half = len(self._lines) // 2
+        first = {key: index for index, key in reversed(list(enumerate(self._lines)))}
+        keep = [index for index, key in enumerate(self._lines) if index >= half or first[key] == index]
+        self._starts = [self._starts[index] for index in keep]
+        self._ends = [self._ends[index] for index in keep]
+        self._lines = [self._lines[index] for index in keep]
+
+
+# --- the steps of PyTorch's own optimizers, of which a recorder sees no call, only what they changed ------------------
+# A step makes five to fifteen calls per parameter, and an explanation needs none of them: the mode is off the stack for
+# as long. It is taken off by the hook that an optimizer calls before a step, and put back when the step has ended in
+# whatever way: what the hook returns is held by the frame that called it, and goes with that frame.
+
+
+class _Away(NamedTuple):
+    """While the mode is off the stack: how many others are on it, the leaves with their versions, and the place."""
+
+    depth: int
+    leaves: list[tuple[Tensor, int]]
+    place: int
+
+
+class _Step(tuple[Any, Any]):
+    """The arguments of a step. When they go, it has ended."""
+
+    back: Callable[[], None]
+
+    def __del__(self) -> None:
+        self.back()
+
+
+@final
+class Steps:
+    """Takes a mode off the stack for each step.
+
+    `place` numbers the line of a frame; `changed` is told which leaves a step changed, and the number of its line.
+    """
+
+    def __init__(
+        self, mode: TorchFunctionMode, place: Callable[[FrameType], int], changed: Callable[[list[Tensor], int], None]
+    ) -> None:
+        self._mode = mode
+        self._place = place
+        self._changed = changed
+        self._away: _Away | None = None
+        self._thread = 0
+
+    def enter(self) -> None:
+        """The mode was pushed by this thread."""
+        self._thread = threading.get_ident()
+        register_optimizer_step_pre_hook(self._before)
+
+    def leave(self) -> None:
+        """The mode is to be popped."""
+        self.settle()
+        hooks = _saved.hooks_before_steps()
+        for key, hook in list(hooks.items()):  # in one step of the interpreter: other threads register theirs
+            if getattr(hook, "__self__", None) is self:
+                del hooks[key]
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        self._back()  # from a step that raised, if someone still holds its error
+        given = (*args[1:], *kwargs.values())  # a closure asks for passes
+        if any(value is not None for value in given) or not _is_plain(optimizer):
+            return None
+        if any(not isinstance(getattr(hook, "__self__", None), Steps) for hook in _saved.step_hooks(optimizer)):
+            return None
+        if not _saved.innermost(self._mode):
+            return None
+        TorchFunctionMode.__exit__(self._mode, None, None, None)
+        leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+        versions = [(leaf, _saved.version(leaf)) for leaf in leaves]
+        self._away = _Away(_saved.modes(), versions, self._place(sys._getframe(1)))
+        step = _Step((args, kwargs))
+        step.back = self._back
+        return step
+
+    def _back(self) -> None:
+        """The step has ended: note what it changed, and see the calls again."""
+        away = self._away
+        if away is None or threading.get_ident() != self._thread or _saved.modes() != away.depth:
+            return
+        self.settle()
+        TorchFunctionMode.__enter__(self._mode)
+
+    def settle(self) -> None:
+        """Note what a step changed that had not ended."""
+        away, self._away = self._away, None
+        if away is not None:
+            self._changed([leaf for leaf, before in away.leaves if _saved.version(leaf) != before], away.place)
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is PyTorch's own, and makes no graph."""
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+# --- the recorder -----------------------------------------------------------------------------------------------------
+
+
+counter, is_dynamo_compiling = _saved.counter, torch.compiler.is_dynamo_compiling
 
 
 class _Recording(threading.local):
@@ -122,7 +268,7 @@ class Watch(TorchFunctionMode):
     def __enter__(self) -> Self:
         self._entered = next(user_frames(sys._getframe(1)), None)
         try:
-            self._undo += [self._forget, partial(_modes.take_off, self), self._steps.leave]
+            self._undo += [self._forget, partial(_settings.take_off, self), self._steps.leave]
             _recording.here.append(self)
             super().__enter__()
             self._steps.enter()
@@ -157,7 +303,7 @@ class Watch(TorchFunctionMode):
         # An optimizer makes hundreds of these calls in a step, most of them plain ones.
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _calls.kind_of(func)
+            kind = self._kinds[func] = _marks.kind_of(func)
         frame = sys._getframe(1)  # the one place that knows how far away the caller is
         if kind <= CUT:
             result = self._operate(kind, func, args, kwargs, frame)
@@ -220,21 +366,21 @@ class Watch(TorchFunctionMode):
 
     def _note_change(self, func: Any, what: Any, frame: FrameType) -> None:
         one = isinstance(what, Tensor)
-        view = one and _traits.is_view(what)
+        view = one and _saved.is_view(what)
         self._note_changes([what] if one else tensors_in(what), getattr(func, "__name__", ""), self._place(frame), view)
 
     def _note_changes(self, tensors: list[Tensor], name: str, place: int, view: bool) -> None:
         self._changes += 1
         change = place, len(self.passes), name, self._changes, view
         for tensor in tensors:
-            self._changed[_traits.memory(tensor)] = change
+            self._changed[_saved.memory(tensor)] = change
 
     def _stepped(self, leaves: list[Tensor], place: int) -> None:
         self._note_changes(leaves, "step", place, view=False)
 
     def changed(self, tensor: Tensor) -> Change | None:
         """What last changed a tensor's memory in place."""
-        found = self._changed.get(_traits.memory(tensor))
+        found = self._changed.get(_saved.memory(tensor))
         return Change(self._paths[found[0]], *found[1:]) if found is not None else None
 
     def once(self) -> Sequence[tuple[str, Line | None]]:
@@ -243,14 +389,14 @@ class Watch(TorchFunctionMode):
 
     def _note_once(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            for child in (node, *_traits.children(node)):
+            for child in (node, *_saved.children(node)):
                 function = _nodes.function_of(type(child)) if _saved.is_function(child) else None
                 if function is not None and _nodes.is_once_differentiable(function) and child is not node:
                     self._once[function.__name__, self.made(node)] = None
 
     def path(self, node: Node) -> Key:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
-        number = self._log.line(_traits.sequence(node)) if _saved.sequences_work() else None
+        number = self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None
         return () if number is None else self._paths[number]
 
     def made(self, node: Node) -> Line | None:
@@ -260,7 +406,7 @@ class Watch(TorchFunctionMode):
 
     def ran_again(self, node: Node, since: Pass) -> bool:
         """Whether the lines that made a node made others since a pass."""
-        return self._log.ran_again(_traits.sequence(node), since.place)
+        return self._log.ran_again(_saved.sequence(node), since.place)
 
     def passes_since(self, call: Pass) -> list[Pass]:
         """The passes that were asked for after one."""
@@ -273,7 +419,7 @@ class Watch(TorchFunctionMode):
     def _run_pass(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
         name, names = PASSES[func]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        roots, inputs = _calls.roots_of(given), _calls.as_list(given.get("inputs"))
+        roots, inputs = _marks.roots_of(given), _marks.as_list(given.get("inputs"))
         create = bool(given.get("create_graph"))
         retain = create if given.get("retain_graph") is None else bool(given["retain_graph"])
         place = self._place(frame)
@@ -283,9 +429,9 @@ class Watch(TorchFunctionMode):
         call = Pass(len(self.passes), name, path, retain, before, repeat, create)
         self.passes.append(call)
         for listener in self._of_passes:
-            listener.before(call, _predict.executed(roots, inputs))
+            listener.before(call, _inspect.executed(roots, inputs))
         if create:
-            self._note_once(_predict.executed(roots, inputs))
+            self._note_once(_inspect.executed(roots, inputs))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -295,9 +441,9 @@ class Watch(TorchFunctionMode):
         if after != before:
             self._log.add(before, after, place)
         if not call.retained:
-            self.marks.freed(call, _predict.executed(roots, inputs))
+            self.marks.freed(call, _inspect.executed(roots, inputs))
         elif name != "autograd.grad":  # which writes no `.grad`
-            self.marks.reached(call, _predict.executed(roots, inputs))
+            self.marks.reached(call, _inspect.executed(roots, inputs))
         if not (call.retained and create):  # a kept graph may be met again when what it needs has changed
             self.marks.name(frame)
         for listener in self._of_passes:
@@ -314,7 +460,7 @@ class Watch(TorchFunctionMode):
         self, error: Exception, call: Pass, roots: list[Node], inputs: list[Any] | None, frame: FrameType
     ) -> None:
         """Explain, and then tag the nodes that the failing pass freed on its way."""
-        with _predict.unchanging():
+        with _inspect.unchanging():
             try:
                 explained = _explain.of_pass(error, call, roots, inputs, list(user_frames(frame)), self)
             except Exception as other:  # an explanation must not hide what it explains
@@ -323,8 +469,8 @@ class Watch(TorchFunctionMode):
                 explained = None
             if explained is not None:
                 _explain.attach(error, explained)
-            graph = _predict.below(roots)
-            self.marks.freed(call, self.marks.spent({node: graph[node] for node in _predict.executed(roots, inputs)}))
+            graph = _inspect.below(roots)
+            self.marks.freed(call, self.marks.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
         for listener in self._of_passes:
             listener.after(self, call, failed=True)
 

@@ -5,7 +5,7 @@ The solution is attached to the graph of everything that it depends on, by the i
 """
 
 from hodiff._core import _compiled_callers
-from hodiff.implicit._public import argmin, fixed_point, root
+from hodiff.implicit._solution import argmin, fixed_point, root
 
 __all__ = ["argmin", "fixed_point", "root"]
 

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _checks, _nodes, _tree
-from hodiff._core._graph import memory_of
-from hodiff._core._options import is_set
+from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
+from hodiff._core._arguments import is_set
+from hodiff._core._call import Call, call
+from hodiff._core._graph import Graph, memory_of
+from hodiff._core._lending import mark_of
+from hodiff._core._settings import RandomState
 from hodiff._core._where import Selection, Where
-from hodiff.errors import InputError
-from hodiff.implicit._segments import run_segment
-from hodiff.implicit._steps import Steps, Update
-from hodiff.rules._described import rules_of
-from hodiff.rules._rule import Rule, kept, stepped, taken
+from hodiff.errors import GraphError, InputError
+from hodiff.rules._optimisers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rule,
+    kept,
+    stepped,
+    taken,
+)
 
 V = TypeVar("V")
 ByName = dict[str, Tensor]
@@ -163,7 +181,7 @@ def unroll(
     if rules:
         now = now._replace(state=taken(now.state, rules, parsed.tree(), parsed.tensors))
     if torch.is_grad_enabled():
-        cut = 0 if last is None else max(0, len(batches) - _checks.check_integer(last, "last", least=1))
+        cut = 0 if last is None else max(0, len(batches) - _arguments.check_integer(last, "last", least=1))
         if cut:
             now = inner.run(now, batches[:cut], record=False)
         for some in _split(batches[cut:], segments):
@@ -180,7 +198,7 @@ def unroll(
 def _batches(steps: Any) -> list[Any]:
     """What each step is given beside the parameters: nothing, or a batch."""
     if isinstance(steps, int):
-        return [()] * _checks.check_integer(steps, "steps", least=1)
+        return [()] * _arguments.check_integer(steps, "steps", least=1)
     if isinstance(steps, Tensor) or not isinstance(steps, Iterable):
         raise InputError(
             f"steps: is a {type(steps).__name__}; expected how many, or an iterable with a batch for each step."
@@ -239,3 +257,390 @@ def _apart(params: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
     """The parameters, copied where a rule gave back what it was given, so that they share no memory with the user's."""
     taken = {memory_of(tensor) for tensor in theirs}
     return [p.clone() if memory_of(p) in taken else p for p in params]
+
+
+# --- checkpoints for `unroll`: a segment of steps keeps its start, and is taken again in the backward pass ------------
+# `torch.utils.checkpoint` around a segment saves nothing: each gradient inside unpacks saved tensors, and so takes
+# the segment again within itself. Here the steps are taken without a lasting graph; a Function stands for the
+# segment, and its backward takes them once more from the saved start, this time with their graph.
+#
+# What `f` and the rule reach besides the parameters (closures, tensors of batches, parameters that are not in
+# *where*) is met while the steps are taken, as arguments of operations. The second time stand-ins take their place,
+# so that the segment's own part of a derivative ends there. What was not met would be missing: it is seen, in the
+# graph of the second time, and raises.
+
+
+def run_segment(steps: Steps, now: Progress, batches: Sequence[Any]) -> Progress:
+    """Some steps, behind one node."""
+    met, replay = Met(), Replay(steps, now, batches)
+    ends = steps.under(met).run(now, batches, record=False)
+    start, thetas = [*now.params, *_tensors(now.state)], [*met.tensors.values(), *_others(steps.where)]
+    replay.number, replay.thetas = len(start), thetas
+    outputs = [*ends.params, *_tensors(ends.state)]
+    replay.ends = [(output, output._version) for output in outputs]
+    found = Segment.apply(replay, outputs, *start, *thetas)
+    count = len(now.params)
+    return Progress(list(found[:count]), _replaced(ends.state, found[count:]), ends.step)
+
+
+def _others(where: Where) -> list[Tensor]:
+    """The parameters of the point's modules that are not differentiated by: stand-ins hide them from `Met`."""
+    own = set(map(id, where.tensors))
+    slots = [slot.parameter for owned in where.owned for slot in owned.assembly.slots]
+    return list({id(p): p for p in slots if p.requires_grad and id(p) not in own}.values())
+
+
+class Replay:
+    """How a segment is taken once more.
+
+    Attributes:
+        number: How many of the Function's tensors are the start: parameters, then the rule's state.
+        thetas: The others, which the steps met.
+        ends: The values that the steps led to, and the versions of those.
+    """
+
+    def __init__(self, steps: Steps, now: Progress, batches: Sequence[Any]) -> None:
+        device = steps.where.tensors[0].device
+        self._steps, self._batches = steps, batches
+        self._state, self._step = now.state, now.step
+        self._random, self._device = RandomState.of(device), device.type
+        self._autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        self.number, self.thetas = 0, []
+        self.ends: list[tuple[Tensor, int]] = []
+
+    def pull(self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+        """What the cotangents of the end are, at the start and at everything that the steps met."""
+        aliases = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+        start, count = aliases[: self.number], len(self._steps.where.tensors)
+        mode = Instead(self.thetas, aliases[self.number :])
+        begin = Progress(start[:count], _replaced(self._state, start[count:]), self._step)
+        dtype, enabled = self._autocast
+        drawn = RandomState.of(self._random.device)
+        self._random.restore()
+        try:
+            with _settings.grad_mode(True), _settings.autocast(self._device, dtype, enabled=enabled):
+                ends = self._steps.under(mode).run(begin, self._batches, record=True)
+        finally:
+            drawn.restore()
+        outputs = [*ends.params, *_tensors(ends.state)]
+        self._compare(outputs)
+        self._refuse_unmet(outputs, aliases, mode)
+        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+        wanted = [alias for alias in aliases if alias.requires_grad]
+        found = iter(_reverse.between([o for o, _ in pairs], wanted, [c for _, c in pairs], keep=False))
+        return [next(found) if alias.requires_grad else None for alias in aliases]
+
+    def _compare(self, outputs: Sequence[Tensor]) -> None:
+        """Raise where the steps led elsewhere than the first time."""
+        for output, (end, version) in zip(outputs, self.ends, strict=True):
+            if end._version != version or not end.is_floating_point():
+                continue
+            off = float((output.detach() - end).abs().max()) if end.numel() else 0.0
+            if off > torch.finfo(end.dtype).eps ** 0.5 * float(end.abs().max()):
+                raise GraphError(
+                    f"segments: the steps, taken again in the backward pass, led elsewhere (by {off:.2g}): something "
+                    f"that f uses has changed since, or it draws random numbers that PyTorch's default generators "
+                    f"do not give. Call backward before anything is changed (data, buffers, train() and eval()), or "
+                    f"use segments=None."
+                )
+
+    @staticmethod
+    def _refuse_unmet(outputs: Sequence[Tensor], aliases: Sequence[Tensor], mode: Instead) -> None:
+        known = set(map(id, aliases))
+        for leaf in _nodes.survey([o for o in outputs if o.requires_grad]).variables():
+            if id(leaf) not in known and mark_of(leaf) is None and not mode.made(leaf):
+                raise GraphError(
+                    f"segments: f reaches a tensor of shape {tuple(leaf.shape)} that requires grad in a way that could "
+                    f"not be seen (by an autograd.Function, or past PyTorch's modes), so its part of the derivative "
+                    f"would be missing. Use segments=None."
+                )
+
+
+class Segment(torch.autograd.Function):
+    """The steps of a segment, as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The end, which is known already."""
+        ctx.replay = replay
+        ctx.save_for_backward(*tensors)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        """Take the steps once more, and pull back through their graph."""
+        if torch.is_grad_enabled():
+            raise GraphError(
+                "unroll: with segments= only first derivatives are there, and this pass is to be differentiated "
+                "again. Use segments=None."
+            )
+        return None, None, *ctx.replay.pull(ctx.saved_tensors, cotangents)
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """The tensors that a rule keeps from step to step."""
+    found = []
+    for leaf in _tree.flatten(state)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif not (leaf is None or isinstance(leaf, (bool, int, float, str))):
+            raise InputError(
+                f"rule: its state holds a {type(leaf).__name__}; with segments= it must be made of tensors and "
+                f"numbers, in tuples, lists and dicts, so that it can be kept."
+            )
+    return found
+
+
+def _replaced(state: Any, tensors: Sequence[Tensor]) -> Any:
+    """A state with other tensors in the place of its own."""
+    leaves, _, tree = _tree.flatten(state)
+    new = iter(tensors)
+    return _tree.rebuild(tree, iter([next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+
+
+# --- the steps of an inner optimisation, on flat lists of tensors: a gradient by the road, and the rule ---------------
+
+
+Update = Callable[[list[Tensor], list[Tensor | None], Any, int], tuple[list[Tensor], Any]]
+"""A rule, on lists of leaves; the gradient is None by what `f` does not reach in a step."""
+
+
+class Progress(NamedTuple):
+    """Where an optimisation stands: the parameters, the rule's state, the steps taken."""
+
+    params: list[Tensor]
+    state: Any
+    step: int
+
+
+class Steps:
+    """An inner loss and a rule, ready to take steps."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        where: Where,
+        update: Update,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        *,
+        first_order: bool,
+    ) -> None:
+        self.where = where
+        self._update = update
+        self._first_order = first_order
+        self._met: Met | None = None
+        self._recorded, self._plain = (
+            call(f, where, passes=1, create_graph=create_graph, args=args, kwargs=kwargs)
+            for create_graph in (True, False)
+        )
+
+    def under(self, mode: TorchFunctionMode) -> Steps:
+        """The same steps, whose function and rule run under a mode."""
+        other = copy.copy(self)
+        other._recorded, other._plain = (
+            given._replace(what=_under(mode, given.what)) for given in (self._recorded, self._plain)
+        )
+        other._update = _under(mode, self._update)
+        if isinstance(mode, Met):
+            other._met = mode
+        return other
+
+    def resume(self, state: Any) -> Progress:
+        """The start; or a point further on, from a state that was returned."""
+        if state is None:
+            return Progress(self.where.tensors, None, 0)
+        if not (isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], int)):
+            raise InputError("state: expected what hodiff.unroll(..., return_state=True) returned beside the result.")
+        return Progress(self.where.tensors, state[1], state[0])
+
+    def run(self, now: Progress, batches: Sequence[Any], *, record: bool) -> Progress:
+        """Some steps; with `record` their graph is kept, in everything."""
+        if not record:
+            with _settings.recording(), _settings.grad_mode(False):
+                start = [p.detach() for p in now.params]
+                return self._take(Progress(start, _detached(now.state), now.step), batches)
+        if self._first_order:
+            return self._take(now, batches)
+        given, begins = self._recorded, now.params is self.where.tensors
+        with Graph(_with(given, batches[0]), None if begins else _tracked(now.params)) as ev:
+            for number, batch in enumerate(batches):
+                if number:
+                    ev.move(_tracked(now.params), _with(given, batch).args)
+                missed: set[int] = set()
+                gradient = _reverse.pull(ev, [ev.scalars()], [None], differentiated=True, missed=missed)
+                now = self._step(ev.leaves, gradient, missed, now)
+        return now
+
+    def _take(self, now: Progress, batches: Sequence[Any]) -> Progress:
+        """Some steps by gradients that are constants, of which no graph stays; the rule runs in the caller's mode."""
+        recorded = torch.is_grad_enabled()
+        given = self._plain
+        params = now.params
+        with Graph(_with(given, batches[0]), self._begun(params)) as ev:
+            for number, batch in enumerate(batches):
+                if number:
+                    ev.move(self._begun(params), _with(given, batch).args)
+                if self._met is not None:
+                    self._met.end()
+                missed: set[int] = set()
+                gradient = _reverse.gradient(ev, missed=missed)
+                with _settings.grad_mode(recorded):
+                    now = self._step(params, gradient, missed, now)
+                params = now.params
+        return now
+
+    def _begun(self, params: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [p.detach().requires_grad_() for p in params]
+        if self._met is not None:
+            self._met.begin(leaves)
+        return leaves
+
+    def _step(self, params: list[Tensor], gradient: list[Tensor], missed: set[int], now: Progress) -> Progress:
+        """One step of the rule."""
+        reached = [None if number in missed else part for number, part in enumerate(gradient)]
+        new, state = self._update(params, reached, now.state, now.step + 1)
+        for before, after, name in zip(params, new, self.where.names, strict=True):
+            if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != before.dtype:
+                got = f"{after.dtype}, {tuple(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
+                raise InputError(
+                    f"rule: made {got} of {name}, which is {before.dtype}, {tuple(before.shape)}; hyperparameters "
+                    f"that are tensors have one element, or a leaf's shape, and no other dtype than it."
+                )
+        return Progress(new, state, now.step + 1)
+
+
+def _tracked(params: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters that can be differentiated by, constants (the end of steps that were not recorded) too."""
+    return [p if p.requires_grad else p.detach().requires_grad_() for p in params]
+
+
+def _with(given: Call, batch: Sequence[Any]) -> Call:
+    return given._replace(args=(*batch, *given.args)) if batch else given
+
+
+def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with _settings.on(mode):
+            return function(*args, **kwargs)
+
+    return functools.update_wrapper(inside, function)
+
+
+def _detached(state: Any) -> Any:
+    return _tree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
+
+
+# --- what steps reach besides the parameters --------------------------------------------------------------------------
+
+
+class Met(TorchFunctionMode):
+    """Inside it, tensors that require grad and come from outside are noted.
+
+    Attributes:
+        tensors: What has been noted, by identity.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}
+        self._inside: dict[int, Tensor] = {}
+        self._leaves: set[int] = set()
+        self._new: list[Tensor] = []
+
+    def begin(self, leaves: Sequence[Tensor]) -> None:
+        """A step, at these leaves."""
+        self._inside = {id(leaf): leaf for leaf in leaves}  # held, so that identities stay their own
+        self._leaves, self._new = set(self._inside), []
+
+    def end(self) -> None:
+        """The end of it. What a nested call computed of the leaves looked as if it came from outside, and does not."""
+        for tensor in self._new:
+            if tensor.grad_fn is not None and any(id(v) in self._leaves for v in _nodes.leaves_below([tensor])):
+                del self.tensors[id(tensor)]
+        self._inside = {}
+        self._leaves = set()
+        self._new = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the arguments and what becomes of them, and call the operation."""
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self._look(value)
+            elif _tree.is_container(value):
+                for item in _tree.flatten(value)[0]:
+                    if isinstance(item, Tensor):
+                        self._look(item)
+        found = func(*args, **kwargs)
+        for item in _tree.flatten(found)[0]:
+            if isinstance(item, Tensor) and id(item) not in self.tensors:
+                self._inside[id(item)] = item
+        return found
+
+    def _look(self, tensor: Tensor) -> None:
+        key = id(tensor)
+        if key not in self._inside and key not in self.tensors and tensor.requires_grad:
+            self.tensors[key] = tensor
+            self._new.append(tensor)
+
+
+class Instead(TorchFunctionMode):
+    """Inside it, operations get stand-ins for some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._pairs = {id(tensor): (tensor, other) for tensor, other in zip(tensors, stand_ins, strict=True)}
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace the arguments, and call the operation."""
+        found = func(*_tree.tree_map(self._other, args), **_tree.tree_map(self._other, kwargs or {}))
+        if isinstance(found, Tensor) and found.grad_fn is None:
+            self._made[id(found)] = weakref.ref(found)
+        return found
+
+    def _other(self, value: Any) -> Any:
+        pair = self._pairs.get(id(value)) if isinstance(value, Tensor) else None
+        return value if pair is None else pair[1]
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether a tensor without a graph was made inside."""
+        found = self._made.get(id(tensor))
+        return found is not None and found() is tensor
+
+
+# --- a `torch.optim` optimiser read as a description of a rule: its class and its options, nothing else of it ---------
+
+
+RULES: dict[str, type[Rule]] = {
+    rule.__name__: rule for rule in (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta)
+}
+
+
+def rules_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> list[Rule]:
+    """The rule for each of the tensors; those of several groups must be the optimiser's own."""
+    rule = RULES.get(type(optimizer).__name__)
+    if rule is None or type(optimizer).__module__.partition(".")[0] != "torch":
+        raise InputError(
+            f"rule: is a {type(optimizer).__name__}, which has no rule here; there are "
+            f"{', '.join(sorted(RULES))} (hodiff.rules). Or write it: a function (params, grads, state, step) -> "
+            f"(params, state)."
+        )
+    names = [field.name for field in dataclasses.fields(rule)]
+    made = [rule(**{name: group[name] for name in names if name in group}) for group in optimizer.param_groups]
+    if len(made) == 1:
+        return made * len(tensors)
+    owner: dict[int, Any] = {
+        id(p): rule for rule, group in zip(made, optimizer.param_groups, strict=True) for p in group["params"]
+    }
+    if not all(id(tensor) in owner for tensor in tensors):
+        raise InputError(
+            f"rule: the {type(optimizer).__name__} has {len(made)} parameter groups, and not all of where is in "
+            f"them, so that it is unknown which options are meant. Make it of the parameters of where, or of one group."
+        )
+    return [owner[id(tensor)] for tensor in tensors]

@@ -16,17 +16,23 @@ from hodiff._core import _compiled_callers, _tree
 from hodiff._core._faults import is_fault, is_wrapped
 from hodiff._core._graph import memory_of
 from hodiff.errors import HodiffError
-from hodiff.jets._jet import JETS, Jet, is_jet, jets_among, replaced, value_of, wrap
-from hodiff.jets._registry import (
+from hodiff.jets._jet import (
     ALIASES,
     COMPLEX,
+    JETS,
     METADATA,
     RULES,
+    Jet,
     NoRule,
     Rule,
     Several,
+    is_jet,
+    jets_among,
     listed,
     operation,
+    replaced,
+    value_of,
+    wrap,
 )
 from hodiff.jets._series import Expansion, FunctionDetector, Series, inside, surroundings
 

@@ -1,4 +1,4 @@
-"""The jet: a tensor that carries a Taylor series.
+"""The jet, a tensor that carries a Taylor series, with the registry of its rules.
 
 `Jet` is a tensor to everyone who asks (`isinstance`, shape, dtype), but holds no data of its own: every
 operation on it goes to the rule of that name, which works on the coefficients with plain PyTorch. So
@@ -10,14 +10,221 @@ the rules (a kernel called on the jet itself) raises. `TracedJet` is the same wi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+import operator
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from hodiff.jets._registry import OPERATORS, RULES, NoRule
+from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
+from hodiff.errors import GraphError
 from hodiff.jets._series import Expansion, Series
+
+# --- operations: their names, their rules, the errors where none is ---------------------------------------------------
+# Rules are kept by name, since one operation has several functions (`torch.add`, `Tensor.add`, `+`), and some
+# functions are made anew at each look (`torch.Tensor.T`).
+
+
+OTHER_ROUTE = 'Write it with other operations, or use method="reverse".'
+
+
+class NoRule(GraphError):
+    """An operation that Taylor mode cannot pass; the operators catch it to fall back as a whole."""
+
+    def __init__(self, operation: str, why: str = "", way_out: str = OTHER_ROUTE) -> None:
+        super().__init__(f"Taylor mode has no rule for {operation}{': ' + why.rstrip('.') if why else ''}. {way_out}")
+        self.operation = operation
+        self.why = why
+        self.way_out = way_out
+
+
+class ByNoRoute(NoRule):
+    """An operation that no other route passes rightly either: the operators do not fall back."""
+
+
+class MixesSamples(ByNoRoute):
+    """An operation that mixes the samples of a batch: a field has no derivative per sample then."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "BatchNorm in training mode", "it mixes the samples of a batch", "Use model.eval() or another norm."
+        )
+
+
+class NoDerivative(ByNoRoute):
+    """An operation that PyTorch cannot differentiate, and takes for a constant without a word."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(
+            operation,
+            "PyTorch has no derivative of it, and takes its result for a constant",
+            "Write it with other operations, or as .detach() of the result if a constant is meant.",
+        )
+
+
+def without_derivative(func: Any) -> bool:
+    """Whether an operation is smooth, and PyTorch takes it for a constant."""
+    return func in TAKEN_FOR_CONSTANTS
+
+
+class NoConstants(TorchFunctionMode):
+    """Inside it those operations raise, as in Taylor mode: for evaluations by a route that was chosen in its place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass everything else through."""
+        given = without_derivative(func) and any(getattr(arg, "requires_grad", False) for arg in args)
+        if given and torch.is_grad_enabled():
+            raise NoDerivative(operation(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Rule(NamedTuple):
+    """How one operation acts on jets: `apply(expansion, func, args, kwargs)` gives a series (or several)."""
+
+    kind: str
+    apply: Callable[..., Any]
+
+
+def listed(text: str) -> list[str]:
+    """Names of operations, from a list with blanks between."""
+    return text.split()
+
+
+class Several(NamedTuple):
+    """A result of several parts, and what to make of them."""
+
+    parts: Sequence[Any]
+    build: Callable[[Any], Any] = tuple
+
+
+OPERATORS = listed("add sub mul matmul pow div neg abs getitem gt lt ge le eq ne")
+
+ALIASES = {
+    **{f"__{name}__": name for name in OPERATORS},
+    **{f"__r{name}__": name for name in ("add", "mul")},
+    "__truediv__": "div",
+    "__rsub__": "rsub",
+    "__rdiv__": "rdiv",
+    "__rtruediv__": "rdiv",
+    "__rpow__": "rpow",
+    "__rmatmul__": "rmatmul",
+    "__getitem__": "getitem",
+    "__setitem__": "setitem",
+    "__eq__": "eq",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "absolute": "abs",
+    "concat": "cat",
+    "concatenate": "cat",
+}
+
+
+METADATA = frozenset(
+    listed(
+        "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex is_contiguous "
+        "element_size is_signed __hash__ is_inference is_conj is_neg is_shared is_sparse is_tensor"
+    )
+)
+
+
+COMPLEX = frozenset(
+    listed(
+        "add sub rsub radd neg mul rmul div rdiv matmul rmatmul mm bmm mv dot einsum linear sum mean clone contiguous "
+        "to type type_as cpu cuda alias cfloat cdouble complex real imag conj conj_physical resolve_conj resolve_neg "
+        "view_as_real view_as_complex "
+        "view view_as reshape reshape_as flatten unflatten ravel permute transpose swapaxes swapdims t mT movedim "
+        "moveaxis squeeze unsqueeze expand expand_as broadcast_to getitem select narrow index_select split chunk "
+        "unbind cat stack roll flip pad constant_pad_nd repeat tile diagonal index_add index_copy "
+        "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like eq ne isnan isinf isfinite "
+        "detach"
+    )
+)
+"""What is known to be right of complex coefficients: what is linear, or a product; and `fft_*`."""
+
+
+class Rules:
+    """What Taylor mode does with operations: the rules by name, and those who apply them.
+
+    Attributes:
+        known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
+        fallback: The rule for operations without one.
+        dispatch: What an operation on jets is handed to; jets know it by this, and it knows the jets.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, Rule] = {}
+        self.fallback: Callable[..., Any] = _none
+        self.dispatch: Callable[[Any, Any, Any], Any] = _none
+        self._names: dict[Any, str] = {}
+        self._python_names: list[tuple[Any, str]] = []
+
+    def register(self, kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register a rule under the names of its operations."""
+
+        def register(apply: Callable[..., Any]) -> Callable[..., Any]:
+            for name in names:
+                self.known[name] = Rule(kind, apply)
+            return apply
+
+        return register
+
+    def index(self) -> None:
+        """Note the functions of PyTorch by their names, once all rules are there.
+
+        `torch.compile` can look a function up, but not read its name.
+        """
+        for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft):
+            for name in dir(home):
+                found = getattr(home, name, None)
+                if callable(found) and getattr(found, "__name__", None):
+                    key = operation(found)
+                    if key in self.known or key in METADATA:
+                        if isinstance(found, types.FunctionType):
+                            self._python_names.append((found, key))
+                        else:
+                            self._names[found] = key
+        for name in OPERATORS:
+            self._names[getattr(operator, "truediv" if name == "div" else name)] = name
+
+    def traced_name(self, func: Any) -> str:
+        """The name of a function under `torch.compile`."""
+        if func in self._names:
+            return self._names[func]
+        for python, name in self._python_names:  # which Dynamo knows by identity, but not as keys
+            if func is python:
+                return name
+        raise NoRule("an operation", "under torch.compile")
+
+
+def _none(*args: Any) -> Any:
+    raise NoRule("anything", "hodiff.jets was not imported as a whole")
+
+
+RULES = Rules()
+
+rule = RULES.register
+
+
+def operation(func: Any) -> str:
+    """The name under which a rule is kept."""
+    if torch.compiler.is_compiling():
+        return RULES.traced_name(func)
+    name = getattr(func, "__name__", "") or type(func).__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name}:{func.__self__.__name__}"
+    return ALIASES.get(name, name)
+
+
+# --- the jet ----------------------------------------------------------------------------------------------------------
+
 
 NOWHERE = torch.device("meta")
 BELOW_PYTHON = "it is called below Python (TorchScript, torch.func, or C++)"

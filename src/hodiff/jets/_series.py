@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _nesting
+from hodiff._core import _call
 
 Series = list[Any]
 """Coefficients: tensors (or jets of an outer expansion), numbers among derivatives, None for zero."""
@@ -93,7 +93,7 @@ class Turn:
     def __enter__(self) -> int:
         self._detector: FunctionDetector | None = None
         if not torch.compiler.is_compiling():
-            if len(_nesting.state.running) <= 1:  # this one alone: an interrupt kept another from being counted out
+            if len(_call.state.running) <= 1:  # this one alone: an interrupt kept another from being counted out
                 inside.reset()
             if inside.count == 0:
                 self._detector = FunctionDetector()

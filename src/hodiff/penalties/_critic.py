@@ -1,18 +1,35 @@
-"""A user's critic as one number per sample."""
+"""What penalties share: a critic as one number per sample, points, norms that are right at zero, reduction."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
-from hodiff._core import _tree
-from hodiff._core._checks import check_real_tensor
-from hodiff._core._options import PatchReduction, check_option
-from hodiff.errors import InputError
-from hodiff.penalties import _norm
-from hodiff.penalties._loss import check_critic, check_number
+from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _settings, _tree
+from hodiff._core._arguments import (
+    Allowed,
+    ExtremeReduction,
+    Names,
+    PatchReduction,
+    Probes,
+    allowed,
+    check_option,
+    check_real_tensor,
+)
+from hodiff._core._call import call
+from hodiff._core._graph import Graph, detached
+from hodiff._core._lending import mark_of
+from hodiff._core._vectors import check_generator, draw
+from hodiff._core._where import Where, plain
+from hodiff.errors import GraphError, HodiffWarning, InputError
 
 
 class Critic(NamedTuple):
@@ -63,7 +80,7 @@ class Critic(NamedTuple):
         scalars = outputs
         several = batch and outputs.numel() != batch.numel()
         if several and self.maps and outputs.shape[: self.batch_ndim + 1] == (*batch, 1):
-            rows = _norm.wide(outputs).flatten(self.batch_ndim)
+            rows = wide(outputs).flatten(self.batch_ndim)
             scalars = rows.sum(-1) if self.patch_reduction == "sum" else rows.mean(-1)
         if self.grad_scale == 1:
             return scalars
@@ -73,8 +90,455 @@ class Critic(NamedTuple):
                 f"grad_scale: {self.grad_scale} is beyond the largest {outputs.dtype} number, {largest}, so the first "
                 f"pass would overflow; 4096 is a good value for float16."
             )
-        return _norm.wide(scalars) * self.grad_scale
+        return wide(scalars) * self.grad_scale
 
     def unscaled(self, gradient: list[Tensor]) -> list[Tensor]:
         """The gradient without `grad_scale`, divided where it cannot underflow."""
-        return gradient if self.grad_scale == 1 else [_norm.wide(leaf) / self.grad_scale for leaf in gradient]
+        return gradient if self.grad_scale == 1 else [wide(leaf) / self.grad_scale for leaf in gradient]
+
+
+# --- where penalties are evaluated: points between two batches; and vectors, drawn or given ---------------------------
+
+
+def interpolate(
+    a: Any,
+    b: Any,
+    *,
+    batch_ndim: int = 1,
+    detach: bool | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    r"""A random point between each sample of two batches, \(a_i + \alpha_i (b_i - a_i)\), \(\alpha_i \sim U[0, 1)\).
+
+    One \(\alpha\) is drawn per sample and shared by all its entries, so that the point lies on the
+    straight line; in a container, by all leaves.
+
+    Args:
+        a: A tensor `(*batch, ...)` or a container of them: the real samples.
+        b: The same structure, with the same shapes: the generated ones.
+        batch_ndim: How many leading dimensions index samples.
+        detach: Whether the points are cut from the graphs of the samples. None: they are, since a penalty on
+            the critic must not train the generator, with a warning where a sample requires grad. False keeps them.
+        generator: What the numbers are drawn from; None: the device's default generator.
+
+    Returns:
+        The points, with the structure and shapes of *a*.
+
+    Raises:
+        InputError: Structures, shapes, dtypes or devices differ. (8 samples against 1 would broadcast.)
+
+    Warns:
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so.
+
+    Cost:
+        No derivative pass; one new batch.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> points = hodiff.interpolate(torch.zeros(4, 3), torch.ones(4, 3))
+        >>> bool((points == points[:, :1]).all()), bool(((points >= 0) & (points < 1)).all())
+        (True, True)
+
+    Reference:
+        Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028, section 4.
+    """
+    check_generator(generator)
+    recorded = torch.is_grad_enabled()
+    a, b = apart(a, detach, "a", recorded), apart(b, detach, "b", recorded)
+    batch, firsts, seconds, tree = _pairs(a, b, batch_ndim)
+    like = firsts[0]
+    alpha = torch.rand(
+        batch, generator=generator, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32)
+    )
+    points = []
+    for first, second in zip(firsts, seconds, strict=True):
+        weight = alpha.to(first).reshape(*batch, *[1] * (first.ndim - batch_ndim))
+        points.append(torch.lerp(first, second, weight))
+    return _tree.rebuild(tree, iter(points))
+
+
+def _pairs(a: Any, b: Any, batch_ndim: int) -> tuple[torch.Size, list[Tensor], list[Tensor], _tree.Tree]:
+    """The batch's shape and the leaves of two batches, checked to be alike."""
+    firsts, names, tree = _tree.flatten(a, "a")
+    _arguments.check_container(tree, len(firsts), "a")
+    for first, name in zip(firsts, names, strict=True):
+        _arguments.check_real_tensor(first, name)
+    batch = _arguments.check_batch(firsts, names, batch_ndim)
+    found = _tree.difference(tree, _tree.flatten(b, "b")[2], "b")
+    if found:
+        raise InputError(f"b: {found}; it must be like a.")
+    seconds = _tree.leaves_like(tree, b)
+    for first, second, name in zip(firsts, seconds, names, strict=True):
+        _arguments.check_real_tensor(second, f"b{name[1:]}")
+        if first.shape != second.shape:
+            batches = first.shape[:batch_ndim] != second.shape[:batch_ndim]
+            way_out = (
+                "Interpolation needs a partner for each sample; cut the larger batch: a[:n], b[:n]."
+                if batches and first.shape[batch_ndim:] == second.shape[batch_ndim:]
+                else "The samples themselves differ in shape, so there is no line between them: bring them to one "
+                "shape first (resize or crop images, pad sequences)."
+            )
+            raise InputError(
+                f"b{name[1:]}: has shape {tuple(second.shape)}, but {name} has {tuple(first.shape)}. {way_out}"
+            )
+        if first.dtype != second.dtype or first.device != second.device:
+            raise InputError(
+                f"b{name[1:]}: is {second.dtype} on {second.device}, but {name} is {first.dtype} on {first.device}."
+            )
+    return batch, firsts, seconds, tree
+
+
+def apart(samples: Any, detach: bool | None, name: str, recorded: bool) -> Any:
+    """The samples as a penalty on the critic takes them: detached, unless `detach=False`.
+
+    Where nobody said so and the result is `recorded`, that deserves a word: whoever made them gets no gradient.
+    """
+    if detach is False:
+        return samples
+    if detach is None and recorded and not torch.compiler.is_compiling():
+        leaves, names, _ = _tree.flatten(samples, name)
+        attached = [name for leaf, name in zip(leaves, names, strict=True) if _requires_grad(leaf)]
+        if attached:
+            warnings.warn(
+                f"{', '.join(attached)}: requires grad, and is detached here, so the penalty trains the critic alone: "
+                f"a generator or featurizer behind the samples gets no gradient from it. If that is what you want, "
+                f"say detach=True (or pass {name}.detach()); if not, detach=False.",
+                HodiffWarning,
+                stacklevel=_arguments.outside(),
+            )
+    return detached(samples)
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def vectors_like(
+    where: Where, vectors: Any, samples: int, probes: Probes, generator: torch.Generator | None
+) -> list[Tensor]:
+    """The caller's vectors like a point, stacked; or `samples` random ones. None is a tensor of inference mode."""
+    if vectors is not None:
+        given = stacked(*where.vectors(vectors, "vectors")[:2])
+        return [leaf.clone() if leaf.is_inference() else leaf for leaf in given]
+    check_generator(generator)
+    return [draw((samples, *leaf.shape), leaf, probes, generator) for leaf in where.tensors]
+
+
+def stacked(leaves: list[Tensor], count: int | None) -> list[Tensor]:
+    """One vector as a stack of one."""
+    if count == 0:
+        raise InputError("vectors: holds no vector, expected at least one.")
+    return [leaf.unsqueeze(0) for leaf in leaves] if count is None else leaves
+
+
+# --- norms of gradients, one for each sample, that are right at zero, at extremes and in half precision ---------------
+
+
+def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
+    r"""The norm of each sample's gradient, over everything but the batch, \(\lVert g_i \rVert\).
+
+    A sample's entries in all leaves of a container count as one vector. The derivative at a zero
+    gradient is zero, at every order (`sqrt(sum(g**2))` gives NaN there, `linalg.vector_norm` from
+    the second order on). The norm is right from 1e-30 to 1e30, where squares leave the range of float32.
+
+    Args:
+        grads: A tensor or a container of tensors, each `(*batch, ...)`.
+        ord: 2 (Euclidean), 1 (sum of absolute values) or `float("inf")` (largest absolute value).
+        batch_ndim: How many leading dimensions index samples. For points `(P, 3)` that is 1, for
+            `(B, P, 3)` it is 2; 0 takes everything as one sample.
+
+    Returns:
+        A tensor of shape `(*batch,)`, in float32 or better whatever the dtype of *grads*.
+
+    Raises:
+        InputError: No tensor, a batch that the leaves do not share, or another *ord*.
+
+    Cost:
+        No derivative pass: a few passes over the entries. Differentiable any number of times.
+
+    Examples:
+        A gradient of (3, 4) in two leaves, and a zero one:
+
+        >>> import torch, hodiff
+        >>> hodiff.sample_norm({"a": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([[4.0], [0.0]])})
+        tensor([5., 0.])
+
+    Reference:
+        The scaling by the largest entry is that of the BLAS routine `nrm2`: Blue, J. L. (1978). A portable
+        Fortran program to find the Euclidean norm of a vector. ACM TOMS 4(1). doi:10.1145/355769.355771.
+    """
+    check_ord(ord)
+    return norm(leaves_of(grads, batch_ndim), batch_ndim, ord)
+
+
+def check_ord(ord: float) -> None:
+    """Raise unless the norm is one whose derivatives are known to be safe."""
+    if not isinstance(ord, (int, float)) or ord not in (1, 2, float("inf")):
+        raise InputError(f'ord: got {ord!r}, expected 2, 1 or float("inf").')
+
+
+def leaves_of(grads: Any, batch_ndim: int) -> list[Tensor]:
+    """The tensors of a gradient, checked to share a batch."""
+    leaves, names, tree = _tree.flatten(grads, "grads")
+    _arguments.check_container(tree, len(leaves), "grads")
+    for leaf, name in zip(leaves, names, strict=True):
+        _arguments.check_real_tensor(leaf, name)
+    _arguments.check_batch(leaves, names, batch_ndim)
+    return leaves
+
+
+def norm(leaves: Sequence[Tensor], batch_ndim: int, ord: float = 2) -> Tensor:
+    """`sample_norm` of checked leaves."""
+    rows = [_rows(leaf, batch_ndim) for leaf in leaves if leaf.shape[batch_ndim:].numel()]
+    if not rows:
+        return wide(leaves[0].new_zeros(leaves[0].shape[:batch_ndim]))
+    row = rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+    if ord == 1:
+        return row.abs().sum(-1)
+    if ord != 2:
+        return row.abs().amax(-1)
+    plain = torch.linalg.vector_norm(row, dim=-1)
+    if _ordinary(plain):
+        return plain
+    # With the largest entry m drawn out, squares neither overflow nor vanish. m is a constant to the
+    # derivative: the norm does not depend on it.
+    with _settings.grad_mode(False):
+        largest = row.abs().amax(-1, keepdim=True)
+        dead = largest == 0  # not where it is NaN, which must show
+        largest = torch.where(dead, 1, largest.clamp(max=torch.finfo(row.dtype).max))  # inf / inf would be NaN
+    # A dead sample is moved off zero, where a norm has no second derivative, and its result replaced. One
+    # operation, so that there is no further copy of the gradient.
+    moved = torch.addcdiv(dead.to(row.dtype), row, largest)
+    return largest.squeeze(-1) * torch.where(dead.squeeze(-1), 0, torch.linalg.vector_norm(moved, dim=-1))
+
+
+def _ordinary(norms: Tensor) -> bool:
+    """Whether all norms are far from zero and from the ends of float32's range: the plain ones will do, and are faster.
+
+    Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced region, under vmap.
+    """
+    if norms.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    try:
+        return bool(((norms > 1e-12) & (norms < 1e12)).all())
+    except RuntimeError as error:
+        if "vmap" not in str(error):  # which refuses the question
+            raise
+        return False
+
+
+def squares(leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
+    """The squared norm of each sample's gradient: no root, so smooth everywhere."""
+    return _total([_dot(_rows(leaf, batch_ndim)) for leaf in leaves])
+
+
+def inner(a: Sequence[Tensor], b: Sequence[Tensor], batch_ndim: int) -> Tensor:
+    """The inner product of each sample's vectors."""
+    return _total([(_rows(x, batch_ndim) * _rows(y, batch_ndim)).sum(-1) for x, y in zip(a, b, strict=True)])
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 where the dtype is a shorter one."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _rows(leaf: Tensor, batch_ndim: int) -> Tensor:
+    """`(*batch, entries)`, in float32 or better: a square of 300 is infinite in float16."""
+    leaf = wide(leaf)
+    return leaf.flatten(batch_ndim) if leaf.ndim > batch_ndim else leaf.unsqueeze(-1)
+
+
+def _dot(row: Tensor) -> Tensor:
+    """The sum of squares; as a product, whose backward takes half the time and memory of that of `square`."""
+    return (row * row).sum(-1)
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+# --- what the losses share: whether they are recorded, how they are reduced, and the warnings that they give ----------
+
+
+def recording(on: bool) -> AbstractContextManager[Any]:
+    """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""
+    if torch.compiler.is_compiling():  # the tracer knows grad mode, but no inference mode
+        return _settings.grad_mode(on)
+    if on and torch.is_inference_mode_enabled():
+        return _settings.recording()
+    return _AS_IT_IS if torch.is_grad_enabled() is on else _settings.grad_mode(on)
+
+
+_AS_IT_IS = nullcontext()
+
+
+def accepted(allow: Allowed) -> Names:
+    """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
+    return Names((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
+
+
+_PASSES_ON = Names(("_DDPSink",))
+
+
+def check_critic(f: Any) -> None:
+    """Raise unless `f` can be called or is a tensor, and for a wrapper that loses gradients."""
+    if not callable(f) and not isinstance(f, Tensor):
+        raise InputError(f"f: is a {type(f).__name__}, expected a function, a module, or a tensor computed from x.")
+    if isinstance(f, DistributedDataParallel) and f.static_graph:
+        raise static_graph_error()
+
+
+def uncompiled(f: Any) -> Any:
+    """The module inside a `torch.compile` wrapper: compiled code has no second derivative, and its wrapper warns."""
+    return plain(f) if isinstance(f, nn.Module) else f
+
+
+def check_function(f: Any) -> None:
+    """Raise unless `f` can be called; a tensor will not do."""
+    if isinstance(f, Tensor) or not callable(f):
+        raise InputError(f"f: is a {type(f).__name__}, expected a function or a module.")
+
+
+def evaluation(
+    f: Any, x: Any, *, passes: int, batch_ndim: int, record: bool, allow: Allowed, args: Any, kwargs: Any
+) -> Graph:
+    """`f` at `x`, for a loss of its derivatives."""
+    check_critic(f)
+    return Graph(
+        call(
+            uncompiled(f),
+            x,
+            passes=passes,
+            batch_ndim=batch_ndim,
+            create_graph=record,
+            allow=accepted(allow),
+            args=args,
+            kwargs=kwargs,
+        )
+    )
+
+
+def pulled(ev: Graph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Jᵀv for each of the stacked vectors, stacked; one is a plain pass, several go in batches."""
+    count = vectors[0].shape[0]
+    if count == 1:
+        cotangents = _reverse.writable(ev, [v[0] for v in vectors])
+        return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, cotangents)]
+    return _reverse.products(ev, outputs, vectors, count, chunk_size=None)
+
+
+def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool) -> Tensor:
+    """The loss, once it is known that its graph is worth having."""
+    if not record:
+        return loss
+    refuse_static_graph([outputs])
+    warn_if_constant(leaves)
+    # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the last
+    # layer is in no gradient by the input.
+    # (`isinstance` would ask an abstract base class, in Python.)
+    return loss + 0 * outputs.sum() if DistributedDataParallel in f.__class__.__mro__ else loss
+
+
+def check_number(value: Any, name: str, *, least: float) -> None:
+    """Raise unless `value` is a finite number of at least `least`."""
+    if value.__class__ in (float, int) and least <= value <= _arguments.LARGEST:  # as nearly always
+        return
+    if not _arguments.is_number(value) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least}"
+        raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
+
+
+def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:
+    """Raise where there is no value to reduce; their sum is zero."""
+    if reduction in ("mean", "max") and not values.numel():
+        raise InputError(
+            f'x: holds no sample, so there is no {reduction}; use reduction="sum", or skip the empty batch.'
+        )
+
+
+def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
+    """The values of all samples as one."""
+    if reduction == "none":
+        return weight * values
+    refuse_empty(values, reduction)
+    whole = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]
+    return weight * whole()
+
+
+def _is_trained(leaf: Tensor) -> bool:
+    """Whether a leaf is the caller's, or an enclosing call differentiates by it."""
+    mark = mark_of(leaf)
+    return leaf.requires_grad and (mark is None or mark[0].open)
+
+
+def warn_if_constant(gradient: Sequence[Tensor]) -> None:
+    """Warn when nothing that is trained can be reached from the gradient. `requires_grad` alone would not show it."""
+    if gradient and not any(map(_is_trained, _nodes.leaves_below(gradient))):
+        warnings.warn(
+            "no trainable tensor is reachable from the gradient, so this penalty is a constant to the optimiser. Usual "
+            "causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, or the gradient does not "
+            "depend on them. If only the value is wanted: create_graph=False, or call it under torch.no_grad().",
+            HodiffWarning,
+            stacklevel=_arguments.outside(),
+        )
+
+
+_HAS_PROCESSES = torch.distributed.is_available()
+
+
+def refuse_static_graph(outputs: Sequence[Tensor]) -> None:
+    """Raise for a `DistributedDataParallel(static_graph=True)` that a function hides, at its first step."""
+    if not (_HAS_PROCESSES and torch.distributed.is_initialized()):
+        return
+    for function, nodes in _nodes.survey(outputs).functions():
+        if function.__name__ == "_DDPSink" and any(node.ddp_weakref().static_graph for node in nodes):
+            raise static_graph_error()
+
+
+def static_graph_error() -> GraphError:
+    return GraphError(
+        "f runs DistributedDataParallel(static_graph=True), which does not average the gradients of a penalty, "
+        "silently: the ranks would drift apart. Give the module inside (ddp.module) to the penalty, and add it to a "
+        "loss that goes through the wrapper, or build the wrapper without static_graph."
+    )
+
+
+# --- the route through `torch.compile`: a gradient that its tracer can follow -----------------------------------------
+# The rest of the library reads graphs, lends modules and warns, none of which a traced region can hold.
+# Inside one, the gradient comes from `torch.func.grad`, which Dynamo writes out as plain operations.
+
+
+def outputs_and_gradient(
+    critic: Any, x: Any, *, create_graph: bool, args: Any, kwargs: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """What the critic returns, and the gradient's leaves, inside a compiled region."""
+    if isinstance(x, nn.Module) or isinstance(critic.f, Tensor):
+        raise InputError(
+            "torch.compile: a penalty inside a compiled region takes a function and tensors. Call it outside the "
+            "region for a module's parameters, and for a tensor that was already computed."
+        )
+    leaves, _, tree = _tree.flatten(x)
+    _compiled_callers.check_point(leaves)
+
+    def total(point: list[Tensor]) -> tuple[Tensor, Tensor]:
+        batch = point[0].shape[: critic.batch_ndim]
+        before = _compiled_callers.functions_traced()
+        outputs = critic.f(_tree.rebuild(tree, iter(point)), *args, **(kwargs or {}))
+        _compiled_callers.check_functions(before)
+        scalars = critic.per_sample(outputs, batch)
+        _arguments.check_scalars(scalars, critic.batch_ndim, batch)
+        if not scalars.requires_grad:  # of this transform, which knows nothing but the point
+            raise GraphError(
+                "the result of f does not depend on x, or everything between the two was cut (.detach(), .data, a "
+                "torch.no_grad() block). Let f compute with the argument that it is given."
+            )
+        return scalars.sum(), outputs
+
+    with sdpa_kernel(SDPBackend.MATH):  # no second derivative through the fused kernels; nor, of some masks, a first
+        gradient, outputs = torch.func.grad(total, has_aux=True)(leaves)
+    if not create_graph:
+        gradient, outputs = [leaf.detach() for leaf in gradient], outputs.detach()
+    return outputs, list(gradient)

@@ -1,4 +1,4 @@
-"""`gradient_penalty`: the one core, on which the recipes of `_recipes` are a line or two."""
+"""`gradient_penalty`, the one core, with the recipes that are a line of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _independence, _modes, _nesting, _reverse
+from hodiff._core import _arguments, _call, _independence, _reverse, _settings
+from hodiff._core._arguments import Allowed, PatchReduction, Reduction, check_option, is_set
 from hodiff._core._call import call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, PatchReduction, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
-from hodiff.penalties import _compiled, _loss, _norm
+from hodiff.penalties import _critic
 from hodiff.penalties._critic import Critic
 
 Function = Callable[..., Any]
@@ -159,23 +159,23 @@ def gradient_penalty(
     """
     rule = Rule(target, one_sided, power, ord, weight, reduction)
     traced = torch.compiler.is_compiling()
-    critic = Critic(f if traced else _loss.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
+    critic = Critic(f if traced else _critic.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
     return_outputs = return_outputs is not False and is_set(return_outputs, "return_outputs")
-    record = _nesting.loss_recorded(create_graph)
+    record = _call.loss_recorded(create_graph)
     if traced:
-        outputs, gradient = _compiled.outputs_and_gradient(critic, x, create_graph=record, args=args, kwargs=kwargs)
+        outputs, gradient = _critic.outputs_and_gradient(critic, x, create_graph=record, args=args, kwargs=kwargs)
     else:
         outputs, gradient = outputs_and_gradient(
             critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
         )
         if check_independence is not False and is_set(check_independence, "check_independence"):
             _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with _loss.recording(record):
+    with _critic.recording(record):
         penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
         if not traced:
-            penalty = _loss.finished(penalty, f, outputs, gradient, record)
+            penalty = _critic.finished(penalty, f, outputs, gradient, record)
     return (penalty, outputs) if return_outputs else penalty
 
 
@@ -191,14 +191,14 @@ class Rule(NamedTuple):
 
     def check(self) -> None:
         """Raise for an option that is not known."""
-        _norm.check_ord(self.ord)
+        _critic.check_ord(self.ord)
         check_option(self.reduction, Reduction, "reduction")
-        _loss.check_number(self.weight, "weight", least=-math.inf)
-        _loss.check_number(self.power, "power", least=1)
+        _critic.check_number(self.weight, "weight", least=-math.inf)
+        _critic.check_number(self.power, "power", least=1)
         if self.one_sided is not False:
             is_set(self.one_sided, "one_sided")
         if not isinstance(self.target, Tensor):
-            _loss.check_number(self.target, "target", least=0)
+            _critic.check_number(self.target, "target", least=0)
         elif self.target.is_nested:
             raise InputError("target: is a nested tensor, expected a number or one entry per sample.")
 
@@ -212,13 +212,13 @@ class Rule(NamedTuple):
                     f"{tuple(batch)}."
                 )
         elif self.target == 0 and self.ord == 2 and self.power % 2 == 0:
-            squared = _norm.squares(gradient, batch_ndim)  # no root to take, so smooth also at zero
-            return _loss.reduce(
+            squared = _critic.squares(gradient, batch_ndim)  # no root to take, so smooth also at zero
+            return _critic.reduce(
                 squared if self.power == 2 else squared ** (self.power // 2), self.reduction, self.weight
             )
-        excess = _norm.norm(gradient, batch_ndim, self.ord) - self.target
+        excess = _critic.norm(gradient, batch_ndim, self.ord) - self.target
         excess = excess.clamp(min=0) if self.one_sided else excess.abs()
-        return _loss.reduce(_to_the(excess, self.power), self.reduction, self.weight)
+        return _critic.reduce(_to_the(excess, self.power), self.reduction, self.weight)
 
 
 def outputs_and_gradient(
@@ -228,8 +228,8 @@ def outputs_and_gradient(
     tensor = isinstance(critic.f, Tensor)
     where = x if isinstance(x, Where) else Where(x)
     if tensor:
-        _checks.check_batch(where.tensors, where.names, critic.batch_ndim)
-        with _modes.grad_mode(True):
+        _arguments.check_batch(where.tensors, where.names, critic.batch_ndim)
+        with _settings.grad_mode(True):
             what = critic.per_sample(critic.f, where.tensors[0].shape[: critic.batch_ndim])
     else:
         what = critic
@@ -241,7 +241,7 @@ def outputs_and_gradient(
         batch_ndim=critic.batch_ndim,
         create_graph=create_graph,
         strict=strict,
-        allow=_loss.accepted(allow),
+        allow=_critic.accepted(allow),
         args=args,
         kwargs=kwargs,
     )
@@ -260,3 +260,221 @@ def _to_the(excess: Tensor, power: float) -> Tensor:
         return excess ** int(power)
     alive = excess != 0  # a broken power has a derivative that is infinite at zero, at some order
     return torch.where(alive, torch.where(alive, excess, 1) ** power, 0)
+
+
+# --- penalties on gradients outside of adversarial training: the eikonal equation, the gradient of a loss -------------
+
+
+class Common(TypedDict, total=False):
+    """What the penalties below share.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    weight: float
+    target: float
+    power: float
+    create_graph: bool | None
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class OfPoints(Common, total=False):
+    """What `eikonal_penalty` takes beside."""
+
+    reduction: Reduction
+    check_independence: bool
+
+
+class OfParameters(Common, total=False):
+    """What `gradient_norm_penalty` takes beside."""
+
+    strict: bool | None
+
+
+@overload
+def eikonal_penalty(
+    f: What, points: Tensor, *, return_outputs: Literal[False] = False, **options: Unpack[OfPoints]
+) -> Tensor: ...
+
+
+@overload
+def eikonal_penalty(
+    f: What, points: Tensor, *, return_outputs: Literal[True], **options: Unpack[OfPoints]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def eikonal_penalty(
+    f: What, points: Tensor, *, return_outputs: bool, **options: Unpack[OfPoints]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def eikonal_penalty(
+    f: What,
+    points: Tensor,
+    *,
+    weight: float = 0.1,
+    target: float = 1.0,
+    power: float = 2,
+    reduction: Reduction = "mean",
+    create_graph: bool | None = None,
+    return_outputs: bool = False,
+    check_independence: bool = False,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The eikonal equation, that of distances, as a loss: \(\lambda\,\mathrm{mean}\,|\lVert\nabla f(x)\rVert - 1|^p\).
+
+    A point is one row: the norm is over the last dimension, whatever comes before, `(P, 3)` or `(B, P, 3)`.
+
+    Args:
+        f: A function of points that gives one value each, `(*batch,)` or `(*batch, 1)`; or such a tensor, computed
+            from *points*.
+        points: Shape `(*batch, d)`. For a latent code beside the coordinates, pass it in *args*: it must not count.
+        weight: \(\lambda\), 0.1 in IGR; SIREN uses 50 with `power=1`.
+        target: The wanted norm.
+        power: The exponent, 2 in IGR, 1 in SIREN.
+        reduction: As for `gradient_penalty`.
+        create_graph: As for `gradient_penalty`.
+        return_outputs: Whether to return `f(points)` too.
+        check_independence: As for `gradient_penalty`.
+        allow: As for `gradient_penalty`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair.
+
+    Raises:
+        InputError: *points* is not one tensor with coordinates in its last dimension; or as for `gradient_penalty`.
+        GraphError: As for `gradient_penalty`.
+
+    Cost:
+        That of `gradient_penalty`.
+
+    Examples:
+        The distance to the origin solves the equation, and three times it is off by (3 - 1)²:
+
+        >>> import torch, hodiff
+        >>> points = torch.randn(5, 7, 3, dtype=torch.float64)
+        >>> with torch.no_grad():
+        ...     once, thrice = (hodiff.eikonal_penalty(lambda x: c * x.norm(dim=-1), points) for c in (1, 3))
+        >>> round(once.item(), 9), round(thrice.item(), 9)
+        (0.0, 0.4)
+
+    Reference:
+        Gropp, A. et al. (2020), IGR. arXiv:2002.10099; Sitzmann, V. et al. (2020), SIREN. arXiv:2006.09661.
+    """
+    _arguments.check_real_tensor(points, "points")
+    if points.ndim < 2:
+        raise InputError(
+            f"points: has shape {tuple(points.shape)}, expected (*batch, d) with the coordinates last; "
+            f"a single point is points[None]."
+        )
+    return gradient_penalty(
+        f,
+        points,
+        target=target,
+        power=power,
+        weight=weight,
+        reduction=reduction,
+        batch_ndim=points.ndim - 1,
+        create_graph=create_graph,
+        return_outputs=return_outputs,
+        check_independence=check_independence,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+@overload
+def gradient_norm_penalty(
+    f: What, where: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OfParameters]
+) -> Tensor: ...
+
+
+@overload
+def gradient_norm_penalty(
+    f: What, where: Any, *, return_outputs: Literal[True], **options: Unpack[OfParameters]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gradient_norm_penalty(
+    f: What, where: Any, *, return_outputs: bool, **options: Unpack[OfParameters]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def gradient_norm_penalty(
+    f: What,
+    where: Any,
+    *,
+    weight: float = 1.0,
+    target: float = 0.0,
+    power: float = 2,
+    create_graph: bool | None = None,
+    return_outputs: bool = False,
+    strict: bool | None = None,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The size of a loss's gradient by the parameters, \(\mu\lVert\nabla_\theta L\rVert^2\): one norm over all.
+
+    Args:
+        f: A function of *where* that gives the loss, one element: `lambda model: loss(model(x), y)`; or the loss
+            itself, already computed.
+        where: Usually a module (its trainable parameters; `f` receives it) or `hodiff.select(module, ...)`; any point.
+        weight: \(\mu\). The implicit regularisation of gradient descent with step h is that of \(\mu = h/4\).
+        target: The wanted norm.
+        power: The exponent; 1 penalises the norm itself (Zhao et al.).
+        create_graph: As for `gradient_penalty`.
+        return_outputs: Whether to return the loss too, of the same evaluation.
+        strict: What a part of *where* gives that the loss does not depend on. None: zeros, and an error where that is
+            all of it. True: an error. False: zeros, all of it too (isolated atoms).
+        allow: As for `gradient_penalty`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A scalar tensor of shape `()`; with *return_outputs* `(penalty, loss)`, both differentiable by the parameters.
+
+    Raises:
+        InputError: `f` gives more than one element; or as for `gradient_penalty`.
+        GraphError: As for `gradient_penalty`.
+
+    Cost:
+        One evaluation of `f` and one reverse pass; the backward of the penalty is a Hessian-vector product.
+
+    Examples:
+        \(L = \tfrac12 \lVert\theta\rVert^2\) has the gradient \(\theta\):
+
+        >>> import torch, hodiff
+        >>> theta = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> penalty = hodiff.gradient_norm_penalty(lambda t: t @ t / 2, theta)
+        >>> penalty.backward()
+        >>> penalty.item(), theta.grad
+        (25.0, tensor([6., 8.]))
+
+    Reference:
+        Barrett, D. and Dherin, B. (2021). Implicit gradient regularization. arXiv:2009.11162. Zhao, Y. et al. (2022).
+        Penalizing gradient norm for efficiently improving generalization. arXiv:2202.03599.
+    """
+    return gradient_penalty(
+        f,
+        where,
+        target=target,
+        power=power,
+        weight=weight,
+        batch_ndim=0,
+        create_graph=create_graph,
+        return_outputs=return_outputs,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    )

@@ -8,14 +8,14 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _independence, _modes, _nesting
+from hodiff._core import _arguments, _call, _independence, _settings
+from hodiff._core._arguments import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
-from hodiff._core._random_state import RandomState
+from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
-from hodiff.calculus._along import by_lines
+from hodiff.calculus._directional import by_lines
 from hodiff.errors import InputError
-from hodiff.penalties import _loss, _norm, _points
+from hodiff.penalties import _critic
 from hodiff.penalties._critic import Critic
 from hodiff.penalties._gradient import Function, outputs_and_gradient
 
@@ -121,7 +121,7 @@ def hessian_penalty(
 
         >>> import torch, hodiff
         >>> z = torch.randn(1, 2)
-        >>> with _modes.grad_mode(False):
+        >>> with torch.no_grad():
         ...     many = hodiff.hessian_penalty(lambda z: z[:, 0] * z[:, 1], z, samples=500)
         >>> abs(many.item() - 4) < 0.5
         True
@@ -129,42 +129,42 @@ def hessian_penalty(
     Reference:
         Peebles, W. et al. (2020). The Hessian penalty. arXiv:2008.10599.
     """
-    _loss.check_number(weight, "weight", least=0)
-    _loss.check_number(epsilon, "epsilon", least=0)
+    _critic.check_number(weight, "weight", least=0)
+    _critic.check_number(epsilon, "epsilon", least=0)
     check_option(method, SecondMethod, "method")
     if method == "differences" and not epsilon:
         raise InputError("epsilon: got 0, expected a positive step of the differences.")
-    _checks.check_integer(samples, "samples", least=2)
+    _arguments.check_integer(samples, "samples", least=2)
     check_option(reduction, ExtremeReduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
-    _loss.check_function(f)
-    _loss.check_critic(f)
-    _checks.check_arguments(args, kwargs)
+    _critic.check_function(f)
+    _critic.check_critic(f)
+    _arguments.check_arguments(args, kwargs)
     where = Where(x)
-    _checks.check_batch(where.tensors, where.names, batch_ndim)
-    directions = _points.vectors_like(where, vectors, samples, "rademacher", generator)
+    _arguments.check_batch(where.tensors, where.names, batch_ndim)
+    directions = _critic.vectors_like(where, vectors, samples, "rademacher", generator)
     if directions[0].shape[0] < 2:
         raise InputError("vectors: holds one vector, expected at least two: a variance is taken over them.")
     if is_set(check_independence, "check_independence"):
-        _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    record = _nesting.loss_recorded(create_graph)
+        _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    record = _call.loss_recorded(create_graph)
     along = Along(_one_draw(f, where, args, kwargs or {}), where, batch_ndim, record, allow)
-    with _loss.recording(record):
+    with _critic.recording(record):
         output = along.value(where.tensors)
-        _loss.refuse_empty(output, reduction)
+        _critic.refuse_empty(output, reduction)
         if method == "exact":
             seconds = [along.second(v) for v in zip(*directions, strict=True)]
         else:
             seconds = [along.difference(v, output, epsilon) for v in zip(*directions, strict=True)]
-        loss = _loss.reduce(_norm.wide(torch.stack(seconds)).var(0), reduction, weight)
-        loss = _loss.finished(loss, f, output, seconds, record)
+        loss = _critic.reduce(_critic.wide(torch.stack(seconds)).var(0), reduction, weight)
+        loss = _critic.finished(loss, f, output, seconds, record)
     return (loss, output) if return_outputs else loss
 
 
 def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
     """`f` with the same random numbers at each call: of different ones, differences would be those of the draws."""
     random = RandomState.of(where.tensors[0].device)
-    inside = _loss.uncompiled(f)
+    inside = _critic.uncompiled(f)
 
     def call(z: Any) -> Any:
         random.restore()
@@ -184,7 +184,7 @@ class Along(NamedTuple):
 
     def evaluation(self, leaves: Sequence[Tensor], passes: int) -> Graph:
         """The function at a point."""
-        return _loss.evaluation(
+        return _critic.evaluation(
             self.f,
             self.where.result(leaves),
             passes=passes,
@@ -198,7 +198,7 @@ class Along(NamedTuple):
     def value(self, leaves: Sequence[Tensor]) -> Tensor:
         """The outputs at a point."""
         with self.evaluation(leaves, passes=0) as ev:
-            return _checks.check_output(ev.value())
+            return _arguments.check_output(ev.value())
 
     def difference(self, v: Sequence[Tensor], here: Tensor, step: float) -> Tensor:
         """By central differences."""
@@ -211,7 +211,7 @@ class Along(NamedTuple):
     def second(self, v: Sequence[Tensor]) -> Tensor:
         """The directional derivative of the directional derivative."""
         with self.evaluation(self.where.tensors, passes=4) as ev:
-            _, second = by_lines(ev, _checks.check_output(ev.outputs), v)
+            _, second = by_lines(ev, _arguments.check_output(ev.outputs), v)
             return second
 
 
@@ -268,7 +268,7 @@ def curvature_penalty(
         \(\ell = \tfrac12 \lVert x\rVert^2\) has the gradient x, so the difference is h z with \(\lVert z\rVert = 1\):
 
         >>> import torch, hodiff
-        >>> with _modes.grad_mode(False):
+        >>> with torch.no_grad():
         ...     hodiff.curvature_penalty(lambda x: x.square().sum(1) / 2, torch.randn(4, 3), weight=1.0, h=2.0)
         tensor(4.)
 
@@ -276,13 +276,13 @@ def curvature_penalty(
         Moosavi-Dezfooli, S.-M. et al. (2019). Robustness via curvature regularization, and vice versa.
         arXiv:1811.09716. Other code: the authors' takes the norm without its square.
     """
-    _loss.check_number(weight, "weight", least=0)
-    _loss.check_number(h, "h", least=0)
+    _critic.check_number(weight, "weight", least=0)
+    _critic.check_number(h, "h", least=0)
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
-    record = _nesting.loss_recorded(create_graph)
-    _loss.check_function(f)
-    critic = Critic(_loss.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
+    record = _call.loss_recorded(create_graph)
+    _critic.check_function(f)
+    critic = Critic(_critic.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
     critic.check()
     if is_set(check_independence, "check_independence"):
         _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
@@ -290,15 +290,15 @@ def curvature_penalty(
     where = Where(x)
     random = RandomState.of(where.tensors[0].device)
     outputs, here = outputs_and_gradient(critic, where, **options)
-    with _modes.grad_mode(False):
+    with _settings.grad_mode(False):
         signs = [part.sign() for part in here]
-        scale = h / _norm.norm(signs, batch_ndim).clamp(min=1)  # of no signs the norm is 0, of some at least 1
+        scale = h / _critic.norm(signs, batch_ndim).clamp(min=1)  # of no signs the norm is 0, of some at least 1
         steps = [sign * scale.to(sign).reshape(*scale.shape, *[1] * (sign.ndim - batch_ndim)) for sign in signs]
-    with _loss.recording(record):
+    with _critic.recording(record):
         there = where.result([leaf + step for leaf, step in zip(where.tensors, steps, strict=True)])
         random.restore()  # of two draws (dropout) the difference would be that of the draws
         _, moved = outputs_and_gradient(critic, there, **options)
-        change = [_norm.wide(b) - _norm.wide(a) for a, b in zip(here, moved, strict=True)]
-        loss = _loss.reduce(_norm.squares(change, batch_ndim), reduction, weight)
-        loss = _loss.finished(loss, f, outputs, change, record)
+        change = [_critic.wide(b) - _critic.wide(a) for a, b in zip(here, moved, strict=True)]
+        loss = _critic.reduce(_critic.squares(change, batch_ndim), reduction, weight)
+        loss = _critic.finished(loss, f, outputs, change, record)
     return (loss, outputs) if return_outputs else loss

@@ -8,11 +8,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _dense, _independence, _nesting
-from hodiff._core._options import Allowed, Probes, Reduction, check_option, is_set
+from hodiff._core import _arguments, _call, _independence, _reverse
+from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
-from hodiff.penalties import _loss, _norm, _points
+from hodiff.penalties import _critic
 from hodiff.penalties._gradient import What
 
 
@@ -114,19 +114,19 @@ def jacobian_penalty(
         arXiv:1908.02729. Rifai, S. et al. (2011). Contractive auto-encoders. ICML. Other code: JacobianReg is
         the same for outputs `(N, C)`, and takes no others.
     """
-    _loss.check_number(weight, "weight", least=0)
+    _critic.check_number(weight, "weight", least=0)
     check_option(reduction, Reduction, "reduction")
     check_option(probes, Probes, "probes")
     return_outputs = is_set(return_outputs, "return_outputs")
     if samples is not None:
-        _checks.check_integer(samples, "samples", least=1)
-    record = _nesting.loss_recorded(create_graph)
+        _arguments.check_integer(samples, "samples", least=1)
+    record = _call.loss_recorded(create_graph)
     if is_set(check_independence, "check_independence"):
-        _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with _loss.evaluation(
+        _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    with _critic.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:
-        output = _checks.check_output(ev.outputs)
+        output = _arguments.check_output(ev.outputs)
         if output.shape[:batch_ndim] != ev.batch:
             raise InputError(
                 f"f: returned shape {tuple(output.shape)}, expected {tuple(ev.batch)} in front, one row per sample "
@@ -134,15 +134,15 @@ def jacobian_penalty(
             )
         exact = samples is None and vectors is None
         if exact:
-            [parts] = _dense.blocks(ev, [output], chunk_size=None)
+            [parts] = _reverse.blocks(ev, [output], chunk_size=None)
         else:
-            drawn = _points.vectors_like(Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator)
-            parts = _loss.pulled(ev, [output], drawn)
-    with _loss.recording(record):
+            drawn = _critic.vectors_like(Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator)
+            parts = _critic.pulled(ev, [output], drawn)
+    with _critic.recording(record):
         if exact:
-            values = _norm.squares(parts, batch_ndim)
+            values = _critic.squares(parts, batch_ndim)
         else:
-            values = _norm.squares(parts, batch_ndim + 1).mean(0)
-        loss = _loss.reduce(values, reduction, weight / 2)
-        loss = _loss.finished(loss, f, output, parts, record)
+            values = _critic.squares(parts, batch_ndim + 1).mean(0)
+        loss = _critic.reduce(values, reduction, weight / 2)
+        loss = _critic.finished(loss, f, output, parts, record)
     return (loss, ev.value()) if return_outputs else loss

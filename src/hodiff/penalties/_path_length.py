@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _claims, _modes, _nesting, _reverse
-from hodiff._core._options import Allowed, Reduction, check_option, is_set
+from hodiff._core import _arguments, _call, _locks, _reverse, _settings
+from hodiff._core._arguments import Allowed, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
-from hodiff.penalties import _loss, _norm, _points
+from hodiff.penalties import _critic
 from hodiff.penalties._gradient import Function
 
 
@@ -62,8 +62,8 @@ class PathLengthPenalty(nn.Module):
 
     def __init__(self, weight: float = 2.0, decay: float = 0.01) -> None:
         super().__init__()
-        _loss.check_number(weight, "weight", least=0)
-        _loss.check_number(decay, "decay", least=0)
+        _critic.check_number(weight, "weight", least=0)
+        _critic.check_number(decay, "decay", least=0)
         if decay > 1:
             raise InputError(f"decay: got {decay!r}, expected a number between 0 and 1.")
         self.weight = weight
@@ -105,34 +105,36 @@ class PathLengthPenalty(nn.Module):
         """
         check_option(reduction, Reduction, "reduction")
         return_outputs = is_set(return_outputs, "return_outputs")
-        _checks.check_real_tensor(w, "w")
+        _arguments.check_real_tensor(w, "w")
         if w.ndim not in (2, 3) or not w.shape[0]:
             raise InputError(f"w: has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
-        _loss.check_function(f)
-        record = _nesting.loss_recorded(create_graph)
-        with _loss.evaluation(f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs) as ev:
-            images = _checks.check_output(ev.outputs)
+        _critic.check_function(f)
+        record = _call.loss_recorded(create_graph)
+        with _critic.evaluation(
+            f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs
+        ) as ev:
+            images = _arguments.check_output(ev.outputs)
             if images.ndim < 2 or images.shape[0] != w.shape[0]:
                 raise InputError(f"f: returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
-            with _modes.grad_mode(False):
-                [noise] = _points.vectors_like(Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator)
+            with _settings.grad_mode(False):
+                [noise] = _critic.vectors_like(Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator)
                 if noise.shape[0] != 1:
                     raise InputError(f"vectors: holds {noise.shape[0]} vectors like the images, expected one.")
                 noise = noise[0] / images.shape[2:].numel() ** 0.5
             outputs = ev.value()
             gradient = _reverse.pull(ev, [images], [noise])
-        with _loss.recording(record):
+        with _critic.recording(record):
             layers = w.shape[1] if w.ndim == 3 else 1
-            lengths = _norm.norm(gradient, 1) / layers**0.5
+            lengths = _critic.norm(gradient, 1) / layers**0.5
             self.lengths = lengths.detach()
-            with _claims.lock:  # of several threads each moves what another has left
+            with _locks.lock:  # of several threads each moves what another has left
                 mean = self.mean_length.to(lengths)
                 if self.training:
                     mean = mean.lerp(lengths.mean(), self.decay)
-                    with _modes.grad_mode(False):
+                    with _settings.grad_mode(False):
                         self.mean_length.copy_(mean)
-            loss = _loss.reduce((lengths - mean).square(), reduction, self.weight)
-            loss = _loss.finished(loss, f, images, gradient, record)
+            loss = _critic.reduce((lengths - mean).square(), reduction, self.weight)
+            loss = _critic.finished(loss, f, images, gradient, record)
         return (loss, outputs) if return_outputs else loss
 
     def extra_repr(self) -> str:

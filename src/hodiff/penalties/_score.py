@@ -8,12 +8,12 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _independence, _nesting, _reverse
+from hodiff._core import _arguments, _call, _independence, _reverse
+from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
-from hodiff.penalties import _loss, _norm, _points
+from hodiff.penalties import _critic
 from hodiff.penalties._gradient import What
 
 
@@ -123,28 +123,28 @@ def sliced_score_matching_loss(
     check_option(probes, Probes, "probes")
     return_outputs = is_set(return_outputs, "return_outputs")
     log_density, variance_reduced = is_set(log_density, "log_density"), is_set(variance_reduced, "variance_reduced")
-    _checks.check_integer(samples, "samples", least=1)
-    record = _nesting.loss_recorded(create_graph)
+    _arguments.check_integer(samples, "samples", least=1)
+    record = _call.loss_recorded(create_graph)
     where = Where(x)
     passes = 2 if log_density else 1
-    drawn = _points.vectors_like(where, vectors, samples, probes, generator)
+    drawn = _critic.vectors_like(where, vectors, samples, probes, generator)
     if is_set(check_independence, "check_independence"):
-        _independence.check(_loss.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with _loss.evaluation(
+        _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    with _critic.evaluation(
         f, where, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:
         score = _reverse.gradient(ev, differentiated=True) if log_density else _score(ev, where)
-        products = _loss.pulled(ev, score, drawn)
+        products = _critic.pulled(ev, score, drawn)
         first = ev.tensors()[0]
-    with _loss.recording(record):
+    with _critic.recording(record):
         score = score if record else [part.detach() for part in score]
-        trace = _norm.inner(drawn, products, batch_ndim + 1).mean(0)
+        trace = _critic.inner(drawn, products, batch_ndim + 1).mean(0)
         if variance_reduced:
-            size = _norm.squares(score, batch_ndim)
+            size = _critic.squares(score, batch_ndim)
         else:
-            size = _norm.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
-        loss = _loss.reduce(trace + size / 2, reduction, 1.0)
-        loss = _loss.finished(loss, f, first, score, record)
+            size = _critic.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
+        loss = _critic.reduce(trace + size / 2, reduction, 1.0)
+        loss = _critic.finished(loss, f, first, score, record)
     return (loss, ev.value()) if return_outputs else loss
 
 

@@ -5,9 +5,6 @@ state: `rule(params, grads, state, step) -> (params, state)`. Parameters are lik
 first step is None. A function of yours with that signature is a rule as well.
 """
 
-from hodiff.rules._adam import Adam, Adamax, AdamW, NAdam, RAdam
-from hodiff.rules._adaptive import Adadelta, Adagrad, RMSprop
-from hodiff.rules._rule import Rule
-from hodiff.rules._sgd import SGD
+from hodiff.rules._optimisers import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rule
 
 __all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rule"]

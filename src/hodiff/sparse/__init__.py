@@ -11,8 +11,7 @@ from hodiff._core import _lazy
 
 if TYPE_CHECKING:
     from hodiff.sparse._coloring import color
-    from hodiff.sparse._detect import sparsity_pattern
-    from hodiff.sparse._pattern import Pattern
+    from hodiff.sparse._pattern import Pattern, sparsity_pattern
     from hodiff.sparse._plan import Plan, plan_hessian, plan_jacobian
 
 __all__ = ["Pattern", "Plan", "color", "plan_hessian", "plan_jacobian", "sparsity_pattern"]
@@ -22,8 +21,7 @@ __getattr__, __dir__ = _lazy.names(
     globals(),
     {
         "_coloring": ("color",),
-        "_detect": ("sparsity_pattern",),
-        "_pattern": ("Pattern",),
+        "_pattern": ("Pattern", "sparsity_pattern"),
         "_plan": ("Plan", "plan_hessian", "plan_jacobian"),
     },
 )

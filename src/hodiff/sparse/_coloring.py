@@ -1,4 +1,4 @@
-"""`color`: columns (or rows) that one product can share.
+"""`color`: columns (or rows) that one product can share, with each entry's place in the products.
 
 Colours are assigned greedily. The colours around a vertex are the bits of one Python integer, so that what a vertex
 may not have is found by one "or" for each neighbour, however many colours there are.
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core._options import check_option
+from hodiff._core._arguments import check_option
 from hodiff.errors import InputError
 from hodiff.sparse._pattern import Pattern, check_layout, check_symmetric, given
 
@@ -252,3 +252,52 @@ _STAR = [
     _Way(partial(_by_stars, order="natural", wary=False), "natural"),
     _Way(partial(_with_diagonal, order="natural"), "natural"),
 ]
+
+
+# --- where in the compressed products each entry of a matrix stands: one gather, worked out once ----------------------
+
+
+def symmetric(pattern: Pattern, colors: Tensor) -> Tensor:
+    """For each entry its place in the flat products `B[color, row]` of a symmetric matrix.
+
+    Entry (i, j) is B[c(j), i] where c(j) occurs once among the columns of row i, else B[c(i), j].
+    """
+    count = pattern.shape[0]
+    here = colors[pattern.columns] * count + pattern.rows
+    there = colors[pattern.rows] * count + pattern.columns
+    alone = _alone(here)
+    turned = _alone(there)
+    _check(alone | turned, pattern)
+    return torch.where(alone, here, there)
+
+
+def by_columns(pattern: Pattern, colors: Tensor) -> Tensor:
+    """For each entry its place in the flat products `B[color, row]` with sums of columns."""
+    here = colors[pattern.columns] * pattern.shape[0] + pattern.rows
+    _check(_alone(here), pattern)
+    return here
+
+
+def by_rows(pattern: Pattern, colors: Tensor) -> Tensor:
+    """For each entry its place in the flat products `B[color, column]` with sums of rows."""
+    here = colors[pattern.rows] * pattern.shape[1] + pattern.columns
+    _check(_alone(here), pattern)
+    return here
+
+
+def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
+    """The sums of the unit vectors of each colour, `(colors, n)`, of the dtype and on the device of a tensor."""
+    return like.new_zeros(count, len(colors)).scatter_(0, colors.to(like.device).reshape(1, -1), 1)
+
+
+def _alone(places: Tensor) -> Tensor:
+    """Which places occur once."""
+    return torch.bincount(places)[places] == 1 if len(places) else places.bool()
+
+
+def _check(found: Tensor, pattern: Pattern) -> None:
+    if not bool(found.all()):
+        entry = int((~found).nonzero()[0, 0])
+        raise AssertionError(
+            f"the colouring does not tell entry ({int(pattern.rows[entry])}, {int(pattern.columns[entry])}) apart"
+        )

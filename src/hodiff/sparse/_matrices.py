@@ -7,9 +7,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from hodiff._core import _checks
+from hodiff._core import _arguments
+from hodiff._core._arguments import Allowed, ChunkSize, SparseOutput, check_option, is_set
 from hodiff._core._call import call
-from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option, is_set
 from hodiff._core._where import Where
 
 
@@ -37,7 +37,7 @@ def sparse_hessian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[Op
 
 def sparse_hessian(
     f: Any,
-    x: Any = _checks.MISSING,
+    x: Any = _arguments.MISSING,
     *,
     pattern: Any = None,
     output: SparseOutput = "torch",
@@ -114,7 +114,7 @@ def sparse_jacobian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[O
 
 def sparse_jacobian(
     f: Any,
-    x: Any = _checks.MISSING,
+    x: Any = _arguments.MISSING,
     *,
     pattern: Any = None,
     output: SparseOutput = "torch",
@@ -176,12 +176,12 @@ def _matrix(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> Any:
-    from hodiff.calculus import _hessian
+    from hodiff.calculus import _second
     from hodiff.sparse import _plan
 
     check_option(output, SparseOutput, "output")
     check = is_set(check, "check")
-    _checks.check_chunk_size(chunk_size)
+    _arguments.check_chunk_size(chunk_size)
     if output == "scipy":
         _plan.scipy_sparse()
     where = Where(x)
@@ -189,7 +189,7 @@ def _matrix(
     common: dict[str, Any] = {"allow": allow, "args": args, "kwargs": kwargs}
     later: dict[str, Any] = {"create_graph": create_graph, "chunk_size": chunk_size}
     if output == "auto" and pattern is None and size < _plan.BREAK_EVEN and order == 2:
-        return _hessian.hessian(f, x, matrix=True, **common, **later)
+        return _second.hessian(f, x, matrix=True, **common, **later)
     asked = call(f, where, passes=order, create_graph=False, **common)
     plan = _plan.prepared(asked, where, f, order, pattern, {"output": output, **common})
     return plan(x, check=check, **later)

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _compiled_callers, _nodes, _reverse, _tree
+from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _tree
+from hodiff._core._arguments import Allowed, ChunkSize, SparseOutput, check_option, is_set
 from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph
-from hodiff._core._options import Allowed, ChunkSize, SparseOutput, check_option, is_set
-from hodiff._core._random_state import RandomState
+from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, InputError
-from hodiff.sparse import _coloring, _recover
-from hodiff.sparse._detect import detect
-from hodiff.sparse._pattern import Pattern, given, scipy_sparse
+from hodiff.sparse import _coloring
+from hodiff.sparse._pattern import Pattern, detect, given, scipy_sparse
 
 BREAK_EVEN = 600
 """With fewer columns the dense matrix is computed sooner than a pattern and its colours."""
@@ -44,7 +43,7 @@ class Plan:
         self.colors = colors
         self.kind = kind
         self.products = int(colors.max()) + 1 if len(colors) else 0
-        recover = {"star": _recover.symmetric, "rows": _recover.by_rows, "columns": _recover.by_columns}[kind]
+        recover = {"star": _coloring.symmetric, "rows": _coloring.by_rows, "columns": _coloring.by_columns}[kind]
         self.place = recover(pattern, colors)
         self._whole = pattern, self.place
         self._f = f
@@ -129,7 +128,7 @@ class Plan:
         Arguments are those of the plan itself.
         """
         asked = self._options
-        chunk = _checks.check_chunk_size(chunk_size)
+        chunk = _arguments.check_chunk_size(chunk_size)
         others = asked["args"] if args is None else args, asked["kwargs"] if kwargs is None else kwargs
         if check is None:
             compared = bool(self.pattern.values_read) or _are_other((asked["args"], asked["kwargs"]), others)
@@ -172,7 +171,7 @@ class Plan:
     def _seeds(self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None) -> list[Tensor]:
         """The sums of unit vectors of each colour, and a random vector to compare, leaf by leaf."""
         parts = [
-            _recover.seeds(colors, self.products, like)
+            _coloring.seeds(colors, self.products, like)
             for colors, like in zip(self.colors.split(list(sizes)), likes, strict=True)
         ]
         if random is not None:

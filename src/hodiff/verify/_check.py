@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _checks, _modes
+from hodiff._core import _arguments, _settings
+from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
 from hodiff._core._faults import interrupts
 from hodiff._core._lending import Lending
-from hodiff._core._options import Allowed
-from hodiff._core._random_vectors import check_generator
+from hodiff._core._vectors import check_generator
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError
-from hodiff.verify._compare import Point, compare, derived, epsilon, random_direction
-from hodiff.verify._report import Cause, Check, Report
+from hodiff.verify._differences import Cause, Check, Point, Report, compare, derived, epsilon, random_direction
 
 
 def check_derivatives(
@@ -96,8 +95,8 @@ def check_derivatives(
         >>> hodiff.check_derivatives(damped, torch.ones(3), allow="damped").ok
         True
     """
-    _checks.check_integer(order, "order", least=1)
-    _checks.check_integer(directions, "directions", least=1)
+    _arguments.check_integer(order, "order", least=1)
+    _arguments.check_integer(directions, "directions", least=1)
     check_generator(generator)
     where = Where(x)
     try:
@@ -138,23 +137,23 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> Report:
-    from hodiff.verify import _blame, _kinks, _remarks  # with what explains graphs: not loaded by `import hodiff`
+    from hodiff.verify import _blame, _evaluation  # with what explains graphs: not loaded by `import hodiff`
     from hodiff.verify._evaluation import Evaluation
 
     if not callable(f) or isinstance(f, Tensor):
         raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
-    surroundings = _remarks.Surroundings(f)
+    surroundings = _evaluation.Surroundings(f)
     # No pass of this call's own: it lends and casts; the calls of `grad` below differentiate.
     # Autocast would round what is compared to a few digits.
     device = where.tensors[0].device.type
     with (
         Lending(call(f, where, passes=0, allow=allow, cast=dtype, args=args, kwargs=kwargs)) as lending,
         torch.random.fork_rng(),
-        _modes.autocast(device),
+        _settings.autocast(device),
     ):
         evaluation = Evaluation(lending, generator)
         try:
-            remarks = _remarks.remarks(evaluation, surroundings)
+            remarks = _evaluation.remarks(evaluation, surroundings)
             evaluation.steady()
             evaluation.allow(lending.call.allow)
             point = evaluation.point
@@ -169,7 +168,7 @@ def _run(
                         causes = _blame.causes(evaluation, path, checks[-1], allow)
                 if any(check.verdict == "disagrees" for check in checks):
                     break  # nothing stands on this order
-            at_x = _kinks.kinks(evaluation, paths[0][0], epsilon(point) ** 0.5)
+            at_x = _evaluation.kinks(evaluation, paths[0][0], epsilon(point) ** 0.5)
             remarks += [kink for kink in at_x if kink not in causes]
         finally:
             evaluation.attributes.restore()

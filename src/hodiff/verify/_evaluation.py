@@ -1,18 +1,20 @@
-"""One function at one point, evaluated again and again: the same random numbers, and values held where they are cut."""
+"""One function at one point, evaluated again and again: its random numbers, its kinks, its memory of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _checks, _modes
+from hodiff._core import _arguments, _settings
 from hodiff._core._lending import Lending
 from hodiff.graph._names import HIDDEN
-from hodiff.verify._compare import Point, normal
+from hodiff.graph._source import Line
+from hodiff.verify._differences import Cause, Point, cause, normal
 from hodiff.verify._trace import Holder, Key, Recorder, Site
 
 
@@ -63,7 +65,7 @@ class Evaluation:
         self._hooks, self._steady = True, False
         self.allowed: list[Site] = []
         lending.remember()
-        self.output = _checks.check_output(self.run(self.point))
+        self.output = _arguments.check_output(self.run(self.point))
         self.drew, self.attributes = lending.drew_random(), Attributes(lending.borrowed)
         self._weights = torch.ones((), device="cpu") if self.output.numel() == 1 else normal(self.output, generator)
 
@@ -75,7 +77,7 @@ class Evaluation:
         if self._steady:
             self.attributes.restore()
         held = {site.key: site.value for site in self.allowed} | self._held
-        with _modes.on(Holder(held, hooks=self._hooks)) if held or not self._hooks else nullcontext():
+        with _settings.on(Holder(held, hooks=self._hooks)) if held or not self._hooks else nullcontext():
             return self.lending.run(leaves, leaves)
 
     def steady(self) -> None:
@@ -97,7 +99,7 @@ class Evaluation:
         self.lending.restart()
         self.attributes.restore()
         recorder = Recorder(**what)
-        with _modes.grad_mode(True), _modes.on(recorder):
+        with _settings.grad_mode(True), _settings.on(recorder):
             self.lending.run(leaves, leaves)
         return recorder
 
@@ -122,3 +124,117 @@ class Evaluation:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+# --- what else to know of `f` -----------------------------------------------------------------------------------------
+
+
+SHOWN = 4
+
+
+class Surroundings:
+    """The variables that a function brings along, before it ran."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        self._f, self._before = f, _variables(f)
+
+    def changed(self) -> list[str]:
+        """The names of those that are others now."""
+        now = _variables(self._f)
+        return [name for name, state in self._before.items() if now.get(name, state) != state]
+
+
+def _variables(f: Callable[..., Any]) -> dict[str, Any]:
+    """For each variable of a closure, and each global that a function reads, what would show a change."""
+    try:
+        found = inspect.getclosurevars(f)
+    except TypeError:  # a module, a partial
+        return {}
+    return {
+        name: _state(value)
+        for name, value in {**found.globals, **found.nonlocals}.items()
+        if not callable(value) or isinstance(value, type)
+    }
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, (list, dict, set)):
+        return id(value), len(value)
+    if isinstance(value, torch.Generator):
+        return id(value), value.get_state().sum().item()
+    return value if isinstance(value, (int, float, str, bool)) else id(value)
+
+
+def remarks(evaluation: Evaluation, surroundings: Surroundings) -> list[Cause]:
+    """All that can be told, after the first run; `f` runs three times more."""
+    found = _kept(evaluation, surroundings)
+    if evaluation.drew:
+        found.append(cause("random", None, "it draws random numbers", "each evaluation draws the same ones (dropout)."))
+    return [*found, *_mixing(evaluation)]
+
+
+def _kept(evaluation: Evaluation, surroundings: Surroundings) -> list[Cause]:
+    """What `f` leaves behind for its next call."""
+    names = [f"the variable {name}" for name in surroundings.changed()]
+    names += evaluation.attributes.changed()
+    again = evaluation.run(evaluation.point)
+    differs = again.shape != evaluation.output.shape or not torch.equal(again, evaluation.output)
+    if not names and not differs:
+        return []
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    what = (
+        f"it changes {shown}" if names else "it keeps state between calls (a counter, a cache, a generator of its own)"
+    )
+    value = "; its value at the same point is another then, so that differences mean nothing" if differs else ""
+    fix = "let f compute what it needs each time, and return what it would keep."
+    return [cause("state", None, f"{what}{value}", fix)]
+
+
+def _mixing(evaluation: Evaluation) -> list[Cause]:
+    """Batch norms in training mode; or rows of the output that move with other rows of x."""
+    fix = "with batch_ndim= it has no derivatives of each sample alone: use model.eval(), or another norm."
+    norms = dict.fromkeys(place.line for place in evaluation.recorded().batch_norms)
+    if norms:
+        reason = "a batch norm in training mode mixes the samples of a batch"
+        return [cause("mixing", line, reason, fix) for line in norms if line.file]
+    x, y = evaluation.point[0], evaluation.output
+    if len(evaluation.point) > 1 or x.ndim < 2 or y.ndim < 1 or y.shape[0] != x.shape[0] or len(x) < 2:
+        return []
+    moved = x.clone()
+    moved[0] += 1e-3 * (1 + moved[0].abs())
+    others = evaluation.run((moved,))[1:] - y[1:]
+    if not bool((others.abs() > 1e-12 * (1 + y[1:].abs())).any()):
+        return []
+    reason = "each row of f(x) depends on other rows of x: if rows are samples, they are not independent"
+    return [cause("mixing", None, reason, "look for an operation over the wrong dimension.")]
+
+
+# --- kinks and jumps: decisions that fall otherwise right beside a point ----------------------------------------------
+
+
+def kinks(evaluation: Evaluation, direction: Point, step: float) -> list[Cause]:
+    """The decisions that are others at a step to either side of the point: at most one for a line and a function."""
+    right, left = (
+        evaluation.recorded(
+            tuple(leaf + t * part for leaf, part in zip(evaluation.point, direction, strict=True)), choices=True
+        ).choices
+        for t in (step, -step)
+    )
+    found: dict[tuple[Line, str], Cause] = {}
+    for key in right.keys() & left.keys():
+        (one, name, place), (other, *_) = right[key], left[key]
+        if not _same(one, other):
+            reason = f"{name} has a kink or a jump here, at x: the derivatives of the two sides differ"
+            fix = "check at another point (move x a little), or write a function that is smooth there."
+            found[place.line, name] = cause("kink", place.line, reason, fix)
+    return list(found.values())
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return one == other

@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hodiff.errors
-from hodiff._core import _modes, _translate
+from hodiff._core import _messages, _settings
 from hodiff._core._lending import Lending
-from hodiff._core._modes import tracing
-from hodiff.graph import _calls
-from hodiff.graph._calls import CUT, GRADIENT, PASS, PLAIN, tensors_in
-from hodiff.graph._line import Line, lines_of
-from hodiff.graph._names import user_frames
-from hodiff.graph._paths import path_of
+from hodiff._core._settings import tracing
+from hodiff.graph import _marks
+from hodiff.graph._marks import CUT, GRADIENT, PASS, PLAIN, tensors_in
+from hodiff.graph._names import path_of, user_frames
+from hodiff.graph._source import Line, lines_of
 
 Key = tuple[Any, ...]
 Function = Callable[..., Any]
@@ -160,7 +159,7 @@ class Recorder(_Counting):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
         kwargs, frame = kwargs or {}, sys._getframe(1)
-        kind = _calls.kind_of(func)
+        kind = _marks.kind_of(func)
         if not self.concerns(func, kind, frame):
             return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
@@ -204,8 +203,8 @@ class Recorder(_Counting):
         elif torch.is_grad_enabled():
             found = "constant"
         else:
-            found = _calls.surroundings(frame)[0] or "no_grad"
-        if found == "constant" and name in _translate.CONSTANTS:
+            found = _marks.surroundings(frame)[0] or "no_grad"
+        if found == "constant" and name in _messages.CONSTANTS:
             found = "smooth"
         if found and found not in ("inside a Function", "checkpoint"):
             self.sites.append(Site(key, found, name, self.place(frame), _still(result)))
@@ -222,7 +221,7 @@ class Holder(_Counting):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and put the value in the place of its result."""
         kwargs, frame = kwargs or {}, sys._getframe(1)
-        kind = _calls.kind_of(func)
+        kind = _marks.kind_of(func)
         if not self.concerns(func, kind, frame):
             return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
@@ -233,7 +232,7 @@ class Holder(_Counting):
             return result
         value, changed = self._held[key], _changed(name, args, result)
         if isinstance(changed, Tensor) and any(changed is each for each in (*args[:1], kwargs.get("out"))):
-            with _modes.grad_mode(False):
+            with _settings.grad_mode(False):
                 changed.copy_(value)
             return result
         return _still(value)

@@ -11,7 +11,7 @@ import torch
 
 import hodiff
 from hodiff.__main__ import main
-from hodiff.cli import _info, _program
+from hodiff.cli import _explain, _info
 from tests.meta.source import ROOT, imports, library_files
 
 
@@ -67,10 +67,10 @@ def test_a_folder_and_an_archive_are_run_by_the_main_in_them(monkeypatch, tmp_pa
     for name, changed in (("argv", []), ("path", [*sys.path]), ("modules", dict(sys.modules))):
         monkeypatch.setattr(sys, name, changed)
     seen, archive = [], tmp_path / "program.zip"
-    monkeypatch.setattr(_program, "_as_main", lambda *given: seen.append((*given, sys.path[0])))
+    monkeypatch.setattr(_explain, "_as_main", lambda *given: seen.append((*given, sys.path[0])))
     zipfile.ZipFile(archive, "w").close()
     for place in (tmp_path, archive):
-        _program.run(str(place), ["given"], is_module=False)
+        _explain.run_program(str(place), ["given"], is_module=False)
         assert sys.argv == [str(place), "given"]
     assert seen == [("__main__", False, str(tmp_path)), ("__main__", False, str(archive))]
 

@@ -8,7 +8,7 @@ import torch
 
 import hodiff
 from hodiff.__main__ import main
-from hodiff.cli import _info, _operations
+from hodiff.cli import _info
 from tests.torch_ops import results, shipped
 
 
@@ -30,18 +30,18 @@ def test_what_is_shipped_is_what_was_found():
     ],
 )
 def test_the_nearest_release_is_shown(installed, shown):
-    assert _operations.published(installed).release == shown
+    assert _info.published(installed).release == shown
 
 
 def test_a_refusal_counts_from_its_order_on():
-    second, third = (next(spot for spot in _operations.spots() if spot.order == order) for order in (2, 3))
+    second, third = (next(spot for spot in _info.spots() if spot.order == order) for order in (2, 3))
     refused = {spot.name: {"order": "3", "why": "here"} for spot in (second, third)}
-    sweep = _operations.Sweep("2.13.0", 2, 2, refused, {}, {})
-    assert [_operations.expected(spot, sweep) for spot in (second, third)] == ["right", "refused"]
+    sweep = _info.Sweep("2.13.0", 2, 2, refused, {}, {})
+    assert [_info.expected(spot, sweep) for spot in (second, third)] == ["right", "refused"]
 
 
 def test_what_the_sweep_of_213_says():
-    sweep = _operations.published("2.13.0")
+    sweep = _info.published("2.13.0")
     assert sweep.operations == 536
     assert sweep.refused["cdist"]["order"] == "2"
     assert "use_mm_for_euclid_dist" in sweep.refused["cdist"]["why"]
@@ -53,12 +53,12 @@ def test_what_the_sweep_of_213_says():
     assert "nn.functional.max_unpool2d" not in sweep.wrong
     assert "normal" in sweep.defined
     assert "linalg.inv" not in {**sweep.refused, **sweep.wrong, **sweep.defined}
-    assert "cdist" not in _operations.published("2.15.0").refused
+    assert "cdist" not in _info.published("2.15.0").refused
 
 
 def test_no_operation_that_is_wrong_is_left_out():
     for release in results.releases():
-        sweep = _operations.published(release)
+        sweep = _info.published(release)
         for name, routes in results.read(release)["operations"].items():
             if any(verdict.startswith("wrong") for verdict in routes.values()):
                 assert name in {**sweep.wrong, **sweep.defined}, name
@@ -68,37 +68,37 @@ def test_no_operation_that_is_wrong_is_left_out():
 
 
 def test_spots_are_as_published_here():
-    sweep = _operations.published(torch.__version__)
-    found = {spot.name: _operations.here(spot) for spot in _operations.spots()}
-    assert {spot.name: _operations.expected(spot, sweep) for spot in _operations.spots()} == found
+    sweep = _info.published(torch.__version__)
+    found = {spot.name: _info.here(spot) for spot in _info.spots()}
+    assert {spot.name: _info.expected(spot, sweep) for spot in _info.spots()} == found
     assert set(found.values()) == {"right", "refused", "wrong in plain PyTorch"}
     assert found["linalg.inv"] == found["nn.functional.group_norm"] == "right"
     assert found["nn.functional.layer_norm"] == found["_weight_norm"] == "wrong in plain PyTorch"
-    assert _operations.spot_checks(sweep) == (12, [])
+    assert _info.spot_checks(sweep) == (12, [])
 
 
 @pytest.mark.parametrize("off", [-1e-3, 1e-3])
 def test_plain_pytorch_may_be_off_to_either_side(off, monkeypatch):
-    spot = next(spot for spot in _operations.spots() if spot.name == "linalg.inv")
-    plain = _operations._by_hand
-    monkeypatch.setattr(_operations, "_by_hand", lambda *given: plain(*given) + off)
-    assert _operations.here(spot) == "wrong in plain PyTorch"
+    spot = next(spot for spot in _info.spots() if spot.name == "linalg.inv")
+    plain = _info._by_hand
+    monkeypatch.setattr(_info, "_by_hand", lambda *given: plain(*given) + off)
+    assert _info.here(spot) == "wrong in plain PyTorch"
 
 
 @pytest.mark.parametrize(("off", "found"), [(1e-3, "wrong in plain PyTorch"), (1e-9, "right")])
 @pytest.mark.parametrize("size", [1e-6, 1e6])
 def test_it_is_off_by_a_share(size, off, found, monkeypatch):
-    spot = _operations.Spot("exp", 2, lambda x: size * x.exp(), torch.ones(3, dtype=torch.float64))
-    plain = _operations._by_hand
-    monkeypatch.setattr(_operations, "_by_hand", lambda *given: plain(*given) * (1 + off))
-    assert _operations.here(spot) == found
+    spot = _info.Spot("exp", 2, lambda x: size * x.exp(), torch.ones(3, dtype=torch.float64))
+    plain = _info._by_hand
+    monkeypatch.setattr(_info, "_by_hand", lambda *given: plain(*given) * (1 + off))
+    assert _info.here(spot) == found
 
 
 def test_spots_differ_from_a_sweep_of_another_release(monkeypatch, capsys):
-    sweep = _operations.published(torch.__version__)
+    sweep = _info.published(torch.__version__)
     refused = {name: why for name, why in sweep.refused.items() if name != "nn.functional.hardsigmoid"}
     wrong = {**sweep.wrong, "linalg.inv": {"autograd.grad thrice": "1e-01"}}
-    monkeypatch.setattr(_operations, "published", lambda release: sweep._replace(refused=refused, wrong=wrong))
+    monkeypatch.setattr(_info, "published", lambda release: sweep._replace(refused=refused, wrong=wrong))
     assert main(["info"]) == 1
     printed = capsys.readouterr().out
     assert "12 operations, 10 as published" in printed
@@ -107,7 +107,7 @@ def test_spots_differ_from_a_sweep_of_another_release(monkeypatch, capsys):
 
 
 def test_a_nearest_release_is_said_to_be_one(monkeypatch):
-    sweep = _operations.published("2.13.0")
+    sweep = _info.published("2.13.0")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     assert _info._swept(sweep) == f"536 swept with torch 2.13.0, {sweep.samples} samples"
     monkeypatch.setattr(torch, "__version__", "2.12.0")
@@ -117,7 +117,7 @@ def test_a_nearest_release_is_said_to_be_one(monkeypatch):
 def test_every_operation_is_printed_with_its_reason(capsys):
     main(["info"])
     printed = re.sub(r"\s+", " ", capsys.readouterr().out)
-    sweep = _operations.published(torch.__version__)
+    sweep = _info.published(torch.__version__)
     for name, found in sweep.refused.items():
         assert name in printed
         assert re.sub(r"\s+", " ", found["why"]) in printed
@@ -128,24 +128,24 @@ def test_every_operation_is_printed_with_its_reason(capsys):
     for name, why in sweep.defined.items():
         assert name in printed
         assert why in printed
-    assert all(len(line) <= _operations.WIDTH for line in _operations.lines(sweep))
+    assert all(len(line) <= _info.WIDTH for line in _info.lines(sweep))
 
 
 def test_words_are_not_parted():
     text = "second-order fused_ops.of-any kind " * 9
     for indent in range(12):
-        lines = _operations._wrapped("x" * indent, text)
+        lines = _info._wrapped("x" * indent, text)
         assert " ".join(lines).split() == ["x" * indent, *text.split()][not indent :]
         assert all(line[:24].isspace() and not line[24].isspace() for line in lines[1:])
 
 
 def test_spots_change_nothing():
     state = torch.get_rng_state()
-    _operations.spot_checks(_operations.published("2.13.0"))
+    _info.spot_checks(_info.published("2.13.0"))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
     with torch.no_grad():
-        assert _operations.spot_checks(_operations.published(torch.__version__)) == (12, [])
+        assert _info.spot_checks(_info.published(torch.__version__)) == (12, [])
 
 
 def test_the_file_is_read_from_the_package():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hodiff.cli._screen import Screen, number
+from hodiff.cli._tour import Screen, number
 
 
 @pytest.mark.parametrize("got", [1.1, math.nan, math.inf])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hodiff
-from hodiff._core._live_bytes import LiveBytes
+from hodiff._core._memory import LiveBytes
 from tests.support.ledger import Ledger, flags, snapshot, without_collector
 from tests.support.operators import (
     IGNORED,

@@ -95,7 +95,7 @@ def test_a_matrix_far_from_normal_has_small_residuals_even_so() -> None:
 
 
 def test_schurs_form_of_some_eigenvalues() -> None:
-    from hodiff.curvature._search import invariant
+    from hodiff.curvature._eigen import invariant
 
     A = draw(20, 20)
     order = lambda values: values.abs().argsort(descending=True, stable=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff.curvature._trust_region import steihaug
+from hodiff.curvature._newton import steihaug
 from tests.support.properties import agree
 
 DOUBLE = torch.float64

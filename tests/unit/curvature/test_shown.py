@@ -10,7 +10,7 @@ import torch
 
 import hodiff
 import hodiff.plotting
-from hodiff.curvature import _pictures
+from hodiff.curvature import _records
 
 mpl.use("Agg")
 A = hodiff.MatrixOperator(torch.arange(1.0, 301.0, dtype=torch.float64))
@@ -121,10 +121,10 @@ def test_a_line_a_sentence_and_a_table(case):
 
 
 def test_every_record_is_shown():
-    from hodiff.curvature import _cost, _records
-    from hodiff.curvature._shown import Shown
+    from hodiff.curvature import _data_operator, _records
+    from hodiff.curvature._records import Shown
 
-    records = {value for name, value in {**vars(_records), **vars(_cost)}.items() if name.endswith("Record")}
+    records = {value for name, value in {**vars(_records), **vars(_data_operator)}.items() if name.endswith("Record")}
     assert records == {type(make()) for make, *_ in CASES.values()}
     assert all(issubclass(record, Shown) for record in records)
 
@@ -220,5 +220,5 @@ def test_without_matplotlib(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(_pictures.MissingMatplotlib, match=r"pip install 'hodiff\[plot\]'"):
+    with pytest.raises(_records.MissingMatplotlib, match=r"pip install 'hodiff\[plot\]'"):
         hodiff.eigsh(A, 1).plot()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hodiff
-from hodiff.curvature import _fingerprint
+from hodiff.curvature import _staleness
 from tests.support.operators import LABELS, D, X, draw, network, plain_jacobian, predict, split, sum_of_cross_entropy
 from tests.support.properties import agree
 
@@ -225,8 +225,8 @@ def test_a_block_sees_the_refresh_of_the_whole() -> None:
 def test_a_product_of_many_vectors_looks_at_the_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one looks again: neither a change nor a look is remembered."""
     looks = []
-    changed = _fingerprint.Fingerprint.changed
-    monkeypatch.setattr(_fingerprint.Fingerprint, "changed", lambda self: (looks.append(1), changed(self))[1])
+    changed = _staleness.Fingerprint.changed
+    monkeypatch.setattr(_staleness.Fingerprint, "changed", lambda self: (looks.append(1), changed(self))[1])
     x = torch.linspace(0.1, 1.0, 5, dtype=D)
     H = hodiff.HessianOperator(lambda x: (x**4).sum() + x.prod(), x, chunk_size=1)
     H @ x

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core import _claims
-from hodiff._core._loans import ParameterLoan
+from hodiff._core import _locks
+from hodiff._core._lending import ParameterLoan
 from hodiff._core._where import Where
-from hodiff.curvature._unchanged import Modules
+from hodiff.curvature._staleness import Modules
 
 
 def lent(m: nn.Linear) -> ParameterLoan:
@@ -36,13 +36,13 @@ def test_it_is_read_when_no_other_thread_has_it():
 def test_a_loan_that_ends_while_it_is_compared_is_no_change(monkeypatch):
     m = nn.Linear(2, 2)
     modules = Modules(Where(m))
-    loan, claimed = lent(m), _claims.claimed
+    loan, claimed = lent(m), _locks.claimed
 
     def ending(found):
         loan.close()
         return claimed(found)
 
-    monkeypatch.setattr(_claims, "claimed", ending)
+    monkeypatch.setattr(_locks, "claimed", ending)
     modules.check()
 
 

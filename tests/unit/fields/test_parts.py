@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.fields import _parts
+from hodiff.fields import _expansions
 from tests.support.properties import agree
 
 D = torch.float64
@@ -23,15 +23,15 @@ def x():
 @pytest.fixture
 def small(monkeypatch):
     """Blocks of a few samples for everything here."""
-    monkeypatch.setattr(_parts, "BLOCK_BYTES", 500)
-    monkeypatch.setattr(_parts, "WHOLE_BYTES", 500)
-    monkeypatch.setattr(_parts, "WORTHWHILE", 2)
+    monkeypatch.setattr(_expansions, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(_expansions, "WHOLE_BYTES", 500)
+    monkeypatch.setattr(_expansions, "WORTHWHILE", 2)
 
 
 def whole(call):
     """The call with everything at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_parts, "WHOLE_BYTES", 2**40)
+        patch.setattr(_expansions, "WHOLE_BYTES", 2**40)
         return call()
 
 
@@ -84,7 +84,7 @@ def test_blocks_of_samples_give_the_same(name, f, x):
     found = call(seen, x)
     agree(found, whole(lambda: call(f, x)))
     blocks = [size for size in seen.batches if size < N]
-    assert sum(blocks[:-1]) == N and min(blocks) >= _parts.LEAST_BLOCK
+    assert sum(blocks[:-1]) == N and min(blocks) >= _expansions.LEAST_BLOCK
 
 
 @pytest.mark.usefixtures("small")
@@ -261,7 +261,7 @@ def test_bad_chunk_sizes(size, x):
 
 
 def test_many_directions_of_few_samples_come_in_chunks(monkeypatch):
-    monkeypatch.setattr(_parts._reverse, "CHUNK_BYTES", 40 * 100 * 8)
+    monkeypatch.setattr(_expansions._reverse, "CHUNK_BYTES", 40 * 100 * 8)
     x = torch.randn(100, dtype=D)
     f = lambda x: (x**4).sum(-1)
     seen = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff.graph import _paths, _predict, watch
+from hodiff.graph import _inspect, _names, watch
 from hodiff.graph._names import Names
 
 START = "import torch\nfrom torch import nn\n\ntorch.manual_seed(0)\n"
@@ -282,27 +282,27 @@ def test_nodes_of_one_kind_are_freed_alike_but_each_is_looked_at():
     kept_through_hooks = None
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         kept_through_hooks = x.sin()
-    with _predict.unchanging():
-        troubles = [_predict.trouble(value.grad_fn) for value in (spent, kept, other, kept_through_hooks)]
-        assert _predict.trouble(other.grad_fn.next_functions[0][0]) == "freed"
+    with _inspect.unchanging():
+        troubles = [_inspect.trouble(value.grad_fn) for value in (spent, kept, other, kept_through_hooks)]
+        assert _inspect.trouble(other.grad_fn.next_functions[0][0]) == "freed"
     assert troubles == ["freed", "", "freed", ""]
     linear = nn.Linear(3, 2)
     linear(torch.ones(1, 3)).sum().backward()
     spent = linear(torch.ones(1, 3))
     spent.sum().backward()
     linear.weight.requires_grad_(False)
-    with _predict.unchanging():
-        assert _predict.trouble(spent.grad_fn) == "freed"
-        assert _predict.trouble(linear(torch.ones(1, 3)).grad_fn) == ""  # its kind of node has nothing to save
+    with _inspect.unchanging():
+        assert _inspect.trouble(spent.grad_fn) == "freed"
+        assert _inspect.trouble(linear(torch.ones(1, 3)).grad_fn) == ""  # its kind of node has nothing to save
     with torch.no_grad():
         x += 1
-    with _predict.unchanging():
-        assert _predict.trouble(kept.grad_fn) == "stale"
+    with _inspect.unchanging():
+        assert _inspect.trouble(kept.grad_fn) == "stale"
 
 
 def test_paths_are_found_again_and_forgotten(monkeypatch):
-    monkeypatch.setattr(_paths, "REMEMBERED", 3)
-    paths = _paths.Paths()
+    monkeypatch.setattr(_names, "REMEMBERED", 3)
+    paths = _names.Paths()
     space = {"sys": sys}
     numbers = []
     for line in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5):  # code that is compiled anew each time, but equal

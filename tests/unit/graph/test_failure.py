@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff._core import _why
-from hodiff.graph import _failure, _names, _slots, watch
+from hodiff._core import _messages
+from hodiff.graph import _failure, _names, _saved, watch
 
 X = torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
 V = torch.ones_like(X)
@@ -398,7 +398,7 @@ def test_an_explainer_that_does_not_help(monkeypatch, how):
     def broken(failure):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(_why, "explainer", {"broken": broken, "silent": lambda failure: ""}[how])
+    monkeypatch.setattr(_messages, "explainer", {"broken": broken, "silent": lambda failure: ""}[how])
     with pytest.raises(hodiff.GraphError, match=r"carries no graph.*Usual causes: .*of a result\.$"):
         hodiff.grad(detached, X)
 
@@ -586,7 +586,7 @@ def test_an_error_in_other_words_has_the_same_explanation(call, monkeypatch):
 
 
 def test_what_was_released_is_told_in_any_words(monkeypatch):
-    monkeypatch.setattr(_slots, "RELEASED_TEXT", "other words")
+    monkeypatch.setattr(_saved, "RELEASED_TEXT", "other words")
     x = X.clone().requires_grad_()
     loss = x.exp().sum()
     hodiff.graph.release(loss)

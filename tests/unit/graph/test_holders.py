@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hodiff.graph import _holders, watch
+from hodiff.graph import _growth, watch
 from hodiff.graph._names import Names
 
 
@@ -21,7 +21,7 @@ def made():
 
 def holder(names, marks):
     with watch() as record:
-        return _holders.of(names, record, marks.get, set(marks.values()))
+        return _growth.of(names, record, marks.get, set(marks.values()))
 
 
 def test_the_most_exact_of_those_that_hold_all(made):

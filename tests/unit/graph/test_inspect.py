@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff.graph import _saved, _self_test, _slots, inspect, predict
+from hodiff.graph import _saved, inspect, predict
 from tests.meta.source import PACKAGE
 from tests.unit.graph.random_graphs import Cube, Graphs
 
@@ -315,21 +315,21 @@ def test_an_unknown_pytorch_makes_everything_unknown(monkeypatch):
 
 @pytest.mark.parametrize("broken", ["unpack_hook", "data"])
 def test_the_self_test_finds_a_difference(monkeypatch, broken):
-    original = _slots.state_of
+    original = _saved.state_of
 
     def different(raw):
         state, value = original(raw)
         wrong = {"unpack_hook": ("packed", "alive"), "data": ("freed", "none")}[broken]
         return (wrong[1], value) if state == wrong[0] else (state, value)
 
-    monkeypatch.setattr(_slots, "state_of", different)
-    assert _self_test.answers().states is False
+    monkeypatch.setattr(_saved, "state_of", different)
+    assert _saved.answers().states is False
 
 
 def test_the_self_test_runs_outside_the_callers_hooks():
     calls = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: calls.append(1) or t, lambda t: t), torch.no_grad():
-        assert _self_test.answers().states
+        assert _saved.answers().states
     assert not calls
 
 
@@ -337,7 +337,7 @@ def test_private_attributes_of_pytorch_stay_in_two_modules():
     """Those of our own objects, of Python's, and of named tuples are no PyTorch internals."""
     ours = {"_replace", "_getframe", "_repr_html_", "_repr_pretty_", "_repr_svg_", "_asdict", "_facts"}
     for path in sorted((PACKAGE / "graph").glob("*.py")):
-        if path.name in {"_slots.py", "_traits.py"}:
+        if path.name == "_saved.py":
             continue
         source = ast.parse(path.read_text("utf-8"))
         modules = {

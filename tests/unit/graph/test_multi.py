@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core._live_bytes import LiveBytes
+from hodiff._core._memory import LiveBytes
 from tests.support.ledger import Ledger, without_collector
 from tests.unit.graph.random_graphs import Graphs
 

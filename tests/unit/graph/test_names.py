@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff.graph import _names, _paths
-from hodiff.graph._line import lines_of
+from hodiff.graph import _names
 from hodiff.graph._names import Names, user_frames
+from hodiff.graph._source import lines_of
 
 
 def frames():
@@ -163,14 +163,14 @@ def frame_of(text, file):
 
 
 def test_code_that_is_no_users_has_a_path_of_its_own():
-    paths = _paths.Paths()
+    paths = _names.Paths()
     one, other = frame_of("one = 1", "<frozen one>"), frame_of("other = 2", "<frozen other>")
     numbers = [paths.number(each, each) for each in (one, other)]
     assert [paths[number] for number in numbers] == [(one.f_code, 3), (other.f_code, 3)]
 
 
 def test_the_same_code_in_two_files_has_two_paths():
-    paths = _paths.Paths()
+    paths = _names.Paths()
     frames = [frame_of("x = 1", file) for file in ("one.py", "other.py")]
     assert frames[0].f_code == frames[1].f_code  # as Python has it
     numbers = [paths.number(frame, frame) for frame in frames]
@@ -178,7 +178,7 @@ def test_the_same_code_in_two_files_has_two_paths():
 
 
 def test_code_that_is_gone_is_not_taken_for_what_has_its_place():
-    paths = _paths.Paths()
+    paths = _names.Paths()
     for turn in range(20):  # equal code is compiled again and again, and another at times
         for text in ("x = 1", f"x = {turn}"):
             frame = frame_of(text, "user.py")

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from hodiff.graph import _cells, explain
+from hodiff.graph import _source, explain
 
 SETUP = "import torch, hodiff\na = torch.ones(2, requires_grad=True)\nt = torch.eye(2, requires_grad=True)"
 LOOP = "for step in range(3):\n    loss = (t @ y).square().mean()\n    loss.backward()"
@@ -143,7 +143,7 @@ def test_numbers_of_lines_in_earlier_cells(shell):
     shell.run_cell("z = 3", store_history=True)
     shell.run_cell(file, store_history=True)
     name = shell.user_ns["file"]
-    assert [_cells.resolve(name, line) for line in (2, 1, 0, -1, -2, -3, -4)] == [
+    assert [_source.resolve(name, line) for line in (2, 1, 0, -1, -2, -3, -4)] == [
         (3, 2, "file = sys._getframe().f_code.co_filename"),
         (3, 1, "import sys"),
         (2, 1, "z = 3"),
@@ -152,8 +152,8 @@ def test_numbers_of_lines_in_earlier_cells(shell):
         (1, 2, ""),
         (1, 1, "x = 1"),
     ]
-    assert _cells.number(__file__) == 0
-    assert _cells.resolve(__file__, 1)[0] == 0
+    assert _source.number(__file__) == 0
+    assert _source.resolve(__file__, 1)[0] == 0
 
 
 def test_a_silent_cell_is_not_taken_for_another(shell, last_value):

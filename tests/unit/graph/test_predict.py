@@ -7,7 +7,7 @@ import torch
 
 import hodiff
 from hodiff._core import _nodes
-from hodiff.graph import _predict, predict, shared
+from hodiff.graph import _inspect, predict, shared
 from tests.unit.graph.random_graphs import Cube, Graphs
 
 CALLS = 4
@@ -150,10 +150,10 @@ def test_a_graph_that_was_walked_serves_for_its_parts_alone():
     inner = x.exp()
     outer, other = inner.sin(), x.cos() * 2
     nodes = [each.grad_fn for each in (inner, outer, other)]
-    with _predict.unchanging():
-        assert set(_predict.below(nodes[1:2])) == set(_nodes.walk(nodes[1:2]))
+    with _inspect.unchanging():
+        assert set(_inspect.below(nodes[1:2])) == set(_nodes.walk(nodes[1:2]))
         for roots in (nodes[:1], nodes, nodes[2:], nodes[:1] + nodes[2:]):
-            assert dict(_predict.below(roots)) == dict(_nodes.walk(roots))
+            assert dict(_inspect.below(roots)) == dict(_nodes.walk(roots))
 
 
 def test_a_derivative_that_is_missing():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hodiff.graph import _changes, _passes, _source, _variables
-from hodiff.graph._line import Line
+from hodiff.graph import _source
+from hodiff.graph._source import Line
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def line(tmp_path):
     ],
 )
 def test_what_a_line_changes(line, text, changed):
-    assert _changes.changed_at(line(text)) == changed
+    assert _source.changed_at(line(text)) == changed
 
 
 def test_what_changes_it_later(line):
     first = line("w -= 1\nv = w\nw.mul_(2)\nv.mul_(2)\n")
-    assert [each.number for each in _changes.also_changed(first)] == [3]
-    assert _changes.also_changed(first._replace(number=3)) == []
+    assert [each.number for each in _source.also_changed(first)] == [3]
+    assert _source.also_changed(first._replace(number=3)) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_changes_it_later(line):
     ],
 )
 def test_how_a_cache_is_asked(line, test, how):
-    assert _changes.guarded("net.cache", line(f"if {test}:\n    pass").file) == how
+    assert _source.guarded("net.cache", line(f"if {test}:\n    pass").file) == how
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_how_a_cache_is_asked(line, test, how):
 )
 def test_what_a_pass_differentiates(line, text, target, loss, frees):
     here = line(text)
-    assert (_passes.target_of(here), _passes.loss_of(here)) == (target, loss)
-    assert _passes.frees(_source.statement(here), "loss") == frees
+    assert (_source.target_of(here), _source.loss_of(here)) == (target, loss)
+    assert _source.frees(_source.statement(here), "loss") == frees
 
 
 LOOPS = """
@@ -88,5 +88,5 @@ for step in range(3):
 
 def test_what_one_round_hands_to_the_next(line):
     inner = line(LOOPS, 9)
-    assert [_variables.hands_on(name, inner) for name in "hkyz"] == [True, True, False, False]
+    assert [_source.hands_on(name, inner) for name in "hkyz"] == [True, True, False, False]
     assert [loop.lineno for loop in _source.loops(inner)] == [8, 2]

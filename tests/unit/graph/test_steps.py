@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import optimizer as _optimizer
 from torch.overrides import TorchFunctionMode
 
-from hodiff.graph import _traits
+from hodiff.graph import _saved
 from hodiff.graph._watch import Watch
 from tests.support.limits import in_threads
 
@@ -196,7 +196,7 @@ def test_no_place_is_taken_above_a_mode_that_was_entered_since():
             kept = error
         with Outer() as outer:
             del kept  # and with it the frame of the step
-            assert _traits.innermost(outer)
+            assert _saved.innermost(outer)
         assert torch._C._len_torch_function_stack() == 1
     assert torch._C._len_torch_function_stack() == 0
 

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import hodiff
 from hodiff import ConvergenceWarning, GraphError, InputError
-from hodiff.implicit import _met, _system, argmin, fixed_point, root
+from hodiff.implicit import _system, _unroll, argmin, fixed_point, root
 from hodiff.implicit._system import System
 from tests.support.differences import first_difference, relative_error
 
@@ -585,7 +585,7 @@ def test_many_random_problems(seed: int) -> None:
 
 
 def test_what_was_made_under_stand_ins_is_known_by_itself_not_by_its_place_in_memory():
-    mode = _met.Instead([], [])
+    mode = _unroll.Instead([], [])
     x = torch.ones(2)
     with mode:
         made = x + 1

@@ -155,7 +155,7 @@ OTHERS = {
 }
 
 # PyTorch's own are wrong at third order, weight_norm's at second.
-# Checked against the definition, in `hodiff._core._norms`, and differences.
+# Checked against the definition, in `hodiff._core._substitutes`, and differences.
 NORMS = {
     "layer_norm": lambda x: F.layer_norm(x, (3,), torch.tensor([1.0, 2.0, 0.5], dtype=D), torch.ones(3, dtype=D)),
     "instance_norm": lambda x: F.instance_norm(x[None].sin()),

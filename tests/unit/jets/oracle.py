@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hodiff.jets import _push
+from hodiff.jets import _pushforward
 
 
 def derivative(output: Tensor, by: Tensor) -> Tensor:
@@ -31,9 +31,9 @@ def nested(f, x: Tensor, path: list[Tensor], order: int) -> list[Tensor]:
 
 def pushed(f, x: Tensor, path: list[Tensor], order: int) -> list[Tensor]:
     """The same by jets."""
-    output, expansion = _push.push(f, [x], [[c.unsqueeze(0) for c in path[:order]]], order)
-    series = _push.coefficients(output, expansion)
-    return [series[0], *(_push.entry(series, k, 1)[0] for k in range(1, order + 1))]
+    output, expansion = _pushforward.push(f, [x], [[c.unsqueeze(0) for c in path[:order]]], order)
+    series = _pushforward.coefficients(output, expansion)
+    return [series[0], *(_pushforward.entry(series, k, 1)[0] for k in range(1, order + 1))]
 
 
 def error(got: Tensor, expected: Tensor) -> float:

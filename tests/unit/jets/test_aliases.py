@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff._core._translate import CONSTANTS
-from hodiff.jets._registry import NoRule
+from hodiff._core._messages import CONSTANTS
+from hodiff.jets._jet import NoRule
 
 X = torch.tensor([[0.5, 1.2], [0.3, -0.7]], dtype=torch.float64)
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.jets import _push, _series
-from hodiff.jets._registry import RULES
+from hodiff.jets import _pushforward, _series
+from hodiff.jets._jet import RULES
 from tests.support.limits import in_threads
 from tests.support.properties import agree
 
@@ -403,5 +403,5 @@ def test_report_of_what_stops_it():
 
 def test_push_takes_several_points():
     a, b = torch.tensor([2.0], dtype=D), torch.tensor([5.0], dtype=D)
-    output, expansion = _push.push(lambda a, b: a * b, [a, b], [[torch.ones(1, 1, dtype=D)]] * 2, 2)
-    assert [c.item() for c in _push.coefficients(output, expansion)] == [10.0, 7.0, 1.0]
+    output, expansion = _pushforward.push(lambda a, b: a * b, [a, b], [[torch.ones(1, 1, dtype=D)]] * 2, 2)
+    assert [c.item() for c in _pushforward.coefficients(output, expansion)] == [10.0, 7.0, 1.0]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _norms
-from hodiff.jets import _push
-from hodiff.jets._registry import RULES
+from hodiff._core import _substitutes
+from hodiff.jets import _pushforward
+from hodiff.jets._jet import RULES
 from tests.support.differences import first_difference
 from tests.unit.jets.cases import NORMS, OTHERS, UNARY, D
 from tests.unit.jets.oracle import error, nested, pushed
@@ -61,12 +61,12 @@ def test_against_differences_of_the_order_below(name, x, path):
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_against_their_definition(name, x, path):
     definition = {
-        "layer_norm": lambda x: _norms.layer_norm(
+        "layer_norm": lambda x: _substitutes.layer_norm(
             x, (3,), torch.tensor([1.0, 2.0, 0.5], dtype=D), torch.ones(3, dtype=D)
         ),
-        "instance_norm": lambda x: _norms.instance_norm(x[None].sin()),
-        "weight_norm": lambda x: _norms.weight_norm(x, x.exp()[:, :1], 0),
-        "weight_norm, columns": lambda x: _norms.weight_norm(x, x.exp()[:1], 1),
+        "instance_norm": lambda x: _substitutes.instance_norm(x[None].sin()),
+        "weight_norm": lambda x: _substitutes.weight_norm(x, x.exp()[:, :1], 0),
+        "weight_norm, columns": lambda x: _substitutes.weight_norm(x, x.exp()[:1], 1),
         "weight_norm of a constant": lambda x: x.exp()[:, :1] / 3**0.5 * torch.ones(5, 3, dtype=D),
     }[name]
     for got, expected in zip(pushed(NORMS[name], x, path, ORDER), nested(definition, x, path, ORDER), strict=True):
@@ -93,18 +93,20 @@ def test_collapsing_is_summing(name, order, x, path):
     f = {**EVERY, **NORMS}[name]
     first, second = torch.randn(4, 5, 3, dtype=D), torch.randn(4, 1, 3, dtype=D)
     seeds = [first, second]
-    single, expansion = _push.push(f, [x], [seeds], order, record=False)
-    single = _push.entry(_push.coefficients(single, expansion), order, 4)
+    single, expansion = _pushforward.push(f, [x], [seeds], order, record=False)
+    single = _pushforward.entry(_pushforward.coefficients(single, expansion), order, 4)
     weights = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=D)
     for groups, expected in {1: single.sum(0, keepdim=True), 2: single.unflatten(0, (2, 2)).sum(1)}.items():
         top = [first, second.sum(0, keepdim=True) if groups == 1 else second.unflatten(0, (2, 2)).sum(1)]
-        output, expansion = _push.push(f, [x], [top if order == 2 else seeds], order, groups=groups, record=False)
-        assert error(_push.entry(_push.coefficients(output, expansion), order, groups), expected) < 1e-10
-    output, expansion = _push.push(f, [x], [[first]], order, groups=1, weights=weights, record=False)
-    plain, unweighted = _push.push(f, [x], [[first]], order, record=False)
-    expected = _push.entry(_push.coefficients(plain, unweighted), order, 4)
+        output, expansion = _pushforward.push(
+            f, [x], [top if order == 2 else seeds], order, groups=groups, record=False
+        )
+        assert error(_pushforward.entry(_pushforward.coefficients(output, expansion), order, groups), expected) < 1e-10
+    output, expansion = _pushforward.push(f, [x], [[first]], order, groups=1, weights=weights, record=False)
+    plain, unweighted = _pushforward.push(f, [x], [[first]], order, record=False)
+    expected = _pushforward.entry(_pushforward.coefficients(plain, unweighted), order, 4)
     expected = (expected * weights.reshape(4, *[1] * (expected.ndim - 1))).sum(0, keepdim=True)
-    assert error(_push.entry(_push.coefficients(output, expansion), order, 1), expected) < 1e-10
+    assert error(_pushforward.entry(_pushforward.coefficients(output, expansion), order, 1), expected) < 1e-10
 
 
 NESTING = [
@@ -137,7 +139,7 @@ def test_every_rule_is_used():
 
     x = torch.rand(5, 3, dtype=D) + 0.5
     for f in {**EVERY, **NORMS}.values():
-        _push.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], 1, record=False, tally=Tally())
+        _pushforward.push(f, [x], [[torch.ones_like(x).unsqueeze(0)]], 1, record=False, tally=Tally())
     proven = {RULES.known[name].apply for name in used if name in RULES.known}
     unproven = {n for n, r in RULES.known.items() if r.kind in ("elementwise", "bilinear") and r.apply not in proven}
     assert not unproven

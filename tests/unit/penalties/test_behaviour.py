@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff._core._live_bytes import LiveBytes
-from hodiff.penalties import _points
+from hodiff._core._memory import LiveBytes
+from hodiff.penalties import _critic
 from tests.support.differences import directional_derivative
 from tests.support.ledger import flags, snapshot
 from tests.unit.penalties.oracles import DOUBLE, conv, mlp, same
@@ -411,7 +411,7 @@ def test_the_callers_vectors_are_those_used(name, monkeypatch):
     state = torch.get_rng_state()
     found = WITH_VECTORS[name](f, vectors=v)
     assert torch.equal(state, torch.get_rng_state())  # nothing is drawn
-    monkeypatch.setattr(_points, "draw", lambda *_: v)
+    monkeypatch.setattr(_critic, "draw", lambda *_: v)
     same(found, WITH_VECTORS["jacobian" if "exact" in name else name](f), f)
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hodiff
-from hodiff._core._random_vectors import draw
-from hodiff.penalties import _points
+from hodiff._core._vectors import draw
+from hodiff.penalties import _critic
 from tests.support.differences import gradient_by_differences
 from tests.unit.penalties.oracles import (
     DOUBLE,
@@ -207,7 +207,7 @@ def all_signs(monkeypatch):
         signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=like.dtype)] * like.shape[-1])
         return signs.reshape(-1, 1, like.shape[-1]).expand(-1, *like.shape)
 
-    monkeypatch.setattr(_points, "draw", every)
+    monkeypatch.setattr(_critic, "draw", every)
 
 
 @pytest.mark.parametrize("reduction", ["max", "mean", "sum", "none"])

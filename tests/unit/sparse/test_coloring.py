@@ -280,17 +280,17 @@ def test_bad_input(given: object, kind: str, match: str) -> None:
 
 
 def test_seeds_are_sums_of_unit_vectors() -> None:
-    from hodiff.sparse._recover import seeds
+    from hodiff.sparse._coloring import seeds
 
     found: Tensor = seeds(torch.tensor([0, 1, 0, 2]), 3, torch.zeros(0))
     assert found.tolist() == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
 
 
 def test_colours_that_do_not_tell_entries_apart_are_never_read_off() -> None:
-    from hodiff.sparse import _recover
+    from hodiff.sparse import _coloring
 
     path, pair = banded(4, 1), torch.tensor([0, 1, 0, 1])  # a path of four vertices in two colours
-    for recover in (_recover.symmetric, _recover.by_columns, _recover.by_rows):
+    for recover in (_coloring.symmetric, _coloring.by_columns, _coloring.by_rows):
         with pytest.raises(AssertionError, match=r"does not tell entry \(\d, \d\) apart"):
             recover(path, pair)
 

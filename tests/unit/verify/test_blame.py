@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.verify import _isolated
+from hodiff.verify import _blame
 from tests.support.modules import BY_NAME
 
 HERE = Path(__file__)
@@ -192,10 +192,10 @@ def test_a_kink_of_a_function_of_torch_itself(f, at):
 def test_what_is_too_rough_to_compare_is_not_called_wrong(monkeypatch):
     """An operation, alone: only what disagrees is blamed."""
     x = point().requires_grad_()
-    wrong = lambda: _isolated._first_wrong(torch.sin, (x,), {}, 1, ())
-    monkeypatch.setattr(_isolated, "compare", lambda *_: SimpleNamespace(verdict="disagrees"))
+    wrong = lambda: _blame._first_wrong(torch.sin, (x,), {}, 1, ())
+    monkeypatch.setattr(_blame, "compare", lambda *_: SimpleNamespace(verdict="disagrees"))
     assert wrong() is not None
-    monkeypatch.setattr(_isolated, "compare", lambda *_: SimpleNamespace(verdict="inconclusive"))
+    monkeypatch.setattr(_blame, "compare", lambda *_: SimpleNamespace(verdict="inconclusive"))
     assert wrong() is None
 
 

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from hodiff.verify._compare import norm, random_direction
-from hodiff.verify._differences import slope
+from hodiff.verify._differences import norm, random_direction, slope
 
 
 @pytest.mark.parametrize(

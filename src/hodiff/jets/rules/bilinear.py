@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hodiff.jets import _jet
-from hodiff.jets._jet import belongs, series_of
-from hodiff.jets._registry import NoRule, operation, rule
+from hodiff.jets._jet import NoRule, belongs, operation, rule, series_of
 from hodiff.jets._series import (
     Expansion,
     Series,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _near_zero, _norms
+from hodiff._core import _near_zero, _substitutes
 from hodiff.jets import _jet
-from hodiff.jets._registry import MixesSamples, NoRule, operation, rule
+from hodiff.jets._jet import MixesSamples, NoRule, operation, rule
 from hodiff.jets._series import Expansion, aligned
 from hodiff.jets.rules.fallback import fallback
 
@@ -96,7 +96,7 @@ def _squeezed(x: Any, dim: Any) -> Any:
 @rule("composite", "layer_norm")
 def layer_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """From the definition: PyTorch's own is wrong at third order."""
-    return _norms.layer_norm(*args, **kwargs)
+    return _substitutes.layer_norm(*args, **kwargs)
 
 
 @rule("composite", "batch_norm")
@@ -105,13 +105,13 @@ def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     given = _named(func, args, kwargs, "training")
     if given.get("training") or given.get("running_mean") is None:
         raise MixesSamples
-    return _norms.batch_norm(**given)
+    return _substitutes.batch_norm(**given)
 
 
 @rule("composite", "instance_norm")
 def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """From the definition."""
-    return _norms.instance_norm(**_named(func, args, kwargs, "use_input_stats"))
+    return _substitutes.instance_norm(**_named(func, args, kwargs, "use_input_stats"))
 
 
 def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
 @rule("composite", "_weight_norm")
 def weight_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """From the definition: PyTorch's own is wrong at second order."""
-    return _norms.weight_norm(*args, **kwargs)
+    return _substitutes.weight_norm(*args, **kwargs)
 
 
 @rule("composite", "sinc")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _modes, _reverse, _tree
+from hodiff._core import _reverse, _settings, _tree
 from hodiff._core._faults import is_fault
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._registry import RULES, NoDerivative, NoRule, Several, operation, without_derivative
+from hodiff.jets._jet import RULES, NoDerivative, NoRule, Several, operation, without_derivative
 from hodiff.jets._series import Expansion, Series, full
 
 UNKNOWN_TO_JETS = {
@@ -55,7 +55,7 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     jets = _jet.jets_among((args, kwargs))
     if any(_jet.is_jet(jet.series[0]) or jet.expansion is not expansion for jet in jets):
         raise NoRule(name, "inside nested expansions")
-    with _modes.grad_mode(True):
+    with _settings.grad_mode(True):
         value = func(*_jet.replaced(args, _jet.value_of), **_jet.replaced(kwargs, _jet.value_of))
         items, _, tree = _tree.flatten(value)
         places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.is_floating_point()]

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from hodiff._core import _reverse
 from hodiff.jets import _jet
-from hodiff.jets._jet import belongs, series_of
-from hodiff.jets._registry import NoRule, listed, operation, rule
+from hodiff.jets._jet import RULES, NoRule, Several, belongs, listed, operation, rule, series_of
 from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination, ndim_of, total
-from hodiff.jets.rules.batched import generic
-from hodiff.jets.rules.shape import assembled, dims_of, named, shifted, spread
 
 
 @rule("linear", "add", "sub", "rsub", "radd")
@@ -226,3 +225,282 @@ def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         index, table = table, index
     x = series_of(table, expansion)
     return [x[0][index], *(None if c is None else full(c, x[0].shape)[:, index] for c in x[1:])]
+
+
+# --- linear operations without a form of their own: the operation itself, batched over the directions -----------------
+
+
+def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Any operation that is linear in all its jets together: batched over the directions, a loop where those nest."""
+    kwargs = {key: value for key, value in kwargs.items() if key != "_stacklevel"}
+    jets = [jet for jet in _jet.jets_among((args, kwargs)) if jet.expansion is expansion]
+
+    def at(points: Any) -> Any:
+        given = iter(points)
+        by = lambda jet: next(given) if jet.expansion is expansion else jet  # noqa: E731
+        return func(*_jet.replaced(args, by), **_jet.replaced(kwargs, by))
+
+    value = at([jet.series[0] for jet in jets])
+    zeros = [jet.series[0].new_zeros(()).expand(jet.series[0].shape) for jet in jets]
+    offset = at(zeros)  # constants among the arguments: the operation is affine, and coefficients are linear
+    single = isinstance(value, torch.Tensor) or _jet.is_jet(value)
+    found: list[Any] = []
+    for k in range(1, expansion.order + 1):
+        present = [jet.series[k] for jet in jets if jet.series[k] is not None]
+        if not present:
+            found.append(None)
+            continue
+        rows = present[0].shape[0]
+        points = [
+            jet.series[0].new_zeros(()).expand(rows, *jet.series[0].shape)
+            if jet.series[k] is None
+            else full(jet.series[k], jet.series[0].shape)
+            for jet in jets
+        ]
+        found.append(_batched(at, points, single))
+    if single:
+        return [value, *(None if c is None else c[0] - offset for c in found)]
+    return Several([[part, *(None if c is None else c[i] - offset[i] for c in found)] for i, part in enumerate(value)])
+
+
+def _batched(function: Callable[[Any], Any], points: list[Any], single: bool) -> list[Any]:
+    if not _jet.jets_among(points):
+        try:
+            return _reverse.batched(lambda *each: (function(each),) if single else tuple(function(each)), points)
+        except RuntimeError as error:
+            if "atching rule" not in str(error):
+                raise
+    rows = [
+        function(each) if not single else (function(each),) for each in zip(*(p.unbind(0) for p in points), strict=True)
+    ]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+rule(
+    "linear",
+    *listed(
+        "roll fliplr flipud rot90 pad repeat tile diagonal trace unfold interpolate tril triu diag diag_embed "
+        "diagflat repeat_interleave take take_along_dim hstack vstack dstack column_stack avg_pool1d "
+        "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
+        "adaptive_avg_pool3d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d pixel_shuffle "
+        "pixel_unshuffle channel_shuffle fold im2col col2im diff hsplit vsplit dsplit unsafe_chunk "
+        "unsafe_split split_with_sizes index_add index_copy index_fill block_diag meshgrid broadcast_tensors "
+        "atleast_1d atleast_2d atleast_3d constant_pad_nd _pad_circular slice_scatter "
+        "diagonal_scatter scatter_add masked_select"
+    ),
+)(generic)
+
+
+@rule("composite", "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d")
+def max_pool(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The entries that PyTorch chose."""
+    name = operation(func)
+    x = args[0]
+    adaptive = name.startswith("adaptive")
+    place = 2 if adaptive else 6
+    native = adaptive and func is not getattr(F, name)  # which gives the indices too, whatever it is told
+    if native or kwargs.pop("return_indices", False) or any(args[place:]):
+        raise NoRule(f"{name}(return_indices=True)")
+    spatial = int(name[-2])
+    pool = getattr(F, f"{name}_with_indices")
+    value = _jet.series_of(x, expansion)[0]
+    if _jet.is_jet(value):
+        raise NoRule(name, "inside nested expansions")
+    _, index = pool(value, *args[1:place], **kwargs)
+    flat = x.flatten(-spatial)
+    return torch.gather(flat, -1, index.flatten(-spatial)).reshape(index.shape)
+
+
+# --- other shapes of the same entries, and indices: the same on each coefficient, a dimension further on --------------
+# The forms here are native, since nested expansions need them as well.
+
+
+Lifted = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def shifted(dim: int, ndim: int) -> int:
+    """A dimension of the value as one of a coefficient."""
+    return dim % max(ndim, 1) + 1
+
+
+def dims_of(dim: Any, ndim: int) -> list[int]:
+    """Dimensions of the value as those of a coefficient; all of them where none is named."""
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return list(range(1, ndim + 1))
+    if not ndim:
+        return []
+    return [shifted(d, ndim) for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def lifted(*names: str) -> Callable[[Lifted], Lifted]:
+    """Register `function(coefficient, shape, args, kwargs)` for operations linear in their first argument alone."""
+
+    def register(function: Lifted) -> Lifted:
+        def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+            rest = dict(kwargs)
+            x, others = (args[0], args[1:]) if args else (rest.pop("input"), ())
+            rest.pop("_stacklevel", None)
+            if not belongs(x, expansion) or any(belongs(j, expansion) for j in _jet.jets_among((others, rest))):
+                return generic(expansion, func, args, kwargs)
+            series = x.series
+            value = func(series[0], *others, **rest)
+            if isinstance(value, torch.Tensor):
+                rest["value"] = value
+            shape = series[0].shape
+            found = [None if c is None else function(full(c, shape), shape, others, rest) for c in series[1:]]
+            return assembled(value, found)
+
+        rule("linear", *names)(apply)
+        return function
+
+    return register
+
+
+def assembled(value: Any, found: list[Any]) -> Any:
+    """A series from its value and other coefficients, or one for each part of them."""
+    if isinstance(value, (tuple, list)):
+        parts = [[part, *(None if c is None else c[i] for c in found)] for i, part in enumerate(value)]
+        return Several(parts)
+    return [value, *found]
+
+
+def named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Arguments after the first, by name."""
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def spread(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[int]:
+    """Dimensions or sizes given as a sequence or one by one."""
+    for name in names:
+        if name in kwargs:
+            return list(kwargs[name])
+    return list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size)) else list(args)
+
+
+@lifted("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze_all")
+def _reshaped(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.reshape(c.shape[0], *kwargs["value"].shape)
+
+
+def _view(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """`view` and its kin; `view(dtype)` reinterprets bits and has no derivative."""
+    if any(isinstance(arg, torch.dtype) for arg in args):
+        raise NoRule("view(dtype)")
+    args = (args[0], *(_jet.value_of(arg) for arg in args[1:]))  # view_as: only the shape matters
+    return _reshape_rule(expansion, func, args, kwargs)
+
+
+_reshape_rule = RULES.known["reshape"].apply
+rule("linear", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel")(_view)
+
+
+@lifted("permute")
+def _permuted(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.permute(0, *(shifted(d, len(shape)) for d in spread(args, kwargs, "dims")))
+
+
+@lifted("transpose", "swapaxes", "swapdims")
+def _transposed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    names = [*args, *(v for k, v in kwargs.items() if k != "value")]
+    return c.transpose(shifted(names[0], len(shape)), shifted(names[1], len(shape))) if shape else c
+
+
+@lifted("t", "mT", "adjoint")
+def _turned(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.transpose(-1, -2) if len(shape) > 1 else c
+
+
+@rule("linear", "numpy_T")
+def reverseddims_of(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """`x.T`: all dimensions in reverse order."""
+    return RULES.known["permute"].apply(expansion, torch.permute, (args[0], list(range(args[0].ndim))[::-1]), {})
+
+
+@lifted("movedim", "moveaxis")
+def _moved(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    given = named(args, kwargs, "source", "destination")
+    return c.movedim(dims_of(given["source"], len(shape)), dims_of(given["destination"], len(shape)))
+
+
+@lifted("squeeze")
+def _squeezed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.reshape(c.shape[0], *kwargs["value"].shape)
+
+
+@lifted("unsqueeze")
+def _unsqueezed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.unsqueeze(named(args, kwargs, "dim")["dim"] % (len(shape) + 1) + 1)
+
+
+@lifted("expand", "expand_as", "broadcast_to")
+def _expanded(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return full(c, kwargs["value"].shape)
+
+
+@lifted("getitem")
+def _item(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    return c[(slice(None), *index)]
+
+
+def _getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """An index; with integer tensors apart from each other PyTorch would move their dimension before the directions."""
+    x, index = args
+    index = index if isinstance(index, tuple) else (index,)
+    if _jet.jets_among(index):
+        raise NoRule("indexing with a tensor that depends on the variable")
+    kinds = [isinstance(i, (torch.Tensor, list)) for i in index]
+    if any(kinds):
+        first, last = kinds.index(True), len(kinds) - kinds[::-1].index(True)
+        if not all(k or isinstance(i, int) for k, i in zip(kinds[first:last], index[first:last], strict=True)):
+            return generic(expansion, torch.Tensor.__getitem__, args, kwargs)
+        if any(isinstance(i, int) for i in index):
+            return generic(expansion, torch.Tensor.__getitem__, args, kwargs)
+    return _getitem_rule(expansion, torch.Tensor.__getitem__, (x, index), kwargs)
+
+
+_getitem_rule = RULES.known["getitem"].apply
+rule("linear", "getitem")(_getitem)
+
+
+# --- Fourier transforms, and the little of complex arithmetic that stands between one and its inverse -----------------
+# The variable is real, so the coefficients of a complex value are complex, and the rules of sums, products and shapes
+# hold for them as they are. What is no holomorphic function of a complex value (its absolute value) is refused.
+
+
+rule(
+    "linear",
+    *listed(
+        "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn "
+        "fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_ihfft2 fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift"
+    ),
+)(generic)
+
+
+@rule("linear", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg")
+def part(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation, coefficient by coefficient: linear over the real numbers."""
+    name, x = operation(func), series_of(args[0] if args else kwargs["input"], expansion)
+    if not x[0].is_complex():
+        if name == "imag":
+            raise NoRule("imag", "the tensor is real")
+        return x
+    return each(x, getattr(torch, name))
+
+
+@rule("linear", "view_as_real", "view_as_complex")
+def viewed(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Complex numbers as pairs, and pairs as complex numbers."""
+    x, name = series_of(args[0] if args else kwargs["input"], expansion), operation(func)
+    if _jet.is_jet(x[0]):
+        raise NoRule(name, "inside nested expansions")
+    view = getattr(torch, name)
+    return [view(x[0]), *(None if c is None else view(full(c, x[0].shape).contiguous()) for c in x[1:])]
+
+
+@rule("linear", "complex")
+def combined(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """A + i b."""
+    a, b = (series_of(value, expansion) for value in (*args, *kwargs.values()))
+    return linear_combination([(1, a), (1j, b)], expansion.order)

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from hodiff._core import _versions
 from hodiff.jets import _jet
-from hodiff.jets._jet import belongs, series_of
-from hodiff.jets._registry import NoRule, Several, listed, operation, rule
+from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
 from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination
 
 

@@ -11,9 +11,15 @@ from typing import Any
 import torch
 
 from hodiff.sparse._tracer import Rule
-from hodiff.sparse.rules import contract, lines, move, pointwise, window
+from hodiff.sparse.rules import contraction, movement, window
 
-RULES: dict[str, Rule] = {**pointwise.RULES, **move.RULES, **lines.RULES, **contract.RULES, **window.RULES}
+RULES: dict[str, Rule] = {
+    **contraction.POINTWISE_RULES,
+    **movement.RULES,
+    **movement.LINE_RULES,
+    **contraction.RULES,
+    **window.RULES,
+}
 
 
 def find(function: Any) -> Rule | None:
@@ -24,4 +30,4 @@ def find(function: Any) -> Rule | None:
     rule = RULES.get(name.removeprefix("aten::").rstrip("_")) or RULES.get(name.removeprefix("aten::"))
     if rule is not None:
         return rule
-    return pointwise.pointwise if torch.Tag.pointwise in function.tags else None
+    return contraction.pointwise if torch.Tag.pointwise in function.tags else None

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff.sparse._sets import Sets
-from hodiff.sparse._tracer import Found, Operation, Rule
-from hodiff.sparse.rules.pointwise import is_constant, listed
+from hodiff.sparse._tracer import Found, Operation, Rule, Sets
+from hodiff.sparse.rules.contraction import is_constant, listed
 
 
 class Windows(NamedTuple):

@@ -1,0 +1,444 @@
+"""Arguments that public functions share: their types, their spellings, their checks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Literal, Protocol, TypedDict, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from hodiff._core import _tree
+from hodiff._core._faults import interrupts
+from hodiff.errors import GraphError, InputError
+
+Allowed = Sequence[str | type] | str | type
+"""`allow=`: the `autograd.Function` classes, or their names, whose backward may be `@once_differentiable`."""
+
+ChunkSize = int | Literal["auto"]
+"""How many vectors one pass takes; `"auto"` bounds its memory."""
+
+Probes = Literal["rademacher", "gaussian"]
+"""The law of random vectors v; E[v vᵀ] = I under both."""
+
+Reduction = Literal["mean", "sum", "none"]
+"""From one value for each sample to a loss."""
+
+ExtremeReduction = Literal["max", "mean", "sum", "none"]
+"""From values of which the largest may be what counts."""
+
+PatchReduction = Literal["sum", "mean"]
+"""From several outputs of one sample to one."""
+
+SecondMethod = Literal["exact", "differences"]
+"""How a second directional derivative is computed."""
+
+
+SparseOutput = Literal["torch", "csr", "scipy", "auto"]
+"""In which form a sparse matrix is wanted."""
+
+
+class Common(TypedDict, total=False):
+    """What every function of the calculus takes.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    create_graph: bool | None
+    strict: bool | None
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class Chunked(Common, total=False):
+    """And what takes many vectors."""
+
+    chunk_size: ChunkSize
+
+
+class Batched(Common, total=False):
+    """And what knows independent samples."""
+
+    batch_ndim: int
+    check_independence: bool
+
+
+class ChunkedBatched(Chunked, Batched, total=False):
+    """And what does both."""
+
+
+def check_option(value: Any, vocabulary: Any, name: str) -> None:
+    """Raise unless `value` is a word of the vocabulary, one of the `Literal`s above."""
+    words = vocabulary.__args__
+    if value.__class__ is not str or value not in words:  # an array would compare by entries
+        *others, final = [f'"{word}"' for word in words]
+        raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")
+
+
+class Names(tuple[str | type, ...]):
+    """Names and classes, as `allowed` has found them to be."""
+
+    __slots__ = ()
+
+
+def allowed(allow: Any) -> Sequence[str | type]:
+    """`allow=` as a sequence; raise unless it holds names and classes."""
+    if allow.__class__ is Names or (allow.__class__ is tuple and not allow):  # as nearly always
+        return allow
+    found = (allow,) if isinstance(allow, (str, type)) else allow
+    if not isinstance(found, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in found):
+        raise InputError(f"allow: is a {type(allow).__name__}, expected names or classes of autograd.Functions.")
+    return Names(found)
+
+
+def is_set(value: Any, name: str) -> bool:
+    """Whether a flag is on; raise for what is neither true nor false, as an array, or a word: "no" would be true."""
+    if value is True or value is False:  # as nearly always
+        return value
+    try:
+        if bool(value == bool(value)):
+            return bool(value)
+    except Exception as error:  # it is no flag then, whatever it is
+        if interrupts(error):
+            raise
+    shown = f"{value!r}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+    raise InputError(f"{name}: is {shown}, expected True or False.")
+
+
+# --- checks, made before anything is computed -------------------------------------------------------------------------
+
+
+LARGEST = 2**63 - 1
+"""The largest integer that PyTorch takes."""
+
+
+class Missing:
+    """The default of a point that was not given."""
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Any = Missing()
+
+ACCEPTED = "a tensor, a container of tensors (tuple, list, dict, nested), an nn.Module, or hodiff.select(module, ...)"
+
+
+def check_real_tensor(value: Any, name: str) -> None:
+    """Raise unless `value` is a strided, real floating point tensor."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name}: {_not_a_tensor(value)}")
+    if LOADED_BY in sys.modules:
+        check_tensor(value, name)
+    if value.dtype.is_floating_point:
+        if value.dtype.itemsize == 1:
+            raise InputError(f"{name}: has dtype {value.dtype}, in which PyTorch only stores; convert it (x.half()).")
+        if value.is_meta:
+            raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")
+        if value.layout is not torch.strided or value.is_nested:  # asked here too: it saves a call
+            check_dense(value, name, " (x.to_dense(), or its .values())")
+        return
+    if value.is_complex():
+        raise InputError(
+            f"{name}: is complex ({value.dtype}); derivatives here are those of real variables. Pass "
+            f"torch.view_as_real(z) and let f begin with torch.view_as_complex(...)."
+        )
+    raise InputError(
+        f"{name}: has dtype {value.dtype}; derivatives need a real floating point tensor. "
+        f"Convert it (x.double()), or pass it to f through args= or kwargs= if it is data."
+    )
+
+
+def _not_a_tensor(value: Any) -> str:
+    if inspect.isgenerator(value) or hasattr(value, "__next__"):
+        return (
+            "is a generator (model.parameters()?), which can be read only once. "
+            "Pass the module itself; f then receives the module, and results are a dict by parameter name."
+        )
+    if isinstance(value, (bool, int, float)):
+        return (
+            f"is the {type(value).__name__} {value!r}, expected a floating point tensor: torch.tensor({float(value)})."
+        )
+    if callable(value) and not isinstance(value, nn.Module):
+        return f"is a function; the function comes first and the point second. Expected {ACCEPTED}."
+    if type(value).__module__ == "numpy":
+        return "is a NumPy object; wrap it: torch.from_numpy(array)."
+    return f"is a {type(value).__name__}; expected {ACCEPTED}."
+
+
+def check_integer(value: Any, name: str, *, least: int) -> int:
+    """Raise unless `value` is an int of at least `least`."""
+    if value.__class__ is int and least <= value <= LARGEST:  # as nearly always
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        bound = f"at least {least}" if not isinstance(value, int) or value < least else "64 bits at most"
+        raise InputError(f"{name}: got {value!r}, expected an integer of {bound}.")
+    return value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a finite float, or an int that PyTorch takes."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def check_chunk_size(value: int | str) -> int | None:
+    """The chunk size as an int, or None for `"auto"`."""
+    if isinstance(value, str) and value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f'chunk_size: got {value!r}, expected an integer of at least 1, or "auto".')
+    return value
+
+
+def check_output(value: Any, name: str = "f(x)") -> Tensor:
+    """Raise unless `value`, an output of `f`, is a real floating point tensor."""
+    if not isinstance(value, Tensor):
+        hint = " (has_aux=True if f returns (loss, extra))" if isinstance(value, tuple) else ""
+        raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
+    if value.dtype.is_floating_point:
+        if value.layout is not torch.strided or value.is_nested:
+            kind, way_out = ("nested", ".values()") if value.is_nested else (str(value.layout), ".to_dense()")
+            raise InputError(f"f: {name} is a {kind} tensor; return a dense one (its {way_out}), or a sum of it.")
+        return value
+    if value.is_complex():
+        raise InputError(f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real).")
+    raise InputError(f"f: {name} has dtype {value.dtype}, which has no derivative; return a floating point tensor.")
+
+
+def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
+    """Raise unless `output` is one element, or one element per sample of `batch`."""
+    if batch_ndim == 0:
+        if output.numel() != 1:
+            raise InputError(
+                f"f: returned shape {tuple(output.shape)}, expected one element. Reduce it (.sum(), .mean()), use "
+                f"hodiff.jacobian for all outputs, or batch_ndim=1 if each row is an independent sample."
+            )
+        return
+    if tuple(output.shape[:batch_ndim]) != tuple(batch) or output.numel() != batch.numel():
+        averaged = " (an output already reduced over the batch scales every gradient by 1/N)" if not output.ndim else ""
+        more = output.ndim - batch_ndim
+        total = "sum(-1)" if more == 1 else f"flatten({batch_ndim}).sum(-1)"
+        way_out = (
+            f" For several outputs of each sample, take one at a time (lambda x: f(x)[..., {', '.join('0' * more)}]), "
+            f"reduce them (lambda x: f(x).{total}), or use hodiff.jacobian(f, x, batch_ndim={batch_ndim})."
+            if tuple(output.shape[:batch_ndim]) == tuple(batch)
+            else " Return one number for each sample, not reduced over the batch."
+        )
+        raise InputError(
+            f"f: returned shape {tuple(output.shape)}{averaged}, expected one element per sample: {tuple(batch)}, "
+            f"or {tuple(batch)} followed by ones, for batch_ndim={batch_ndim}.{way_out}"
+        )
+
+
+def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> torch.Size:
+    """The shape of the batch that all `tensors` share in their leading dimensions."""
+    if batch_ndim.__class__ is int and batch_ndim == 0:
+        return torch.Size()
+    check_integer(batch_ndim, "batch_ndim", least=0)
+    first = tensors[0].shape[:batch_ndim]
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.ndim < batch_ndim:
+            raise InputError(
+                f"{name}: has shape {tuple(tensor.shape)}, which has no {batch_ndim} leading batch dimension(s) "
+                f"(batch_ndim={batch_ndim})."
+            )
+        if tensor.shape[:batch_ndim] != first:
+            raise InputError(
+                f"{name}: has batch shape {tuple(tensor.shape[:batch_ndim])}, {names[0]} has {tuple(first)}; "
+                f"with batch_ndim={batch_ndim} all must agree. The function comes first and the samples second; "
+                f"parameters are no samples, for them batch_ndim=0."
+            )
+    return first
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a frame runs a module of this package; `hodiff_experiments` is the user's."""
+    return f"{frame.f_globals.get('__name__', '')}.".startswith("hodiff.")
+
+
+def called() -> str:
+    """The public function that the caller called: the outermost of our own frames."""
+    name, frame = "grad", inspect.currentframe()
+    while frame is not None and _is_ours(frame):
+        name, frame = frame.f_code.co_name, frame.f_back
+    return name
+
+
+def outside() -> int:
+    """The stack level, as `warnings` counts, of the first frame that is not ours."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and _is_ours(frame):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def check_arguments(args: Any, kwargs: Any) -> None:
+    """Raise unless `args` is a tuple (or list) and `kwargs` a mapping."""
+    if not isinstance(args, (tuple, list)):
+        raise InputError(f"args: is a {type(args).__name__}; expected a tuple of arguments for f: args=(data,).")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(f"kwargs: is a {type(kwargs).__name__}; expected a dict of keyword arguments for f.")
+    for name in kwargs or ():
+        if not isinstance(name, str):
+            raise InputError(f"kwargs: has a key of type {type(name).__name__}; expected names of arguments of f.")
+
+
+def check_container(tree: _tree.Tree, count: int, name: str) -> None:
+    """Raise for an empty container."""
+    if not count:
+        raise InputError(f"{name}: is empty ({_tree.describe(tree)}, without any tensor); expected {ACCEPTED}.")
+
+
+# --- what stands for a tensor where a vector is wanted ----------------------------------------------------------------
+
+
+class SupportsArray(Protocol):
+    """What NumPy can read: an array, for the type checker."""
+
+    def __array__(self) -> Any: ...
+
+
+def check_dense(value: Tensor, name: str, advice: str = "") -> None:
+    """Raise where a tensor is nested or sparse."""
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise InputError(f"{name}: is a {kind} tensor; give a dense one{advice}.")
+
+
+def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Any:
+    """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            check_dense(value, name)
+        return value
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        value = dict(value)
+    if _is_array(value) or _is_numbers(value):
+        return _tensor(value, dtype, device, name)
+    if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value, name)[0])):
+        return _tree.tree_map(lambda leaf: _tensor(leaf, dtype, device, name) if _is_array(leaf) else leaf, value)
+    return value
+
+
+def listing(value: Any, tree: _tree.Tree, number: int) -> _tree.Tree:
+    """The structure of a list (or tuple) of the leaves in the order of the point, where it is no such point."""
+    if not isinstance(value, (list, tuple)) or len(value) != number:
+        return None
+    if not all(isinstance(part, Tensor) for part in value):
+        return None
+    _, _, found = _tree.flatten(value)
+    return found if _tree.difference(tree, found, "") else None
+
+
+def _tensor(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
+    """Numbers from elsewhere, copied, in the precision of flat vectors."""
+    if _is_array(value):
+        if value.dtype.kind not in "fiu":
+            raise InputError(f"{name}: is an array of {value.dtype}; expected real numbers.")
+        double = dtype is torch.float64
+        value = torch.from_numpy(value.astype("float64" if double else "float32", order="C", copy=True))
+        return value.to(device, dtype)
+    try:
+        return torch.tensor(value, dtype=dtype, device=device)
+    except ValueError as error:
+        raise InputError(f"{name}: is a nested list whose rows differ in length ({error}).") from error
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # who has an array has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_numbers(value: Any, depth: int = 0) -> bool:
+    """Whether this is a list of numbers, or of such lists, and no list in itself."""
+    if not isinstance(value, (list, tuple)) or not value or depth > _tree.DEEPEST:
+        return False
+    return all(
+        _is_numbers(item, depth + 1) or (isinstance(item, numbers.Real) and type(item) is not bool) for item in value
+    )
+
+
+# --- parameters that are sharded over processes: recognised, and refused with what works instead ----------------------
+# A gradient by shards is None in PyTorch, silently, and a model under `fully_shard` frees what a second pass needs.
+# Whoever has such tensors has imported the module that defines them.
+
+
+LOADED_BY = "torch.distributed.tensor"
+"""The module without which there are no such tensors: who calls the checks asks for it first, which costs nothing."""
+WAY_OUT = (
+    "Gather them once into a plain copy of the model (p.full_tensor() for each parameter p) and share the data by "
+    "process_group= of an operator; or differentiate by the local shards, p.to_local(), with an f that gathers them by "
+    "DTensor.from_local(...).full_tensor(grad_placements=[Partial()]). The documentation has both, under "
+    "'Several processes'."
+)
+
+
+def check_tensor(value: Tensor, name: str) -> None:
+    """Raise for a DTensor."""
+    if _is_dtensor(value):
+        raise InputError(f"{name}: is a DTensor, of which each process holds a shard. {WAY_OUT}")
+
+
+def check_vectors(value: Any, name: str) -> None:
+    """Raise for vectors that are DTensors, alone or in a container."""
+    leaves: Any = (value,)
+    if isinstance(value, dict):
+        leaves = value.values()
+    elif _tree.is_container(value):
+        leaves = value
+    if any(map(_tree.is_container, leaves)):
+        leaves = _tree.flatten(value, name)[0]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and _is_dtensor(leaf):
+            raise InputError(
+                f"{name}: is a DTensor, of which each process holds a shard, and the point is none. Give all of it, "
+                f"v.full_tensor(), which is the same on every process."
+            )
+
+
+def check_modules(modules: Iterable[nn.Module], name: str) -> None:
+    """Raise for a module under `fully_shard`, or one that has DTensors for parameters."""
+    kinds: tuple[type, ...] = ()
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        kinds = FSDPModule, FullyShardedDataParallel
+    for module in modules:
+        if kinds and isinstance(module, kinds):
+            plain = next((k.__name__ for k in type(module).__mro__ if not k.__name__.startswith(("FSDP", "Fully"))), "")
+            raise InputError(
+                f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between passes, so that it "
+                f"has no second derivative. {WAY_OUT}"
+            )
+        for path, parameter in module._parameters.items():
+            if parameter is not None and _is_dtensor(parameter):
+                raise InputError(f"{name}: its parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
+
+
+NODE = "RegisterPostBackwardFunction"
+"""The Function by which `fully_shard` notices, in the first pass, that a module's parameters may be freed."""
+
+
+def freed() -> GraphError:
+    """The error for a second pass over a graph that needs such parameters: PyTorch may end the process there."""
+    return GraphError.about(
+        "the graph goes through a model that is sharded over processes (fully_shard), whose parameters are freed "
+        "between passes, so that it has no second derivative. Compute the tensor by a plain copy of the model "
+        "(p.full_tensor() for each parameter p); the documentation has more, under 'Several processes'."
+    )
+
+
+def _is_dtensor(value: Tensor) -> bool:
+    if LOADED_BY not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor  # which waits where another thread has only begun to load it
+
+    return isinstance(value, DTensor)

@@ -1,0 +1,181 @@
+"""What threads share: one lock, claims to what one thread has for longer, what a forked child puts right.
+
+What can change belongs to one thread (`threading.local`), is changed under `lock`, for moments in which no code of the
+user's runs, or is claimed: the others wait, and a circle of waiting threads raises. All else is built before anyone
+else can see it, and not changed then.
+
+A module on loan is claimed, so each evaluation has leaves of its own, and starts from the user's buffers (the power
+iteration of spectral norm moves them). Claims of one thread nest: each is known by the loan that makes it, which may
+release it twice, or before it is made.
+
+What runs in a reverse pass counts as the thread's that began the pass: on a GPU the engine has threads of its own, and
+their nodes may evaluate `f` once more while that one waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hodiff.errors import GraphError
+
+lock = threading.RLock()  # the only one: the collector may close what was lost at any moment, so two could cross
+_changed = threading.Condition(lock)  # notified when a claim is released
+_claims: dict[Any, tuple[int, dict[Any, None]]] = {}  # a module, or what else -> (owning thread, the loans that claim)
+_waiting: dict[int, Iterable[Any]] = {}  # thread -> what it waits for
+
+
+class _Here(threading.local):
+    """Which thread this is; to read that costs no call."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+here = _Here()
+
+_torch: Any = torch._C
+_KEY = "hodiff: the thread that waits for what runs here"
+_known = functools.partial(_torch._get_obj_in_tls, _KEY)  # raises a RuntimeError where nobody has asked before
+
+
+def _me() -> int:
+    """This thread; in one of the engine's, the one that began the pass, whose PyTorch-local values it has."""
+    if not _torch._is_key_in_tls(_KEY):
+        _torch._stash_obj_in_tls(_KEY, threading.get_ident())
+    return _known()
+
+
+def claim(modules: Iterable[Any], loan: Any) -> None:
+    """Make `modules` this thread's, for a loan, waiting until no other has any of them."""
+    with lock:
+        try:
+            me = _known()  # instead of asking first: this is on the way of every call
+        except RuntimeError:
+            me = _me()
+        for module in modules:
+            if module in _claims and _claims[module][0] != me:
+                _wait(modules)
+                break
+        for module in modules:
+            if module in _claims:
+                _claims[module][1][loan] = None
+            else:
+                _claims[module] = (me, {loan: None})
+
+
+def release(modules: Iterable[Any], loan: Any) -> None:
+    """Undo a loan's `claim`."""
+    with lock:
+        for module in modules:
+            if module in _claims:
+                loans = _claims[module][1]
+                if loan in loans:
+                    del loans[loan]
+                if not loans:
+                    del _claims[module]
+        if _waiting:
+            _changed.notify_all()
+
+
+class Held:
+    """`with Held(something):` it is this thread's. What an interrupt keeps from its end goes with the object."""
+
+    __slots__ = ("_loan", "_what")
+
+    def __init__(self, what: object) -> None:
+        self._what, self._loan = (what,), object()
+
+    def __enter__(self) -> None:
+        claim(self._what, self._loan)
+
+    def __exit__(self, *exc: object) -> None:
+        release(self._what, self._loan)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loan"):
+            release(self._what, self._loan)
+
+
+def wait_for(root: nn.Module) -> None:
+    """Wait until no other thread has the module, or one below it; the lock is held, and keeps it so."""
+    if _claims:
+        _wait(list(root.modules()))
+
+
+def claimed(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the modules is lent to an evaluation just now, in this thread or another."""
+    return bool(_claims) and any(module in _claims for module in modules)
+
+
+def _wait(modules: Iterable[Any]) -> None:
+    """Wait until no other thread has any of `modules`; the lock is held. A circle of waiting threads raises."""
+    me = _me()
+    while _owners(modules, me):
+        _waiting[me] = modules
+        try:
+            if _in_circle(me):
+                raise GraphError(
+                    "two threads differentiate in each other's modules, or evaluate each other's operators, and wait "
+                    "for each other. Give both calls the same modules (a tuple of them), or use one lock around both."
+                )
+            _changed.wait()
+        finally:
+            del _waiting[me]
+
+
+def _owners(modules: Iterable[Any], me: int) -> set[int]:
+    """The other threads that have any of them now."""
+    return {_claims[module][0] for module in modules if module in _claims} - {me}
+
+
+def _in_circle(start: int) -> bool:
+    """Whether a thread waits for itself. One that was woken, and has not run since, waits only for what is claimed."""
+    seen, threads = {start}, [start]
+    for thread in threads:
+        owners = _owners(_waiting.get(thread, ()), thread)
+        if start in owners:
+            return True
+        threads += owners - seen
+        seen |= owners
+    return False
+
+
+# --- forks
+
+_restored: list[Callable[[int], object]] = []
+
+
+def in_child(restore: Callable[[int], object]) -> None:
+    """Let `restore(thread)` undo in a forked child what other threads than this one have open."""
+    _restored.append(restore)
+
+
+def _forked() -> None:
+    """The thread that forked is the only one left; what the others had is given back, where they stood."""
+    _waiting.clear()
+    try:
+        for restore in _restored:
+            restore(_me())
+    finally:
+        lock.release()
+
+
+def _close_loans(me: int) -> None:
+    theirs = [(thing, loans) for thing, (owner, loans) in _claims.items() if owner != me]
+    for loan in {loan: None for _, loans in theirs for loan in loans}:
+        if hasattr(loan, "close"):
+            loan.close()
+    for thing, _ in theirs:
+        _claims.pop(thing, None)
+
+
+in_child(_close_loans)
+if hasattr(os, "register_at_fork"):  # the lock is held meanwhile, so that nothing under it is halfway
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=_forked)

@@ -1,0 +1,157 @@
+"""Memory: how much is free, how much a computation took, the exact bytes of the tensors alive."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _settings
+from hodiff._core._faults import is_fault
+from hodiff._core._settings import DispatchMode
+from hodiff.errors import InputError
+
+T = TypeVar("T")
+UNKNOWN = 4 * 2**30
+"""What is taken to be free where the system does not say."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device: of a GPU what is left (PyTorch's own reserve included), else of the machine."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(_machine(), _container())
+
+
+def _machine() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError) as error:
+        if not is_fault(error):
+            raise
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, OSError, ValueError) as error:
+        if not is_fault(error):
+            raise
+        return UNKNOWN
+
+
+def _container() -> int:
+    """What the limit of a container leaves."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text("ascii").strip()
+        return int(limit) - int((group / "memory.current").read_text("ascii")) if limit != "max" else 1 << 62
+    except (OSError, ValueError) as error:
+        if not is_fault(error):
+            raise
+        return 1 << 62
+
+
+def readable(size: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def budget(value: float, device: torch.device) -> int:
+    """`memory_budget=` in bytes: an int is bytes, a float a fraction of what is free."""
+    if isinstance(value, float):
+        return int(value * free_bytes(device))
+    return value
+
+
+def check_budget(value: Any) -> None:
+    """Raise unless `memory_budget=` is a number of bytes or a fraction."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"memory_budget: is a {type(value).__name__}; expected bytes (int) or a fraction (float).")
+    if not value >= 0 or (isinstance(value, float) and value > 1):
+        raise InputError(
+            f"memory_budget: got {value!r}; expected bytes (an int, 0 to keep nothing), or a fraction of the free "
+            f"memory (a float from 0.0 to 1.0)."
+        )
+
+
+def measured(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """The result of a call, and the bytes that it left alive."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        return result, max(0, torch.cuda.memory_allocated(device) - before)
+    with _settings.on(LiveBytes()) as live:
+        result = call()
+        return result, live.now
+
+
+# --- the exact bytes of tensors alive, and their peak, without the garbage collector ----------------------------------
+
+
+class LiveBytes(DispatchMode):
+    """Counts the storages that operations make while it is on, those of reverse passes included.
+
+    A storage that only a graph holds counts too: its weak reference ends when the memory goes, in any thread, or in the
+    middle of a line. So what has gone is only listed then, and taken off when the thread of the mode looks.
+
+    Attributes:
+        peak: The largest value of `now` since the last `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # of a reference: itself, storage and size
+        self._known: set[int] = set()
+        self._gone: list[weakref.ref[Any]] = []  # which C fills: in Python code an interrupt would be lost there
+
+    @property
+    def now(self) -> int:
+        """Bytes alive, of those made while this was on."""
+        while self._gone:
+            _, key, size = self._alive.pop(id(self._gone.pop()))
+            self._known.discard(key)
+            self._now -= size
+        return self._now
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        before = {storage._cdata for storage in _storages([*args, *(kwargs or {}).values()])}
+        for storage in _storages([outputs]):
+            if storage._cdata not in before:  # a view, or an argument changed in place, is no new memory
+                self._count(storage)
+        return outputs
+
+    def _count(self, storage: Any) -> None:
+        now, key = self.now, storage._cdata
+        if key not in self._known:
+            reference, size = weakref.ref(storage, self._gone.append), storage.nbytes()
+            self._known.add(key)
+            self._alive[id(reference)] = reference, key, size
+            self._now = now + size
+            self.peak = max(self.peak, self._now)
+
+
+def _storages(values: list[Any]) -> Iterator[Any]:
+    """The storages of the tensors among `values`, and in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            with suppress(NotImplementedError):  # a sparse tensor has none: its parts were counted when they were made
+                yield value.untyped_storage()
+        elif isinstance(value, (tuple, list)):
+            yield from _storages(list(value))

@@ -1,0 +1,380 @@
+"""Errors of PyTorch, translated: which operation, why, what to write instead; which line, which variable."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _arguments, _near_zero, _versions
+from hodiff._core._faults import interrupts
+from hodiff.errors import GraphError
+
+_AS_PYTHON = "give hodiff the function, which runs it as the Python that it stands for, or use a Python"
+
+
+class WayOut(NamedTuple):
+    """An operation without a second derivative, in words, and what to do instead."""
+
+    operation: str
+    instead: str
+
+
+# Keyed by a piece of a node's name, lower case without underscores: the same key finds the forward
+# node (`CdistBackward0`), its derivative (`CdistBackwardBackward0`) and the engine's error text.
+_WAYS_OUT = {
+    "scaleddotproduct": WayOut(
+        "fused scaled_dot_product_attention",
+        "f switched it on itself, or the tensor was computed outside. Compute it under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give hodiff the function, which does that",
+    ),
+    "cudnnrnn": WayOut(
+        "a cuDNN RNN",
+        "compute it under torch.backends.cudnn.flags(enabled=False), or give hodiff the function, which does that",
+    ),
+    "cdist": WayOut(
+        "cdist", 'use compute_mode="use_mm_for_euclid_dist", or write (a[:, None] - b).square().sum(-1).sqrt()'
+    ),
+    "pdist": WayOut("pdist", "index the pairs and write their differences"),
+    "embeddingbag": WayOut("embedding_bag", "use nn.Embedding and reduce with .sum(-2) or .mean(-2)"),
+    "ctcloss": WayOut("ctc_loss", "there is no differentiable substitute in PyTorch"),
+    "segmentreduce": WayOut("segment_reduce", "use index_add"),
+    "multimargin": WayOut("multi_margin_loss", "write it with gather and clamp"),
+    "multilabelmargin": WayOut("multilabel_margin_loss", "write it with gather and clamp"),
+    "hardsigmoid": WayOut("hardsigmoid", "write (x / 6 + 0.5).clamp(0, 1)"),
+    "compiledfunction": WayOut(
+        "a compiled function", "compute it uncompiled, or give hodiff the function, which runs it eagerly"
+    ),
+    "condautogradop": WayOut("torch.cond", f"{_AS_PYTHON} `if`, or torch.where"),
+    "whileloopautogradop": WayOut("while_loop (torch._higher_order_ops)", f"{_AS_PYTHON} loop"),
+    "scanautogradop": WayOut("scan (torch._higher_order_ops)", f"{_AS_PYTHON} loop"),
+    "flexattentionautogradop": WayOut(
+        "flex_attention", "give hodiff the function, which writes it out, or use scaled_dot_product_attention"
+    ),
+    "checkpointfunction": WayOut(
+        "a re-entrant checkpoint", "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    ),
+}
+
+# Nodes that carry no marker of their own, yet raise as soon as they are differentiated.
+UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
+
+WEIGHT_NORM = "WeightNormInterfaceBackward0"
+WRITTEN_OUT = {
+    WEIGHT_NORM,
+    "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
+    *(node for node, (_, order) in _near_zero.NODES.items() if order == 2),
+}  # at second order; at third all that `_substitutes` has
+
+
+def at_third(names: Iterable[str]) -> bool:
+    """Whether nodes are among those that are written out at third order, and not before."""
+    return any(piece in name for name in names for piece in ("LayerNorm", "BatchNorm", "Logcumsumexp"))
+
+
+def fused(names: Iterable[str]) -> bool:
+    """Whether nodes are among those of the fused kernels of attention."""
+    return any("ScaledDotProduct" in name for name in names)
+
+
+NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
+
+
+_POLYNOMIALS = (
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+)
+_FUNCTION = "write an autograd.Function whose backward multiplies by its derivative, "
+_BESSEL = {
+    "bessel_j0": _FUNCTION + "-bessel_j1(x)",
+    "bessel_j1": _FUNCTION + "bessel_j0(x) - bessel_j1(x) / x",
+    "bessel_y0": _FUNCTION + "-bessel_y1(x)",
+    "bessel_y1": _FUNCTION + "bessel_y0(x) - bessel_y1(x) / x",
+    "modified_bessel_i0": "use torch.special.i0",
+    "modified_bessel_i1": "use torch.special.i1",
+    "modified_bessel_k0": _FUNCTION + "-modified_bessel_k1(x)",
+    "modified_bessel_k1": _FUNCTION + "-modified_bessel_k0(x) - modified_bessel_k1(x) / x",
+}
+_SPECIAL = {
+    **(_BESSEL if _versions.BESSEL_IS_CONSTANT else {}),
+    "scaled_modified_bessel_k0": _FUNCTION + "scaled_modified_bessel_k0(x) - scaled_modified_bessel_k1(x)",
+    "scaled_modified_bessel_k1": _FUNCTION + "(1 - 1 / x) scaled_modified_bessel_k1(x) - scaled_modified_bessel_k0(x)",
+    "spherical_bessel_j0": "use torch.sinc(x / math.pi)",
+    "airy_ai": _FUNCTION + "Ai', which PyTorch lacks",
+    **dict.fromkeys(_POLYNOMIALS, "write its recurrence in n"),
+}
+CONSTANTS = {
+    **{f"special_{name}": way for name, way in _SPECIAL.items()},
+    "linspace": "write start + (end - start) * torch.linspace(0, 1, steps)",
+    "logspace": "write base ** (start + (end - start) * torch.linspace(0, 1, steps))",
+}
+"""Smooth functions of which PyTorch says that they have no derivative, so that they give constants, and what to do.
+
+By `__name__`. Nothing in a graph shows them: the road sees them where it sees each call, at third order and above and
+in Taylor mode; `check_derivatives` and the explanations know their names.
+"""
+
+
+def constant(name: str) -> GraphError:
+    """The error for one of them."""
+    return GraphError.about(
+        f"PyTorch takes the result of {name} for a constant, though it is smooth in its argument, so that its part of "
+        f"a derivative would be missing, silently. Instead, {CONSTANTS[name]}; or say that a constant is meant, by "
+        f".detach() of its argument."
+    )
+
+
+_BATCH_NORM = "torch.nn.functional.batch_norm"
+_BY_LU = {
+    **dict.fromkeys(("det", "slogdet", "logdet"), "torch.linalg.slogdet"),
+    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), "torch.linalg.solve"),
+}
+WRONG_TANGENTS = {
+    **dict.fromkeys(("layer_norm", "native_layer_norm"), "torch.nn.functional.layer_norm"),
+    **dict.fromkeys(("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), _BATCH_NORM),
+    **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "_batch_norm_impl_index"), _BATCH_NORM),
+    "instance_norm": "torch.nn.functional.instance_norm",
+    **dict.fromkeys(("householder_product", "orgqr"), "products of I - tau v v'"),
+    **(_BY_LU if _versions.LU_IS_CONSTANT else {}),
+}
+"""Operations whose tangent in forward mode has a wrong derivative, under the names that no definition serves.
+
+Their rules read what the operation keeps beside its result, and reverse mode takes that for a constant.
+"""
+
+
+def wrong_tangent(name: str) -> GraphError:
+    """The error for one of them."""
+    return GraphError.about(
+        f"f uses PyTorch's forward mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad) through {name}, and the "
+        f"derivative of that tangent is wrong in PyTorch, silently. Instead of forward mode, use hodiff.jvp inside f "
+        f"(or torch.func.vjp, jacrev), or write {WRONG_TANGENTS[name]} in place of {name}."
+    )
+
+
+def way_out(name: str) -> WayOut | None:
+    """The operation behind a node or ATen name, and how to do without it."""
+    piece = _piece(name)
+    return _WAYS_OUT[piece] if piece is not None else None
+
+
+def _piece(name: str) -> str | None:
+    key = _key(name)
+    return next((piece for piece in _WAYS_OUT if piece in key), None)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+def missing(names: list[str], *, product: bool = False) -> GraphError:
+    """The error for a graph through operations that have no second derivative; `product`: for J v, which takes one."""
+    pieces = list(dict.fromkeys(piece for name in names if (piece := _piece(name)) is not None))
+    if pieces:
+        ways_out = "; nor of ".join("; ".join(_WAYS_OUT[piece]) for piece in pieces)
+        return GraphError.about(
+            f"PyTorch has no second derivative of {ways_out}.{' (A product J v takes one.)' if product else ''}",
+            operations=pieces,
+        )
+    return GraphError(
+        f"an operation in this graph has no second derivative in PyTorch. Operations in it: {', '.join(names)}. "
+        f"Write that operation with others, or check it alone with hodiff.check_derivatives."
+    )
+
+
+_FREED_WAY_OUT = (
+    "Call hodiff before that pass (hodiff never frees a graph of yours), or give hodiff the function instead of its "
+    "value: hodiff.hvp(f, x, v)."
+)
+_FREED = (
+    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it."
+)
+_CHANGED = (
+    "a tensor that the graph needs was changed in place after it was used. Compute the result again after the change, "
+    "or replace the in-place operation (x += 1) by x = x + 1."
+)
+_COMPILED = (
+    "a compiled function has no second derivative. Compute the tensor uncompiled, or give hodiff the function, which "
+    "runs it eagerly."
+)
+_REENTRANT = (
+    "a re-entrant activation checkpoint cannot be differentiated by inputs. "
+    "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
+_RECOMPUTED = (
+    "an activation checkpoint recomputed something else than its forward pass. A third or higher derivative, and any "
+    "of a function that uses forward mode, writes norm layers out from their definition, which a recomputation does "
+    "not repeat: switch checkpointing off for this call."
+)
+_SELECTIVE = (
+    "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "
+    "context_fn= out, or switch checkpointing off for this call."
+)
+_ONCE = (
+    "a @once_differentiable autograd.Function was asked for a second derivative. "
+    "Remove the decorator if its backward is made of differentiable operations."
+)
+
+_SPARSE_ROWS = (
+    "the gradient of an embedding with sparse=True is a sparse tensor, which the operation that computed its table "
+    "cannot take. Use sparse=False."
+)
+_OUTPUT_PADDING = (
+    "PyTorch has no further derivative of a transposed convolution (conv_transpose) with output_padding. Leave it "
+    "out, and pad the result (F.pad)."
+)
+_UNUSED_RESULT = (
+    "PyTorch's derivative of an operation with several results fails where only some of them are used. Write it with "
+    "another one: torch.nn.functional.layer_norm for torch.native_layer_norm, and its kin."
+)
+
+
+def _freed() -> GraphError:
+    return GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT)
+
+
+def _changed() -> GraphError:
+    return GraphError.about(_CHANGED, kind="changed")
+
+
+def _compiled() -> GraphError:
+    return GraphError.about(_COMPILED, operations=["compiledfunction"])
+
+
+def _reentrant() -> GraphError:
+    return GraphError.about(_REENTRANT, operations=["checkpointfunction"])
+
+
+# The engine's own words are all that it gives: here alone they are read.
+_TEXTS: dict[str, Callable[[], GraphError]] = {
+    "backward through the graph a second time": _freed,
+    "Trying to access the saved tensors after they have already been freed": _freed,
+    "modified by an inplace operation": _changed,
+    "does not currently support double backward": _compiled,
+    "non-empty donated buffers": _compiled,
+    "CheckpointFunctionBackward": _reentrant,
+    "torch.utils.checkpoint is incompatible": _reentrant,
+    "Checkpointing is not compatible with .grad()": _reentrant,
+    "computed under selective activation checkpoint": lambda: GraphError.about(_SELECTIVE),
+    "torch.utils.checkpoint: ": lambda: GraphError.about(_RECOMPUTED),
+    "marked with @once_differentiable": lambda: GraphError.about(_ONCE),
+    "out of bounds for storage of size 0": _arguments.freed,
+    "Expected a proper Tensor but got None": lambda: GraphError.about(_UNUSED_RESULT),
+    "not implemented for sparse tensors": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
+    "output_padding is not supported for non-transposed": lambda: GraphError.about(
+        _OUTPUT_PADDING, operations=["convolution"]
+    ),
+}
+
+_NOT_IMPLEMENTED = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
+
+
+def engine_error(error: Exception) -> GraphError | None:
+    """Our words for an error of PyTorch's autograd engine; None for one that we do not recognise, or that is ours."""
+    if isinstance(error, GraphError):
+        return None
+    text = str(error)
+    found = _NOT_IMPLEMENTED.search(text)
+    if found:
+        name = found.group(1)
+        if way_out(name):
+            return missing([name])
+        return GraphError.about(f"PyTorch has no derivative of {name}.", operations=[_key(name)])
+    return next((ours() for piece, ours in _TEXTS.items() if piece in text), None)
+
+
+_IN_PLACE = "is being used in an in-place operation"
+_INFERENCE = "Inference tensors cannot be saved for backward"
+
+
+def about_inference(error: Exception) -> bool:
+    """Whether an operation refused a tensor that was made in inference mode."""
+    return "nference tensor" in str(error)
+
+
+def advice_for_f(error: Exception) -> str | None:
+    """A note for an exception from the user's function that our leaves provoked."""
+    text = str(error)
+    if _IN_PLACE in text or "is a view and is being modified inplace" in text:
+        return "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone())."
+    if _INFERENCE in text:
+        return "hodiff: a tensor that f closes over was made in inference_mode; clone it outside that mode first."
+    return None
+
+
+# --- which line, which variable: asked of whoever can say -------------------------------------------------------------
+# `hodiff.graph` can. It stands beside the calculus, which imports nothing of it; it puts its `explainer` here
+# instead, and is asked with plain facts. What it answers is added to the message. Where it knows nothing,
+# is not loaded, or fails itself, the message stays as it is. Nothing here runs unless an error is raised.
+
+
+class Failure(NamedTuple):
+    """What is known where a graph cannot give what was asked.
+
+    Attributes:
+        error: The error that is about to be raised; `__cause__` is the engine's, if it was one.
+        function: The user's function; None in the tensor form.
+        again: Calls it once more, as the first time; None in the tensor form, and where it cannot be called alone.
+        outputs: The tensors given, in the tensor form.
+        leaves: The tensors that derivatives are taken by: in the function form aliases of `theirs`.
+        theirs: The caller's own tensors.
+        names: What those are called in messages.
+        strict: Whether it is about each of the leaves: one that does not matter is an error.
+    """
+
+    error: GraphError
+    function: Any
+    again: Callable[[], Sequence[Tensor]] | None
+    outputs: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    theirs: Sequence[Tensor]
+    names: Sequence[str]
+    strict: bool | None
+
+
+Explainer = Callable[[Failure], str]
+
+explainer: Explainer = lambda failure: ""  # noqa: E731 - nothing is known, until `hodiff.graph` puts its own here
+
+
+class _State(threading.local):
+    explaining = False
+    last: weakref.ref[GraphError] | None = None
+
+
+_state = _State()
+
+
+def complete(failure: Failure) -> None:
+    """Add to the message of an error what can be said of this very case; general advice gives way to that."""
+    last, _state.last = _state.last, weakref.ref(failure.error)
+    if last is not None and last() is failure.error:  # on its way out of another context
+        return
+    found = _asked(failure)
+    facts = failure.error._facts
+    if facts.kind == "freed":  # what is advised then is for a graph of the caller's, and holds whatever was found
+        advice = facts.advice if failure.function is None else ""
+    else:
+        advice = "" if found else facts.advice
+    if found or advice != facts.advice:
+        words = f"{facts.stem or failure.error} {advice}".rstrip()
+        failure.error.args = (f"{words}\n{found}" if found else words,)
+
+
+def _asked(failure: Failure) -> str:
+    if _state.explaining or torch.compiler.is_compiling():  # f is being called once more, or traced
+        return ""
+    _state.explaining = True
+    try:
+        return explainer(failure)
+    except Exception as error:  # an explanation must not hide what it explains
+        if interrupts(error):
+            raise
+        return ""
+    finally:
+        _state.explaining = False

@@ -1,0 +1,376 @@
+"""Settings of PyTorch, of the process or of a thread, that a call switches while it runs, then puts back.
+
+They are *counted*: the first call that needs one switches it, the last one restores it. Nested context
+managers would race between threads and leave the process changed (measured: fused attention and cuDNN
+off for good).
+
+Here as everywhere in the road, what undoes a step is noted *before* the step is made, and may be run twice, or
+without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hodiff._core import _locks
+from hodiff._core._compiled_callers import uncompiled
+
+T = TypeVar("T")
+Undo = list[Callable[[], object]]
+"""What is to be undone, the last step first."""
+
+Switch = Callable[[], tuple[Callable[[], object], Callable[[], object]]]
+"""Looks at a setting, changes nothing, and gives what switches it and what restores it."""
+
+
+def undo_all(undo: Undo) -> None:
+    """Undo everything. What fails, or is interrupted, is run once more, and does not keep the rest from it."""
+    try:
+        while undo:
+            undo[-1]()
+            del undo[-1]
+    except BaseException:
+        if undo:
+            again = undo.pop()
+            try:
+                again()
+            finally:
+                undo_all(undo)
+        raise
+
+
+class InTime(partial[Any]):
+    """What undoes a change of a mode of the thread: once the contexts of the caller have ended, it would be wrong."""
+
+
+_lost: list[InTime] = []  # kept, because PyTorch's guards undo what they did when they go
+
+
+_entered: dict[weakref.ref[Any], None] = {}  # held here, for the collector calls no reference that it collects
+
+
+def when_lost(undo: Undo, context: Any) -> None:
+    """Undo it when nobody holds the context any more. Not by `__del__`: at the end of a call it loses interrupts."""
+    reference = weakref.ref(context, partial(_undo_late, undo))
+    undo += [partial(_entered.pop, reference, None)]
+    _entered[reference] = None
+
+
+def _undo_late(undo: Undo, _: object) -> None:
+    """Undo what a context did that has been lost; modes are left to the contexts of the caller."""
+    _lost.extend(step for step in undo if isinstance(step, InTime))
+    undo[:] = [step for step in undo if not isinstance(step, InTime)]
+    undo_all(undo)
+
+
+class Scope(Generic[T]):
+    """A context of steps that note first what undoes them: `enter` makes them, and is given where to note it.
+
+    Where an interrupt keeps Python from ending it (between a block and `__exit__` no code of ours runs), it ends when
+    nobody holds it any more.
+    """
+
+    __slots__ = ("__weakref__", "_enter", "_undo")
+
+    def __init__(self, enter: Callable[[Undo], T]) -> None:
+        self._enter, self._undo = enter, []
+
+    def __enter__(self) -> T:
+        try:
+            when_lost(self._undo, self)
+            return self._enter(self._undo)
+        except BaseException:
+            undo_all(self._undo)
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        undo_all(self._undo)
+
+
+class Counted:
+    """A process-wide switch: on while anyone is inside, restored by the last one out.
+
+    The module that it needs is loaded without the lock: another thread may be loading it, and that may collect what we
+    have lost, which waits for the lock.
+    """
+
+    def __init__(self, switch: Switch, needs: str = "") -> None:
+        self._switch, self._needs = switch, needs
+        self._users: dict[object, int] = {}  # each in its thread
+        self._restore: Callable[[], object] | None = None
+        _locks.in_child(self._keep)
+
+    @property
+    def on(self) -> bool:
+        """Whether anyone is inside."""
+        return self._restore is not None
+
+    def enter(self, undo: Undo) -> None:
+        """Switch it, unless someone has; `undo` is given what leaves it."""
+        user = lambda: None  # noqa: E731 - an object of its own, made without a call
+
+        def leave() -> None:
+            with _locks.lock:
+                if user in self._users:
+                    del self._users[user]
+                if not self._users and self._restore is not None:
+                    self._restore()
+                    self._restore = None
+
+        undo += [leave]
+        if self._needs:
+            __import__(self._needs)
+        with _locks.lock:
+            self._users[user] = _locks.here.thread
+            if self._restore is None:
+                switch, self._restore = self._switch()
+                switch()
+
+    def _keep(self, thread: int) -> None:
+        """Leave it for all threads but one."""
+        if self._restore is not None:
+            self._users = {user: where for user, where in self._users.items() if where == thread}
+            undo: Undo = []
+            self.enter(undo)  # the last one out restores
+            undo_all(undo)
+
+
+def _plain_attention() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Attention by matrix products: the fused kernels have no second derivative."""
+    cuda = torch.backends.cuda
+    changes: list[tuple[Callable[[bool], None], bool, bool]] = []
+    for enabled, enable, wanted in (
+        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
+        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
+        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
+        (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
+    ):
+        before = enabled()
+        if before is not wanted:
+            changes += [(enable, wanted, before)]
+
+    def switch() -> None:
+        for enable, wanted, _ in changes:
+            enable(wanted)
+
+    def restore() -> None:
+        for enable, _, before in changes:
+            enable(before)
+
+    return switch, restore
+
+
+def _eager() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
+    from torch._dynamo import eval_frame
+
+    before = eval_frame._stance  # not by `set_stance` alone, which tells it once it has switched
+    return lambda: torch.compiler.set_stance("force_eager"), lambda: eval_frame._set_stance(before)
+
+
+def _no_cudnn() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Native RNN kernels: cuDNN's have no second derivative."""
+    enabled = torch.backends.cudnn.enabled
+
+    def switch() -> None:
+        torch.backends.cudnn.enabled = False
+
+    def restore() -> None:
+        torch.backends.cudnn.enabled = enabled
+
+    return switch, restore
+
+
+plain_attention = Counted(_plain_attention)
+eager = Counted(_eager, needs="torch._dynamo")
+no_cudnn = Counted(_no_cudnn)
+
+
+# --- what a thread is set to for the while of a block: grad mode, autocast, modes that see each operation -------------
+# PyTorch's own contexts are written in Python, where an interrupt (Ctrl-C) may come between a change and the note of
+# how it was before, or at the beginning of `__exit__`: grad mode then stays off for good. Those here note first what
+# undoes a step (see `Undo`), and end in C where they can: no interrupt comes between its steps. tests/meta lets
+# nobody else use PyTorch's.
+
+
+M = TypeVar("M", bound=TorchFunctionMode | TorchDispatchMode)
+Context = AbstractContextManager[Any]
+_torch: Any = torch._C
+_Inference: Any = _torch._InferenceMode
+"""A guard: from when it is made until it goes, or `__exit__` in C: it puts back inference mode and grad mode."""
+
+
+def recording() -> Context:
+    """The state in which operations are recorded, whatever the caller's modes are. It begins when this is called."""
+    return _Inference(False)
+
+
+def record(undo: Undo) -> None:
+    """The same, until it is undone."""
+    guards: list[Any] = []
+
+    def leave() -> None:
+        for guard in guards:
+            guard.__exit__(None, None, None)
+
+    undo += [InTime(leave)]
+    guards.append(_Inference(False))
+
+
+def grad_mode(on: bool) -> Context:
+    """Whether operations are recorded, under the caller's inference mode. It begins when this is called."""
+    if torch.compiler.is_compiling():
+        return torch.set_grad_enabled(on)
+    forward, threads = _torch._is_fwd_grad_enabled(), _torch._is_multithreading_enabled()
+    guard = _Inference(torch.is_inference_mode_enabled())
+    try:
+        _torch._set_grad_enabled(on)
+        _torch._set_fwd_grad_enabled(forward)
+        _torch._set_multithreading_enabled(threads)
+    except BaseException:
+        guard.__exit__(None, None, None)
+        raise
+    return guard
+
+
+def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = False) -> Context:
+    """Autocast as it was somewhere else; by default none."""
+    if not enabled and not torch.is_autocast_enabled(device):
+        return nullcontext()
+    to = device, torch.get_autocast_dtype(device) if dtype is None else dtype, enabled
+
+    def enter(undo: Undo) -> None:
+        # Not by PyTorch's count of nested ones: were one lost, its copies of parameters would never be renewed.
+        before = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        undo += [InTime(_set_autocast, *before), *([torch.clear_autocast_cache] if enabled else [])]
+        _set_autocast(*to)
+
+    return Scope(enter)
+
+
+def _set_autocast(device: str, dtype: torch.dtype, enabled: bool) -> None:
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_enabled(device, enabled)
+
+
+def on(mode: M) -> Scope[M]:
+    """A mode of our own that sees each operation: it is on the stack within the block, and gone after it."""
+    if isinstance(mode, TorchDispatchMode):
+        return Scope(partial(_push_operations, mode))
+    return Scope(partial(_push_calls, mode))
+
+
+def _push_calls(mode: M, undo: Undo) -> M:
+    undo += [partial(take_off, mode)]
+    mode.__enter__()
+    return mode
+
+
+class _Absent(threading.local):
+    modes: tuple[weakref.ref[Any], ...] = ()
+
+
+absent = _Absent()
+"""Modes that were not there as they ended: PyTorch's `_pop_mode_temporarily`, interrupted, puts one back later."""
+
+
+def take_off(mode: Any) -> None:
+    """Take a mode off the stack of those that see calls, wherever on it; the next call looks for one not there."""
+    depth = _torch._len_torch_function_stack()
+    at = next((at for at in range(depth) if _torch._get_function_stack_at(at) is mode), depth)
+    if at == depth:
+        absent.modes += (weakref.ref(mode),)
+    found = [_torch._pop_torch_function_stack() for _ in range(at, depth)]
+    for other in found[-2::-1]:
+        _torch._push_on_torch_function_stack(other)
+
+
+def _push_operations(mode: M, undo: Undo) -> M:
+    depth, module = _torch._len_torch_dispatch_stack(), _python_dispatch.__dict__
+    flags = {name: value for name, value in module.items() if name.startswith("_is_in_")}  # kept in Python, and in C
+
+    def leave() -> None:
+        while _torch._len_torch_dispatch_stack() > depth:
+            _torch._pop_torch_dispatch_stack(None)
+        module.update(flags)
+        for name, told in _TOLD.items():
+            told(flags[name])
+
+    undo += [leave]
+    mode.__enter__()
+    return mode
+
+
+def take_off_absent() -> None:
+    """What was absent when it ended, and is there now, goes."""
+    for late in absent.modes:
+        mode = late()
+        if mode is not None:
+            take_off(mode)
+    absent.modes = ()
+
+
+_TOLD = {
+    f"_is_in_any_mode_{name}": vars(_python_dispatch)[f"set_is_in_mode_{name}"]
+    for name in ("without_ignore_compile_internals",)
+    if f"set_is_in_mode_{name}" in vars(_python_dispatch)
+}
+
+
+class DispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` whose handler the tracer (Dynamo) leaves alone, by a mark on its code.
+
+    The base class puts `torch.compiler.disable` around it, which imports Dynamo when a mode sees its first operation:
+    two seconds, for whoever compiles nothing.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        uncompiled(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def tracing() -> bool:
+    """Whether PyTorch follows what runs, with stand-ins for values: Dynamo, `torch.export`, `make_fx`."""
+    mode = _python_dispatch._get_current_dispatch_mode()
+    return (mode is not None and mode.is_infra_mode()) or torch.compiler.is_compiling()
+
+
+# --- the state of PyTorch's default generators: kept, put back, compared ----------------------------------------------
+
+
+class RandomState(NamedTuple):
+    """The state of the default generators that a function on a device may draw from."""
+
+    device: torch.device
+    states: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, device: torch.device) -> RandomState:
+        """The state now: the CPU's, and the GPU's where the device is one."""
+        cpu = torch.get_rng_state()
+        return cls(device, (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,))
+
+    def restore(self) -> None:
+        """Put this state back."""
+        torch.set_rng_state(self.states[0])
+        if len(self.states) > 1:
+            torch.cuda.set_rng_state(self.states[1], self.device)
+
+    def moved(self) -> bool:
+        """Whether anything was drawn since."""
+        return any(not torch.equal(a, b) for a, b in zip(self.states, self.of(self.device).states, strict=True))

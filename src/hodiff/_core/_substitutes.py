@@ -1,0 +1,392 @@
+"""Functions run from their definition, where PyTorch's own derivatives are wrong or missing.
+
+And, as each call is seen here, what else is not right: smooth functions that PyTorch takes for constants, and
+operations whose tangents (forward mode inside of f) it gives wrong derivatives, are refused or written otherwise.
+
+PyTorch's double backward of `layer_norm`, `batch_norm` (training) and `instance_norm` is right, but
+its derivative is not: a third derivative through them is 3-81 % off, silently
+(pytorch#175754, pytorch#186256). That of `weight_norm` is wrong at second order already, by the
+parameters: it takes the norm for a constant. The definitions below are plain arithmetic and right at
+every order. `group_norm` and `rms_norm` are right as they are.
+
+The tangent of these norms in forward mode has a wrong first derivative already: its rule reads the mean and the
+deviation that the kernel returns beside its result, and autograd takes those for constants.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import _higher_order_ops
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from hodiff._core import _call, _messages, _near_zero, _settings
+from hodiff._core._hooks import watch_modules
+from hodiff._core._settings import tracing
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` from its definition."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    return _affine(_standardise(input, dims, eps), weight, bias)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` from its definition; running statistics are updated as usual."""
+    dims = (0, *range(2, input.ndim))
+    if training or running_mean is None or running_var is None:
+        if training and input.numel() == input.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+        _update(input, dims, running_mean, running_var, momentum)
+        normal = _standardise(input, dims, eps)
+    else:
+        normal = (input - _per_channel(running_mean, input)) * (_per_channel(running_var, input) + eps).rsqrt()
+    return _affine(normal, _per_channel(weight, input), _per_channel(bias, input))
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.instance_norm` from its definition."""
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    dims = tuple(range(2, input.ndim))
+    _update(input, dims, running_mean, running_var, momentum)
+    return _affine(_standardise(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input))
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`torch._weight_norm` from its definition, v g / |v|, with a norm for each index of `dim`."""
+    dims = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else list(range(v.ndim))
+    return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=True))
+
+
+def _standardise(input: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as the kernels accumulate
+    centred = wide - wide.mean(dims, keepdim=True)
+    normal = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return normal.to(input.dtype)
+
+
+def _affine(normal: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        normal = normal * weight
+    return normal if bias is None else normal + bias
+
+
+def _per_channel(value: Any, input: Tensor) -> Any:
+    return None if value is None else value.reshape(1, -1, *[1] * (input.ndim - 2))
+
+
+def _update(input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tensor | None, momentum: float) -> None:
+    """Move the running statistics, as the kernels do (they are clones here, see `_lending`)."""
+    average = (0,) if 0 not in dims else ()  # instance norm averages the statistics of its instances
+    with _settings.grad_mode(False):
+        if mean is not None:
+            batch_mean = input.mean(dims)
+            mean.lerp_((batch_mean.mean(average) if average else batch_mean).to(mean.dtype), momentum)
+        if var is not None:
+            batch_var = input.var(dims)
+            var.lerp_((batch_var.mean(average) if average else batch_var).to(var.dtype), momentum)
+
+
+def logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    """`torch.logcumsumexp` by its recursion: PyTorch's backward takes the logarithm of the cotangent, zeros too."""
+    if not input.ndim or not input.shape[dim]:
+        return torch.logcumsumexp(input, dim)
+    return torch.stack([*accumulate(input.unbind(dim), torch.logaddexp)], dim)
+
+
+def _batch_norm_kernel(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """`torch.batch_norm`, whose arguments have another order."""
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm_kernel(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """`torch.instance_norm`, likewise."""
+    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+_REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
+    torch.logcumsumexp: logcumsumexp,
+    Tensor.logcumsumexp: logcumsumexp,
+    torch.sinc: _near_zero.sinc,
+    Tensor.sinc: _near_zero.sinc,
+    **{getattr(torch.special, name): function for name, function in _near_zero.BESSEL.items()},
+    torch.i0: _near_zero.BESSEL["i0"],
+    Tensor.i0: _near_zero.BESSEL["i0"],
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.batch_norm: batch_norm,
+    torch.batch_norm: _batch_norm_kernel,
+    F.instance_norm: instance_norm,
+    torch.instance_norm: _instance_norm_kernel,
+}
+
+
+def _refusing(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        result = function(*args, **kwargs)
+        given = any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values()))
+        if given and torch.is_grad_enabled() and not result.requires_grad:
+            raise _messages.constant(name)
+        return result
+
+    return refuse
+
+
+TAKEN_FOR_CONSTANTS: dict[Callable[..., Tensor], str] = {
+    getattr(torch.special if name.startswith("special_") else torch, name.removeprefix("special_")): name
+    for name in _messages.CONSTANTS
+}
+"""Smooth functions that PyTorch takes for constants without a word, and their names."""
+
+_REPLACED |= {function: _refusing(name, function) for function, name in TAKEN_FOR_CONSTANTS.items()}
+
+
+def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    """`torch.linalg.solve` by its two steps."""
+    factors, pivots = torch.linalg.lu_factor(A)
+    vectors = B.ndim == 1 or (B.ndim == A.ndim - 1 and B.shape == A.shape[:-1])
+    found = torch.linalg.lu_solve(factors, pivots, B.unsqueeze(-1) if vectors else B, left=left)
+    return found.squeeze(-1) if vectors else found
+
+
+def _det(A: Tensor) -> Tensor:
+    """`torch.linalg.det` by its two steps."""
+    diagonal, sign = _diagonal(A)
+    return diagonal.prod(-1) * sign
+
+
+def _slogdet(A: Tensor) -> Any:
+    """`torch.linalg.slogdet`, likewise."""
+    diagonal, sign = _diagonal(A)
+    return torch.return_types.slogdet((diagonal.sgn().prod(-1) * sign, diagonal.abs().log().sum(-1)))
+
+
+def _logdet(A: Tensor) -> Tensor:
+    """`torch.logdet`, likewise."""
+    sign, size = _slogdet(A)
+    return sign.log() + size
+
+
+def _diagonal(A: Tensor) -> tuple[Tensor, Tensor]:
+    """The pivots of a matrix, whose product is its determinant but for the sign that comes with them."""
+    factors, places, _ = torch.linalg.lu_factor_ex(A)
+    swaps = (places != torch.arange(1, A.shape[-1] + 1, device=A.device)).sum(-1)
+    return factors.diagonal(dim1=-2, dim2=-1), 1 - 2 * (swaps % 2)
+
+
+_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.solve: _solve,
+    **dict.fromkeys((torch.linalg.det, torch.det, Tensor.det), _det),
+    **dict.fromkeys((torch.linalg.slogdet, torch.slogdet, Tensor.slogdet), _slogdet),
+    **dict.fromkeys((torch.logdet, Tensor.logdet), _logdet),
+}  # pyright: ignore[reportAssignmentType]
+"""What is right of those below that are in the way of many."""
+
+
+def _spellings(name: str) -> Iterator[Callable[..., Any]]:
+    """The functions, methods and operators that PyTorch has under a name."""
+    for place, prefix in product((torch, torch.linalg, Tensor, torch.ops.aten), ("", "linalg_", "_linalg_")):
+        found = getattr(place, prefix + name, None)
+        if found is not None:
+            yield found
+            if place is torch.ops.aten:
+                yield from (getattr(found, overload) for overload in found.overloads())
+
+
+def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
+    """An operation, and what takes its place where an argument carries a tangent: an error, where that is nothing."""
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if not _call.tangents() or not any(map(_call.carries_tangent, (*args, *kwargs.values()))):
+            return function(*args, **kwargs)
+        if instead is None:
+            raise _messages.wrong_tangent(name)
+        return instead(*args, **kwargs)
+
+    return choose
+
+
+for _name in _messages.WRONG_TANGENTS:
+    for _function in _spellings(_name):
+        _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
+
+
+class ExactNorms(TorchFunctionMode):
+    """Inside it, layer, batch, instance and weight norm (and a few others) are computed from their definition.
+
+    `mixes_samples` tells whether a batch norm in training mode was met: written out, it leaves no
+    node in the graph by which to recognise it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes_samples = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace these functions, pass everything else through."""
+        definition = _REPLACED.get(func)
+        if definition is None:
+            return func(*args, **(kwargs or {}))
+        if func in (F.batch_norm, torch.batch_norm):
+            training = args[5] if len(args) > 5 else (kwargs or {}).get("training", False)
+            self.mixes_samples |= bool(training)
+        return definition(*args, **(kwargs or {}))
+
+
+# --- control flow in operators (`torch.cond`, `scan`), run as the Python that it is defined to be ---------------------
+# PyTorch traces what such an operator runs, to lift what its functions capture into arguments. Where nothing is
+# traced (compiled functions run as they are, or a mode sees each operation) it takes what they capture for constants,
+# without a word; and where it is right, its derivative has none. PyTorch defines each by a few lines of Python: those
+# have derivatives of every order, in whatever differentiates them.
+#
+# They stand in the operators' way from import on, which costs no call anything, and are passed by unless a call of
+# hodiff runs, in whatever thread: its switch for compiled functions is everybody's.
+
+
+def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any]) -> Any:
+    if _batched(pred):
+        return _pytree.tree_map(functools.partial(torch.where, pred), true_fn(*operands), false_fn(*operands))
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def _batched(pred: Any) -> bool:
+    """Whether a condition differs between the samples of a `torch.vmap`."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    while isinstance(pred, Tensor) and functorch.is_functorch_wrapped_tensor(pred):
+        if functorch.is_batchedtensor(pred):
+            return True
+        pred = functorch.get_unwrapped(pred)
+    return False
+
+
+def _switch(index: Any, branches: Sequence[Any], operands: Sequence[Any]) -> Any:
+    return branches[int(index)](*operands)
+
+
+def _while_loop(cond_fn: Any, body_fn: Any, carried: Sequence[Any], additional: Sequence[Any]) -> Any:
+    found = values = tuple(carried)
+    while cond_fn(*values, *additional):
+        found = body_fn(*values, *additional)
+        values = _pytree.tree_leaves(found)
+    return found
+
+
+def _map(f: Any, xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
+    return _pytree.tree_map(_stacked, *(f(*row, *pos_args) for row in _rows(xs)))
+
+
+def _associative_scan(combine_fn: Any, xs: Sequence[Tensor], additional_inputs: Sequence[Any]) -> Any:
+    first, *others = _rows(xs)
+    outputs, structure = [first], _pytree.tree_structure(combine_fn(*first, *first, *additional_inputs))
+    for row in others:
+        outputs += [_pytree.tree_leaves(combine_fn(*outputs[-1], *row, *additional_inputs))]
+    return _pytree.tree_unflatten([_stacked(*parts) for parts in zip(*outputs, strict=True)], structure)
+
+
+def _scan(combine_fn: Any, init: Sequence[Any], xs: Sequence[Tensor], additional_inputs: Sequence[Any]) -> Any:
+    carry = list(init)
+    outputs = []
+    structure = None
+    for row in _rows(xs):
+        found, structure = _pytree.tree_flatten(combine_fn(*carry, *row, *additional_inputs))
+        carry = found[: len(init)]
+        outputs += [found[len(init) :]]
+    stacked = [_stacked(*parts) for parts in zip(*outputs, strict=True)]
+    return _pytree.tree_unflatten([*carry, *stacked], structure) if structure is not None else carry
+
+
+def _rows(xs: Sequence[Tensor]) -> Any:
+    return zip(*(x.unbind() for x in xs), strict=True)
+
+
+def _stacked(*parts: Any) -> Any:
+    return torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
+
+
+def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    return math_attention(*args, **kwargs)
+
+
+DEFINITIONS: dict[str, Callable[..., Any]] = {
+    "cond": _cond,
+    "switch": _switch,
+    "while_loop": _while_loop,
+    "map_impl": _map,
+    "scan": _scan,
+    "associative_scan": _associative_scan,
+    "flex_attention": _flex_attention,
+}
+"""What each operator is, by its name."""
+
+
+def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operator's own way, or its definition where a call of hodiff runs and nothing is traced."""
+    if not watch_modules.on or tracing():
+        return theirs(key, *args, **kwargs)
+    kwargs.pop("mutated_arg_indices", None)  # what the functions change in place, they change
+    return definition(*args, **kwargs)
+
+
+def install() -> None:
+    """Put the definitions in the operators' way."""
+    for name in DEFINITIONS.keys() & _higher_order_ops.keys():  # `switch` is new in 2.15
+        operator: Any = _higher_order_ops[name]
+        operator.dispatch = functools.partial(_instead, operator.dispatch, DEFINITIONS[name])

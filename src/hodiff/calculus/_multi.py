@@ -1,0 +1,385 @@
+"""The gradients of several losses, each on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+
+from hodiff._core import _arguments, _call, _nodes, _refusals, _reverse, _tree
+from hodiff._core._arguments import is_set
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
+from hodiff._core._nodes import Node
+from hodiff._core._where import Selection, Where
+from hodiff.errors import GraphError, InputError
+
+K = TypeVar("K")
+T = TypeVar("T")
+What = Callable[..., Any] | Tensor
+
+Row = list[Tensor]
+"""One loss's gradient by each leaf."""
+
+
+class Options(TypedDict, total=False):
+    """What `multi_grad` takes; for overloads alone."""
+
+    shared: Callable[[Any], Any] | None
+    create_graph: bool | None
+    strict: bool | None
+    release: bool
+
+
+@overload
+def multi_grad(
+    losses: Sequence[What],
+    where: nn.Module | Selection,
+    *,
+    return_used: Literal[False] = False,
+    **options: Unpack[Options],
+) -> list[dict[str, Tensor]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Sequence[What], where: T, *, return_used: Literal[False] = False, **options: Unpack[Options]
+) -> list[T]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What],
+    where: nn.Module | Selection,
+    *,
+    return_used: Literal[False] = False,
+    **options: Unpack[Options],
+) -> dict[K, dict[str, Tensor]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What], where: T, *, return_used: Literal[False] = False, **options: Unpack[Options]
+) -> dict[K, T]: ...
+
+
+@overload
+def multi_grad(
+    losses: Sequence[What], where: Any, *, return_used: Literal[True], **options: Unpack[Options]
+) -> tuple[list[Any], list[Any]]: ...
+
+
+@overload
+def multi_grad(
+    losses: Mapping[K, What], where: Any, *, return_used: Literal[True], **options: Unpack[Options]
+) -> tuple[dict[K, Any], dict[K, Any]]: ...
+
+
+@overload
+def multi_grad(losses: Any, where: Any, *, return_used: bool, **options: Unpack[Options]) -> Any: ...
+
+
+def multi_grad(
+    losses: Sequence[What] | Mapping[Any, What],
+    where: Any,
+    *,
+    shared: Callable[[Any], Any] | None = None,
+    create_graph: bool | None = None,
+    return_used: bool = False,
+    strict: bool | None = None,
+    release: bool = False,
+) -> Any:
+    r"""Each loss's own gradient, \(\partial L_i / \partial x\) for all i.
+
+    For losses on one graph, of any topology: heads on a trunk, losses at different layers, skips, a
+    parameter used by several. The results are those of one pass per loss with the graph retained.
+
+    Args:
+        losses: Scalars (one element each) computed from `where`, whose graphs are the caller's and stay;
+            or functions of `where`, evaluated here one after the other, so that one loss's graph is
+            alive at a time. A sequence, or a mapping by name.
+        where: A tensor, a container of tensors, a module (its trainable parameters), or `select`ed ones.
+        shared: A function of `where`: the trunk, computed once. The losses are then functions of
+            `(where, shared(where))`.
+        create_graph: Whether the results can be differentiated again. None means True inside the `f` of
+            another hodiff call (with grad mode on), else False.
+        return_used: Whether to say too which tensors of *where* each loss depends on, as far as its graph shows:
+            zeros alone do not tell a gradient that vanishes from one that does not exist.
+        strict: What a part of *where* gives that one of the losses does not depend on. None: zeros, and an error where
+            that is all of it. True: an error. False: zeros, all of it too: a loss that nothing of *where* matters to.
+        release: Free each graph as it is used, as `backward()` would: what a loss saved goes as soon as
+            no further loss needs it, and a later use raises, in our words. For losses that are tensors;
+            the graphs of functions are freed in any case.
+
+    Returns:
+        One result per loss, in a list or in a dict by the same names; each like `where`, with its shapes.
+        What a loss does not depend on is zeros. The results carry no graph, unless `create_graph`. With *return_used*
+        `(gradients, used)`, the second alike, with True or False in the place of each tensor.
+
+    Raises:
+        InputError: No losses, a loss that is no scalar, or tensors and functions mixed; `shared` for
+            tensors; `release` for a result that keeps its graph.
+        GraphError: One of the losses does not depend on `where` (unless `strict=False`), or the graph was
+            freed before.
+
+    Cost:
+        One pass per loss; with `shared`, one per loss through its own part and one through the trunk.
+        The peak is that of the forward with its graphs retained. `release=True` saves what retaining
+        would keep beyond the forward, and leaves nothing. Functions with `shared` keep one loss's own
+        part at a time, the largest saving.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> a = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> b = a**2
+        >>> hodiff.multi_grad([b.sum(), b.prod()], a)
+        [tensor([2., 4.]), tensor([8., 4.])]
+        >>> hodiff.multi_grad({"sum": lambda a: a.sum(), "square": lambda a: a @ a}, a)
+        {'sum': tensor([1., 1.]), 'square': tensor([2., 4.])}
+
+    Reference:
+        The cut between heads and trunk, which `shared` makes: Sener and Koltun, Multi-task learning as
+        multi-objective optimization, 2018, https://arxiv.org/abs/1810.04650.
+    """
+    names, items = _items(losses)
+    functions = _are_functions(items)
+    release, return_used = is_set(release, "release"), is_set(return_used, "return_used")
+    strict = strict if strict is None else is_set(strict, "strict")
+    options = _Options(_call.recorded(create_graph), strict, return_used, [])
+    if shared is not None and not functions:
+        raise InputError("shared: is for losses that are functions of (where, shared(where)); these are tensors.")
+    if release and options.create_graph:
+        raise InputError(
+            "release: frees the graphs of the losses, which a differentiable result needs (create_graph=True, or a "
+            "call inside the f of another hodiff call). Leave it out; if a constant is meant, pass create_graph=False."
+        )
+    point = Where(where, "where")
+    named = dict(zip(names, items, strict=True))
+    if not functions:
+        rows = _of_tensors(named, point, options, release)
+    elif shared is None:
+        rows = [_of_function(function, point, options) for function in items]
+    elif options.create_graph:
+        rows = _together(named, point, shared, options)
+    else:
+        rows = _with_shared(named, point, shared, options)
+    like = lambda values: dict(zip(names, values, strict=True)) if isinstance(losses, Mapping) else values  # noqa: E731
+    gradients = like([point.result(_reverse.own(row)) for row in rows])
+    if not return_used:
+        return gradients
+    return gradients, like([point.result([name not in missing for name in point.names]) for missing in options.unused])
+
+
+class _Options(NamedTuple):
+    """Options, and the names of the tensors that each loss does not use, noted as they become known."""
+
+    create_graph: bool
+    strict: bool | None
+    noting: bool
+    unused: list[list[str]]
+
+    @property
+    def together(self) -> bool | None:
+        """`strict=` for all losses at once, whose rule is for each by itself."""
+        return False if self.strict is False else None
+
+    def look(self, ev: Graph, losses: Mapping[Any, Tensor]) -> None:
+        """At what each loss does not depend on, before any pass: where that is wanted, or no pass will tell."""
+        if self.strict or self.noting or (ev.create_graph and self.strict is None and len(losses) > 1):
+            for name, loss in losses.items():
+                self.found(ev.unreached([loss]), name, len(ev.leaves))
+
+    def filled(self, ev: Graph, row: Sequence[Tensor | None], loss: Tensor, name: Any) -> Row:
+        """Zeros for what a pass did not reach; where that is all of it, a look at whether the loss leads there."""
+        if self.strict is None and not self.noting and all(part is None for part in row):
+            self.found(ev.unreached([loss]), name, len(row))
+        return _reverse.filled(row, ev.leaves)
+
+    def found(self, missing: list[str], name: Any, count: int) -> None:
+        """Note which of so many leaves are missing in a loss, and raise where they may not be."""
+        self.unused.append(missing)
+        strict = "" if self.strict is None else "strict=True: "
+        if missing and self.strict is not False and (strict or len(missing) == count):
+            raise GraphError(
+                f"{strict}losses[{name!r}] does not depend on {_refusals.listed(missing)}."
+                + ("" if strict else " Was it detached, or computed from others? If zeros are meant: strict=False.")
+            )
+
+
+def _items(losses: Any) -> tuple[list[Any], list[Any]]:
+    if isinstance(losses, Mapping):
+        names, items = list(losses), list(losses.values())
+    elif isinstance(losses, (list, tuple)):
+        names, items = list(range(len(losses))), list(losses)
+    else:
+        raise InputError(f"losses: is a {type(losses).__name__}; expected a list, tuple or dict of losses.")
+    if not items:
+        raise InputError("losses: is empty.")
+    return names, items
+
+
+def _are_functions(items: list[Any]) -> bool:
+    kinds = {isinstance(item, Tensor) for item in items}
+    if len(kinds) > 1:
+        raise InputError("losses: tensors and functions are mixed; give one kind.")
+    wrong = next((item for item in items if not isinstance(item, Tensor) and not callable(item)), None)
+    if wrong is not None:
+        raise InputError(f"losses: holds a {type(wrong).__name__}; expected scalar tensors, or functions of where.")
+    return kinds == {False}
+
+
+def _scalar(loss: Any, name: Any) -> Tensor:
+    loss = _arguments.check_output(loss, f"losses[{name!r}]")
+    if loss.numel() != 1:
+        raise InputError(f"losses[{name!r}]: has shape {tuple(loss.shape)}, expected one element.")
+    return loss
+
+
+# --- tensors: the caller's graphs -------------------------------------------------------------------------------------
+
+
+def _of_tensors(losses: dict[Any, Any], point: Where, options: _Options, release: bool) -> list[Row]:
+    given = list(losses.values())
+    graph = options.create_graph
+    strict = options.together
+    with Graph(call(given, point, passes=1, create_graph=graph, strict=strict)) as ev:
+        scalars = {name: _scalar(loss, name) for name, loss in losses.items()}
+        options.look(ev, scalars)
+        return (_released if release else _whole)(ev, scalars, options)
+
+
+def _whole(ev: Graph, losses: Mapping[Any, Tensor], options: _Options) -> list[Row]:
+    """One pass from each loss to the leaves, over a graph that stays."""
+    if ev.create_graph:
+        return [_reverse.pull(ev, [loss], [None]) for loss in losses.values()]
+    return [options.filled(ev, _bare(ev, [loss], ev.leaves, None, keep=True), loss, n) for n, loss in losses.items()]
+
+
+class _Turn(NamedTuple):
+    """One loss's turn in a computation that releases.
+
+    Attributes:
+        number: Which loss.
+        nodes: The nodes it reaches that no later turn needs.
+        alone: Whether those are all, but for leaves: then its pass may free them itself.
+    """
+
+    number: int
+    nodes: list[Node]
+    alone: bool
+
+
+def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
+    """The losses in the order of their turns: the larger its graph, the sooner, and so the more can go early."""
+    reached = [list(_nodes.walk([_nodes.node_of(loss)])) for loss in losses]
+    order = sorted(range(len(losses)), key=lambda index: -len(reached[index]))
+    last = {node: index for index in order for node in reached[index]}
+
+    def turn(index: int) -> _Turn:
+        nodes = [node for node in reached[index] if last[node] == index]
+        inner = {node for node in reached[index] if not hasattr(node, "variable")}
+        return _Turn(index, nodes, inner.issubset(nodes))
+
+    return [turn(index) for index in order]
+
+
+def _released(ev: Graph, named: Mapping[Any, Tensor], options: _Options) -> list[Row]:
+    """One pass per loss; after each, what no later one needs is released."""
+    from hodiff.graph import _saved
+
+    names, losses = list(named), list(named.values())
+    with _saved.without_modes():
+        turns = _turns(losses)
+    rows: dict[int, Row] = {}
+    for turn in turns:
+        found = _bare(ev, [losses[turn.number]], ev.leaves, None, keep=not turn.alone)
+        rows[turn.number] = options.filled(ev, found, losses[turn.number], names[turn.number])
+        with _saved.without_modes():
+            for node in turn.nodes:
+                _saved.release(node)
+    return [rows[index] for index in range(len(losses))]
+
+
+# --- functions: graphs of ours ----------------------------------------------------------------------------------------
+
+
+def _of_function(function: Callable[[Any], Any], point: Where, options: _Options) -> Row:
+    """One function's gradient; its graph is gone when the next begins."""
+    with Graph(call(function, point, passes=1, create_graph=options.create_graph, strict=options.strict)) as ev:
+        if options.noting:
+            options.unused.append(ev.unreached(ev.tensors()))
+        return _reverse.gradient(ev)
+
+
+def _together(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
+    """All functions on one graph, which a differentiable result keeps."""
+
+    def losses(argument: Any) -> list[Any]:
+        trunk = shared(argument)
+        return [_scalar(function(argument, trunk), name) for name, function in functions.items()]
+
+    with Graph(call(losses, point, passes=1, create_graph=True, strict=options.together)) as ev:
+        named = dict(zip(functions, ev.outputs, strict=True))
+        options.look(ev, named)
+        return _whole(ev, named, options)
+
+
+class _Head(NamedTuple):
+    """What one loss's own part gave: by the leaves that it uses itself, and by each output of the trunk."""
+
+    by_leaves: Sequence[Tensor | None]
+    by_trunk: Sequence[Tensor | None]
+
+
+def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
+    """The trunk once; then one head at a time on its detached value, and the trunk's pass for each."""
+    with Graph(call(shared, point, passes=1, create_graph=False, strict=options.together)) as ev:
+        trunk = ev.tensors()
+        _, _, tree = _tree.flatten(ev.outputs)
+        argument = point.argument(ev.leaves)
+        heads = []
+        for name, function in functions.items():
+            cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in trunk]
+            loss = _scalar(function(argument, _tree.rebuild(tree, iter(cut))), name)
+            ev.unreached([loss], cut)  # which raises where it uses what it was not given
+            heads.append(_head(ev, loss, cut))
+            del loss  # and its graph, before the next one is made
+        rows = []
+        for name, head in zip(functions, heads, strict=True):
+            below = _through(ev, trunk, head.by_trunk, keep=head is not heads[-1])
+            row = [_sum(a, b) for a, b in zip(head.by_leaves, below, strict=True)]
+            options.found([n for n, part in zip(point.names, row, strict=True) if part is None], name, len(row))
+            rows.append(_reverse.filled(row, ev.leaves))
+        return rows
+
+
+def _head(ev: Graph, loss: Tensor, cut: list[Tensor]) -> _Head:
+    count = len(ev.leaves)
+    found = _bare(ev, [loss], [*ev.leaves, *(tensor for tensor in cut if tensor.requires_grad)], None, keep=False)
+    by_live = iter(found[count:])
+    return _Head(found[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut])
+
+
+def _through(
+    ev: Graph, trunk: list[Tensor], by_trunk: Sequence[Tensor | None], *, keep: bool
+) -> Sequence[Tensor | None]:
+    pairs = [(output, by) for output, by in zip(trunk, by_trunk, strict=True) if by is not None]
+    return _bare(ev, [output for output, _ in pairs], ev.leaves, [by for _, by in pairs], keep=keep)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+def _bare(
+    ev: Graph, outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor] | None, *, keep: bool
+) -> Sequence[Tensor | None]:
+    """One pass of the engine; nothing from outputs that carry no graph."""
+    if not any(output.requires_grad for output in outputs):
+        return [None] * len(inputs)
+    ones = cotangents or [torch.ones_like(output) for output in outputs]
+    return _reverse.between(outputs, inputs, ones, keep=keep, recorded=ev.recorded)

@@ -1,0 +1,441 @@
+"""Several processes, each with its share of the data: sums over all, by one collective for each product.
+
+What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, which step is it at, what does
+it multiply. A rank fills its own line and leaves zeros in those of the others, so that the sum of all buffers holds
+every line, exactly. Whatever is decided then, each rank decides by the same lines, and so all of them raise, or none.
+
+A collective whose ranks disagree about its size ends a process of gloo without an exception. So each step opens with
+a buffer of one size, that of one vector like the point; what several vectors take beyond it follows in a second one,
+once the lines have shown that all ranks mean the same. A rank that fails before takes part in that opening, too.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hodiff._core import _locks
+from hodiff._core._faults import interrupts
+from hodiff._core._where import Where
+from hodiff.curvature._space import Parts, sum_dtype
+from hodiff.errors import GraphError, InputError
+
+if TYPE_CHECKING or torch.distributed.is_available():
+    from torch.distributed import ProcessGroup
+else:
+    ProcessGroup = Any  # a build of PyTorch without it
+
+
+class Shares:
+    """The processes among which the data of an operator are shared.
+
+    Attributes:
+        rank: The number of this one.
+        world: How many there are.
+    """
+
+    def __init__(self, group: ProcessGroup, where: Where, owner: str, chunk_size: object) -> None:
+        self._group = group
+        self.rank, self.world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        self._owner, self._chunk_size = owner, 0 if chunk_size == "auto" else chunk_size
+        with _locks.lock:
+            self._number = _made[group] = _made.get(group, 0) + 1
+        self._structure = [(name, tuple(t.shape), str(t.dtype)) for name, t in _named(where)]
+        self._size = sum(tensor.numel() for tensor in where.tensors)
+        self._device = where.tensors[0].device
+        dtype = torch.float32
+        for tensor in where.tensors:
+            dtype = torch.promote_types(dtype, sum_dtype(tensor.dtype))
+        self._dtype = dtype
+        self._head = self.world * LENGTH
+        self._buffer: Tensor | None = None
+        self._greeted = self._inside = False
+        self._threads: list[int] = []
+        self.digest = Digest(self._device)
+
+    # --- steps
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one rank raises in here, all raise: that one its own error, the others one that names it."""
+        self._in_one_thread()
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            yield
+        except Exception as error:
+            if not getattr(error, _TOLD, False):
+                self._tell(error)
+            raise
+        finally:
+            self._inside = False
+
+    def sum(
+        self,
+        step: Step,
+        parts: Parts,
+        *,
+        who: Sequence[str] = (),
+        count: int | None = None,
+        digest: int = 0,
+        facts: Sequence[float] = (),
+    ) -> tuple[Parts, list[Line]]:
+        """The sums over all ranks, in the precision of sums, to be copied at once; and what each rank said."""
+        self._greet()
+        line = Line(False, STEPS.index(step), self._who(who), count or 0, digest, _eight(facts))
+        size = sum(part.numel() for part in parts)
+        buffer = self._room(self._head + max(size, self._size))
+        places, at = [], self._head
+        for part in parts:
+            places += [buffer[at : at + part.numel()].view(part.shape).copy_(part)]
+            at += part.numel()
+        buffer[at:].zero_()
+        opening = self._head + self._size
+        lines = self._open(buffer[:opening], line)
+        if at > opening:
+            self._reduce(buffer[opening:at])
+        return places, lines
+
+    def facts(self, step: Step, facts: Sequence[float]) -> list[tuple[float, ...]]:
+        """What each rank says, in the order of the ranks."""
+        return [line.facts for line in self.sum(step, [], facts=facts)[1]]
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """One that draws the same on every rank, from a seed that rank 0 draws from its default generator."""
+        with self.together():
+            seed = int(torch.randint(2**48, (), device=device))
+            return torch.Generator(device).manual_seed(int(self.facts("draws a seed", [seed])[0][0]))
+
+    def own(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+        """One that draws other numbers on each rank; what seeds it is drawn, alike on every rank, from a generator."""
+        device = device if generator is None else generator.device
+        seeds = torch.randint(2**48, (self.world,), generator=generator, device=device)
+        return torch.Generator(device).manual_seed(int(seeds[self.rank]))
+
+    # --- what travels
+
+    def _greet(self) -> None:
+        """Once: raise where the ranks' points differ, for then the sizes of the buffers would."""
+        if self._greeted:
+            return
+        digest, count = _checksum(repr(self._structure)), self._size
+        chunk = float(self._chunk_size) if isinstance(self._chunk_size, int) else 0.0
+        options = (chunk, _checksum(self._owner), self._number, torch.get_num_threads())
+        line = Line(False, STEPS.index("begins"), 0, count, digest, _eight(options))
+        # Of one dtype, whatever the points are: those may differ, too.
+        lines = self._exchange(torch.zeros(self._head, dtype=torch.float32, device=self._device), line)
+        self._threads = [int(line.facts[3]) for line in lines]
+        mine = f"rank {self.rank} has "
+        if _differ([line.facts[1] for line in lines]):
+            raise _told(
+                InputError(
+                    f"process_group: the ranks use operators of different kinds at the same time; "
+                    f"{mine}a {self._owner}."
+                )
+            )
+        if _differ([line.facts[2] for line in lines]):
+            numbers = [int(line.facts[2]) for line in lines]
+            raise _told(
+                InputError(
+                    f"process_group: the ranks use different operators at the same time; counted in the order in which "
+                    f"each rank made those of this group, numbers {numbers}. Make the same operators on every rank, "
+                    f"and use them in the same order (one that is for a single rank goes without process_group=)."
+                )
+            )
+        if _differ([(line.number, line.digest) for line in lines]):
+            sizes = [line.number for line in lines]
+            names = ", ".join(
+                f"{name} {shape} {dtype.removeprefix('torch.')}" for name, shape, dtype in self._structure[:4]
+            )
+            raise _told(
+                InputError(
+                    f"process_group: the points of the ranks differ in names, shapes or dtypes (sizes {sizes}); {mine}"
+                    f"{names}{', ...' if len(self._structure) > 4 else ''}. Build the same model on every rank."
+                )
+            )
+        if _differ([line.facts[0] for line in lines]):
+            sizes = [int(line.facts[0]) or "auto" for line in lines]
+            raise _told(InputError(f"chunk_size: differs between the ranks: {sizes}; give all of them the same."))
+        self._greeted = True
+
+    def _open(self, buffer: Tensor, line: Line) -> list[Line]:
+        """The first collective of a step; raise, on every rank, where the ranks do not mean the same."""
+        lines = self._exchange(buffer, line)
+        self._judge(lines)
+        return lines
+
+    def _exchange(self, buffer: Tensor, line: Line) -> list[Line]:
+        buffer[: self._head].zero_()
+        own = self.rank * LENGTH
+        buffer[own : own + LENGTH] = torch.tensor(line.slots(), dtype=buffer.dtype, device="cpu")
+        self._reduce(buffer)
+        slots = buffer[: self._head].tolist()
+        return [Line.of(slots[start : start + LENGTH]) for start in range(0, self._head, LENGTH)]
+
+    def _in_one_thread(self) -> None:
+        """Raise in another thread than the group's first, while that one lives: ranks would take turns otherwise."""
+        me = threading.get_ident()
+        with _locks.lock:
+            first = _threads.setdefault(self._group, me)
+            if first != me and first in {thread.ident for thread in threading.enumerate()}:
+                raise _told(
+                    GraphError(
+                        f"process_group: this {self._owner} is used in several threads, and no rank knows in what "
+                        f"order the threads of another come, so sums would be of different products. Use all operators "
+                        f"of a group of {self.world} processes in one thread, or give each thread a group of its own: "
+                        f"torch.distributed.new_group(), called in the same order on every rank."
+                    )
+                )
+            _threads[self._group] = me
+
+    def _reduce(self, buffer: Tensor) -> None:
+        with self._exchanging():
+            torch.distributed.all_reduce(buffer, group=self._group)
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        self._in_one_thread()
+        try:
+            yield
+        except RuntimeError as error:
+            if interrupts(error):
+                raise
+            raise _told(
+                GraphError(
+                    f"process_group: rank {self.rank} could not exchange sums with the others: one of them has ended, "
+                    f"or made no such product within the group's timeout. Every rank must make the same calls of this "
+                    f"operator in the same order (products, H.value and H.gradient at first use, estimators); after "
+                    f"this the group cannot be used any more. ({str(error).splitlines()[0]})"
+                )
+            ) from error
+
+    def _room(self, size: int) -> Tensor:
+        """The buffer: one for all products with a vector, kept; a larger one only while it is used."""
+        least = self._head + self._size
+        if self._buffer is None:
+            self._buffer = torch.zeros(least, dtype=self._dtype, device=self._device)
+        return self._buffer if size == least else torch.zeros(size, dtype=self._dtype, device=self._device)
+
+    # --- failures
+
+    def _tell(self, error: Exception) -> None:
+        """Take part in the step that the others are at, or come to next, and say that this one has failed."""
+        setattr(error, _TOLD, True)
+        try:
+            self._greet()
+            buffer = self._room(self._head + self._size)
+            buffer.zero_()
+            lines = self._exchange(buffer, Line(True, 0, 0, 0, 0, _eight(())))
+            self._failure([rank for rank, line in enumerate(lines) if line.failed], f"{type(error).__name__}: {error}")
+        except (GraphError, InputError) as other:
+            error.add_note(f"(The other ranks could not be told: {other})")
+
+    def _failure(self, failed: list[int], text: str) -> str:
+        """What the first of the ranks that failed says."""
+        said = [text]
+        with self._exchanging():
+            torch.distributed.broadcast_object_list(said, group=self._group, group_src=failed[0], device=self._device)
+        return said[0]
+
+    def _judge(self, lines: list[Line]) -> None:
+        failed = [rank for rank, line in enumerate(lines) if line.failed]
+        if failed:
+            text = self._failure(failed, "")
+            ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {failed}"
+            raise _told(GraphError(f"process_group: {ranks} failed, so there is no sum over all ranks. {text}"))
+        if _differ([(line.step, line.who) for line in lines]):
+            steps = ", ".join(f"rank {rank} {STEPS[line.step]}" for rank, line in enumerate(lines[:8]))
+            raise _told(
+                InputError(
+                    f"process_group: the ranks are at different steps, operators or blocks ({steps}). Call the same "
+                    f"methods of the same operators in the same order on every rank, H.refresh() and generator= "
+                    f"among them."
+                )
+            )
+        if _differ([line.number for line in lines]):
+            counts = [line.number or 1 for line in lines]
+            raise _told(InputError(f"v: the ranks multiply different numbers of vectors: {counts}."))
+        if _differ([line.digest for line in lines]):
+            odd = [rank for rank, line in enumerate(lines) if line.digest != lines[0].digest]
+            raise _told(InputError(_different(STEPS[lines[0].step], odd, self._threads)))
+
+    def _who(self, names: Sequence[str]) -> int:
+        return _checksum(repr((self._owner, self._number, list(names))))
+
+
+def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> Shares | None:
+    """The processes of `process_group=`, checked; None where there is no group, or no other process in it."""
+    if process_group is None:
+        return None
+    distributed = torch.distributed
+    if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
+        raise InputError(
+            f"process_group: is a {type(process_group).__name__}; expected a group that this process belongs to, after "
+            f"torch.distributed.init_process_group(): torch.distributed.group.WORLD, or torch.distributed.new_group()."
+        )
+    if data is None:
+        raise InputError(
+            "process_group: shares data among processes, and there are none; give each rank its own batches: "
+            "data=[...], which may be empty."
+        )
+    for owned in where.owned:
+        for module in owned.module.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                raise InputError(
+                    f"{where.name}: is wrapped in DistributedDataParallel, whose forward communicates by itself, so "
+                    f"that ranks with different numbers of batches would wait for each other; pass model.module."
+                )
+    if distributed.get_world_size(process_group) == 1:
+        return None
+    return Shares(process_group, where, owner, chunk_size)
+
+
+_threads: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The thread in which the operators of each group are used."""
+
+_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many operators each group has had: two of one shape, in another order on some rank, would be added up."""
+
+_TOLD = "_hodiff_told"
+"""An attribute of errors that the other ranks know of, or have too."""
+
+
+def _told(error: Any) -> Any:
+    setattr(error, _TOLD, True)
+    return error
+
+
+def _named(where: Where) -> Iterator[tuple[str, Tensor]]:
+    return zip(where.names, where.tensors, strict=True)
+
+
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _eight(facts: Sequence[float]) -> tuple[float, ...]:
+    return (*facts, *[0.0] * (8 - len(facts)))
+
+
+def _differ(values: Sequence[object]) -> bool:
+    return any(value != values[0] for value in values)
+
+
+def _different(step: Step, odd: list[int], threads: list[int]) -> str:
+    ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
+    if step == "evaluates":
+        return (
+            f"process_group: the parameters of {ranks} differ from those of rank 0, so that there is no operator at "
+            f"one point. Broadcast them: torch.distributed.broadcast(p, 0) for each parameter and buffer."
+        )
+    rounding = ""
+    if _differ(threads):
+        rounding = f" (Ranks of {threads} threads round differently: torch.set_num_threads.)"
+    return (
+        f"process_group: {ranks} {'multiplies' if len(odd) == 1 else 'multiply'} another vector than rank 0, so that "
+        f"the sum belongs to none. Draw it from generators with one seed, or broadcast it; estimators draw the same by "
+        f"themselves, unless generator= differs.{rounding}"
+    )
+
+
+# --- what each process says of itself: a line of numbers, sent as small integers --------------------------------------
+
+
+Step = Literal["evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "begins"]
+STEPS: tuple[Step, ...] = ("evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "begins")
+
+
+class Line(NamedTuple):
+    """What each rank says of itself at each step.
+
+    Attributes:
+        failed: Whether it will raise.
+        step: The number of the step in `STEPS`.
+        who: A checksum of the operator, by the order in which they were made, and of the leaves that it is a block of.
+        number: Of how many vectors.
+        digest: A checksum of these vectors, or of the parameters.
+        facts: Eight numbers of this rank's own.
+    """
+
+    failed: bool
+    step: int
+    who: int
+    number: int
+    digest: int
+    facts: tuple[float, ...]
+
+    def slots(self) -> list[int]:
+        """As small integers, which any dtype of sums holds exactly."""
+        packed = _LINE.pack(self.failed, self.step, self.who, self.number, self.digest, *self.facts)
+        return list(struct.unpack(_SLOTS, packed))
+
+    @classmethod
+    def of(cls, slots: Sequence[float]) -> Line:
+        """From such integers."""
+        failed, step, who, number, digest, *facts = _LINE.unpack(struct.pack(_SLOTS, *map(int, slots)))
+        return cls(failed, step, who, number, digest, tuple(facts))
+
+
+_LINE = struct.Struct("<?BIqq8d")
+_SLOTS = f"<{_LINE.size}B"
+LENGTH = _LINE.size
+
+
+# --- do all processes have the same? A checksum, exact and quick, that also sees entries exchanged --------------------
+
+
+class Digest:
+    """A sum of the vectors' bits, each word times a random integer of its place, modulo 2^32.
+
+    Integers wrap around, so that it is the same in any order of summation: with any number of threads, on any device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._factors = torch.empty(0, dtype=torch.int32, device=device)
+
+    def __call__(self, parts: Sequence[Tensor], count: int | None = None) -> int:
+        """Of the parts of one vector, or of so many stacked ones."""
+        rows = 1 if count is None else count
+        total, at = torch.zeros(rows, dtype=torch.int32, device=self._device), 0
+        words = [_words(part.detach(), rows) for part in parts]
+        size = sum(word.shape[1] for word in words)
+        factors = self._up_to(max(rows, size))
+        if rows * size <= _SMALL:  # of small leaves the calls take longer than the arithmetic
+            words = [torch.cat(words, 1)]
+        for word in words:
+            # The low bits of round numbers are all zero: fold the high ones onto them.
+            mixed = (word >> 15).bitwise_xor_(word).mul_(factors[at : at + word.shape[1]])
+            total += mixed.sum(1, dtype=torch.int32)
+            at += word.shape[1]
+        return int((total * factors[:rows]).sum(dtype=torch.int32))
+
+    def _up_to(self, size: int) -> Tensor:
+        """Odd random factors; the first ones stay the same."""
+        if size > len(self._factors):
+            drawn = torch.randint(-(2**30), 2**30, (size,), generator=torch.Generator().manual_seed(0), device="cpu")
+            self._factors = (2 * drawn + 1).to(self._device, torch.int32)
+        return self._factors
+
+
+_SMALL = 2**20
+
+
+def _words(part: Tensor, rows: int) -> Tensor:
+    """The bits as rows of integers of 32 bits."""
+    line, size = part.reshape(-1), part.element_size()
+    if line.stride(0) != 1:  # `.contiguous()` keeps the stride of a single entry, which bars a view of another dtype
+        line = line.clone(memory_format=torch.contiguous_format)
+    if size >= 4:
+        return line.view(torch.int32).view(rows, -1)
+    return line.view(torch.int16 if size == 2 else torch.int8).to(torch.int32).view(rows, -1)

@@ -1,0 +1,213 @@
+"""Whether a point is still the one that was evaluated: its modules, their state, its values."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hodiff._core import _arguments, _locks
+from hodiff._core._where import Where, modules_below
+from hodiff.errors import GraphError, HodiffWarning, RandomnessWarning
+
+
+class Modules:
+    """The modules of a point, each by its mode, and by its parameters and parts, by identity."""
+
+    def __init__(self, where: Where) -> None:
+        roots = [owned.module for owned in where.owned]
+        with _locks.lock:  # `modules_below` waits for other threads; after it none of them puts leaves in
+            self._assemblies = {module: _assembly(module) for module in modules_below(roots)}
+
+    def check(self) -> None:
+        """Raise where a module is put together otherwise than it was."""
+        with _locks.lock:  # what is lent just now is looked at another time; what is not, stays so while it is read
+            if _locks.claimed(self._assemblies):
+                return
+            for module, assembly in self._assemblies.items():
+                if _assembly(module) != assembly:
+                    break
+            else:
+                return
+        raise GraphError(
+            "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
+            "and eval() switched; H.refresh() evaluates it as it is now."
+        )
+
+
+def _assembly(module: nn.Module) -> tuple[Any, ...]:
+    return (module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
+
+
+class _Look(threading.local):
+    now: object = None
+
+
+_look = _Look()
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Within it the values of a point are compared once, however many products are taken."""
+    outer = _look.now
+    _look.now = outer or object()
+    try:
+        yield
+    finally:
+        _look.now = outer
+
+
+class Values:
+    """The values of a point's tensors, as they were."""
+
+    def __init__(self, where: Where) -> None:
+        self._names, self._tensors = where.names, where.tensors
+        self._versions, self._fingerprint = self._now(), Fingerprint(where.tensors)
+        self._looked: object = None
+
+    def check_versions(self) -> None:
+        """Raise where PyTorch has seen a tensor change."""
+        found = self._now()
+        if found != self._versions:
+            pairs = zip(found, self._versions, self._names, strict=True)
+            _refuse([name for now, before, name in pairs if now != before])
+
+    def check(self) -> None:
+        """Raise where a tensor has other values, however they came there. Several products may have one look."""
+        if _look.now is not None and self._looked is _look.now:
+            return
+        self._looked = _look.now
+        _refuse([self._names[number] for number in self._fingerprint.changed()])
+
+    def _now(self) -> list[tuple[int, int]]:
+        """How often PyTorch has seen each tensor change, and where its memory is."""
+        return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in self._tensors]
+
+
+def _refuse(changed: list[str]) -> None:
+    if changed:
+        raise GraphError(
+            f"parameters changed since the operator was evaluated ({', '.join(changed[:4])}"
+            f"{', ...' if len(changed) > 4 else ''}); H.refresh() evaluates it at the new ones."
+        )
+
+
+# --- what the modules of a point compute with besides parameters ------------------------------------------------------
+
+
+def warn_random(where: Where) -> None:
+    """Say that a function was seen to draw."""
+    warnings.warn(
+        f"the function draws random numbers, so this is the operator of one draw, held fixed until H.refresh()."
+        f"{culprits(where)} For the deterministic one use model.eval().",
+        RandomnessWarning,
+        stacklevel=_arguments.outside(),
+    )
+
+
+def culprits(where: Where) -> str:
+    """The modules that are known to draw random numbers, or to mix samples, in training mode."""
+    found = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for owned in where.owned
+        for name, module in owned.module.named_modules()
+        if module.training and _varies(module)
+    ]
+    return f" In training mode: {', '.join(found[:4])}." if found else ""
+
+
+def _varies(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
+    rate = getattr(module, "p", getattr(module, "dropout", 0.0))
+    return isinstance(rate, float) and rate > 0
+
+
+def buffers_of(where: Where) -> list[Tensor]:
+    """The buffers that outputs depend on; running statistics only where they are used."""
+    return [
+        buffer
+        for owned in where.owned
+        for module in owned.module.modules()
+        if not (module.training and isinstance(module, nn.modules.batchnorm._NormBase))
+        for buffer in module.buffers(recurse=False)
+        if buffer.dtype.is_floating_point
+    ]
+
+
+def warn_buffers(odd: Sequence[int]) -> None:
+    """Say that these ranks have other buffers than rank 0."""
+    ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
+    warnings.warn(
+        f"process_group: buffers of {ranks} differ from those of rank 0 (running statistics?), so that their data are "
+        f"seen by another model. Broadcast them: torch.distributed.broadcast(b, 0) for each b in model.buffers().",
+        HodiffWarning,
+        stacklevel=_arguments.outside(),
+    )
+
+
+# --- a fingerprint of tensors' values ---------------------------------------------------------------------------------
+# Of a small tensor it is the bits of all entries; of a large one those of some entries, spread evenly, and the sum of
+# all bits as integers: exact, the same with any number of threads, and one that NaN does not confuse.
+
+
+SMALL = 1024
+"""Up to so many entries all of them are compared."""
+_SAMPLED = 64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fingerprint:
+    """The values of some tensors as they were; `changed` looks again, through views made once.
+
+    Reading all entries costs about what copying the tensors would, less than any product with a vector.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._entries: list[Tensor] = []
+        self._summed: list[Tensor] = []
+        self._owners: list[int] = []  # of each entry, then of each sum
+        summed: list[int] = []
+        for number, tensor in enumerate(tensors):
+            bits = _bits(tensor)
+            if bits is None:
+                continue
+            large = bits.numel() > SMALL
+            entries = bits[:: bits.numel() // _SAMPLED] if large else bits
+            self._entries.append(entries)
+            self._owners += [number] * len(entries)
+            if large:
+                self._summed.append(bits)
+                summed.append(number)
+        self._owners += summed
+        self._before = self._now()
+
+    def _now(self) -> Tensor:
+        # In their own width, where the sum wraps around: a wider one is thirty times slower.
+        sums = [bits.sum(dtype=bits.dtype).reshape(1) for bits in self._summed]
+        return torch.cat(self._entries + sums) if self._entries else torch.empty(0, device="cpu")
+
+    def changed(self) -> list[int]:
+        """The numbers of the tensors whose values differ from those that were."""
+        now = self._now()
+        if torch.equal(now, self._before):
+            return []
+        differing = (now != self._before).nonzero().flatten().tolist()
+        return sorted({self._owners[place] for place in differing})
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
+    """The memory of a tensor as a line of integers, a view; None where there is none, as of a negated view."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_neg():
+        return None
+    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    if bits.is_contiguous():
+        return bits.view(-1)
+    order = sorted(range(bits.ndim), key=bits.stride, reverse=True)  # a transposed, or channels-last one
+    turned = bits.permute(order)
+    return turned.reshape(-1) if turned.is_contiguous() else None

@@ -1,0 +1,226 @@
+"""A call of a field operator: what it was given, the choice of its route, what all routes share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _settings, _tree
+from hodiff._core._arguments import ChunkSize, check_option, is_set
+from hodiff._core._call import call
+from hodiff._core._graph import Graph, detached, memory_of, split
+from hodiff._core._where import plain
+from hodiff.errors import HodiffWarning, InputError
+from hodiff.jets import _jet, _pushforward
+from hodiff.jets._jet import ByNoRoute, NoConstants, NoRule
+
+Method = Literal["auto", "jets", "reverse"]
+"""`method=`: which route computes."""
+
+
+class Common(TypedDict, total=False):
+    """What every field operator takes.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    batch_ndim: int
+    create_graph: bool | None
+    method: Method
+    check_independence: bool
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class Chunked(Common, total=False):
+    """And those of second order."""
+
+    chunk_size: ChunkSize
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldCall:
+    """What every field operator passes on: the function, its point, and how to evaluate."""
+
+    name: str
+    f: Any
+    x: Any
+    batch_ndim: int = 1
+    create_graph: bool | None = None
+    method: str = "auto"
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] | None = None
+    chunk_size: ChunkSize = "auto"
+    check_independence: bool = False
+    has_aux: bool = False
+
+    def checked(self) -> FieldCall:
+        """Itself, with its arguments checked, and its function as one of a single value."""
+        if self.x is _arguments.MISSING:
+            raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
+        if not _jet.is_jet(self.x):
+            _arguments.check_real_tensor(self.x, "x")
+            if torch.compiler.is_compiling():
+                _compiled_callers.check_point([self.x])
+        _arguments.check_batch([self.x], ["x"], self.batch_ndim)
+        if not torch.Size(self.event).numel():
+            raise InputError(f"x: has points of shape {self.event}, without coordinates to differentiate by.")
+        _arguments.check_arguments(self.args, self.kwargs)
+        _arguments.check_chunk_size(self.chunk_size)
+        check_option(self.method, Method, "method")
+        if isinstance(self.f, Tensor) and self.method == "jets":
+            raise InputError('method: "jets" needs the function, and f is a tensor already computed.')
+        if not callable(self.f) and not isinstance(self.f, Tensor):
+            raise InputError(
+                f"f: is a {type(self.f).__name__}; expected a function of x, or a tensor computed from it."
+            )
+        if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
+            raise InputError("has_aux: is about what a function returns, and f is a tensor already computed.")
+        if not torch.compiler.is_compiling() and is_set(self.check_independence, "check_independence"):
+            _independence.check(
+                self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
+            )
+        return dataclasses.replace(self, f=WithExtra(self.f, self.x)) if self.has_aux else self
+
+    @property
+    def record(self) -> bool:
+        """Whether the result is to be differentiable: a field is a loss."""
+        return _call.loss_recorded(self.create_graph)
+
+    def grad_mode(self) -> Any:
+        """The context of everything that the result is computed with, also under the caller's `no_grad`."""
+        return _settings.grad_mode(self.record)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The shape of the batch."""
+        return tuple(self.x.shape[: self.batch_ndim])
+
+    @property
+    def event(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.x.shape[self.batch_ndim :])
+
+    @contextlib.contextmanager
+    def evaluation(self, passes: int) -> Iterator[Graph]:
+        """The evaluation of f at x, for nested reverse mode."""
+        asked = call(
+            self.f.f if self.has_aux else self.f,
+            self.x,
+            passes=passes,
+            batch_ndim=self.batch_ndim,
+            create_graph=self.record,
+            has_aux=self.has_aux,
+            args=self.args,
+            kwargs=self.kwargs,
+        )
+        with contextlib.ExitStack() as stack:
+            with self.watched():
+                ev = stack.enter_context(Graph(asked))
+            yield ev
+
+    def watched(self) -> Any:
+        """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""
+        return _settings.on(NoConstants()) if self.method == "auto" else contextlib.nullcontext()
+
+    def note(self, ev: Graph) -> None:
+        """Keep what `f` returned beside its value, of an evaluation for nested reverse mode."""
+        if self.has_aux:
+            self.f.extra = ev.extra()
+
+    def with_extra(self, value: Any) -> Any:
+        """A value, and beside it what `f` returned beside its own, where it did."""
+        return (value, self.finish(self.f.given())) if self.has_aux else value
+
+    def finish(self, result: Any) -> Any:
+        """A result as the caller gets it."""
+        if self.record:
+            return _pushforward.connected(result, [self.x])
+        if _jet.is_jet(self.x):
+            return detached(result)
+        if torch.compiler.is_compiling():  # where memory has no address: what may be the caller's is copied
+            return _tree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)
+        whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
+        return detached(whole, {memory_of(self.x)})
+
+
+def choose(call: FieldCall, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
+    """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture."""
+    if torch.compiler.is_compiling():  # the engine's passes cannot be traced
+        prefer = "jets"
+    if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
+        return call.finish(_by_reverse(reverse))
+    try:
+        return call.finish(jets())
+    except ByNoRoute:
+        raise
+    except NoRule as error:
+        if call.method == "jets" or _jet.is_jet(call.x) or torch.compiler.is_compiling():
+            raise
+        warnings.warn(
+            f"{call.name}: Taylor mode has no rule for {error.operation}{': ' + error.why if error.why else ''}. "
+            f"Nested reverse mode is used for the whole call: the same result, slower. Choose it by "
+            f'method="reverse".',
+            HodiffWarning,
+            stacklevel=_arguments.outside(),
+        )
+        return call.finish(_by_reverse(reverse))
+
+
+@_compiled_callers.uncompiled
+def _by_reverse(route: Callable[[], Any]) -> Any:
+    """Nested reverse mode reads graphs, so a compiled caller leaves it alone."""
+    return route()
+
+
+def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:
+    """The output's series, and its expansion."""
+    record = call.record
+    output, expansion = _pushforward.push(
+        call.f, [call.x], [seeds], order, record=record, args=call.args, kwargs=call.kwargs, **options
+    )
+    series = _pushforward.coefficients(output, expansion, call.batch)
+    return series, expansion
+
+
+def released(ev: Graph, results: list[Tensor]) -> list[Tensor]:
+    """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
+    ours = {id(leaf) for leaf in ev.leaves} if ev.owned else set()
+    return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
+
+
+# --- what a field returns beside its value (`has_aux=`), whichever route evaluates it, and however often --------------
+
+
+class WithExtra:
+    """A function that returns `(value, extra)`, as one that returns the value, and keeps the extra of the whole batch.
+
+    Blocks of samples are evaluated beside the whole batch, not in its place: their extras are passed over.
+    """
+
+    def __init__(self, f: Any, x: Any) -> None:
+        self.f = plain(f) if isinstance(f, nn.Module) else f
+        self.extra: Any = None
+        self._x, self._shape = x, tuple(x.shape)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        value, extra = split(self.f(x, *args, **kwargs))
+        if tuple(x.shape) == self._shape:
+            self.extra = extra
+        return value
+
+    def given(self) -> Any:
+        """The extra as the caller knows its tensors: without the series of this call."""
+        return _tree.tree_map(self._below, self.extra)
+
+    def _below(self, leaf: Any) -> Any:
+        own = self._x.expansion.number if _jet.is_jet(self._x) else -1
+        while _jet.is_jet(leaf) and leaf.expansion.number > own:
+            leaf = leaf.series[0]
+        return leaf

@@ -1,0 +1,525 @@
+"""Operators of second order, each in one pass: `laplacian`, `second_order_operator`; twice, `biharmonic`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _arguments
+from hodiff._core._arguments import ChunkSize, SupportsArray
+from hodiff._core._vectors import standard_error
+from hodiff.errors import InputError
+from hodiff.fields import _expansions
+from hodiff.fields._expansions import Probes, second_order
+from hodiff.fields._field import Chunked, Common, FieldCall, Method, choose
+from hodiff.jets import _jet
+
+What = Callable[..., Any] | Tensor
+Given = SupportsArray | Sequence[Any]
+"""Vectors that are there: tensors, arrays, lists."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A randomised result.
+
+    Attributes:
+        value: The estimate, shaped like `f(x)`.
+        stderr: Its standard error, likewise; None for a single sample, which does not tell.
+        samples: How many random directions were used.
+    """
+
+    value: Tensor
+    stderr: Tensor | None
+    samples: int
+
+
+class Sampled(Chunked, total=False):
+    """What `laplacian` takes beside; for overloads alone."""
+
+    weight: Tensor | None
+    probes: Probes
+    generator: torch.Generator | None
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: None = None,
+    vectors: None = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> Tensor: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int,
+    vectors: Any = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> Estimate: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Given,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Sampled],
+) -> Estimate: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Any = None,
+    has_aux: Literal[True],
+    **options: Unpack[Sampled],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def laplacian(
+    f: What,
+    x: Tensor,
+    *,
+    samples: int | None = None,
+    vectors: Any = None,
+    has_aux: bool = False,
+    **options: Unpack[Sampled],
+) -> Any: ...
+
+
+def laplacian(
+    f: What,
+    x: Tensor = _arguments.MISSING,
+    *,
+    weight: Tensor | None = None,
+    samples: int | None = None,
+    probes: Probes = "rademacher",
+    vectors: Any = None,
+    has_aux: bool = False,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: Method = "auto",
+    check_independence: bool = False,
+    chunk_size: ChunkSize = "auto",
+    generator: torch.Generator | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The Laplacian \(\Delta f = \sum_i \partial_i^2 f\), or \(\sum_i w_i \partial_i^2 f\).
+
+    Args:
+        f: A function of *x* that gives one or several numbers for each sample, from that sample alone;
+            or such a tensor already computed from *x*.
+        x: The points, of shape `(*batch, *event)`; usually `(N, D)`.
+        weight: A factor \(w_i\) for each coordinate, `(D,)`, of either sign. (For a matrix there is
+            `second_order_operator`.)
+        samples: Estimate it from so many random directions instead of D.
+        probes: Those directions: `"rademacher"` (signs) or `"gaussian"`, drawn for each sample of the
+            batch on its own; or `"coordinates"`, drawn without replacement, the same for the batch.
+        vectors: Directions of your own, like *x*, or K of them with one extra leading dimension, whose entries are
+            independent, of mean 0 and variance 1; then nothing is drawn, and the estimate is a fixed function of *x*.
+        has_aux: Whether `f` returns `(value, extra)`; the result is then a pair too, with the extra of the same
+            evaluation, detached unless the result is differentiable.
+        batch_ndim: So many leading dimensions of *x* index independent samples; 0 for a single point.
+        create_graph: Whether the result can be differentiated again, in parameters of `f`, *x* and
+            *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
+        method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets, or
+            reverse with a warning where an operation of `f` has no rule.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        chunk_size: How many directions one evaluation of `f` (in reverse: one pass) carries, or `"auto"`: see Cost.
+        generator: Source of the random directions; None means the device's default.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A tensor with the shape of `f(x)`. With *samples* or *vectors*, an `Estimate` with `value` and `stderr` of that
+        shape (the standard error of the mean over directions; with one sample it is None). With *has_aux*
+        `(that, extra)`.
+
+    Raises:
+        InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch dimensions.
+        GraphError: `f` does not depend on *x*; BatchNorm in training mode mixes samples; or, with
+            `method="jets"`, an operation has no rule.
+
+    Cost:
+        Jets: one evaluation of `f` on D + 2 vectors for each one of a plain evaluation (1 value, D
+        first derivatives, 1 sum of second ones), and memory in proportion; 2 S + 1
+        for S samples. Reverse, and always for a tensor already computed: for each
+        component of `f(x)` one pass for the gradient and one batched pass per chunk of directions.
+        Where nothing is recorded and that memory would be large, `chunk_size="auto"` takes the batch in
+        blocks that fit the processor's caches. `f` is then evaluated once on the whole batch in one
+        direction, and every block is held against that: if `f` is not a function of each sample alone (it
+        draws random numbers, or holds data for each sample), all is done at once after all. A number
+        makes ⌈D / chunk_size⌉ evaluations of `f` at the whole batch instead, each with its own value.
+
+    Examples:
+        \(\Delta \lVert x \rVert^4 = 4 (D + 2) \lVert x \rVert^2\):
+
+        >>> import torch, hodiff
+        >>> hodiff.laplacian(lambda x: x.square().sum(-1) ** 2, torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([16., 32.])
+
+    Reference:
+        Dangel, F. et al. (2025). Collapsing Taylor Mode Automatic Differentiation. arXiv:2505.13644.
+        Li, R. et al. (2024). A computational framework for neural network-based variational Monte Carlo
+        with Forward Laplacian. Nature Machine Intelligence 6. doi:10.1038/s42256-024-00794-x.
+        Hutchinson, M. F. (1989). A stochastic estimator of the trace of the influence matrix.
+        doi:10.1080/03610918908812806.
+    """
+    call = FieldCall(
+        "laplacian",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        chunk_size,
+        check_independence=check_independence,
+        has_aux=has_aux,
+    ).checked()
+    if samples is None and vectors is None:
+        with call.grad_mode():
+            return call.with_extra(second_order(call, _expansions.of_laplacian(x, batch_ndim, weight)).second[0])
+    with call.grad_mode():
+        directions, remaining = _expansions.sampled(x, batch_ndim, weight, samples, probes, vectors, generator)
+        return call.with_extra(estimate(second_order(call, directions).second, remaining))
+
+
+def estimate(each: Any, remaining: float) -> Estimate:
+    """The mean over independent samples, and its standard error."""
+    count = each.shape[0]
+    if not remaining:
+        return Estimate(each.mean(0), torch.zeros_like(each[0]), count)
+    error = standard_error(each)
+    return Estimate(each.mean(0), None if error is None else error * remaining**0.5, count)
+
+
+class Weighted(Chunked, total=False):
+    """What `value_grad_and_laplacian` takes beside; for overloads alone."""
+
+    weight: Tensor | None
+
+
+@overload
+def value_grad_and_laplacian(
+    f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Weighted]
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def value_grad_and_laplacian(
+    f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Weighted]
+) -> tuple[Any, Tensor, Tensor]: ...
+
+
+def value_grad_and_laplacian(
+    f: What,
+    x: Tensor = _arguments.MISSING,
+    *,
+    weight: Tensor | None = None,
+    has_aux: bool = False,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: Method = "auto",
+    check_independence: bool = False,
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""Value, gradient and Laplacian, \(f, \nabla f, \Delta f\), from one pass.
+
+    Args:
+        f: A function of *x*, as for `laplacian`.
+        x: The points, `(*batch, *event)`.
+        weight: A factor for each coordinate, as for `laplacian`. A zero leaves a
+            coordinate out of the Laplacian but not out of the gradient: that is how u_t and Δu come together.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the results can be differentiated again, as for `laplacian`.
+        method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        chunk_size: As for `laplacian`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        `(value, gradient, laplacian)`, with *has_aux* `((value, extra), gradient, laplacian)`: value and Laplacian
+        with the shape of `f(x)`. The gradient is
+        shaped like *x* where `f` gives one number per sample, and is the Jacobian
+        `(*batch, *output event, *event)` where it gives several.
+
+    Raises:
+        InputError: As for `laplacian`.
+        GraphError: As for `laplacian`.
+
+    Cost:
+        That of `laplacian`; value and gradient are by-products.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.value_grad_and_laplacian(lambda x: (x**3).sum(-1), torch.tensor([[1.0, 2.0]]))
+        (tensor([9.]), tensor([[ 3., 12.]]), tensor([18.]))
+    """
+    call = FieldCall(
+        "value_grad_and_laplacian",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        chunk_size,
+        check_independence=check_independence,
+        has_aux=has_aux,
+    ).checked()
+    with call.grad_mode():
+        value, first, second = second_order(
+            call, _expansions.of_laplacian(x, batch_ndim, weight, units=True), first=True
+        )
+        return call.with_extra(value), gradient(call, value, first), second[0]
+
+
+def gradient(call: FieldCall, value: Any, first: Any) -> Any:
+    """Partial derivatives `(D, *out)` as a gradient, or as a Jacobian where f has several components."""
+    components = tuple(value.shape[call.batch_ndim :])
+    last = first.movedim(0, -1)
+    single = all(size == 1 for size in components)
+    return last.reshape(*call.batch, *(() if single else components), *call.event)
+
+
+# --- a general linear operator of second order, in one pass; and the biharmonic operator ------------------------------
+
+
+@overload
+def second_order_operator(
+    f: What,
+    x: Tensor,
+    C: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | float | None = None,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Chunked],
+) -> Tensor: ...
+
+
+@overload
+def second_order_operator(
+    f: What,
+    x: Tensor,
+    C: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | float | None = None,
+    *,
+    has_aux: bool,
+    **options: Unpack[Chunked],
+) -> Any: ...
+
+
+def second_order_operator(
+    f: What,
+    x: Tensor,
+    C: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | float | None = None,
+    *,
+    has_aux: bool = False,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: Method = "auto",
+    check_independence: bool = False,
+    chunk_size: ChunkSize = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""A linear operator of second order, \(\sum_{ij} C_{ij} \partial_i \partial_j f + b \cdot \nabla f + c f\).
+
+    Fokker-Planck, Kolmogorov, Black-Scholes, convection-diffusion and Laplace-Beltrami operators are
+    of this form.
+
+    Args:
+        f: A function of *x*, as for `laplacian`.
+        x: The points, `(*batch, *event)`, with D coordinates each.
+        C: The matrix: a diagonal of shape `(D,)`; a matrix `(D, D)`, which may be indefinite; a factor
+            S `(D, R)` with C = S Sᵀ, of lower cost where R < D; or a matrix or factor for each sample,
+            `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
+        b: The drift: `(D,)`, or shaped like *x*. None is zero.
+        c: A number, or a tensor that broadcasts to `f(x)`. None is zero.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the result can be differentiated again, also by *C*, *b* and *c*.
+        method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        chunk_size: As for `laplacian`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
+
+    Raises:
+        InputError: *C* or *b* has a shape that does not fit *x*, or *c* one that does not fit `f(x)`.
+        GraphError: As for `laplacian`.
+
+    Cost:
+        That of `laplacian` with R directions, R the rank of C: the drift is bent into the same curves,
+        \(x + t v_r + t^2 b / 2\), and costs nothing. A matrix costs its eigenvectors; one that requires grad,
+        D (D + 1) / 2 directions.
+
+    Examples:
+        u = sin(x) exp(-t) solves the heat equation, u_xx - u_t = 0:
+
+        >>> import torch, hodiff
+        >>> u = lambda z: torch.sin(z[:, 0]) * torch.exp(-z[:, 1])
+        >>> C, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, -1.0])
+        >>> hodiff.second_order_operator(u, torch.zeros(1, 2), C, b).abs()
+        tensor([0.])
+    """
+    call = FieldCall(
+        "second_order_operator",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        chunk_size,
+        check_independence=check_independence,
+        has_aux=has_aux,
+    ).checked()
+    with call.grad_mode():
+        directions = _expansions.of_matrix(x, batch_ndim, C)
+        value, _, second = second_order(call, directions, None if b is None else _drift(b, call))
+        return call.with_extra(second[0] if c is None else second[0] + _factor(c, value.shape) * value)
+
+
+def _factor(c: Any, shape: torch.Size) -> Any:
+    if _arguments.is_number(c):
+        return c
+    if not _jet.is_jet(c):
+        if not isinstance(c, Tensor):
+            raise InputError(f"c: got {c!r}, expected a finite number, or a tensor that broadcasts to f(x).")
+        _arguments.check_real_tensor(c, "c")
+    if c.ndim > len(shape) or any(a not in (1, b) for a, b in zip(c.shape[::-1], shape[::-1], strict=False)):
+        raise InputError(
+            f"c: has shape {tuple(c.shape)}, which does not broadcast to the shape of f(x), {tuple(shape)}; give a "
+            f"number, or a tensor that does."
+        )
+    return c
+
+
+def _drift(b: Any, call: FieldCall) -> Any:
+    if not _jet.is_jet(b):
+        _arguments.check_real_tensor(b, "b")
+    size = torch.Size(call.event).numel()
+    if tuple(b.shape) == (size,):
+        return b.reshape(*[1] * call.batch_ndim, *call.event).expand(call.x.shape)
+    if tuple(b.shape) != tuple(call.x.shape):
+        raise InputError(f"b: has shape {tuple(b.shape)}, expected ({size},) or that of x, {tuple(call.x.shape)}.")
+    return b
+
+
+@overload
+def biharmonic(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Common]) -> Tensor: ...
+
+
+@overload
+def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
+
+
+def biharmonic(
+    f: What,
+    x: Tensor = _arguments.MISSING,
+    *,
+    has_aux: bool = False,
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    method: Method = "auto",
+    check_independence: bool = False,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""The biharmonic operator, \(\Delta^2 f = \sum_{ij} \partial_i^2 \partial_j^2 f\), of plates and slow flows.
+
+    Args:
+        f: A function of *x*, as for `laplacian`.
+        x: The points, `(*batch, *event)`.
+        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
+        batch_ndim: Leading dimensions of *x* that index independent samples.
+        create_graph: Whether the result can be differentiated again, as for `laplacian`.
+        method: As for `laplacian`.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
+
+    Raises:
+        InputError: As for `laplacian`.
+        GraphError: As for `laplacian`.
+
+    Cost:
+        A Laplacian of a Laplacian: one evaluation of `f` on (D + 2)² vectors, and memory in proportion.
+        Reverse: D² passes, on graphs of fourth order.
+
+    Examples:
+        \(\Delta^2 \lVert x \rVert^4 = 8 D (D + 2)\):
+
+        >>> import torch, hodiff
+        >>> hodiff.biharmonic(lambda x: x.square().sum(-1) ** 2, torch.ones(1, 3))
+        tensor([120.])
+
+    Reference:
+        Dangel, F. et al. (2025), arXiv:2505.13644, find nested forward Laplacians the fastest route.
+    """
+    call = FieldCall(
+        "biharmonic",
+        f,
+        x,
+        batch_ndim,
+        create_graph,
+        method,
+        args,
+        kwargs,
+        check_independence=check_independence,
+        has_aux=has_aux,
+    ).checked()
+    if not callable(f):
+        raise InputError("f: is a tensor already computed; biharmonic needs the function.")
+    both = {"batch_ndim": batch_ndim, "has_aux": has_aux}
+    inner = {**both, "args": args, "kwargs": kwargs}
+
+    def nested(route: Method) -> Any:
+        outer = {**both, "create_graph": call.record, "method": route}
+        return laplacian(lambda y: laplacian(f, y, create_graph=True, method=route, **inner), x, **outer)
+
+    def reverse() -> Any:
+        with call.watched():
+            return nested("reverse")
+
+    with call.grad_mode():
+        return choose(call, lambda: nested("jets"), reverse)

@@ -1,0 +1,308 @@
+"""Pushing a series through a function: the only place where jets are made; `report` tells its operations."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _arguments, _nodes, _refusals, _settings, _tree
+from hodiff._core._call import call
+from hodiff._core._lending import Lending
+from hodiff.errors import GraphError, HodiffError, InputError
+from hodiff.jets import _jet
+from hodiff.jets._jet import NoRule
+from hodiff.jets._series import Expansion, Series, TooWide, Turn, full
+
+
+def units(x: Any, batch_ndim: int) -> Tensor:
+    """The coordinate directions of one sample, `(D, 1, ..., *event)`: the same for every sample."""
+    value = _jet.value_of(x)
+    event = value.shape[batch_ndim:]
+    count = event.numel()
+    eye = torch.eye(count, dtype=value.dtype, device=value.device)
+    return eye.reshape(count, *[1] * batch_ndim, *event)
+
+
+def push(
+    f: Callable[..., Any],
+    points: Sequence[Any],
+    seeds: Sequence[Sequence[Any]],
+    order: int,
+    *,
+    groups: int | None = None,
+    weights: Tensor | None = None,
+    record: bool = True,
+    tally: Any = None,
+    limit: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, Expansion]:
+    """F at jets: what it returns, with jets in it, and their expansion.
+
+    Args:
+        f: The user's function, called with one jet for each of *points*.
+        points: Where the expansion begins.
+        seeds: For each point its coefficients 1, 2, ...: `(R, *shape)` or broadcastable; missing ones are zero.
+        order: K.
+        groups: How many sums over directions the top coefficient keeps; None keeps every direction.
+        weights: A weight for each direction in those sums.
+        record: Whether the result can be differentiated by reverse mode.
+        tally: Where rules are counted.
+        limit: How many bytes a coefficient may take; `TooWide` is raised where one would take more.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+    """
+    rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
+    options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
+    if torch.compiler.is_compiling():
+        with Turn() as number:
+            expansion = Expansion(number, order, rows, **options)
+            jets, _ = _jets(points, seeds, expansion)
+            with _settings.grad_mode(True):
+                return f(*jets, *args, **(kwargs or {})), expansion
+    # No leaves and no passes of the road's own: the series is what comes out of it.
+    where = points[0] if len(points) == 1 else tuple(points)
+    asked = call(f, where, passes=order, create_graph=False, spread=len(points) > 1, args=args, kwargs=kwargs)
+    with Lending(asked) as lending, Turn() as number:
+        lending.remember()
+        expansion = Expansion(number, order, rows, **options)
+        jets, bases = _jets(points, seeds, expansion)
+        values = [_jet.value_of(point) for point in points]
+        loaded = "torch._dynamo" in sys.modules
+        try:
+            output = lending.run(jets, [value for value in values if not value.is_inference()])
+        except Exception as error:
+            _refuse_in_other_words(error, expansion, loaded)
+            raise
+        _refuse_bypass(points, bases, output, expansion)
+    return output, expansion
+
+
+def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool) -> None:
+    """Raise in the words of Taylor mode what f has met because its argument is a jet, and PyTorch says in its own.
+
+    The interpreter of TorchScript wraps what its operations raise; Dynamo, where f is the first to load it, raises on
+    jets what it likes (where it was there before, it is off); and other code speaks of the type,
+    or of a tensor without data.
+    """
+    if isinstance(error, (HodiffError, TooWide)):
+        return
+    if expansion.refused is not None:
+        raise NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
+    if not loaded and "torch._dynamo" in sys.modules:
+        raise NoRule("torch.compile, or an operator that it runs (torch.cond, ...), inside f") from error
+    if re.search(r"\bJet\b|\bmeta\b|incompatible tensor type", str(error)):
+        raise NoRule("what f does", f"{type(error).__name__}: {error}") from error
+
+
+def _jets(points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expansion) -> tuple[list[Any], list[Any]]:
+    """A jet for each point, and the values that they begin with."""
+    bases = [base(point, expansion.record) for point in points]
+    for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
+        outer.expansion.nests = True
+    missing = [[None] * (expansion.order - len(given)) for given in seeds]
+    rows = zip(bases, seeds, missing, strict=True)
+    return [_jet.wrap([point, *given, *rest], expansion) for point, given, rest in rows], bases
+
+
+def base(point: Any, record: bool) -> Any:
+    """The value that an expansion begins with: an alias of the caller's tensor, or a copy without its graph."""
+    if _jet.is_jet(point):
+        return point if record else point.detach()
+    if torch.compiler.is_compiling():
+        return point if record else point.detach()
+    if point.is_inference():
+        point = point.clone()
+    if not record:
+        return point.detach()
+    return point.view_as(point) if point.requires_grad else point
+
+
+def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any, expansion: Expansion) -> None:
+    """Raise where `f` reaches the point other than through its argument: by the result, or by a constant in it."""
+    if _jet.jets_among(points):
+        return
+    wanted = [point for point in points if point.requires_grad]
+    if not wanted:
+        return
+    value = _jet.value_of(output)
+    roots = [*expansion.constants.values(), *([value] if isinstance(value, Tensor) and value.requires_grad else [])]
+    stop = {start.grad_fn for start in bases if start is not None and start.grad_fn is not None}
+    graph = _nodes.survey(roots, stop - {point.grad_fn for point in wanted})
+    if any(graph.contains(point) for point in wanted):
+        raise _refusals.bypass("x")
+
+
+def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -> Series:
+    """The series of a single output, checked to be a real tensor with the batch in front."""
+    value = _jet.value_of(output)
+    if not isinstance(value, Tensor) or value.dtype.is_complex:
+        _arguments.check_output(value)
+    if not _jet.is_jet(output):
+        _arguments.check_output(output)
+    check_batch(value, batch)
+    if not _jet.belongs(output, expansion) and not expansion.nests:
+        raise GraphError(
+            "the result of f does not depend on x: it was computed from other tensors, or everything was cut on the "
+            "way (.detach(), .data, a no_grad block, a comparison). Let f compute with the argument that it is given."
+        )
+    return _jet.series_of(output, expansion)
+
+
+def check_batch(value: Tensor, batch: Sequence[int]) -> None:
+    """Raise unless an output has the batch in front."""
+    if tuple(value.shape[: len(batch)]) != tuple(batch):
+        raise InputError(
+            f"f: returned shape {tuple(value.shape)}; with batch_ndim={len(batch)} it must begin with {tuple(batch)}, "
+            f"one row per sample."
+        )
+
+
+def entry(series: Series, k: int, rows: int) -> Any:
+    """Coefficient k at full size, `(rows, *S)`; zeros where it is structurally zero."""
+    if series[k] is None:
+        return series[0].new_zeros(()).expand(rows, *series[0].shape)
+    return full(series[k], series[0].shape)
+
+
+def factorials(order: int, dtype: torch.dtype) -> list[float]:
+    """What makes derivatives of coefficients: 0!, 1!, ... up to the order, as far as the dtype can hold both."""
+    if math.log(torch.finfo(dtype).tiny) + math.lgamma(order + 1) > 0:
+        raise InputError(
+            f"order {order} is too high for Taylor mode in {dtype}: coefficient n is the derivative over n!, "
+            f"which is too small a number. Orders up to 170 can be had in torch.float64, up to 33 in torch.float32."
+        )
+    return [float(math.factorial(k)) for k in range(order + 1)]
+
+
+def connected(result: Any, points: Iterable[Any]) -> Any:
+    """A differentiable result that came out constant (of a polynomial) is still a function of the points: plus 0."""
+    ends = [x for x in points if isinstance(x, Tensor) and not _jet.is_jet(x) and x.requires_grad]
+    items, _, tree = _tree.flatten(result)
+    for index, item in enumerate(items):
+        if ends and isinstance(item, Tensor) and not _jet.is_jet(item) and not item.requires_grad:
+            items[index] = item + sum(x.reshape(-1)[:0].sum().to(item) for x in ends)
+    return items[0] if tree is None else _tree.rebuild(tree, iter(items))
+
+
+# --- `report`: which operations of a function have a rule, what each costs --------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation that `f` used.
+
+    Attributes:
+        name: Its name in PyTorch.
+        kind: The kind of its rule: elementwise, bilinear, linear, special, constant, or `"fallback"`.
+        calls: How often it was called.
+        seconds: The time that its rule took, in all.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What Taylor mode did with a function; `str` of it is a table.
+
+    Attributes:
+        order: The order of the expansion.
+        directions: How many directions it carried.
+        operations: What `f` used, the dearest first. Composite operations appear as what they are made of.
+        missing: The operation that stopped the evaluation, in words; None when all went well.
+    """
+
+    order: int
+    directions: int
+    operations: tuple[Operation, ...]
+    missing: str | None
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """The operations that had no rule of their own and went through nested reverse mode."""
+        return tuple(each.name for each in self.operations if each.kind == "fallback")
+
+    def __str__(self) -> str:
+        lines = [f"Taylor mode, order {self.order}, {self.directions} direction(s)"]
+        lines += [
+            f"  {each.name:<24} {each.kind:<12} {each.calls:>5} calls {1e3 * each.seconds:>9.2f} ms"
+            for each in self.operations
+        ]
+        if self.missing:
+            lines.append(f"  stopped: {self.missing}")
+        return "\n".join(lines)
+
+
+class Tally:
+    """Counts the rules of an expansion."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], list[float]] = {}
+
+    def count(self, name: str, kind: str, seconds: float) -> None:
+        """One more call of a rule."""
+        entry = self._found.setdefault((name, kind), [0, 0.0])
+        entry[0] += 1
+        entry[1] += seconds
+
+    def operations(self) -> tuple[Operation, ...]:
+        """What was counted, the dearest first."""
+        found = [Operation(name, kind, int(n), seconds) for (name, kind), (n, seconds) in self._found.items()]
+        return tuple(sorted(found, key=lambda each: -each.seconds))
+
+
+def report(
+    f: Callable[..., Any],
+    x: Tensor,
+    *,
+    order: int = 2,
+    batch_ndim: int = 1,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Report:
+    """Which operations of `f` Taylor mode knows, which it sends through nested reverse mode, and their times.
+
+    Args:
+        f: A function of *x*, as for `hodiff.laplacian`.
+        x: A tensor of shape `(*batch, *event)`.
+        order: The order of the expansion; 2 is that of a Laplacian.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A record with one row for each operation; printed, it is a table.
+
+    Raises:
+        InputError: *x* is not a real floating point tensor.
+
+    Cost:
+        One evaluation of `f` in Taylor mode, in as many directions as a sample of *x* has entries.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> found = hodiff.jets.report(lambda x: torch.logaddexp(x.sin(), x).sum(-1), torch.ones(1, 2))
+        >>> sorted((each.name, each.kind) for each in found.operations)
+        [('logaddexp', 'fallback'), ('sin', 'elementwise'), ('sum', 'linear')]
+    """
+    _arguments.check_real_tensor(x, "x")
+    _arguments.check_batch([x], ["x"], batch_ndim)
+    _arguments.check_integer(order, "order", least=1)
+    tally, missing = Tally(), None
+    seeds = units(x, batch_ndim)
+    try:
+        push(f, [x], [[seeds]], order, record=False, tally=tally, args=args, kwargs=kwargs)
+    except NoRule as error:
+        missing = str(error)
+    return Report(order, len(seeds), tally.operations(), missing)

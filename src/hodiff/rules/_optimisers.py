@@ -1,0 +1,601 @@
+"""The update rules of `torch.optim`: SGD, RMSprop, Adagrad, Adadelta, Adam with its kin."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _tree
+from hodiff._core._faults import is_wrapped
+from hodiff.errors import InputError
+
+State = dict[str, Any]
+"""What a rule keeps of one leaf: tensors, and numbers."""
+
+Hyper = Any
+"""A hyperparameter: a number, a tensor that fits each leaf, or a container like the point that holds one for each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(ABC):
+    """An update rule: hyperparameters, and a pure function of parameters, gradients and a state.
+
+    Each hyperparameter that is a number may be a float, a tensor of one element or of a leaf's shape, or a
+    container like the point that holds one for each leaf (a dict by parameter name for a module). Derivatives
+    flow to every tensor among them.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> rule = hodiff.rules.SGD(lr=0.5)
+        >>> rule(torch.tensor([1.0]), torch.tensor([4.0]), None, 1)
+        (tensor([-1.]), {'SGD': {'params': {}}})
+    """
+
+    maximize: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                _check_pair(value, type(self).__name__)
+            elif isinstance(field.default, bool):
+                _check_kind(value, bool, f"{type(self).__name__}: {field.name}")
+            else:
+                _check_kind(value, (int, float, Tensor), f"{type(self).__name__}: {field.name}")
+
+    def __call__(self, params: Any, grads: Any, state: Any, step: int) -> tuple[Any, dict[str, dict[str, State]]]:
+        """New parameters, and the state that the next step needs.
+
+        Args:
+            params: The parameters: a tensor, or a container of tensors.
+            grads: Their gradients, likewise. One that is None leaves its parameter as it is, as in `torch.optim`.
+            state: What the last step returned; None at the first.
+            step: The number of the step, from 1.
+
+        Returns:
+            `(params, state)`. The state has the rule's name, and for each parameter what is kept of it.
+
+        Raises:
+            InputError: A state of another rule, or of other parameters; or *grads* are not like *params*.
+        """
+        leaves, _, tree = _tree.flatten(params)
+        rules, given = self._by_leaf(tree, len(leaves)), _spread(grads, tree, "grads")
+        new, states = stepped(rules, leaves, given, taken(state, rules, tree, leaves), step)
+        return _tree.rebuild(tree, iter(new)), kept(states, rules, tree)
+
+    @abstractmethod
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        """One leaf's new value and state; its hyperparameters are numbers or tensors."""
+
+    def _by_leaf(self, tree: _tree.Tree, count: int) -> list[Any]:
+        """The rule for each leaf."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        pairs = values.pop("betas", None)
+        spread = {name: _spread(value, tree, name) for name, value in values.items() if _tree.is_container(value)}
+        if pairs is not None and any(map(_tree.is_container, pairs)):
+            both = [_spread(beta, tree, "betas") if _tree.is_container(beta) else [beta] * count for beta in pairs]
+            spread["betas"] = list(zip(*both, strict=True))
+        if not spread:
+            return [self] * count
+        return [dataclasses.replace(self, **{name: spread[name][i] for name in spread}) for i in range(count)]
+
+
+def stepped(
+    rules: Sequence[Rule], params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Any, step: int
+) -> tuple[list[Tensor], list[State]]:
+    """A step by one rule for each leaf; a leaf without a gradient stays as it is, and does not count the step."""
+    states = [{} for _ in params] if state is None else state
+    found = [
+        (p, s | {"missed": s.get("missed", 0) + 1}) if g is None else _leaf(rule, p, g, s, step)
+        for rule, p, g, s in zip(rules, params, grads, states, strict=True)
+    ]
+    return [p for p, _ in found], [s for _, s in found]
+
+
+def _leaf(rule: Rule, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+    missed = state.get("missed", 0)
+    p, new = rule._update(p, -g if rule.maximize else g, state, step - missed)
+    return p, new | {"missed": missed} if missed else new
+
+
+def kept(states: Sequence[State], rules: Sequence[Rule], tree: _tree.Tree) -> dict[str, dict[str, State]]:
+    """The state as the caller has it: the rule's name, and by the name of each leaf what is kept of it."""
+    return {type(rules[0]).__name__: dict(zip(_tree.paths(tree, "params"), states, strict=True))}
+
+
+def taken(state: Any, rules: Sequence[Rule], tree: _tree.Tree, params: Sequence[Tensor]) -> list[State] | None:
+    """The state of each leaf, by its name, of what `kept` made; or a list of them, in the order of the leaves."""
+    names, kind = _tree.paths(tree, "params"), type(rules[0]).__name__
+    if state is None:
+        return None
+    if isinstance(state, dict):
+        found = state.get(kind)
+        if found is None or len(state) != 1:
+            raise InputError(f"state: is of {', '.join(map(str, state))}, expected one of {kind}.")
+    else:
+        found = dict(zip(names, state, strict=True)) if isinstance(state, list) and len(state) == len(names) else {}
+    if set(found) != set(names) or len(names) != len(found):
+        raise InputError(f"state: is of the parameters {list(found)}, expected {names}.")
+    for name, leaf in zip(names, params, strict=True):
+        for key, part in found[name].items():
+            if isinstance(part, Tensor) and part.shape != leaf.shape and key != "product":
+                shapes = f"{tuple(part.shape)}, expected {tuple(leaf.shape)}"
+                raise InputError(f"state: its {key} of {name} has shape {shapes}.")
+    return [found[name] for name in names]
+
+
+def _spread(value: Any, tree: _tree.Tree, name: str) -> list[Any]:
+    """What a container like the parameters holds for each leaf, in their order."""
+    different = _tree.difference(tree, _tree.flatten(value)[2], name)
+    if different:
+        raise InputError(f"{name}: holds one for each leaf, but is not like the parameters: {different}.")
+    return _tree.leaves_like(tree, value)
+
+
+def _check_pair(value: Any, name: str) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InputError(f"{name}: betas: got {value!r}, expected a pair (beta1, beta2).")
+    for beta in value:
+        _check_kind(beta, (int, float, Tensor), f"{name}: betas")
+        if isinstance(beta, (int, float)) and not 0 <= beta < 1:
+            raise InputError(f"{name}: betas: got {value!r}, expected two numbers of 0 or more, below 1.")
+
+
+def _check_kind(value: Any, kinds: Any, name: str) -> None:
+    for item in _tree.flatten(value)[0] if _tree.is_container(value) else [value]:
+        if not isinstance(item, kinds) or (isinstance(item, bool) and kinds is not bool):
+            expected = "True or False" if kinds is bool else "a number, a tensor, or a container with one for each leaf"
+            raise InputError(f"{name}: got {item!r}, expected {expected}.")
+
+
+# --- gradient descent with momentum -----------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class SGD(Rule):
+    r"""Steps \(p \leftarrow p - \eta\, b\) with \(b \leftarrow \mu\, b + (1 - \tau)\, g\), as `torch.optim.SGD`.
+
+    Unlike there with `differentiable=True`, the buffer's first value keeps its graph, so that derivatives through
+    momentum are right.
+
+    Args:
+        lr: The step \(\eta\).
+        momentum: The \(\mu\); 0 for none.
+        dampening: The \(\tau\), from the second step on.
+        weight_decay: Times the parameter, added to the gradient.
+        nesterov: Whether to look ahead: \(g + \mu\, b\) for \(b\).
+        maximize: Whether to go uphill.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> rule = hodiff.rules.SGD(lr=0.1, momentum=0.9)
+        >>> p, state = rule(torch.tensor([1.0]), torch.tensor([2.0]), None, 1)
+        >>> p, rule(p, torch.tensor([0.0]), state, 2)[0]
+        (tensor([0.8000]), tensor([0.6200]))
+
+    Reference:
+        Sutskever, I., Martens, J., Dahl, G., Hinton, G. (2013). On the importance of initialization and
+        momentum in deep learning. ICML.
+    """
+
+    lr: Hyper = 1e-3
+    momentum: Hyper = 0.0
+    dampening: Hyper = 0.0
+    weight_decay: Hyper = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov is True and (not present(self.momentum) or present(self.dampening)):
+            raise InputError("nesterov: looks ahead along a momentum; give momentum= greater than 0, and no dampening.")
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        g = decayed(g, self.weight_decay, p)
+        if not present(self.momentum):
+            return minus(p, self.lr, g), {}
+        before = state.get("momentum")
+        buffer = g if before is None else plus(self.momentum * before, 1 - self.dampening, g)
+        along = plus(g, self.momentum, buffer) if self.nesterov else buffer
+        return minus(p, self.lr, along), {"momentum": buffer}
+
+
+# --- RMSprop, Adagrad, Adadelta ---------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class RMSprop(Rule):
+    r"""Steps \(g / (\sqrt{v} + \epsilon)\), with *v* the running mean of \(g^2\), as `torch.optim.RMSprop`.
+
+    Args:
+        lr: The step.
+        alpha: How slowly the mean moves.
+        eps: Added to the denominator.
+        weight_decay: Times the parameter, added to the gradient.
+        momentum: Of the steps; 0 for none.
+        centered: Whether *v* is a variance.
+        maximize: Whether to go uphill.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.rules.RMSprop(lr=0.1)(torch.zeros(1), torch.tensor([3.0]), None, 1)[0]
+        tensor([-1.0000])
+
+    Reference:
+        Tieleman, T., Hinton, G. (2012). Lecture 6.5, RMSprop. Coursera: neural networks for machine learning.
+    """
+
+    lr: Hyper = 1e-2
+    alpha: Hyper = 0.99
+    eps: Hyper = 1e-8
+    weight_decay: Hyper = 0.0
+    momentum: Hyper = 0.0
+    centered: bool = False
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        g = decayed(g, self.weight_decay, p)
+        zeros = torch.zeros_like(g)
+        square = plus_product(state.get("square", zeros) * self.alpha, 1 - self.alpha, g, g)
+        new, spread = {"square": square}, square
+        if self.centered:
+            new["mean"] = mean = mixed(state.get("mean", zeros), g, 1 - self.alpha)
+            spread = torch.addcmul(square, mean, mean, value=-1)
+        denominator = root(spread) + self.eps
+        if not present(self.momentum):
+            return minus_ratio(p, self.lr, g, denominator), new
+        new["momentum"] = along = minus_ratio(state.get("momentum", zeros) * self.momentum, -1, g, denominator)
+        return minus(p, self.lr, along), new
+
+
+@final
+@dataclass(frozen=True)
+class Adagrad(Rule):
+    r"""Steps \(g / (\sqrt{v} + \epsilon)\), with *v* the sum of all \(g^2\), as `torch.optim.Adagrad`.
+
+    Args:
+        lr: The step.
+        lr_decay: It is divided by 1 + (t - 1) times this.
+        weight_decay: Times the parameter, added to the gradient.
+        initial_accumulator_value: Where the sum begins.
+        eps: Added to the denominator.
+        maximize: Whether to go uphill.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.rules.Adagrad(lr=0.1)(torch.zeros(1), torch.tensor([3.0]), None, 1)[0]
+        tensor([-0.1000])
+
+    Reference:
+        Duchi, J., Hazan, E., Singer, Y. (2011). Adaptive subgradient methods for online learning and
+        stochastic optimization. JMLR 12.
+    """
+
+    lr: Hyper = 1e-2
+    lr_decay: Hyper = 0.0
+    weight_decay: Hyper = 0.0
+    initial_accumulator_value: Hyper = 0.0
+    eps: Hyper = 1e-10
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        g = decayed(g, self.weight_decay, p)
+        before = state["sum"] if "sum" in state else torch.zeros_like(g) + self.initial_accumulator_value
+        total = torch.addcmul(before, g, g)
+        p = minus_ratio(p, self.lr / (1 + (step - 1) * self.lr_decay), g, root(total) + self.eps)
+        return p, {"sum": total}
+
+
+@final
+@dataclass(frozen=True)
+class Adadelta(Rule):
+    r"""Steps in proportion to the mean size of earlier ones, as `torch.optim.Adadelta`.
+
+    Args:
+        lr: A factor of each step.
+        rho: How slowly the means move.
+        eps: Added below the square roots.
+        weight_decay: Times the parameter, added to the gradient.
+        maximize: Whether to go uphill.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.rules.Adadelta(eps=0.01)(torch.zeros(1), torch.tensor([3.0]), None, 1)[0]
+        tensor([-0.3145])
+
+    Reference:
+        Zeiler, M. D. (2012). Adadelta: an adaptive learning rate method. arXiv:1212.5701.
+    """
+
+    lr: Hyper = 1.0
+    rho: Hyper = 0.9
+    eps: Hyper = 1e-6
+    weight_decay: Hyper = 0.0
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        g = decayed(g, self.weight_decay, p)
+        zeros = torch.zeros_like(g)
+        square = plus_product(state.get("square", zeros) * self.rho, 1 - self.rho, g, g)
+        moved = state.get("moved", zeros)
+        delta = root(moved + self.eps) / root(square + self.eps) * g
+        return minus(p, self.lr, delta), {
+            "square": square,
+            "moved": plus_product(moved * self.rho, 1 - self.rho, delta, delta),
+        }
+
+
+# --- updates written once for numbers and for tensors -----------------------------------------------------------------
+
+
+def plus(x: Tensor, a: Any, y: Tensor) -> Tensor:
+    """X + a y."""
+    return x + a * y if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
+
+
+def minus(x: Tensor, a: Any, y: Tensor) -> Tensor:
+    """X - a y."""
+    return x - a * y if isinstance(a, Tensor) else torch.add(x, y, alpha=-a)
+
+
+def plus_product(x: Tensor, a: Any, y: Tensor, z: Tensor) -> Tensor:
+    """X + a y z."""
+    return x + a * (y * z) if isinstance(a, Tensor) else torch.addcmul(x, y, z, value=a)
+
+
+def minus_ratio(x: Tensor, a: Any, y: Tensor, z: Tensor) -> Tensor:
+    """X - a y / z."""
+    return x - a * (y / z) if isinstance(a, Tensor) else torch.addcdiv(x, y, z, value=-a)
+
+
+def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
+    """(1 - a) x + a y."""
+    return torch.lerp(x, y, a.to(x) if isinstance(a, Tensor) else a)
+
+
+def root(v: Tensor) -> Tensor:
+    """The square root, with derivative 0 at 0.
+
+    `sqrt` has an infinite one there, which times a zero is NaN: one parameter whose gradients were exactly zero
+    (below a layer that begins at zero) would make every derivative through Adam NaN. There v = (1 - b) g², so
+    its own derivative is zero, and with it that of the update's denominator.
+    """
+    if _can_be_read(v) and bool(v.all()):
+        return v.sqrt()
+    zero = v == 0
+    return v.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
+def _can_be_read(v: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device; inside transforms and traces there are none."""
+    plain = v.is_cpu and v.__class__ is Tensor and not torch.compiler.is_compiling()
+    return plain and not is_wrapped(v)
+
+
+def decayed(g: Tensor, a: Any, p: Tensor) -> Tensor:
+    """The gradient g of a loss to which a |p|² / 2 is added."""
+    return plus(g, a, p) if present(a) else g
+
+
+def present(a: Any) -> bool:
+    """Whether a term with the factor `a` is there: a tensor's always is, since it may be differentiated by."""
+    return isinstance(a, Tensor) or a != 0
+
+
+# --- Adam and its kin -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Moments(Rule):
+    """Running means of the gradient and of its square, and how weights decay."""
+
+    lr: Hyper = 1e-3
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999)
+    eps: Hyper = 1e-8
+    weight_decay: Hyper = 0.0
+
+    def _decayed(self, p: Tensor, g: Tensor, *, decoupled: bool) -> tuple[Tensor, Tensor]:
+        """The parameter and the gradient, with the decay in one or the other."""
+        if decoupled and present(self.weight_decay):
+            return p * (1 - self.lr * self.weight_decay), g
+        return p, decayed(g, self.weight_decay, p)
+
+    def _moments(self, g: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        beta1, beta2 = self.betas
+        zeros = torch.zeros_like(g)
+        mean = mixed(state.get("mean", zeros), g, 1 - beta1)
+        return mean, plus_product(state.get("square", zeros) * beta2, 1 - beta2, g, g)
+
+
+@dataclass(frozen=True)
+class _Adam(_Moments):
+    amsgrad: bool = False
+
+    def _stepped(self, p: Tensor, g: Tensor, state: State, step: int, *, decoupled: bool) -> tuple[Tensor, State]:
+        beta1, beta2 = self.betas
+        p, g = self._decayed(p, g, decoupled=decoupled)
+        mean, square = self._moments(g, state)
+        new, largest = {"mean": mean, "square": square}, square
+        if self.amsgrad:
+            new["largest"] = largest = torch.maximum(state["largest"], square) if "largest" in state else square
+        denominator = root(largest) / (1 - beta2**step) ** 0.5 + self.eps
+        return minus_ratio(p, self.lr / (1 - beta1**step), mean, denominator), new
+
+
+@final
+@dataclass(frozen=True)
+class Adam(_Adam):
+    r"""Adam, \(p \leftarrow p - \eta\, \hat m / (\sqrt{\hat v} + \epsilon)\), as `torch.optim.Adam`.
+
+    Where a parameter's gradients were all exactly zero, derivatives are finite and true: the derivative of one
+    step by that gradient is \(\eta / \epsilon\), 1e5 with the defaults. Choose a larger *eps* if that is too steep.
+
+    Args:
+        lr: The step \(\eta\).
+        betas: How slowly the means of the gradient and of its square move.
+        eps: Added to the denominator.
+        weight_decay: Times the parameter, added to the gradient.
+        amsgrad: Whether to divide by the largest mean square so far.
+        decoupled_weight_decay: Whether the parameter decays by itself instead, as in AdamW.
+        maximize: Whether to go uphill.
+
+    Examples:
+        The first step has the length of *lr* in each entry:
+
+        >>> import torch, hodiff
+        >>> hodiff.rules.Adam(lr=0.1)(torch.zeros(2), torch.tensor([3.0, -0.5]), None, 1)[0]
+        tensor([-0.1000,  0.1000])
+
+    Reference:
+        Kingma, D. P., Ba, J. (2015). Adam: a method for stochastic optimization. arXiv:1412.6980.
+        Reddi, S. J., Kale, S., Kumar, S. (2018). On the convergence of Adam and beyond. arXiv:1904.09237.
+    """
+
+    decoupled_weight_decay: bool = False
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        return self._stepped(p, g, state, step, decoupled=self.decoupled_weight_decay)
+
+
+@final
+@dataclass(frozen=True)
+class AdamW(_Adam):
+    r"""Adam, with a decay \(p \leftarrow (1 - \eta\lambda)\, p - \dots\) beside it, as `torch.optim.AdamW`.
+
+    Args:
+        lr: The step \(\eta\).
+        betas: How slowly the means of the gradient and of its square move.
+        eps: Added to the denominator.
+        weight_decay: The decay \(\lambda\).
+        amsgrad: Whether to divide by the largest mean square so far.
+        maximize: Whether to go uphill.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.rules.AdamW(lr=0.1, weight_decay=0.5)(torch.ones(1), torch.ones(1), None, 1)[0]
+        tensor([0.8500])
+
+    Reference:
+        Loshchilov, I., Hutter, F. (2019). Decoupled weight decay regularization. arXiv:1711.05101.
+    """
+
+    weight_decay: Hyper = 1e-2
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        return self._stepped(p, g, state, step, decoupled=True)
+
+
+@final
+@dataclass(frozen=True)
+class NAdam(_Moments):
+    r"""Adam with Nesterov's momentum, whose coefficient grows with the steps, as `torch.optim.NAdam`.
+
+    PyTorch holds the product of those coefficients in its default dtype; here it is a double.
+
+    Args:
+        lr: The step.
+        betas: How slowly the means of the gradient and of its square move.
+        eps: Added to the denominator.
+        weight_decay: Times the parameter, added to the gradient.
+        momentum_decay: How soon the momentum grows.
+        decoupled_weight_decay: Whether the parameter decays by itself instead.
+        maximize: Whether to go uphill.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.rules.NAdam(lr=0.1)(torch.zeros(1), torch.ones(1), None, 1)[0]
+        tensor([-0.1056])
+
+    Reference:
+        Dozat, T. (2016). Incorporating Nesterov momentum into Adam. ICLR workshop.
+    """
+
+    lr: Hyper = 2e-3
+    momentum_decay: Hyper = 4e-3
+    decoupled_weight_decay: bool = False
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        beta1, beta2 = self.betas
+        p, g = self._decayed(p, g, decoupled=self.decoupled_weight_decay)
+        mean, square = self._moments(g, state)
+        now, after = (beta1 * (1 - 0.5 * 0.96 ** (t * self.momentum_decay)) for t in (step, step + 1))
+        product = state.get("product", 1.0) * now
+        denominator = root(square / (1 - beta2**step)) + self.eps
+        p = minus_ratio(p, self.lr * (1 - now) / (1 - product), g, denominator)
+        p = minus_ratio(p, self.lr * after / (1 - product * after), mean, denominator)
+        return p, {"mean": mean, "square": square, "product": product}
+
+
+@final
+@dataclass(frozen=True)
+class RAdam(_Moments):
+    r"""Adam that waits until the mean square is known well enough to divide by it, as `torch.optim.RAdam`.
+
+    Args:
+        lr: The step.
+        betas: How slowly the means of the gradient and of its square move.
+        eps: Added to the denominator.
+        weight_decay: Times the parameter, added to the gradient.
+        decoupled_weight_decay: Whether the parameter decays by itself instead.
+        maximize: Whether to go uphill.
+
+    Examples:
+        The first five steps, with the defaults, are those of momentum:
+
+        >>> import torch, hodiff
+        >>> hodiff.rules.RAdam(lr=0.1)(torch.zeros(1), torch.tensor([3.0]), None, 1)[0]
+        tensor([-0.3000])
+
+    Reference:
+        Liu, L. et al. (2020). On the variance of the adaptive learning rate and beyond. arXiv:1908.03265.
+    """
+
+    decoupled_weight_decay: bool = False
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        beta1, beta2 = self.betas
+        p, g = self._decayed(p, g, decoupled=self.decoupled_weight_decay)
+        mean, square = self._moments(g, state)
+        update = mean / (1 - beta1**step) * self.lr
+        correction, limit = 1 - beta2**step, 2 / (1 - beta2) - 1
+        length: Any = limit - 2 * step * beta2**step / correction
+        if length > 5:
+            rectified = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
+            update = update * (correction**0.5 / (root(square) + self.eps)) * rectified**0.5
+        return p - update, {"mean": mean, "square": square}
+
+
+@final
+@dataclass(frozen=True)
+class Adamax(_Moments):
+    r"""Adam with the largest decayed gradient in the place of the mean square, as `torch.optim.Adamax`.
+
+    Args:
+        lr: The step.
+        betas: How slowly the mean of the gradient and the largest one move.
+        eps: Added to the gradient's size.
+        weight_decay: Times the parameter, added to the gradient.
+        maximize: Whether to go uphill.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> hodiff.rules.Adamax(lr=0.1)(torch.zeros(1), torch.tensor([3.0]), None, 1)[0]
+        tensor([-0.1000])
+
+    Reference:
+        Kingma, D. P., Ba, J. (2015). Adam: a method for stochastic optimization. arXiv:1412.6980, section 7.
+    """
+
+    lr: Hyper = 2e-3
+
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
+        beta1, beta2 = self.betas
+        p, g = self._decayed(p, g, decoupled=False)
+        zeros = torch.zeros_like(g)
+        mean = mixed(state.get("mean", zeros), g, 1 - beta1)
+        largest = torch.maximum(state.get("largest", zeros) * beta2, g.abs() + self.eps)
+        return minus_ratio(p, self.lr / (1 - beta1**step), mean, largest), {"mean": mean, "largest": largest}
