@@ -22,6 +22,7 @@ from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.overrides import has_torch_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hodiff.errors import HodiffError, HodiffWarning
 
@@ -214,7 +215,10 @@ def rounds_rows(node: Node) -> bool | None:
 def is_singular(node: Node) -> bool:
     """Whether a node of det has a matrix whose determinant came out as 0; not told where a hook packed it."""
     kept = node._raw_saved_result
-    return kept.unpack_hook is None and kept.data.__class__ is Tensor and bool((kept.data == 0).any())
+    if kept.unpack_hook is not None or kept.data.__class__ is not Tensor:
+        return False
+    with _disable_current_modes():  # it is we who look, not `f`
+        return bool((kept.data == 0).any())
 
 
 _LOSSES = {
