@@ -1,11 +1,13 @@
 """Functions with a removable singularity at 0: right there at every order, by mpmath; a graph of them is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import mpmath
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _near_zero, _versions
@@ -136,3 +138,177 @@ def test_the_series_is_for_small_numbers_of_either_sign() -> None:
     for name, function in _near_zero.BESSEL.items():
         torch.testing.assert_close(function(x), getattr(torch.special, name)(x))
         assert function(x, out=torch.empty_like(x)).equal(getattr(torch.special, name)(x))
+
+
+def stack(*entries: Tensor) -> Tensor:
+    return torch.stack(entries)
+
+
+D = torch.float64
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prod": lambda x: stack(x, x.cos(), x + 1).prod(),
+    "torch.prod": lambda x: torch.prod(stack(x, x.cos(), x + 1)),
+    "prod of a dimension": lambda x: stack(x, x.cos(), x + 1)[:, None].prod(0, keepdim=True)[0, 0],
+    "cumprod": lambda x: stack(x, x.cos(), x + 1).cumprod(0)[2],
+    "torch.cumprod": lambda x: torch.cumprod(stack(x, x.cos(), x + 1)[:, None], dim=0)[2, 0],
+}
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-30, 1e-12, -1e-8, 1e-4, 0.3])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_with_an_entry_near_zero(name: str, x: float) -> None:
+    f, point = PRODUCTS[name], torch.tensor(x, dtype=D)
+    with mpmath.workdps(60):
+        exact = [float(mpmath.diff(lambda t: t * mpmath.cos(t) * (t + 1), mpmath.mpf(x), n)) for n in (1, 2, 3, 4)]
+    assert float(hodiff.hessian(f, point)) == pytest.approx(exact[1], rel=1e-6)
+    assert float(hodiff.grad(lambda z: hodiff.hessian(f, z), point)) == pytest.approx(exact[2], rel=1e-9)
+    again = hodiff.grad(lambda z: hodiff.grad(lambda y: hodiff.hessian(f, y), z), point)
+    assert float(again) == pytest.approx(exact[3], rel=1e-9)
+    series = [torch.ones_like(point)] + 3 * [torch.zeros_like(point)]
+    assert [float(c) for c in hodiff.jet(f, point, series)[1]] == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(("n", "near", "far"), [(2, 1e-9, 1e-6), (3, 1e-5, 1e-2)])
+def test_a_graph_of_a_product_is_refused_near_zero_only(name: str, n: int, near: float, far: float) -> None:
+    x, z = (torch.tensor(value, dtype=D, requires_grad=True) for value in (near, far))
+    with pytest.raises(hodiff.GraphError, match=f"order {n} through PyTorch's (cum)?prod is wrong .*near 0.*function"):
+        hodiff.nth_derivative(PRODUCTS[name](x), x, n)
+    found = hodiff.nth_derivative(PRODUCTS[name](z), z, n)
+    torch.testing.assert_close(found, hodiff.nth_derivative(PRODUCTS[name], z.detach(), n))
+
+
+def test_products_are_those_of_the_kernel() -> None:
+    x = torch.randn(3, 5, 4, dtype=D)
+    for dim in (0, 1, -1):
+        torch.testing.assert_close(_near_zero.cumprod(x, dim), x.cumprod(dim))
+        for keep in (False, True):
+            torch.testing.assert_close(_near_zero.prod(x, dim, keep), x.prod(dim, keep))
+    whole = torch.arange(1, 5)
+    for given in (x, whole, whole > 2, x[:0], x[0, 0, 0]):
+        assert _near_zero.prod(given).dtype == given.prod().dtype
+        torch.testing.assert_close(_near_zero.prod(given), given.prod())
+        torch.testing.assert_close(_near_zero.prod(given, dtype=torch.float32), given.prod(dtype=torch.float32))
+        torch.testing.assert_close(_near_zero.cumprod(given, 0), given.cumprod(0))
+
+
+NORMS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "vector_norm": lambda v, p: torch.linalg.vector_norm(v, p),
+    "of a dimension": lambda v, p: torch.linalg.vector_norm(v[None], ord=p, dim=1, keepdim=True)[0, 0],
+    "norm": lambda v, p: v.norm(p=p),
+    "torch.norm": lambda v, p: torch.norm(v[None], p, dim=(1,))[0],
+}
+OTHERS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "linalg.norm": lambda v, p: torch.linalg.norm(v, p),
+    "dist": lambda v, p: torch.dist(v, torch.zeros_like(v), p),
+    "pairwise_distance": lambda v, p: torch.nn.functional.pairwise_distance(v, torch.zeros_like(v), p, eps=0.0),
+    "renorm": lambda v, p: 0.5 / torch.renorm(v[None], p, 0, 0.5)[0, 1],
+}
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-9, 1e-3, 0.4])
+@pytest.mark.parametrize(("p", "n"), [(4, 4), (4, 2), (6, 6)])
+@pytest.mark.parametrize("name", [*NORMS, *OTHERS])
+def test_norms_of_even_powers_with_an_entry_of_zero(name: str, p: int, n: int, x: float) -> None:
+    norm = (NORMS | OTHERS)[name]
+    f: Callable[[Tensor], Tensor] = lambda x: norm(stack(x, torch.ones_like(x)), p)
+    point = torch.tensor(x, dtype=D)
+    with mpmath.workdps(60):
+        exact = float(mpmath.diff(lambda t: (t**p + 1) ** (mpmath.mpf(1) / p), mpmath.mpf(x), n, h=mpmath.mpf(1e-9)))
+    if name == "renorm" and x == 0 and n == p:
+        with pytest.raises(hodiff.GraphError, match=r"norm of that power is 0 where an entry is 0"):
+            hodiff.nth_derivative(f, point, n)
+        return
+    assert float(hodiff.nth_derivative(f, point, n)) == pytest.approx(exact, rel=1e-6, abs=1e-8)
+    if n < 5:
+        g: Callable[[Tensor], Any] = f
+        for _ in range(n):
+            g = lambda z, g=g: hodiff.grad(g, z)
+        if name in NORMS or x:
+            assert float(g(point)) == pytest.approx(exact, rel=1e-6, abs=1e-8)
+        elif n == 4:
+            with pytest.raises(hodiff.GraphError, match=r"norm of that power is 0 where .*vector_norm"):
+                g(point)
+
+
+@pytest.mark.parametrize("name", [*NORMS, *OTHERS])
+def test_a_graph_of_such_a_norm_is_refused_at_zero_only(name: str) -> None:
+    norm = (NORMS | OTHERS)[name]
+
+    def derivative(x: float, n: int) -> Tensor:
+        point = torch.tensor(x, dtype=D, requires_grad=True)
+        return hodiff.nth_derivative(norm(stack(point, torch.ones_like(point)), 4), point, n)
+
+    with pytest.raises(hodiff.GraphError, match=r"order 4 of PyTorch's norm of that power is 0 where an entry is 0"):
+        derivative(0.0, 4)
+    assert float(derivative(0.0, 3)) == 0
+    with mpmath.workdps(60):
+        exact = float(mpmath.diff(lambda t: (t**4 + 1) ** mpmath.mpf("0.25"), mpmath.mpf("0.1"), 4))
+    assert float(derivative(0.1, 4)) == pytest.approx(exact)
+
+
+def test_norms_of_zeros_and_of_great_numbers_are_those_of_the_kernel() -> None:
+    written = _near_zero.norm(torch.linalg.vector_norm, "ord")
+    for v in (torch.zeros(3, 2), torch.tensor([[1e30, 1e-30], [torch.inf, 2.0]]), torch.randn(3, 2)):
+        for options in ({}, {"dim": 0}, {"dim": (0, 1), "keepdim": True}, {"dim": 1, "dtype": D}):
+            torch.testing.assert_close(written(v, 4, **options), torch.linalg.vector_norm(v, 4, **options))
+    x = torch.zeros(2, requires_grad=True)
+    assert torch.autograd.grad(written(x, 4), x)[0].equal(torch.zeros(2))
+
+
+@pytest.mark.parametrize(("x", "refused"), [(1e-8, True), (0.0, False), (0.5, False)])
+def test_determinants_of_matrices_that_are_nearly_singular(x: float, refused: bool) -> None:
+    f = lambda x: torch.linalg.det(stack(stack(x, x * x), stack(x, torch.full_like(x, 2))))
+    point = torch.tensor(x, dtype=D)
+    if not refused:
+        assert float(hodiff.nth_derivative(f, point, 3)) == pytest.approx(-6)
+        return
+    for run in (
+        lambda: hodiff.nth_derivative(f, point, 3),
+        lambda: hodiff.grad(lambda z: hodiff.hessian(f, z), point),
+        lambda: hodiff.jet(f, point, 3 * [point]),
+    ):
+        with pytest.raises(hodiff.GraphError, match=r"det has few right digits .*nearly singular"):
+            run()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_jets_of_tails_of_the_normal_distribution(n: int) -> None:
+    points = [-5.0, -1.0, 0.0, 0.7, 1.9, 2.1, 5.0, 30.0, 100.0]
+    x = torch.tensor(points, dtype=D)
+    functions: dict[str, Callable[[Any], Any]] = {
+        "erfcx": lambda t: mpmath.erfc(t) * mpmath.exp(t * t),
+        "log_ndtr": lambda t: mpmath.log(mpmath.erfc(t / mpmath.sqrt(2)) / 2),
+    }
+    for name, function in functions.items():
+        sign = -1 if name == "log_ndtr" else 1
+        with mpmath.workdps(80):
+            found = [mpmath.diff(function, mpmath.mpf(v), n, h=mpmath.mpf("1e-7")) for v in points]
+        series = [sign * torch.ones_like(x)] + [torch.zeros_like(x)] * (n - 1)
+        jets = hodiff.jet(getattr(torch.special, name), sign * x, series)[1][n - 1]
+        torch.testing.assert_close(jets, torch.tensor([float(v) for v in found], dtype=D), rtol=1e-8, atol=1e-300)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        *(torch.sinc, torch.prod, lambda x: x.cumprod(0)[1], torch.linalg.det, lambda x: (x**x).sum()),
+        lambda x: torch.dist(x, 0 * x, 4),
+    ],
+)
+def test_a_graph_that_was_freed_says_so(f: Callable[[Tensor], Tensor]) -> None:
+    x = torch.full((2, 2), 0.3, dtype=D, requires_grad=True)
+    value = f(x * 1).sum()
+    value.backward()
+    with pytest.raises(hodiff.GraphError, match="already been freed"):
+        hodiff.hvp(value, x, torch.ones_like(x), create_graph=True)
+
+
+def test_a_checkpoint_of_what_is_written_out_says_so() -> None:
+    f = lambda p: checkpoint(lambda a, b: a**b, p[0], p[1], use_reentrant=False)
+    with pytest.raises(
+        hodiff.GraphError, match=r"activation checkpoint .* writes norm layers out .* powers and products"
+    ):
+        hodiff.hessian(f, torch.tensor([2.0, 0.0], dtype=D))
+    found = hodiff.hessian(f, torch.tensor([2.0, 0.5], dtype=D))
+    torch.testing.assert_close(found[0, 1], 2**-0.5 * (1 + 0.5 * torch.tensor(2.0, dtype=D).log()))

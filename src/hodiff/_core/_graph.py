@@ -158,6 +158,8 @@ class Graph:
         if lending.by_hand is not None:
             names = names | lending.by_hand.names
         inexact = lending.forward_mode or names & _messages.WRITTEN_OUT
+        if names & _messages.WRITTEN_AT_SOME and not exact:
+            inexact = inexact or lending.by_hand is not None or survey is None or _refusals.loses_digits(survey)
         if lending.by_hand is not None and self.order + lending.by_hand.count >= 3:
             inexact = inexact or _messages.at_third(names)
         if self.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):

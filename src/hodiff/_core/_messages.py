@@ -65,6 +65,9 @@ _WAYS_OUT = {
 UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
+POWER = "PowBackward1"  # of two tensors
+PRODUCTS = ("ProdBackward0", "ProdBackward1", "CumprodBackward0")
+WRITTEN_AT_SOME = {POWER, *PRODUCTS}  # arguments: at second order; at third always
 WRITTEN_OUT = {
     WEIGHT_NORM,
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
@@ -74,7 +77,9 @@ WRITTEN_OUT = {
 
 def at_third(names: Iterable[str]) -> bool:
     """Whether nodes are among those that are written out at third order, and not before."""
-    return any(piece in name for name in names for piece in ("LayerNorm", "BatchNorm", "Logcumsumexp"))
+    return any(
+        piece in name for name in names for piece in ("LayerNorm", "BatchNorm", "Logcumsumexp", *WRITTEN_AT_SOME)
+    )
 
 
 def fused(names: Iterable[str]) -> bool:
@@ -208,8 +213,8 @@ _REENTRANT = (
 )
 _RECOMPUTED = (
     "an activation checkpoint recomputed something else than its forward pass. A third or higher derivative, and any "
-    "of a function that uses forward mode, writes norm layers out from their definition, which a recomputation does "
-    "not repeat: switch checkpointing off for this call."
+    "of a function that uses forward mode, writes norm layers out from their definition, and powers and products, "
+    "which a recomputation does not repeat: switch checkpointing off for this call."
 )
 _SELECTIVE = (
     "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "

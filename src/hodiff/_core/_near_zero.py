@@ -1,14 +1,17 @@
-"""Functions whose formula has a removable singularity at 0, written by their series there.
+"""Functions whose derivatives PyTorch gets wrong at or near 0, written without what goes wrong there.
 
 PyTorch differentiates `sinc` and the Bessel functions J and I by formulas that divide by x: their second, third or
 fourth derivatives lose all digits near 0 (the second of sinc at 1e-7 is 176882 where it should be 6e-7) and are NaN or
-a wrong constant at 0, without a word.
+a wrong constant at 0, without a word: here they are their series there. Products are differentiated by dividing the
+result by each entry, so that the derivative of order n loses digits as eps / x^(n - 1). Norms of an even power p are
+taken of |x|, and |x|^p has lost its p-th derivative at 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,3 +82,50 @@ def _even(x: Tensor, coefficients: list[float]) -> Tensor:
     for coefficient in coefficients[-2::-1]:
         total = total * square + coefficient
     return total
+
+
+def prod(input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.prod` by multiplying pairs of neighbours."""
+    if dim is not None and not isinstance(dim, int):
+        return torch.prod(input, dim, keepdim, dtype=dtype)
+    x = input if dtype is None else input.to(dtype)
+    x = x.reshape(-1) if dim is None or not x.ndim else x.movedim(dim, 0)
+    if not len(x) or not (x.is_floating_point() or x.is_complex()):
+        return torch.prod(input, dtype=dtype) if dim is None else torch.prod(input, dim, keepdim, dtype=dtype)
+    while len(x) > 1:
+        pairs, rest = x[: len(x) // 2 * 2], x[len(x) // 2 * 2 :]
+        pairs = pairs[0::2] * pairs[1::2]
+        x = torch.cat([pairs, rest]) if len(rest) else pairs
+    return x[0].unsqueeze(dim) if keepdim and dim is not None and input.ndim else x[0]
+
+
+def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.cumprod` by its recursion."""
+    x = input if dtype is None else input.to(dtype)
+    if not x.ndim or not x.shape[dim] or not (x.is_floating_point() or x.is_complex()):
+        return torch.cumprod(x, dim)
+    return torch.stack([*accumulate(x.unbind(dim), torch.mul)], dim)
+
+
+def is_even(p: Any) -> bool:
+    """Whether the norm of that power is smooth where single entries are 0, and PyTorch's is not."""
+    return isinstance(p, (int, float)) and p >= 4 and p % 2 == 0 and not math.isinf(p)
+
+
+def norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
+    """A norm whose power is called `first`: of even powers from 4 on, the root of a sum of those."""
+
+    def written(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(("input", first, "dim", "keepdim"), args, strict=False)) | kwargs
+        x, p, dim = given.pop("input", given.pop("x", None)), given.pop(first, None), given.pop("dim", None)
+        keep = given.pop("keepdim", False)
+        given = {name: value for name, value in given.items() if value is not None}
+        if not is_even(p) or given or len(args) > 4 or not isinstance(x, Tensor) or not x.is_floating_point():
+            return function(*args, **kwargs)
+        dims, still = tuple(range(x.ndim)) if dim is None else dim, x.detach()
+        wide, size = still.abs().amax(dims, keepdim=True), still.abs().amax(dims, keepdim=keep)
+        plain = (size == 0) | ~size.isfinite()
+        total = ((x / torch.where((wide == 0) | ~wide.isfinite(), 1.0, wide)) ** p).sum(dims, keepdim=keep)
+        return torch.where(plain, function(still, p, dims, keep), torch.where(plain, 1.0, total) ** (1 / p) * size)
+
+    return written

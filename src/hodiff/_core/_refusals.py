@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hodiff._core import _arguments, _locks, _messages, _near_zero, _nodes, _versions
 from hodiff._core._arguments import outside
@@ -69,12 +71,24 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
             continue
         remark = next((remark for name, least, remark in REMARKS if order >= least and name in kind.__name__), None)
         if remark is not None:
-            recorded |= remark(nodes, leaves) is True
+            recorded |= _said(remark, nodes, leaves)
         elif _nodes.is_function(kind):
             _check_function(_nodes.function_of(kind), nodes, leaves, allow)
         else:
             unremarkable.add(kind)
     return recorded
+
+
+def _said(remark: Remark, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+    """Make a remark, for which what nodes have saved may be read: of a graph that is there no more, say that."""
+    try:
+        with _disable_current_modes():  # it is we who look, not `f`
+            return remark(nodes, leaves) is True
+    except RuntimeError as error:
+        ours = _messages.engine_error(error)
+        if ours is None:
+            raise
+        raise ours from error
 
 
 _UNREMARKABLE: dict[bool, set[type]] = {False: set(), True: set()}
@@ -255,6 +269,88 @@ def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> Non
     )
 
 
+def loses_digits(graph: _nodes.Survey) -> bool:
+    """Whether a second derivative of a power or a product must be written out, for what their arguments are."""
+    with _disable_current_modes():  # as there
+        for node in graph.named(_messages.POWER):
+            kept = _versions.power(node)
+            # At a base of 0 the second derivative by the exponent is not a number.
+            if kept is not None and (bool((kept[0] == 0).any()) or _loses_part(node, 0)):
+                return True
+        return any(_divides(node, 2) for node in graph.named(*_messages.PRODUCTS))
+
+
+def _divides(node: Any, order: int) -> bool:
+    """Whether a product has entries, not 0 and so small that few digits are left of a derivative of that order."""
+    x = _versions.argument(node)
+    size = x.detach().abs()
+    return bool(((size != 0) & (size < torch.finfo(x.dtype).eps ** (1 / (2 * order - 2)))).any())
+
+
+def _refuse_product(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    small = [node for node in nodes if _divides(node, order)]
+    if _nodes.reaches(small, leaves):
+        name = "cumprod" if type(small[0]).__name__.startswith("Cum") else "prod"
+        raise GraphError.about(
+            f"a derivative of order {order} through PyTorch's {name} is wrong where an entry is near 0 (it divides by "
+            f"the entries), and here one is. Give hodiff the function instead of its value, which multiplies them one "
+            f"by one.",
+            operations=[name],
+        )
+
+
+def _refuse_nearly_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+    ratios = [(node, _versions.pivots(node).detach().abs()) for node in nodes]
+    bounds = {node: torch.finfo(size.dtype).eps ** (0.75 / (order - 1)) for node, size in ratios}
+    near = [node for node, size in ratios if bool(((size != 0) & (size < bounds[node] * size.amax(-1, True))).any())]
+    if order >= 3 and _nodes.reaches(near, leaves):
+        raise GraphError.about(
+            f"a derivative of order {order} through PyTorch's det has few right digits at a matrix that is nearly "
+            f"singular (it divides by the pivots), and here is one. Expand it along a row: det = a * d - b * c of two "
+            f"rows.",
+            operations=["linalgdet"],
+        )
+    return _are_singular(nodes, leaves)
+
+
+def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    norms = [(node, *_versions.norm_of(node)) for node in nodes if type(node).__name__ in _versions.NORMS]
+    lost = [node for node, p, x in norms if _near_zero.is_even(p) and p <= order and bool((x == 0).any())]
+    if _nodes.reaches(lost, leaves):
+        p = _versions.norm_of(lost[0])[0]
+        raise GraphError.about(
+            f"the derivative of order {p:g} of PyTorch's norm of that power is 0 where an entry is 0, whatever it "
+            f"should be, and here one is. Give hodiff the function instead of its value, with torch.linalg.vector_norm "
+            f"in it (which is written out), or write x.pow({p:g}).sum().pow(1 / {p:g}).",
+            operations=["norm"],
+        )
+
+
+def _loses_part(node: Any, most: int) -> bool:
+    """Whether a power has entries with a positive base whose exponent, which varies, is 0, 1, ... or `most`.
+
+    PyTorch's rule for the base is 0 where the exponent is, as if that were constant; the rule of the gradient's power
+    is so at 1, and so on.
+    """
+    kept = _versions.power(node)
+    if kept is None or not kept[2]:
+        return False
+    base, exponent, _ = kept
+    positive = base != 0 if base.is_complex() else base > 0
+    return any(bool((positive & (exponent == k)).any()) for k in range(most + 1))
+
+
+def _refuse_power(most: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    if _nodes.reaches([node for node in nodes if _loses_part(node, most)], leaves):
+        where = " or ".join(map(str, range(most + 1)))
+        raise GraphError.about(
+            f"a derivative of order {most + 2} of a ** b is wrong in PyTorch where b is {where} and differentiated: "
+            f"its rule takes a part of it for 0, silently. Give hodiff the function instead of its value, which writes "
+            f"the power out, or write torch.exp(b * a.log()).",
+            operations=["pow"],
+        )
+
+
 SCATTER, DET = "AsStridedScatterBackward0", "LinalgDetBackward0"
 ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"  # the kernels of other devices have not been tried
 _IS_WRONG: dict[str, Callable[[Any], bool]] = {
@@ -279,9 +375,11 @@ def _are_singular(nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
 Remark = Callable[[list[Any], Sequence[Tensor]], bool | None]
 """Raises or warns; True where a pass must be recorded to be right."""
 
+_ORDERS = range(9, 1, -1)  # the highest first, for the first that fits is taken
+
 REMARKS: list[tuple[str, int, Remark]] = [
     (SCATTER, 2, _refuse_strided_scatter),
-    (DET, 2, _are_singular),
+    *((DET, order, partial(_refuse_nearly_singular, order)) for order in _ORDERS),
     ("NativeLayerNormBackwardBackward0", 2, _refuse_norm),
     ("NativeBatchNormBackwardBackward0", 2, _refuse_norm),
     (_messages.WEIGHT_NORM, 2, _refuse_weight_norm),
@@ -290,6 +388,9 @@ REMARKS: list[tuple[str, int, Remark]] = [
     ("EmbeddingBackward0", 2, _refuse_scaled_embedding),
     ("linear_cross_entropy", 2, _refuse_chunked_loss),
     *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
+    *((_messages.POWER, order, partial(_refuse_power, order - 2)) for order in _ORDERS),
+    *((name, order, partial(_refuse_product, order)) for name in _messages.PRODUCTS for order in _ORDERS),
+    *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
     ("LogcumsumexpBackward0", 3, _refuse_logcumsumexp),
     ("BatchNormWithUpdateBackward0", 3, _refuse_batch_norm_with_update),
 ]

@@ -161,6 +161,11 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
     torch.logcumsumexp: logcumsumexp,
     Tensor.logcumsumexp: logcumsumexp,
+    **dict.fromkeys((torch.prod, Tensor.prod), _near_zero.prod),
+    **dict.fromkeys((torch.cumprod, Tensor.cumprod), _near_zero.cumprod),
+    torch.norm: _near_zero.norm(torch.norm, "p"),
+    Tensor.norm: _near_zero.norm(Tensor.norm, "p"),
+    torch.linalg.vector_norm: _near_zero.norm(torch.linalg.vector_norm, "ord"),
     torch.sinc: _near_zero.sinc,
     Tensor.sinc: _near_zero.sinc,
     **{getattr(torch.special, name): function for name, function in _near_zero.BESSEL.items()},
@@ -263,6 +268,49 @@ def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[...,
 for _name in _messages.WRONG_TANGENTS:
     for _function in _spellings(_name):
         _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
+
+
+def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True) -> Tensor:
+    """A power by a^b_0 exp((b - b_0) log a), for PyTorch's rule for a has zeros where b is 0, as if b were constant.
+
+    Where a is 0 its derivatives by b are 0, as PyTorch has the first; its further ones are not numbers. Below 0, and
+    where b is so small that a limit is infinite, all is as PyTorch has it.
+    """
+    base = base if base.is_floating_point() or base.is_complex() else base.to(exponent.dtype)
+    value, start = base.detach(), exponent.detach()
+    still = value == 0
+    if value.is_complex() or start.is_complex():
+        ours = ~still
+    else:
+        ours = (value > 0) | (still & (start > int(base_varies)))
+    kept, logarithm = torch.where(ours, base, 1.0), torch.where(ours & ~still, base, 1.0).log()
+    near = torch.pow(kept, start) * torch.exp((exponent - start) * logarithm)
+    far = torch.pow(torch.where(ours, 1.0, base), torch.where(ours, 0.5, exponent))
+    return torch.where(ours, near, far.to(near.dtype))
+
+
+def _power(function: Callable[..., Any], wide: bool, inside: bool) -> Callable[..., Any]:
+    """A spelling of `pow`, in double precision or in place, that is `power` where the exponent varies."""
+
+    def varies(x: Tensor) -> bool:
+        return x.requires_grad or (_call.tangents() and _call.carries_tangent(x))
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        if len(given) != 2 or not all(isinstance(x, Tensor) for x in given) or not varies(given[1]):
+            return function(*args, **kwargs)
+        pair = [x.to(torch.promote_types(x.dtype, torch.float64)) for x in given] if wide else given
+        found = power(pair[0].clone() if inside else pair[0], pair[1], base_varies=varies(given[0]))
+        return given[0].copy_(found) if inside else found
+
+    return choose
+
+
+for _name, _wide in (("pow", False), ("float_power", True)):
+    for _ending in ("", "_"):
+        for _function in _spellings(_name + _ending):
+            _REPLACED[_function] = _power(_function, _wide, bool(_ending))
+_REPLACED |= {Tensor.__pow__: _REPLACED[Tensor.pow], Tensor.__ipow__: _REPLACED[Tensor.pow_]}
 
 
 class ExactNorms(TorchFunctionMode):

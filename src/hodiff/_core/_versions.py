@@ -221,6 +221,29 @@ def is_singular(node: Node) -> bool:
         return bool((kept.data == 0).any())
 
 
+def power(node: Node) -> tuple[Tensor, Tensor, bool] | None:
+    """Base and exponent of a power of two tensors, and whether the base varies; None where the exponent does not.
+
+    None also where the graph was freed, which the pass will say, and where a tracer keeps the numbers.
+    """
+    kept = node._raw_saved_exponent
+    if node.next_functions[1][0] is None or (kept.unpack_hook is None and kept.data.__class__ is not Tensor):
+        return None
+    return node._saved_self, node._saved_exponent, node.next_functions[0][0] is not None
+
+
+def pivots(node: Node) -> Tensor:
+    """The diagonal of the triangular factor that a node of det has kept; their product is the determinant."""
+    return node._saved_LU.diagonal(dim1=-2, dim2=-1)
+
+
+def norm_of(node: Node) -> tuple[float, Tensor]:
+    """The power that the node of a norm takes, and of what."""
+    if node.__class__.__name__ == "DistBackward0":
+        return node._saved_p, node._saved_self - node._saved_other
+    return node._saved_ord if node.__class__.__name__.startswith("Linalg") else node._saved_p, node._saved_self
+
+
 _LOSSES = {
     f"{loss}Backward0"
     for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
@@ -306,6 +329,10 @@ def _embedding(x: Tensor, scaled: bool) -> Node:
     return F.embedding(_INDICES[0, :1], x, scale_grad_by_freq=scaled).grad_fn
 
 
+def _triangle(x: Tensor) -> Tensor:
+    return (x[0, :3].detach() * 0 + x.new_tensor([1.0, 2.0, 3.0])).diag() + 0 * x[:, :3]
+
+
 def _packed(x: Tensor) -> bool:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         sine, attention = x.sin().grad_fn, _attention(x, 0.0)
@@ -376,12 +403,23 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "PdistBackwardBackward0": lambda x: _gradient(torch.pdist(x).sin(), x),
     "EmbeddingBagBackwardBackward0": lambda x: _gradient(F.embedding_bag(_INDICES[:, :3], x).sin(), x),
     "LinalgDetBackward0": lambda x: torch.linalg.det(x[:, :3]),
+    "PowBackward1": lambda x: x**x,
+    "ProdBackward0": torch.prod,
+    "ProdBackward1": lambda x: x.prod(0),
+    "CumprodBackward0": lambda x: x.cumprod(0),
+    "LinalgVectorNormBackward0": lambda x: torch.linalg.vector_norm(x, 4),
+    "NormBackward1": lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 4, [0]),
+    "DistBackward0": lambda x: torch.dist(x, x.detach() + 1, 4),
+    "RenormBackward0": lambda x: torch.renorm(x, 4, 0, 0.5),
     "AsStridedScatterBackward0": lambda x: torch.as_strided_scatter(x, x[0], (4,), (1,)),
     "MaskedSelectBackward0": lambda x: x.masked_select(x > 0),
     "NotImplemented": lambda x: torch.bincount(_ROWS, x[0, :2]),
     "Error": lambda x: _gradient(_Once.apply(x).sin(), x),
 }
 """For each class of nodes that is told by its name, how a graph comes to have one."""
+
+NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "DistBackward0", "RenormBackward0")
+"""Those of a power of |x|."""
 
 LOOKED_AT = (
     "EmbeddingBackward0",
@@ -429,6 +467,18 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     ),
     "whether a determinant is 0": lambda x: (
         [is_singular(torch.linalg.det(matrix).grad_fn) for matrix in (x[:2, :2], x[:2, :2] * 0)] == [False, True]
+    ),
+    "what was raised to what power": lambda x: (
+        power((x ** x.detach()).grad_fn) is None
+        and [getattr(part, "shape", part) for part in power((x ** x[0]).grad_fn) or ()] == [x.shape, x.shape[1:], True]
+    ),
+    "the pivots of a determinant": lambda x: (
+        [pivots(torch.linalg.det(matrix).grad_fn).prod() for matrix in (_triangle(x), 2 * _triangle(x))] == [6.0, 48.0]
+    ),
+    "of what a norm was taken": lambda x: (
+        [norm_of(f(x).grad_fn)[0] for f in (GRAPHS[name] for name in NORMS)] == [4.0] * len(NORMS)
+        and norm_of(GRAPHS["DistBackward0"](x).grad_fn)[1].allclose(x.new_tensor(-1))
+        and norm_of(GRAPHS[NORMS[0]](x).grad_fn)[1].data_ptr() == x.data_ptr()
     ),
     "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
     "whether a checkpoint packed what a node saved": _packed,

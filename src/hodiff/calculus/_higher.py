@@ -145,7 +145,9 @@ def derivatives(
             return chain
 
         _check_elementwise(weighted, found, weights, again)
-    return tuple(found) if ev.create_graph else (ev.value(), *(part.detach() for part in found[1:]))
+    if ev.create_graph:
+        return tuple(found)
+    return ev.value(), *_reverse.finite(ev, [part.detach() for part in found[1:]])
 
 
 def _replayed(state: RandomState) -> Scope[None]:

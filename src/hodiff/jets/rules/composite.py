@@ -31,7 +31,7 @@ def _powers(x: Any, p: Any, dims: Any, keep: bool) -> Any:
     """Σ |x|^p."""
     if p == 2:
         return x.square().sum(dims, keepdim=keep)
-    size = torch.abs(x)
+    size = x if _near_zero.is_even(p) else torch.abs(x)
     return (size if p == 1 else size**p).sum(dims, keepdim=keep)
 
 
@@ -241,6 +241,12 @@ def distances(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         apart = names["x1"].unsqueeze(-2) - names["x2"].unsqueeze(-3)
     total = _powers(apart, p, -1, False)
     return total if p == 1 else _root(total, 1 / p)
+
+
+@rule("composite", "prod", "cumprod")
+def products(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """By multiplying the entries."""
+    return (_near_zero.prod if operation(func) == "prod" else _near_zero.cumprod)(*args, **kwargs)
 
 
 @rule("composite", "cosine_similarity")

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hodiff._core import _substitutes
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, operation, rule, series_of
-from hodiff.jets._series import Expansion, Series, added, aligned, composed, full, scaled, total
+from hodiff.jets._series import Expansion, Series, added, aligned, composed, scaled, total
 
 Coefficients = Callable[..., Series]
 
@@ -279,6 +280,49 @@ def erfc(x: Any, order: int) -> Series:
     return [torch.erfc(x), *(-s for s in erf(x, order)[1:])]
 
 
+@elementwise("special_erfcx")
+def erfcx(x: Any, order: int) -> Series:
+    """Y' = 2 x y - 2/√π, then (m + 1) s_{m+1} = 2 (x s_m + s_{m-1}): above 2, where that cancels, by ratios."""
+    y, large = torch.special.erfcx(x), torch.as_tensor(_jet.value_of(x) > 2)
+    s: Series = [y, 2 * x * y - 2 / math.sqrt(math.pi)]
+    s += [None] * (order - 1)
+    for m in range(1, order):
+        s[m + 1] = (x * s[m] + s[m - 1]) * (2 / (m + 1))
+    far: Any = torch.where(large, x, 2.0)
+    ratio, ratios = -1 / far, [None] * (order + 1)
+    for m in range(order + _TERMS, 0, -1):  # the solution that falls, by its continued fraction from the end
+        ratio = ratios[min(m, order)] = 2 / ((m + 1) * ratio - 2 * far)
+    for m in range(1, order + 1):
+        s[m] = torch.where(large, s[m - 1] * ratios[m], s[m])
+    return s
+
+
+_TERMS = 80
+"""Of the continued fraction: all digits from x = 2 on."""
+
+
+@elementwise("special_log_ndtr")
+def log_ndtr(x: Any, order: int) -> Series:
+    """The logarithm of ndtr; below -1, where that is small, by ndtr(x) = exp(-x²/2) erfcx(-x/√2) / 2."""
+    low = torch.as_tensor(_jet.value_of(x) < -1)
+    below, above = torch.where(low, x, -1.0), torch.where(low, 0.0, x)
+    scaled_ = [c * (-math.sqrt(0.5)) ** m for m, c in enumerate(erfcx(below * -math.sqrt(0.5), order))]
+    found = []
+    for s in (scaled_, ndtr(above, order)):
+        logarithm: Series = [None]
+        for m in range(1, order + 1):
+            inner = sum(j * logarithm[j] * s[m - j] for j in range(1, m))
+            logarithm.append((s[m] - inner * (1 / m)) / s[0])
+        found.append(logarithm)
+    found[0][1] = found[0][1] - below
+    if order > 1:
+        found[0][2] = found[0][2] - 0.5
+    return [
+        torch.special.log_ndtr(x),
+        *(torch.where(low, a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True)),
+    ]
+
+
 @elementwise("special_ndtr", "ndtr")
 def ndtr(x: Any, order: int) -> Series:
     """Y' = exp(-x²/2)/√(2π)."""
@@ -367,7 +411,8 @@ def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         series = series_of(base, expansion)
         if isinstance(exponent, (int, float)):
             return composed(expansion, power_series(series[0], exponent, expansion.order), series)
-        return _tensor_power(expansion, series, exponent)
+        if not (_jet.is_jet(exponent) or exponent.requires_grad):
+            return _tensor_power(expansion, series, exponent)
     series = series_of(exponent, expansion)
     if _jet.belongs(base, expansion):
         return _power_of_both(expansion, base, exponent)
@@ -379,16 +424,16 @@ def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     s: Series = [value]
     for m in range(1, expansion.order + 1):
         s.append(s[-1] * logarithm * (1 / m))
-    return composed(expansion, s, [value, *(None if c is None else full(c, series[0].shape) for c in series[1:])])
+    return composed(expansion, s, [value, *(None if c is None else aligned(c, value.ndim) for c in series[1:])])
 
 
 def _power_of_both(expansion: Expansion, base: Any, exponent: Any) -> Series:
     """X ** y = x ** y_0 exp((y - y_0) log x): of whole y_0 it has a value also where x is negative, and 0 ** y is 0."""
-    start = series_of(exponent, expansion)[0]
+    start = _jet.value_of(exponent).detach()
     still = _jet.value_of(base).detach() == 0
     logarithm = torch.log(torch.where(still, 1.0, base))
     found = series_of(torch.pow(base, start) * torch.exp((exponent - start) * logarithm), expansion)
-    return [torch.pow(series_of(base, expansion)[0], start), *found[1:]]
+    return [_substitutes.power(series_of(base, expansion)[0], series_of(exponent, expansion)[0]), *found[1:]]
 
 
 def _tensor_power(expansion: Expansion, series: Series, exponent: Any) -> Series:

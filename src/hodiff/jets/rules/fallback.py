@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _reverse, _settings, _tree
+from hodiff._core import _nodes, _refusals, _reverse, _settings, _tree
 from hodiff._core._faults import is_fault
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
@@ -127,6 +127,8 @@ def _along(one: Callable[..., tuple[Tensor, ...]], paths: list[Path], order: int
         output = torch.stack([one(*each)[0] for each in zip(*points, strict=True)])
     if not output.requires_grad:
         return None
+    if order > 1:
+        _refusals.judge(_nodes.survey([output]), [t], order, ())
     u = torch.ones_like(output, requires_grad=True)
     g = (u * output).sum()
     found = []

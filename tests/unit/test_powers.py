@@ -1,0 +1,167 @@
+"""Powers whose exponent varies: at 0, 1, 2, ... PyTorch's reverse passes lose a part of their derivatives."""
+
+from collections.abc import Callable
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+import hodiff
+from hodiff import GraphError
+
+D = torch.float64
+Power = Callable[[Tensor, Tensor], Tensor]
+
+SPELLINGS: dict[str, Power] = {
+    "**": lambda a, b: a**b,
+    "torch.pow": lambda a, b: torch.pow(a, b),
+    "by name": lambda a, b: torch.pow(input=a, exponent=b),
+    "method": lambda a, b: a.pow(b),
+    "in place": lambda a, b: (a * 1).pow_(b),
+    "float_power": lambda a, b: torch.float_power(a, b),
+    "a method in place": lambda a, b: (a * 1).float_power_(b),
+    "aten": lambda a, b: torch.ops.aten.pow.Tensor_Tensor(a, b),
+}
+
+
+def in_place(a: Tensor, b: Tensor) -> Tensor:
+    a = a * 1
+    a **= b
+    return a
+
+
+SPELLINGS["**="] = in_place
+
+
+def exact(a: float, b: float, i: int, j: int) -> float:
+    """The derivative of a ** b, i times by a and j times by b."""
+    with mpmath.workdps(40):
+        return float(mpmath.diff(lambda x, y: x**y, (mpmath.mpf(a), mpmath.mpf(b)), (i, j)))
+
+
+def mixed(f: Power, a: float, b: float, i: int, j: int) -> float:
+    """The same by nested gradients."""
+    g: Power = f
+    for number in [0] * i + [1] * j:
+        lower = g
+        g = lambda x, y, lower=lower, number=number: hodiff.grad(lambda z: lower(z[0], z[1]), (x, y))[number]
+    return float(g(torch.tensor(a, dtype=D), torch.tensor(b, dtype=D)))
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_hessian_at_an_exponent_of_zero(name: str) -> None:
+    f, point = SPELLINGS[name], torch.tensor([2.0, 0.0], dtype=D)
+    expected = torch.tensor([[0.0, 0.5], [0.5, exact(2, 0, 0, 2)]], dtype=D)
+    torch.testing.assert_close(hodiff.hessian(lambda p: f(p[0], p[1]), point), expected)
+    torch.testing.assert_close(hodiff.hessian(lambda p: f(p[0], -p[1]), point)[0, 1], -expected[0, 1])
+
+
+@pytest.mark.parametrize("b", [0.0, 1.0, 2.0, 3.0, 0.7])
+@pytest.mark.parametrize(("i", "j"), [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 3)])
+def test_mixed_derivatives(b: float, i: int, j: int) -> None:
+    f: Power = lambda a, b: a**b
+    assert mixed(f, 1.7, b, i, j) == pytest.approx(exact(1.7, b, i, j), rel=1e-9, abs=1e-12)
+
+
+def test_by_two_arguments_in_either_order() -> None:
+    a, b = torch.tensor([2.0], dtype=D), torch.tensor([0.0], dtype=D)
+    assert float(hodiff.cross_hessian(lambda a, b: (a**b).sum(), a, b)) == pytest.approx(0.5)
+    assert float(hodiff.cross_hessian(lambda b, a: (a**b).sum(), b, a)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_x_to_the_x_at_one(n: int) -> None:
+    with mpmath.workdps(40):
+        expected = float(mpmath.diff(lambda t: t**t, 1, n))
+    assert float(hodiff.nth_derivative(lambda x: x**x, torch.ones(1, dtype=D), n)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("b", "order"), [(0.0, 2), (1.0, 3), (2.0, 4)])
+def test_a_graph_is_refused_from_the_order_that_is_wrong(b: float, order: int) -> None:
+    x = torch.tensor([2.0], dtype=D, requires_grad=True)
+    given = lambda: x ** (b * x / x.detach())
+    with pytest.raises(
+        GraphError, match=rf"order {order} of a \*\* b is wrong .* where b is 0.*Give hodiff the function"
+    ):
+        hodiff.nth_derivative(given(), x, order)
+    if order > 2:
+        hodiff.nth_derivative(given(), x, order - 1)
+
+
+def test_a_graph_with_a_constant_exponent_is_not() -> None:
+    x = torch.tensor([2.0, 3.0], dtype=D, requires_grad=True)
+    found = hodiff.hvp((x ** torch.tensor([0.0, 2.0], dtype=D)).sum(), x, torch.ones_like(x))
+    torch.testing.assert_close(found, torch.tensor([0.0, 2.0], dtype=D))
+
+
+def test_a_loss_of_derivatives_by_the_exponent() -> None:
+    x, b = torch.tensor([[1.3, 0.6]], dtype=D), torch.ones((), dtype=D, requires_grad=True)
+    for method in ("jets", "reverse"):
+        loss = hodiff.laplacian(lambda z: (z**b).sum(-1), x, method=method).sum()
+        assert float(hodiff.grad(loss, b)) == pytest.approx(sum(exact(a, 1, 2, 1) for a in (1.3, 0.6)))
+
+
+def test_derivatives_that_f_takes_itself() -> None:
+    def f(p: Tensor) -> Tensor:
+        a = p[0] * 1
+        return torch.autograd.grad(a ** p[1], a, create_graph=True)[0]
+
+    torch.testing.assert_close(hodiff.grad(f, torch.tensor([2.0, 0.0], dtype=D)), torch.tensor([0.0, 0.5], dtype=D))
+    tangent = lambda p: torch.func.jvp(lambda a: a ** p[1], (p[0],), (torch.ones_like(p[0]),))[1]
+    torch.testing.assert_close(
+        hodiff.grad(tangent, torch.tensor([2.0, 0.0], dtype=D)), torch.tensor([0.0, 0.5], dtype=D)
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_by_the_exponent_where_the_base_is_zero(n: int) -> None:
+    base, b = torch.tensor([0.0, 2.0], dtype=D), torch.tensor(1.0, dtype=D)
+    f: Callable[[Tensor], Tensor] = lambda b: (base**b).sum()
+    assert float(hodiff.nth_derivative(f, b, n)) == pytest.approx(exact(2, 1, 0, n))
+    if n == 2:
+        assert float(hodiff.hessian(f, b)) == pytest.approx(exact(2, 1, 0, 2))
+        both = hodiff.hessian(lambda p: p[0] ** p[1], torch.tensor([0.0, 2.0], dtype=D))
+        torch.testing.assert_close(both, torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=D))
+
+
+def test_where_a_mixed_derivative_is_infinite_the_result_says_so() -> None:
+    with pytest.warns(hodiff.HodiffWarning, match=r"not finite.*a power of 0"):
+        hodiff.hessian(lambda p: p[0] ** p[1], torch.tensor([0.0, 1.0], dtype=D))
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.float64, torch.int64, torch.complex128])
+@pytest.mark.parametrize("exponent", [torch.float32, torch.float64])
+def test_values_and_dtypes_are_those_of_the_kernel(base: torch.dtype, exponent: torch.dtype) -> None:
+    from hodiff._core._substitutes import ExactNorms
+
+    a = torch.tensor([[-2], [0], [1], [3]]).to(base)
+    for b in (torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor(2.0), torch.tensor([0.5, -1.0])):
+        b = b.to(exponent).requires_grad_()
+        for name in ("**", "float_power", "torch.pow"):
+            with ExactNorms():
+                found = SPELLINGS[name](a, b)
+            torch.testing.assert_close(found, SPELLINGS[name](a, b), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 1)])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_jets_of_an_exponent_that_is_broadcast(shape: tuple[int, ...], n: int) -> None:
+    base = torch.tensor([[3.0, 2.0], [1.5, 0.5], [0.3, 4.0]], dtype=D)
+    b, v = torch.rand(shape, dtype=D) + 0.5, torch.rand(shape, dtype=D)
+    found = hodiff.jet(lambda b: (base**b).sum(), b, [v] + [0 * v] * (n - 1))[1][n - 1]
+    torch.testing.assert_close(found, (base**b * (base.log() * v) ** n).sum())
+
+
+def test_orders_of_an_elementwise_function_say_where_they_are_not_finite() -> None:
+    x = torch.ones(2, dtype=D)
+    with pytest.warns(hodiff.HodiffWarning, match=r"not finite.*a power of 0"):
+        hodiff.nth_derivative(lambda x: 0.0 ** (x + 60), x, 2)
+
+
+def test_a_cumulative_product_with_zeros_in_forward_mode_of_f() -> None:
+    def tangent(x: Tensor) -> Tensor:
+        product = lambda t: torch.stack([t, 0 * t, t + 1]).cumprod(0).sum()
+        return torch.func.jvp(product, (x,), (x.cos(),))[1]
+
+    assert float(hodiff.hessian(tangent, torch.tensor(0.3, dtype=D))) == pytest.approx(-float(torch.tensor(0.3).cos()))
