@@ -169,6 +169,12 @@ def refuse_transforms(*, batched: bool = False) -> None:
         raise InputError(INSIDE_A_TRANSFORM)
 
 
+def inside_vmap() -> bool:
+    """Whether this code runs inside `torch.vmap`, which `torch.func.jacrev` and its kin call as well."""
+    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    return any(level.key().name == "Vmap" for level in stack or ())
+
+
 INSIDE_A_TRANSFORM = (
     "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
     "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."

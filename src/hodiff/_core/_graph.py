@@ -155,12 +155,13 @@ class Graph:
                 raise
             failure = error
         names = survey.names() if survey is not None and self.order >= 2 else set()
-        if lending.by_hand is not None:
-            names = names | lending.by_hand.names
+        by_hand = lending.by_hand
+        if by_hand is not None:
+            names = names | by_hand.names
         inexact = lending.forward_mode or names & _messages.WRITTEN_OUT
         if names & _messages.WRITTEN_AT_SOME and not exact:
-            inexact = inexact or lending.by_hand is not None or survey is None or _refusals.loses_digits(survey)
-        if lending.by_hand is not None and self.order + lending.by_hand.count >= 3:
+            inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
+        if by_hand is not None and (by_hand.batched or self.order + by_hand.count >= 3):
             inexact = inexact or _messages.at_third(names)
         if self.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
             lending.also(_settings.plain_attention)

@@ -30,13 +30,15 @@ class ByHand:
     Attributes:
         count: How many; none is nested deeper.
         names: The class names of the nodes that they went over.
+        batched: Whether one ran inside `torch.vmap`, as in `torch.func.jacrev`.
         refused: What is to be said of the first through which a derivative of the total order is not right.
     """
 
-    __slots__ = ("count", "names", "refused")
+    __slots__ = ("batched", "count", "names", "refused")
 
     def __init__(self) -> None:
         self.count = 0
+        self.batched = False
         self.names: set[str] = set()
         self.refused: GraphError | None = None
 
@@ -54,6 +56,7 @@ def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     found = lending.by_hand = lending.by_hand or ByHand()
     graph = _nodes.Survey(roots)
     found.count += 1
+    found.batched |= _call.inside_vmap()
     found.names |= graph.names()
     by = [_base(each) for each in inputs if isinstance(each, Tensor)]
     try:

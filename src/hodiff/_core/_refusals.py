@@ -236,6 +236,29 @@ def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
         )
 
 
+_STATISTICS = _nodes.Rare(
+    "NativeLayerNormBackward0",
+    "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
+    "NativeBatchNormLegitBackward0",
+    "NativeBatchNormLegitBackward1",
+    "BatchNormWithUpdateBackward0",
+    of_which=lambda node: "NativeBatchNorm" not in node.__class__.__name__ or _versions.is_training(node),
+)
+"""Norms by the statistics of what they are given: layer norm, instance norm, batch norm in training mode."""
+
+
+def has_norm_weights(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
+    """Whether weights of such norms are among the leaves, or depend on them.
+
+    The batching rule of the norms' backward writes the gradient by a weight with the statistics as constants: the
+    graph of a batched pass is wrong there, silently.
+    """
+    weights = map(_versions.weight, _STATISTICS.among(graph))
+    return _nodes.reaches([weight for weight in weights if weight is not None], leaves)
+
+
 def _refuse_strided_scatter(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
         raise GraphError.about(

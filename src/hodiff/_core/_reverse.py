@@ -192,6 +192,7 @@ def pull_many(
             yield start, stop, [leaf.new_zeros((stop - start, *leaf.shape)) for leaf in inputs]
         return
     batched, start = next(graph.named(*_versions.BATCHED_WRONGLY), None) is None, 0
+    batched = batched and not (ev.create_graph and _refusals.has_norm_weights(graph, inputs))
     del graph  # the last pass frees
     while start < count:
         stop = min(start + size, count)

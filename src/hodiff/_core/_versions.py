@@ -187,6 +187,11 @@ def is_training(node: Node) -> bool:
     return node._saved_training
 
 
+def weight(node: Node) -> Node | None:
+    """The node of the weight that a norm multiplies by; None where it has none, or none that is differentiated."""
+    return node.next_functions[1][0]
+
+
 def argument(node: Node) -> Tensor:
     """What the node of a function of one tensor has kept of its argument."""
     return node._saved_self
@@ -395,6 +400,13 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "SpecialI1Backward0": torch.special.i1,
     "SpecialI1EBackward0": torch.special.i1e,
     "LogcumsumexpBackward0": lambda x: torch.logcumsumexp(x, 0),
+    "NativeLayerNormBackward0": lambda x: F.layer_norm(x, (4,)),
+    "NativeBatchNormLegitBackward0": lambda x: torch.ops.aten._native_batch_norm_legit(
+        x, None, None, x[0].detach(), x[0].detach(), True, 0.1, 1e-5
+    )[0],
+    "NativeBatchNormLegitBackward1": lambda x: torch.ops.aten._native_batch_norm_legit.no_stats(
+        x, None, None, True, 0.1, 1e-5
+    )[0],
     "BatchNormWithUpdateBackward0": lambda x: torch.ops.aten._batch_norm_with_update(
         x, None, None, x[0].detach(), x[0].detach(), 0.1, 1e-5
     )[0],
@@ -459,6 +471,14 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
             for t in (True, False)
         ]
         == [True, False]
+    ),
+    "the weights of norms": lambda x: (
+        [
+            weight(norm.grad_fn) is part.grad_fn
+            for part in (x[0],)
+            for norm in (F.layer_norm(x, (4,), part), F.batch_norm(x, None, None, part, training=True))
+        ]
+        == [True, True]
     ),
     "what a function was applied to": lambda x: argument(torch.sinc(x).grad_fn).data_ptr() == x.data_ptr(),
     "whether attention loses digits": lambda x: (
