@@ -38,6 +38,10 @@ def _leaf_node(leaf: Tensor) -> Node | None:
     if leaf.is_nested and leaf.layout is torch.strided:  # which has no shape to be viewed as
         with _settings.grad_mode(True):
             return torch.ops.aten.alias.default(leaf).grad_fn.next_functions[0][0]
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        with _settings.grad_mode(True):
+            if leaf.view_as(leaf).grad_fn is None:  # a transform records what leads to its own arguments alone
+                return None
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 

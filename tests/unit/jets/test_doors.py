@@ -16,6 +16,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hodiff
+from hodiff import GraphError
+from tests.support.differences import first_difference, gradient_by_differences, relative_error
 from tests.support.properties import agree
 
 D = torch.float64
@@ -164,6 +166,85 @@ def test_the_surroundings_of_the_call_are_no_door() -> None:
     laplacian = lambda z: hodiff.laplacian(cube, z, batch_ndim=0, method="jets", create_graph=True)
     agree(torch.vmap(laplacian)(X[None]), 6 * X.sum()[None])
     agree(make_fx(laplacian)(X)(2 * X), 12 * X.sum())
+
+
+CELL = nn.GRUCell(3, 3).to(D)
+FALLBACKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ndtri": lambda z: torch.special.ndtri(z / 2),
+    "cumprod": lambda z: z.cumprod(0),
+    "cummax": lambda z: z.cummax(0)[0] ** 2,
+    "atan2": lambda z: torch.atan2(z, z.flip(0)),
+    "inv": lambda z: torch.linalg.inv(z[:, None] * z + torch.eye(3, dtype=D)),
+    "GRUCell": lambda z: CELL(z[None]),
+}
+AROUND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "laplacian": lambda f, z: hodiff.laplacian(f, z, batch_ndim=0),
+    "laplacian, jets": lambda f, z: hodiff.laplacian(f, z, batch_ndim=0, method="jets"),
+    "value_grad_and_laplacian": lambda f, z: hodiff.value_grad_and_laplacian(f, z, batch_ndim=0)[2],
+    "second_order_operator": lambda f, z: hodiff.second_order_operator(f, z, torch.eye(3, dtype=D), batch_ndim=0),
+    "divergence": lambda f, z: hodiff.divergence(lambda y: f(y) * y, z, batch_ndim=0),
+    "jet": lambda f, z: hodiff.jet(f, z, [ONES, 0 * ONES])[1][1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("operation", FALLBACKS)
+def test_vmap_around_an_operation_by_the_fallback(operation: str, name: str) -> None:
+    """The graph of one operation, which the fallback needs, is hidden there: its part would be missing."""
+    f = lambda z: cube(z) + FALLBACKS[operation](z).sum()
+    with pytest.raises(GraphError, match=r"whose graph torch\.vmap around a call hides.* with batch_ndim=1, in place"):
+        torch.vmap(lambda z: AROUND[name](f, z))(torch.stack([X, 2 * X]))
+    scales = torch.tensor([1.0, 2.0], dtype=D)  # what f alone knows, and what the directions alone do
+    with pytest.raises(GraphError, match=r"torch\.vmap around a call hides"):
+        torch.vmap(lambda s: AROUND[name](lambda z: f(s * z), X))(scales)
+    with pytest.raises(GraphError, match=r"torch\.vmap around a call hides"):
+        torch.vmap(lambda s: hodiff.jet(f, X, [s * ONES])[1][0])(scales)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("operation", [name for name in FALLBACKS if name != "GRUCell"])  # a model, see below
+def test_other_transforms_around_it(operation: str) -> None:
+    f = lambda z: cube(z) + FALLBACKS[operation](z).sum()
+    laplacian = lambda z: hodiff.laplacian(f, z, batch_ndim=0, method="jets")
+    expected = gradient_by_differences(lambda z: torch.func.hessian(f)(z).diagonal().sum(), X, 1e-3)
+    for found in (
+        torch.func.grad(laplacian)(X),
+        torch.func.jacrev(laplacian)(X),
+        torch.vmap(torch.func.grad(laplacian))(X[None])[0],
+    ):
+        assert relative_error(found, expected) < 1e-5
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(3, 4),
+    "GRUCell": lambda: nn.GRUCell(3, 4),
+    "LSTMCell": lambda: nn.LSTMCell(3, 4),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(3, 1),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_transform_around_a_model(name: str) -> None:
+    """Its parameters require grad, and no graph of the transform leads to them."""
+    torch.manual_seed(0)
+    model = MODELS[name]().to(D)
+
+    def f(z: Tensor) -> Tensor:
+        rows = z[None]
+        found = model(rows, rows, rows) if name == "MultiheadAttention" else model(rows)
+        return (found if isinstance(found, Tensor) else found[0]).sin().square().sum()
+
+    laplacian = lambda z: hodiff.laplacian(f, z, batch_ndim=0)
+    values = lambda z: laplacian(z.detach()).detach()
+    expected = gradient_by_differences(values, X, 1e-3)
+    assert relative_error(values(X)[None], second_differences(f).detach()[None]) < 1e-4
+    assert relative_error(torch.func.grad(laplacian)(X).detach(), expected) < 1e-6
+    second = torch.func.grad(lambda z: hodiff.jet(f, z, [ONES])[1][0])(X).detach()
+    along = lambda z: first_difference(lambda t: f(z + t * ONES).detach(), 1e-3)
+    assert relative_error(second, gradient_by_differences(along, X, 1e-3)) < 1e-5
 
 
 def test_a_jet_tells_the_device_of_its_value_and_has_no_data() -> None:

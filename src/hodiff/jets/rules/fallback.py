@@ -19,7 +19,7 @@ from hodiff._core import _nodes, _refusals, _reverse, _settings, _tree
 from hodiff._core._faults import is_fault
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._jet import RULES, NoDerivative, NoRule, Several, operation, without_derivative
+from hodiff.jets._jet import RULES, ByNoRoute, NoDerivative, NoRule, Several, operation, without_derivative
 from hodiff.jets._series import Expansion, Series, full
 
 UNKNOWN_TO_JETS = {
@@ -61,6 +61,14 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.is_floating_point()]
         if any(isinstance(item, Tensor) and item.is_complex() for item in items):
             raise NoRule(name, "its result is complex")
+        batched: Any = torch._C._functorch.is_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+        parts = [items[place] for place in places] + [c for jet in jets for c in jet.series if c is not None]
+        if places and any(map(batched, parts)):
+            raise ByNoRoute(
+                name,
+                "it takes nested reverse mode of that operation, whose graph torch.vmap around a call hides",
+                "Give the whole batch in one call, with batch_ndim=1, in place of torch.vmap.",
+            )
         for place in places:
             items[place] = _coefficients(expansion, name, func, args, kwargs, jets, place, items[place])
     return items[0] if tree is None else Several(items, lambda parts: _tree.rebuild(tree, iter(parts)))
