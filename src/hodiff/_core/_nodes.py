@@ -201,11 +201,16 @@ def mark_results(tensors: Iterable[Tensor]) -> None:
             node.metadata[RESULT] = True  # pyright: ignore[reportIndexIssue]
 
 
+def is_result(node: Node) -> bool:
+    """Whether the caller was given what the node has made."""
+    return RESULT in node.metadata
+
+
 def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     """Whether a graph reaches a leaf otherwise than through results that the caller was given."""
     below = {child for nodes in graph.by_class.values() for node in nodes for child, _ in node.next_functions}
     roots = [node for nodes in graph.by_class.values() for node in nodes if node not in below]
-    results = {node for nodes in graph.by_class.values() for node in nodes if RESULT in node.metadata}
+    results = {node for nodes in graph.by_class.values() for node in nodes if is_result(node)}
     return any(variable is leaf for variable in Survey(roots, results).variables())
 
 

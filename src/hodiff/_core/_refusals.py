@@ -174,12 +174,22 @@ def _refuse_weight_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
         csr = "Compressed" in type(nodes[0]).__name__
+        if any(map(_nodes.is_result, nodes)):  # a sparse matrix of ours
+            what = "the sparse matrix that sparse_hessian or sparse_jacobian gave"
+            way_out = (
+                "Take its entries, hodiff.sparse.plan_hessian(f, x).values(x) or those of plan_jacobian, or the dense "
+                "matrix of hodiff.hessian or hodiff.jacobian with matrix=True, which have derivatives of any order"
+            )
+        else:
+            constructor = "sparse_csr_tensor (or csc, bsr)" if csr else "sparse_coo_tensor"
+            what = f"torch.{constructor} of values that are differentiated"
+            way_out = (
+                "Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, values), or gather and "
+                "sum them (index_add); a sparse matrix that is constant, and dense.to_sparse(), are right as they are"
+            )
         raise GraphError.about(
-            f"a second derivative through torch.{'sparse_csr_tensor (or csc, bsr)' if csr else 'sparse_coo_tensor'} "
-            f"of values that are differentiated is wrong: PyTorch takes the backward of that constructor for a "
-            f"constant, without a word. Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, "
-            f"values), or gather and sum them (index_add); a sparse matrix that is constant, and dense.to_sparse(), "
-            f"are right as they are.",
+            f"a second derivative through {what} is wrong: PyTorch takes the backward of that constructor for a "
+            f"constant, without a word. {way_out}.",
             operations=["sparsecompressedtensor" if csr else "sparsecootensor"],
         )
 

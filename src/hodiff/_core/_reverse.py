@@ -219,7 +219,10 @@ def pull_many(
             continue
         if ev.create_graph and not start and not ev.kinds <= _cleared[ev.order >= 3]:
             _search(ev, outputs, found, inputs)
-        done = [(start, stop, own(found, chunk))]
+        found = own(found, chunk)
+        if ev.create_graph:
+            _nodes.mark_results(found)
+        done = [(start, stop, found)]
         del found, chunk
         yield done.pop()  # which nothing here holds while the next are made
         start = stop
@@ -232,9 +235,7 @@ def stacked(
     if ev.create_graph:
         parts = [found for _, _, found in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
         whole = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-        whole = connected(ev, whole)
-        _nodes.mark_results(whole)
-        return whole
+        return connected(ev, whole)
     results: list[Tensor] = []
     for start, stop, found in chunks:
         if stop - start == count:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _independence, _reverse
+from hodiff._core import _arguments, _call, _independence, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
@@ -145,6 +145,7 @@ def sliced_score_matching_loss(
             size = _critic.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
         loss = _critic.reduce(trace + size / 2, reduction, 1.0)
         loss = _critic.finished(loss, f, first, score, record)
+    _nodes.mark_results([loss])  # which stands on what f returned, not on passes alone
     return (loss, ev.value()) if return_outputs else loss
 
 

@@ -342,7 +342,7 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
         places = (pattern.rows.to(device), pattern.columns.to(device))
         return values.new_zeros(pattern.shape).index_put(places, values)
     if output == "csr":
-        return torch.sparse_csr_tensor(
+        found = torch.sparse_csr_tensor(
             pattern.starts().to(device),
             pattern.columns.to(device),
             values,
@@ -350,10 +350,13 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
             device=device,
             check_invariants=False,
         )
-    indices = torch.stack([pattern.rows, pattern.columns]).to(device)
-    return torch.sparse_coo_tensor(
-        indices, values, pattern.shape, device=device, is_coalesced=True, check_invariants=False
-    )
+    else:
+        indices = torch.stack([pattern.rows, pattern.columns]).to(device)
+        found = torch.sparse_coo_tensor(
+            indices, values, pattern.shape, device=device, is_coalesced=True, check_invariants=False
+        )
+    _nodes.mark_results([found])
+    return found
 
 
 def plan_hessian(
