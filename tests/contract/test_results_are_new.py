@@ -81,3 +81,30 @@ def test_writing_into_a_result_changes_nothing_else(name: str) -> None:
         kept = [other.clone() for other in others]
         part.add_(1.0)  # an expanded result would refuse this
         assert all(torch.equal(other, before) for other, before in zip(others, kept, strict=True))
+
+
+def largest(x: Tensor) -> Tensor:
+    """Its second derivative is zeros that have no memory in PyTorch, and cannot be changed."""
+    return torch.linalg.vector_norm(x, float("inf"))
+
+
+ZEROS: dict[str, Callable[[], Any]] = {
+    "hvp": lambda: hodiff.hvp(largest, x, v),
+    "hvp, differentiable": lambda: hodiff.hvp(largest, X, v, create_graph=True).detach(),
+    "cross_hvp": lambda: hodiff.cross_hvp(lambda x, y: largest(x) * 0 + largest(y), x, x, v),
+    "jvp of a gradient": lambda: hodiff.jvp(lambda x: hodiff.grad(largest, x), x, v),
+    "gradient of a product": lambda: hodiff.grad(lambda x: hodiff.hvp(largest, x, v).sum(), x),
+    "HessianOperator": lambda: hodiff.HessianOperator(largest, x) @ v,
+    "HessianOperator, batches": lambda: hodiff.HessianOperator(lambda x, _: (largest(x), 1), x, data=[0, 1]) @ v,
+    "laplacian": lambda: hodiff.laplacian(largest, x, batch_ndim=0, method="reverse").detach(),
+    "hessian_diagonal": lambda: hodiff.hessian_diagonal(largest, x),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_are_ordinary_tensors(name: str) -> None:
+    found = ZEROS[name]()
+    assert not found._is_zerotensor()
+    assert not found.numpy().any()
+    found.add_(1)
+    assert bool((found == 1).all())

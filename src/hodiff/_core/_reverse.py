@@ -412,13 +412,19 @@ def _refuse_missing(
 
 
 def filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones)."""
+    """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones).
+
+    In memory of their own: the second derivative of a maximum norm is zeros that have none, and nobody can change.
+    """
     dense: list[Tensor] = []
     for part, leaf in zip(found, inputs, strict=True):
         if part is None:
-            dense.append(torch.zeros_like(leaf))
-        else:
-            dense.append(part if part.layout is leaf.layout else part.to_dense())
+            part = torch.zeros_like(leaf)
+        elif part._is_zerotensor():
+            part = part.clone()
+        elif part.layout is not leaf.layout:
+            part = part.to_dense()
+        dense += [part]
     return dense
 
 
