@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _settings
+from hodiff._core import _arguments, _locks, _messages, _nodes, _settings
 from hodiff._core._call import call
 from hodiff._core._graph import detached
 from hodiff._core._lending import Lending
 from hodiff._core._settings import RandomState
+from hodiff._core._substitutes import ExactNorms
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._krylov import dot
 from hodiff.curvature._probes import check_finite, power_of_two
@@ -42,7 +43,8 @@ class NewtonCG(torch.optim.Optimizer):
 
     The closure returns the loss and does **not** call `backward()`; no `.grad` is written. It is called
     twice a step, and must mean the same mini-batch both times; random numbers (dropout) are the same by
-    themselves, and what its second call does to buffers (BatchNorm statistics) is undone.
+    themselves, and what its second call does to buffers (BatchNorm statistics) is undone. A third call writes out
+    what has a wrong second derivative in PyTorch, where the loss has it (`weight_norm`).
 
     Args:
         params: The parameters, or groups of them, as for any optimiser. A group may have its own `damping`.
@@ -137,6 +139,9 @@ class NewtonCG(torch.optim.Optimizer):
         with _settings.Scope(_second_derivatives), _settings.recording():
             loss = closure()
             value = _finite(loss)
+            if not _messages.WRITTEN_OUT.isdisjoint(_nodes.survey([loss]).names()):
+                with _settings.on(ExactNorms()):
+                    loss = _again(closure, point.tensors, random)
             step, record = self._proposal(loss, value, point, state)
         record = self._taken(closure, point, step, record, random)
         state["radius"] = record.radius
@@ -251,13 +256,18 @@ def _finite(loss: Any) -> float:
 def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState) -> float:
     """The loss at the parameters as they are now, with the same random numbers and without side effects."""
 
-    def quiet(_: Any) -> Any:
+    def quiet() -> Any:
         with _settings.grad_mode(False):
             return closure()
 
-    with Lending(call(quiet, tensors, passes=2, create_graph=False)) as lending:
+    return float(_again(quiet, tensors, random))
+
+
+def _again(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState) -> Tensor:
+    """What the closure returns when it is called once more."""
+    with Lending(call(lambda _: closure(), tensors, passes=2, create_graph=False)) as lending:
         lending.random = random
-        return float(lending.again(tensors))
+        return lending.again(tensors)
 
 
 def _check_positive(value: Any, name: str) -> None:

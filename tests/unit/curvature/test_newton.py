@@ -426,3 +426,30 @@ def test_a_decrease_below_the_rounding_of_the_loss_is_believed() -> None:
     optimizer.step(lambda: 1e6 + x.square().sum())
     assert optimizer.last is not None and optimizer.last.accepted
     assert float(x.detach().norm()) < 1e-12
+
+
+# --- what PyTorch differentiates wrongly
+
+
+def test_a_weight_norm_in_the_loss_is_written_out():
+    """Its second derivative is wrong in PyTorch; the same model with v g / |v| written by hand takes the same steps."""
+    torch.manual_seed(0)
+    x, calls = torch.randn(6, 3, dtype=DOUBLE), []
+    norm = nn.BatchNorm1d(1).double()
+    v, g = torch.randn(1, 3, dtype=DOUBLE), torch.rand(1, 1, dtype=DOUBLE) + 0.5
+
+    def steps(weight, count):
+        theirs = [v.clone().requires_grad_(), g.clone().requires_grad_()]
+        norm.reset_running_stats()
+        optimizer = hodiff.NewtonCG(theirs)
+        for _ in range(count):
+            calls.clear()
+            optimizer.step(lambda: calls.append(1) or (norm(x @ weight(*theirs).T) - x[:, :1].sin()).square().sum())
+        return [*theirs, norm.running_mean.clone(), norm.num_batches_tracked.clone()]
+
+    found = steps(lambda v, g: torch._weight_norm(v, g, 0), 3)
+    assert len(calls) == 3
+    expected = steps(lambda v, g: v * (g / torch.linalg.vector_norm(v, dim=1, keepdim=True)), 3)
+    assert len(calls) == 2
+    torch.testing.assert_close(found, expected)
+    assert int(found[-1]) == 3
