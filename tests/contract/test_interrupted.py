@@ -228,7 +228,7 @@ ENTERED: dict[str, Call] = {
     "curvature/_data.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
     "curvature/_staleness.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
     "curvature/_probes.py: Watch": CALLS["trace"],
-    "fields/_field.py: evaluation": CALLS["laplacian, reverse, module in f"],
+    "fields/_field.py: _Watched": CALLS["laplacian, reverse, module in f"],
     "graph/_source.py: reruns": _entered(_source.reruns),
     "graph/_lifetime.py: Lifetime": CALLS["graph.lifetime"],
     "graph/_inspect.py: unchanging": _explained,

@@ -365,8 +365,14 @@ class Trouble(Exception):
     pass
 
 
+class Abort(BaseException):
+    pass
+
+
 @EVERY
-@pytest.mark.parametrize("error", [Trouble("of the user"), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [Trouble("of the user"), KeyboardInterrupt(), GeneratorExit(), StopIteration(3), Abort()], ids=repr
+)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "at the second call"])
 def test_an_exception_passes_unchanged(caller: Caller, error: BaseException, late: bool) -> None:
     model, calls = Network(), []

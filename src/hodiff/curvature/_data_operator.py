@@ -246,12 +246,13 @@ class SummedOperator(DataOperator[G]):
         chunk = 1 if count is None else self._inner_chunk()
         total: Parts = []
         graphs = self._graphs
-        for graph in graphs:
+        for made in graphs:
+            graph = made()
             with graph.ready():
                 found = self._apply(graph, parts, count, chunk)
             # An expanded result cannot be added to.
             total = accumulate(total, found) if total else [part.contiguous() for part in found]
-            del graph
+            del graph  # before the next is built
         if self._shares is not None:
             return self._over_all(self._shares, total, parts, count, graphs.weight)
         factor = 1 / graphs.weight

@@ -433,7 +433,8 @@ class FisherOperator(PullbackOperator):
             return None
         self._count(rank)
         total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
-        for graph in graphs:
+        for made in graphs:
+            graph = made()
             if isinstance(graph.curvature, OuterProducts):
                 total += self._squares(graph, graph.curvature) / graph.curvature.draws
             del graph  # before the next is built

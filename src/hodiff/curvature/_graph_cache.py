@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -271,26 +272,32 @@ class GraphCache(Generic[G, B]):
     def _total(self) -> Tensor:
         return torch.zeros((), device="cpu") if self.value is None else self.value
 
-    def __iter__(self) -> Iterator[G]:
-        """One graph after another: those that are kept, the others built again."""
+    def __iter__(self) -> Iterator[Callable[[], G]]:
+        """For each batch what gives its graph, one that is kept or another.
+
+        No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError.
+        """
         self.check()
-        count = self._batches.count
-        if len(self._graphs) == count:
-            yield from list(self._graphs.values())
-            return
-        value = 0.0
-        weight = 0.0
-        scale = 1e-30
+        if len(self._graphs) == self._batches.count:
+            return iter([partial(self._graphs.__getitem__, number) for number in self._graphs])
+        return self._one_by_one()
+
+    def _one_by_one(self) -> Iterator[Callable[[], G]]:
+        value, weight, scale = 0.0, 0.0, 1e-30
         for number, batch in enumerate(self._batches):
-            graph = self._graphs.get(number)
-            if graph is None:
-                graph = self._again(batch, number)
-            own = float(graph.value)
+            seen: list[Any] = []
+            yield partial(self._seen, batch, number, seen)
+            own, some = seen
             value, scale = value + own, scale + abs(own)
-            weight = 1.0 if graph.weight is None else weight + graph.weight
-            yield graph
-            del graph
+            weight = 1.0 if some is None else weight + some
         self._compare(value, weight, scale)
+
+    def _seen(self, batch: Any, number: int, seen: list[Any]) -> G:
+        graph = self._graphs.get(number)
+        if graph is None:
+            graph = self._again(batch, number)
+        seen += [float(graph.value), graph.weight]
+        return graph
 
     def _again(self, batch: Any, number: int) -> G:
         return self._replayed(number, lambda: self.builder.build(self.where, batch, number))
@@ -308,14 +315,16 @@ class GraphCache(Generic[G, B]):
             finally:
                 now.restore()
 
-    def each(self, make: Callable[[Any, int], R]) -> Iterator[R]:
+    def each(self, make: Callable[[Any, int], R]) -> list[R]:
         """What `make` makes of each batch and its number, evaluated as in the first pass, if there was one."""
         if self.evaluated or self._closed:
             self.check()
         else:
             self._modules.check()
-        for number, batch in enumerate(self._batches):
-            yield self._replayed(number, lambda batch=batch, number=number: make(batch, number))
+        return [
+            self._replayed(number, lambda batch=batch, number=number: make(batch, number))
+            for number, batch in enumerate(self._batches)
+        ]
 
     def _compare(self, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""

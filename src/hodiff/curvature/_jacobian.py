@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final, overload
@@ -114,7 +113,8 @@ class JacobianOperator(DataOperator[Linearised]):
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         found = []
-        for graph in self._graphs:
+        for made in self._graphs:
+            graph = made()
             with graph.ready():
                 found.append(graph.push(parts, count, self._chosen, chunk))
             del graph  # before the next is built
@@ -129,15 +129,15 @@ class JacobianOperator(DataOperator[Linearised]):
         single = graphs.batches == 1
         start = 0
         total = None
-        lengths, numbers = _outputs(graphs).lengths, itertools.count()
-        for graph in graphs:  # `enumerate` would hold each while the next is built
-            stop = start + lengths[next(numbers)]
+        lengths = _outputs(graphs).lengths
+        for number, made in enumerate(graphs):
+            graph, stop = made(), start + lengths[number]
             own = parts if single else [part.narrow(lead, start, stop - start) for part in parts]
             with graph.ready():
                 found = graph.pull(own, count, self._chosen, chunk)
             total = found if total is None else accumulate([part.contiguous() for part in total], found)
             start = stop
-            del graph
+            del graph  # before the next is built
         leaves = [graphs.where.tensors[index] for index in self._chosen]
         return [part.to(leaf.dtype) for part, leaf in zip(total or [], leaves, strict=True)]
 

@@ -11,7 +11,7 @@ import difflib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -307,7 +307,8 @@ def apply(v: Any, operator: Any, live: str | None = None) -> Any:
         if kind == "columns":
             return _apply_to_columns(parts[0], fixed._chunk(count), fixed._product, domain, target).T
         results = target.empty(count)
-        for start, stop, found in _in_chunks(parts, count, fixed._chunk(count), fixed._product):
+        for start, stop in _chunks(count, fixed._chunk(count)):
+            found = _some(parts, start, stop, fixed._product)
             for result, part in zip(results, found, strict=True):
                 result[start:stop] = part
         return target.result(results, back)
@@ -320,20 +321,20 @@ def _apply_to_columns(columns: Tensor, size: int, product: Product, domain: Spac
     block = domain.turned_at_once(size)
     for first in range(0, count, block):
         some = domain.rows(columns[:, first : first + block])
-        for start, stop, found in _in_chunks(some, min(block, count - first), size, product):
-            target.join_into(rows[first + start : first + stop], found)
+        for start, stop in _chunks(min(block, count - first), size):
+            target.join_into(rows[first + start : first + stop], _some(some, start, stop, product))
     return rows
 
 
-def _in_chunks(parts: Parts, count: int, size: int, product: Product) -> Iterator[tuple[int, int, Parts]]:
-    """Products of `size` vectors at a time: `(start, stop, results)`. One that stands alone is not stacked."""
-    for start in range(0, count, size):
-        stop = min(start + size, count)
-        if stop - start == 1:
-            found = [part.unsqueeze(0) for part in product([part[start] for part in parts], None)]
-        else:
-            found = product([part[start:stop] for part in parts], stop - start)
-        yield start, stop, found
+def _chunks(count: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _some(parts: Parts, start: int, stop: int, product: Product) -> Parts:
+    """Products of some of the vectors. One that stands alone is not stacked."""
+    if stop - start == 1:
+        return [part.unsqueeze(0) for part in product([part[start] for part in parts], None)]
+    return product([part[start:stop] for part in parts], stop - start)
 
 
 def columns_of(product: Product, domain: Space, target: Space, chunk: Chunk) -> Tensor:
@@ -341,8 +342,7 @@ def columns_of(product: Product, domain: Space, target: Space, chunk: Chunk) -> 
     rows = torch.empty((domain.size, target.size), dtype=target.dtype, device=target.device)
     size = chunk(domain.size)
     with one_look():
-        for start in range(0, domain.size, size):
-            stop = min(start + size, domain.size)
+        for start, stop in _chunks(domain.size, size):
             target.join_into(rows[start:stop], product(domain.split(domain.units(start, stop)), stop - start))
     return rows
 

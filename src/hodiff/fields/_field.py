@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _settings, _tree
 from hodiff._core._arguments import ChunkSize, check_option, is_set
-from hodiff._core._call import call
+from hodiff._core._call import Call, call
 from hodiff._core._graph import Graph, detached, memory_of, split
 from hodiff._core._where import plain
 from hodiff.errors import HodiffWarning, InputError
@@ -42,6 +42,18 @@ class Chunked(Common, total=False):
     """And those of second order."""
 
     chunk_size: ChunkSize
+
+
+class _Watched(Graph):
+    """An evaluation under a mode. No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError."""
+
+    def __init__(self, asked: Call, mode: Callable[[], Any]) -> None:
+        super().__init__(asked)
+        self._mode = mode
+
+    def __enter__(self) -> Graph:
+        with self._mode():
+            return super().__enter__()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +119,7 @@ class FieldCall:
         """The shape of one sample."""
         return tuple(self.x.shape[self.batch_ndim :])
 
-    @contextlib.contextmanager
-    def evaluation(self, passes: int) -> Iterator[Graph]:
+    def evaluation(self, passes: int) -> Graph:
         """The evaluation of f at x, for nested reverse mode."""
         asked = call(
             self.f.f if self.has_aux else self.f,
@@ -120,10 +131,7 @@ class FieldCall:
             args=self.args,
             kwargs=self.kwargs,
         )
-        with contextlib.ExitStack() as stack:
-            with self.watched():
-                ev = stack.enter_context(Graph(asked))
-            yield ev
+        return _Watched(asked, self.watched)
 
     def watched(self) -> Any:
         """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""

@@ -1,6 +1,7 @@
 """The data contract: sums and weights, data that can be read again, caches, staleness, randomness."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -507,3 +508,36 @@ def test_no_word_about_what_is_meant(name: str, recwarn: pytest.WarningsRecorder
     for kind in ("Hessian", "Gauss-Newton"):
         KINDS[kind](loss, data) @ V
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("kind", ["Hessian", "Gauss-Newton", "Jacobian", "transposed", "several vectors", "recorded"])
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_a_stop_iteration_of_f_ends_no_pass_over_data(kind: str, late: int) -> None:
+    """Python takes it for the end of a loop, or of a generator; graphs are not kept, so products call f as well."""
+    x, error, calls = torch.tensor([0.3, -0.8], dtype=torch.float64), StopIteration(3), []
+    data = [torch.ones(2, dtype=torch.float64), torch.full((2,), 2.0, dtype=torch.float64)]
+
+    def outputs(z: Any, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) > late:
+            raise error
+        return (z * batch).sin()
+
+    def product() -> Any:
+        if kind in ("Jacobian", "transposed"):
+            J = hodiff.JacobianOperator(outputs, x, data=data, memory_budget=0)
+            return J @ x if kind == "Jacobian" else J.T @ torch.ones(4, dtype=torch.float64)
+        if kind == "Gauss-Newton":
+            loss = lambda y, batch: (y.square().sum(), 2.0)
+            return hodiff.GaussNewtonOperator(outputs, loss, x, data=data, memory_budget=0) @ x
+        H = hodiff.HessianOperator(lambda z, b: (outputs(z, b).sum(), 2.0), x, data=data, memory_budget=0)
+        if kind == "recorded":
+            return hodiff.trace(H, vectors=x[:, None], create_graph=True)
+        return H @ (torch.eye(2, dtype=torch.float64) if kind == "several vectors" else x)
+
+    try:
+        product()
+    except StopIteration as caught:
+        assert caught is error
+    else:
+        assert len(calls) <= late, "the exception was swallowed"
