@@ -21,7 +21,9 @@ from torch import Tensor
 from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import stateless
 from torch.overrides import has_torch_function
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hodiff.errors import HodiffError, HodiffWarning
@@ -190,6 +192,11 @@ def is_training(node: Node) -> bool:
 def weight(node: Node) -> Node | None:
     """The node of the weight that a norm multiplies by; None where it has none, or none that is differentiated."""
     return node.next_functions[1][0]
+
+
+def was_training(node: Node) -> bool:
+    """Whether the node of a batch norm's gradient is that of a norm by the statistics of its batch."""
+    return node._saved_train
 
 
 def argument(node: Node) -> Tensor:
@@ -368,6 +375,19 @@ def _passes_are_told() -> bool:
     )
 
 
+def _repeats_are_told() -> bool:
+    """Whether checkpoints make what runs their blocks again by the name that `_hooks` takes while a call runs."""
+    home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
+    within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
+    return "_CheckpointFrame" in within.__code__.co_names and within.__globals__ is home
+
+
+def _swaps_are_told() -> bool:
+    """Whether `torch.func.functional_call` runs a module in a frame that says which."""
+    code = stateless._functional_call.__code__
+    return "_functional_call" in torch.func.functional_call.__code__.co_names and code.co_varnames[0] == "module"
+
+
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -480,6 +500,17 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
         ]
         == [True, True]
     ),
+    "whether the gradient of a batch norm does": lambda x: (
+        [
+            was_training(
+                _names(_gradient(F.batch_norm(x, x[0].detach(), x[0].detach().abs(), training=t).sin(), x))[
+                    "NativeBatchNormBackwardBackward0"
+                ]
+            )
+            for t in (True, False)
+        ]
+        == [True, False]
+    ),
     "what a function was applied to": lambda x: argument(torch.sinc(x).grad_fn).data_ptr() == x.data_ptr(),
     "whether attention loses digits": lambda x: (
         [rounds_rows(_attention(x, row)) for row in (torch.finfo(x.dtype).min, -1.0, -torch.inf)]
@@ -513,6 +544,8 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     ),
     "whether f uses forward mode": lambda x: _levels_are_told(),
     "whether f takes derivatives itself": lambda x: _passes_are_told(),
+    "how a checkpoint runs again": lambda x: _repeats_are_told(),
+    "for which module functional_call runs": lambda x: _swaps_are_told(),
     **{
         f"what {name} is": lambda x, name=name, graph=graph: name in _names(graph(x))
         for name, graph in GRAPHS.items()

@@ -461,7 +461,8 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
         InputError: *u* is a function (evaluate it: `u = f(x)`; or use `partials`), or there is no such coordinate.
         GraphError: *u* does not depend on *x*; or as for `grad`. From the second order on (whose results are
             differentiable, which makes three) that includes layer, batch and instance norm, whose third derivative
-            PyTorch gets wrong; `partials` takes the function, and is right there.
+            PyTorch gets wrong (but not by fixed statistics, as batch norm in `eval()`); `partials` takes the function,
+            and is right there.
 
     Cost:
         A reverse pass for each gradient that is met first, of *u* or of one of its derivatives: `d[0]` and `d[1]`

@@ -84,6 +84,30 @@ def test_a_linear_tensor_has_zero_second_derivatives():
     assert torch.equal(d[1], torch.full((4,), 2.0, dtype=D)) and not d[0, 1].any() and not d[0, 0, 1].any()
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_norms_by_fixed_statistics_are_right(norm):
+    net, x = problem()
+    kind = norm(3, affine=True, track_running_stats=True).double().eval()
+    with torch.no_grad():
+        kind.running_mean.copy_(torch.tensor([0.3, -0.2, 0.1]))
+        kind.running_var.copy_(torch.tensor([0.7, 1.4, 2.0]))
+        kind.weight.copy_(torch.tensor([1.3, 0.6, -0.8]))
+
+    def f(x):
+        h = net[:2](x)[:, :3]
+        return (kind(h) if norm is nn.BatchNorm1d else kind(h[..., None])[..., 0]).sin().prod(-1)
+
+    def by_hand(x):
+        h = net[:2](x)[:, :3]
+        return ((h - kind.running_mean) / (kind.running_var + kind.eps).sqrt() * kind.weight + kind.bias).sin().prod(-1)
+
+    d, e = hodiff.derivatives_of(f(x), x), hodiff.derivatives_of(by_hand(x), x)
+    for index in ((0,), (0, 1), (2, 2), (0, 1, 2)):
+        torch.testing.assert_close(d[index], e[index])
+    found, expected = (torch.autograd.grad(view[1, 1].square().sum(), [x, *net[0].parameters()]) for view in (d, e))
+    torch.testing.assert_close(found, expected)
+
+
 def test_norm_layers_are_refused_where_pytorch_is_wrong():
     net = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
     x = torch.randn(3, 2, dtype=D, requires_grad=True)
