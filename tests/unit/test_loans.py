@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
+from hodiff._core import _locks
 from hodiff._core._lending import ParameterLoan, StateLoan
 from hodiff._core._where import Where
 from tests.support.limits import in_threads
@@ -23,6 +24,26 @@ def test_parameters_are_replaced_wherever_they_occur_and_come_back():
     assert m[0].weight is weight
     assert m[1].weight is weight
     assert list(m[0]._parameters) == ["weight", "bias"]
+
+
+def test_a_thread_of_the_engine_does_not_wait_for_another_call():
+    """All passes of a device go through one thread, so those of the call that it waits for could not run."""
+    m, found = nn.Linear(2, 2), []
+    loan = ParameterLoan(Where(m))
+    loan.take()
+
+    def node():  # with PyTorch's thread-local values of the thread that began the pass
+        torch._C._stash_obj_in_tls(_locks._KEY, -1)
+        with pytest.raises(hodiff.GraphError, match="a copy of the module for each thread"):
+            StateLoan().take(m)
+        found.append(True)
+
+    thread = threading.Thread(target=node, daemon=True)
+    thread.start()
+    thread.join(5)
+    loan.close()
+    thread.join(5)
+    assert found
 
 
 def test_the_flat_weights_of_an_rnn_come_back_too():

@@ -115,7 +115,7 @@ class Graph:
         An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
         be lent then, and the switches set, as they were in the forward pass.
         """
-        return Lending(self.call, self.leaves if self.owned else ())
+        return self._lending.resumed(self.leaves if self.owned else ())
 
     def _check_tensors(self) -> None:
         """The tensor form: outputs with a graph, and the leaves they were computed from."""
@@ -187,10 +187,6 @@ class Graph:
     def at(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when `leaves` stand in the place of the point's tensors."""
         return self._lending.at(leaves)
-
-    def put_back(self) -> None:
-        """The leaves in the place of the point's parameters again, after `at`: checkpointed blocks run with them."""
-        self._lending.put(self.leaves)
 
     def drew_random(self) -> bool:
         """Whether `f` drew random numbers (from PyTorch's default generators)."""

@@ -1,4 +1,4 @@
-"""What happens behind a user's function: modules it calls, passes it makes, hooks that change gradients.
+"""What happens behind a user's function: modules it calls, passes, checkpoints, hooks on gradients.
 
 Every module that `f` calls is lent (see `_lending`), however `f` reaches it. A hook that replaces a
 gradient acts in each pass through its place: the second derivative is then that of no function, as in
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import _call, _nodes, _refusals, _versions
@@ -82,6 +83,7 @@ def _node(output: Any) -> Any:
 
 
 Hook = Callable[..., Any]
+checkpoint: Any = _checkpoint
 
 
 class Hooks:
@@ -133,6 +135,7 @@ def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
     hooks: dict[int, Any] = nn.modules.module._global_forward_pre_hooks
     autograd: Any = torch.autograd
     theirs = autograd._engine_run_backward
+    frames = checkpoint._CheckpointFrame
 
     def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _, _, create_graph, inputs, *_ = args
@@ -140,23 +143,30 @@ def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
             note(outputs, inputs)
         return theirs(outputs, *args, **kwargs)
 
+    def frame(recompute: Hook, *args: Any) -> Any:
+        running = _call.state.running
+        return frames(running[-1].repeatable(recompute) if running else recompute, *args)
+
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
     # what it had looked up, and slows what comes after.
     def switch() -> None:
-        nn.modules.module.register_module_forward_pre_hook(_lend_module)
+        nn.modules.module.register_module_forward_pre_hook(lend_module)
         autograd._engine_run_backward = passes
+        checkpoint._CheckpointFrame = frame
 
     def restore() -> None:  # not by the handle, which is known only once the hook is there
         for key, hook in list(hooks.items()):
-            if hook is _lend_module:
+            if hook is lend_module:
                 del hooks[key]
         if autograd._engine_run_backward is passes:
             autograd._engine_run_backward = theirs
+        if checkpoint._CheckpointFrame is frame:
+            checkpoint._CheckpointFrame = frames
 
     return switch, restore
 
 
-def _lend_module(module: nn.Module, args: Any) -> None:
+def lend_module(module: nn.Module, args: Any) -> None:
     running = _call.state.running
     if running and module not in running[-1].borrowed:
         running[-1].borrow(module)

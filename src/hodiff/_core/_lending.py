@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -59,6 +60,42 @@ class Ticket:
         self.open, self.detached = True, detached
 
 
+class Evaluation:
+    """One run of `f`, of which passes that come later may run parts again: activation checkpoints do.
+
+    Attributes:
+        over: Whether the modules have something else by now; before, nothing is to be done.
+    """
+
+    __slots__ = ("_call", "_kept", "over")
+
+    def __init__(self, call: Call) -> None:
+        self._call, self.over = call, False
+
+    def end(self, state: StateLoan) -> None:
+        """The modules get something else after this."""
+        if not hasattr(self, "_kept"):
+            self._kept = state.kept()
+        self.over = True
+
+    def resumed(self, *, whole: bool = False) -> Lending:
+        """Its state once more: the modules, in no other thread meanwhile, have what they had.
+
+        With `whole`, for the whole of a pass, not for one part of `f`.
+        """
+        return Lending(self._call, evaluation=self, whole=whole)
+
+    def put(self, lending: Lending, undo: list[Callable[[], object]], *, whole: bool) -> None:
+        """Let the modules have it, once they are borrowed."""
+        for module in self._kept:
+            if module not in lending.borrowed:
+                lending.borrow(module)
+        put(self._kept, undo)
+        if whole:
+            undo += [partial(setattr, self, "over", True)]
+            self.over = False
+
+
 class Lending:
     """The state in which the function of a call runs, until the last pass.
 
@@ -74,6 +111,7 @@ class Lending:
 
     __slots__ = (
         "__weakref__",
+        "_evaluation",
         "_leaves",
         "_normal",
         "_parameters",
@@ -81,6 +119,7 @@ class Lending:
         "_state",
         "_undo",
         "_watched",
+        "_whole",
         "borrowed",
         "by_hand",
         "call",
@@ -91,9 +130,17 @@ class Lending:
         "ticket",
     )
 
-    def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
-        """With `leaves`, those stand at once in the place of the parameters of the point."""
+    def __init__(
+        self,
+        call: Call,
+        leaves: Sequence[Tensor] = (),
+        *,
+        evaluation: Evaluation | None = None,
+        whole: bool = False,
+    ) -> None:
+        """With `leaves`, those stand at once in the place of the parameters of the point; or what an evaluation had."""
         self.call, self._leaves = call, leaves
+        self._evaluation, self._whole = evaluation, whole
         self.ticket = Ticket(not call.create_graph)
         self._undo: list[Callable[[], object]] = []
         self._normal = self.nests = False
@@ -133,6 +180,8 @@ class Lending:
                 self._lend()
                 if self._leaves:
                     self.put(self._leaves)
+            if self._evaluation is not None:
+                self._evaluation.put(self, undo, whole=self._whole)
         except BaseException:
             self.close()
             raise
@@ -180,6 +229,9 @@ class Lending:
 
     def _afresh(self) -> None:
         """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
+        if self._evaluation is not None:
+            self._evaluation.end(self._state)
+            self._evaluation = None
         self._state.close()
         self._borrow_point()
 
@@ -250,6 +302,37 @@ class Lending:
                 return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
         return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
 
+    def resumed(self, leaves: Sequence[Tensor]) -> Lending:
+        """The state of the last run once more; with the leaves in their place, where there is no more to it."""
+        return Lending(self.call, leaves) if self._evaluation is None else self._evaluation.resumed(whole=True)
+
+    def repeatable(self, recompute: Callable[..., object]) -> Callable[..., object]:
+        """What runs a checkpointed block again: while the modules have what they had in the block's evaluations."""
+        evaluations, swapped = [lending.evaluation() for lending in _call.state.running], _swapped()
+
+        def put_swapped(undo: _settings.Undo) -> None:
+            for module in swapped:
+                _hooks.lend_module(module, ())
+            put(swapped, undo)
+
+        def again(*args: Any) -> None:
+            with ExitStack() as state:
+                for evaluation in evaluations:
+                    if evaluation.over:
+                        state.enter_context(evaluation.resumed())
+                if swapped:
+                    state.enter_context(_settings.Scope(put_swapped))
+                recompute(*args)
+
+        return again
+
+    def evaluation(self) -> Evaluation:
+        """The run at hand, for what will run a part of it again."""
+        if self._evaluation is None:
+            self._evaluation = Evaluation(self.call)
+            self._undo += [partial(self._evaluation.end, self._state)]
+        return self._evaluation
+
     def put(self, leaves: Sequence[Any]) -> None:
         """Let the borrowed modules, where the point has any, have `leaves` for parameters."""
         if self.call.where.owned:
@@ -317,6 +400,16 @@ class Lending:
             now.restore()
 
 
+def _swapped() -> Kept:
+    """What `torch.func.functional_call` has put into the modules for which it runs at this moment."""
+    frame, found = sys._getframe(), list[nn.Module]()
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            found += frame.f_locals["module"].modules()
+        frame = frame.f_back
+    return {module: (module._parameters.copy(), module._buffers.copy(), {}) for module in found}
+
+
 def _pass_for(stand_in: Tensor, theirs: Tensor) -> None:
     """Let `isinstance(p, nn.Parameter)` say of a stand-in what it says of the user's tensor: `f` may ask."""
     if theirs.__class__ is nn.Parameter or "_is_param" in theirs.__dict__:
@@ -382,10 +475,11 @@ def _connected(tensor: Tensor, copied: bool) -> Tensor:
 class _Clones:
     """The buffers of one module while clones stand in for them."""
 
-    __slots__ = ("module", "originals", "users")
+    __slots__ = ("lent", "module", "originals", "users")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.lent: dict[str, Tensor] = {}
         self.users: dict[object, None] = {}
         self.originals = {
             name: buffer
@@ -394,8 +488,16 @@ class _Clones:
         }
 
     def lend(self, dtype: torch.dtype | None) -> None:
-        for name, buffer in self.originals.items():
-            self.module._buffers[name] = cast(buffer, dtype).clone()
+        self.lent = {name: cast(buffer, dtype).clone() for name, buffer in self.originals.items()}
+        self.module._buffers.update(self.lent)
+
+    def begun_with(self) -> dict[str, Any]:
+        """The buffers that an evaluation began with; those that `f` has put there, where it has."""
+        now, begun = self.module._buffers.copy(), {}
+        for name, clone in self.lent.items():
+            if now.get(name) is clone:  # changed in place since, or not
+                begun[name] = self.originals[name].to(clone.dtype, copy=True) if clone._version else clone
+        return now | begun
 
     def give_back(self) -> None:
         self.module._buffers.update(self.originals)
@@ -407,6 +509,9 @@ _KEEP_NOTHING = frozenset(
 """PyTorch's own modules: what they compute they put into no attribute (hooks on them may, and `f` on its point)."""
 
 _lent: dict[nn.Module, _Clones] = {}
+
+Kept = dict[nn.Module, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+"""What modules had at another time: parameters, buffers, and attributes of which tensors with a graph are a part."""
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -450,18 +555,30 @@ class StateLoan:
                 _lent[module] = clones
                 clones.lend(self._dtype)
 
-    def tidy(self) -> None:
+    def tidy(self) -> dict[nn.Module, dict[str, Any]]:
         """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
+        found: dict[nn.Module, dict[str, Any]] = {}
         for module, before in self.attributes.items():
             if before is None:
                 continue
             now = module.__dict__
             left = [name for name in now if not (name in before and now[name] is before[name]) and holds(now[name])]
             for name in left:
+                found.setdefault(module, {})[name] = now[name]
                 if name in before:
                     now[name] = before[name]
                 else:
                     del now[name]
+        return found
+
+    def kept(self) -> Kept:
+        """What its modules have, for `put`; what was left in attributes without its graph, which may lead here."""
+        left, found = self.tidy(), Kept()
+        for module in self._claimed:
+            buffers = _lent[module].begun_with() if module in _lent else module._buffers.copy()
+            attributes = _tree.tree_map(_still, left[module]) if module in left else {}
+            found[module] = module._parameters.copy(), buffers, attributes
+        return found
 
     def close(self) -> None:
         """Return everything; the last borrower puts the original buffers back. It may be run again."""
@@ -482,6 +599,25 @@ class StateLoan:
         if self._claimed:
             _locks.release(self._claimed, self)
             self._claimed = []
+
+
+def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
+    """Let modules on loan have what they had; `undo` is given what puts parameters and buffers back."""
+    for module, (parameters, buffers, attributes) in kept.items():
+        for now, before in ((module._parameters, parameters), (module._buffers, buffers)):
+            if before:
+                undo += [partial(now.update, now.copy())]
+                now.update(before)
+        for name, value in buffers.items():
+            if value is not None:  # a block may change it in place, each time
+                module._buffers[name] = value.clone()
+        if attributes:
+            module.__dict__.update(attributes)  # which the loan puts back
+
+
+def _still(value: Any) -> Any:
+    """A tensor cut from its graph that requires grad as before, so that as much is recorded with it."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def holds(value: Any) -> bool:

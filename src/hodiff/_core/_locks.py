@@ -120,6 +120,12 @@ def _wait(modules: Iterable[Any]) -> None:
     while _owners(modules, me):
         _waiting[me] = modules
         try:
+            if me != here.thread:  # on a device all passes go through one thread: the other's would wait for this one
+                raise GraphError(
+                    "a reverse pass on a device needs a module that a hodiff call of another thread has at this moment "
+                    "(to run a checkpointed block again, or f). Use one lock around both, or a copy of the module for "
+                    "each thread."
+                )
             if _in_circle(me):
                 raise GraphError(
                     "two threads differentiate in each other's modules, or evaluate each other's operators, and wait "

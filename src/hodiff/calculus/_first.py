@@ -715,7 +715,6 @@ def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) 
         return None
     finally:
         samples.whole()
-        ev.put_back()
     return rows if _rows_add_up(ev, losses, rows) else None
 
 
