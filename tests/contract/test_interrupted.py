@@ -112,6 +112,17 @@ def _closed(_: Model) -> Any:
         return H @ direction(X)
 
 
+class Block(torch.nn.Linear):
+    def forward(self, input: Any) -> Any:
+        return checkpoint(lambda z: super(Block, self).forward(z).sin(), input, use_reentrant=False)
+
+
+def _swapped(_: Model) -> Any:
+    block, x = Block(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
+    point = {name: p.detach() for name, p in block.named_parameters()}
+    return hodiff.grad(lambda p: torch.func.functional_call(block, p, (x,)).sum(), point)
+
+
 def _checkpointed(_: Model) -> Any:
     H = hodiff.HessianOperator(lambda z: checkpoint(lambda y: y.sin() * y, z, use_reentrant=False).sum(), X)
     return H @ direction(X)
@@ -228,6 +239,7 @@ ENTERED: dict[str, Call] = {
     "curvature/_data.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
     "curvature/_staleness.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
     "curvature/_probes.py: Watch": CALLS["trace"],
+    "_core/_lending.py: Scope(put_swapped)": _swapped,
     "fields/_field.py: _Watched": CALLS["laplacian, reverse, module in f"],
     "graph/_source.py: reruns": _entered(_source.reruns),
     "graph/_lifetime.py: Lifetime": CALLS["graph.lifetime"],
