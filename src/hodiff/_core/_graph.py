@@ -7,7 +7,7 @@ last pass inside it has run. What operators keep of it afterwards is the graph a
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -342,6 +342,18 @@ class Graph:
         """The outputs of `f` when it is called once more."""
         outputs = self._lending.again(self.leaves)
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
+
+
+class Watched(Graph):
+    """An evaluation under a mode. No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError."""
+
+    def __init__(self, call: Call, mode: Callable[[], Any]) -> None:
+        super().__init__(call)
+        self._mode = mode
+
+    def __enter__(self) -> Graph:
+        with self._mode():
+            return super().__enter__()
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

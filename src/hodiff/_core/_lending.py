@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -310,18 +309,19 @@ class Lending:
         """What runs a checkpointed block again: while the modules have what they had in the block's evaluations."""
         evaluations, swapped = [lending.evaluation() for lending in _call.state.running], _swapped()
 
-        def put_swapped(undo: _settings.Undo) -> None:
+        def resume(undo: _settings.Undo) -> None:
+            for evaluation in evaluations:
+                if evaluation.over:
+                    lending = evaluation.resumed()
+                    undo += [lending.close]
+                    lending.__enter__()
             for module in swapped:
                 _hooks.lend_module(module, ())
-            put(swapped, undo)
+            if swapped:
+                put(swapped, undo)
 
         def again(*args: Any) -> None:
-            with ExitStack() as state:
-                for evaluation in evaluations:
-                    if evaluation.over:
-                        state.enter_context(evaluation.resumed())
-                if swapped:
-                    state.enter_context(_settings.Scope(put_swapped))
+            with _settings.Scope(resume):
                 recompute(*args)
 
         return again

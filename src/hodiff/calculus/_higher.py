@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _reverse, _settings
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
-from hodiff._core._graph import Graph, detached, memory_of
+from hodiff._core._graph import Graph, Watched, detached, memory_of
 from hodiff._core._settings import InTime, RandomState, Scope, Undo
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _pushforward
@@ -125,9 +126,8 @@ def derivatives(
                 raise
     given = {"allow": allow, "args": args, "kwargs": kwargs}
     state = RandomState.of(x.device)
-    with ExitStack() as stack:
-        with _settings.on(NoConstants()) if n else nullcontext():  # where Taylor mode raises from order 3 on
-            ev = stack.enter_context(Graph(call(f, x, passes=n, create_graph=create_graph, **given)))
+    watch = partial(_settings.on, NoConstants()) if n else nullcontext  # where Taylor mode raises from order 3 on
+    with Watched(call(f, x, passes=n, create_graph=create_graph, **given), watch) as ev:
         value = _check_shape(_arguments.check_output(ev.outputs), x)
         weights = _weights(value) if n and value.numel() > 1 else None
         found, weighted = [value], [value]

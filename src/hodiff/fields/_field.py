@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _settings, _tree
 from hodiff._core._arguments import ChunkSize, check_option, is_set
-from hodiff._core._call import Call, call
-from hodiff._core._graph import Graph, detached, memory_of, split
+from hodiff._core._call import call
+from hodiff._core._graph import Graph, Watched, detached, memory_of, split
 from hodiff._core._where import plain
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _pushforward
@@ -42,18 +42,6 @@ class Chunked(Common, total=False):
     """And those of second order."""
 
     chunk_size: ChunkSize
-
-
-class _Watched(Graph):
-    """An evaluation under a mode. No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError."""
-
-    def __init__(self, asked: Call, mode: Callable[[], Any]) -> None:
-        super().__init__(asked)
-        self._mode = mode
-
-    def __enter__(self) -> Graph:
-        with self._mode():
-            return super().__enter__()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +119,7 @@ class FieldCall:
             args=self.args,
             kwargs=self.kwargs,
         )
-        return _Watched(asked, self.watched)
+        return Watched(asked, self.watched)
 
     def watched(self) -> Any:
         """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""
