@@ -302,11 +302,11 @@ def test_unused_input() -> None:
     g = hodiff.grad(f, point)
     assert torch.equal(g["b"], torch.zeros(2, dtype=D))
     torch.testing.assert_close(g["a"], 3 * X**2)
-    with pytest.raises(GraphError, match=r"(?is)\bb\b"):
+    with pytest.raises(GraphError, match=r"(?is)depend.*\bb\b|\bb\b.*depend"):
         hodiff.grad(f, point, strict=True)
-    with pytest.raises(GraphError, match=r"(?is)\bb\b"):
+    with pytest.raises(GraphError, match=r"(?is)depend.*\bb\b|\bb\b.*depend"):
         hodiff.hvp(f, point, {"a": V, "b": V[:2]}, strict=True)
-    with pytest.raises(GraphError, match=r"(?is)\bb\b"):
+    with pytest.raises(GraphError, match=r"(?is)depend.*\bb\b|\bb\b.*depend"):
         hodiff.hessian(f, point, strict=True)
 
 
@@ -420,7 +420,7 @@ def test_args_must_be_a_tuple() -> None:
 @pytest.mark.parametrize("bad", [-1, 2.0, True, "2", None, torch.tensor(2)])
 @pytest.mark.parametrize("function", [hodiff.nth_derivative, hodiff.derivatives])
 def test_bad_order(function: object, bad: object) -> None:
-    with pytest.raises(InputError, match=r"(?is)\bn\b"):
+    with pytest.raises(InputError, match=r"\bn: got .*expected"):
         function(torch.sin, X, bad)
 
 

@@ -95,7 +95,7 @@ def seeded() -> torch.Generator:
 
 
 def failing(call: Callable[[], Any]) -> Exception:
-    with pytest.raises(hodiff.HodiffError, match="f") as caught:
+    with pytest.raises(hodiff.HodiffError, match=r"^v: has shape|f\(x\).*depend|cut") as caught:
         call()
     return caught.value
 

@@ -4,6 +4,8 @@ import ast
 import re
 import tomllib
 
+import pytest
+
 from tests.meta.source import ROOT, files_of_tests, library_files, tree, where
 
 
@@ -65,9 +67,23 @@ def test_raises_and_warns_match_a_message():
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 owner = getattr(getattr(node.func, "value", None), "id", "pytest")
                 if owner == "pytest" and called in ("raises", "warns"):
-                    assert "match" in {keyword.arg for keyword in node.keywords}, (
-                        f"{where(path, node.lineno)}: {called}"
+                    said = {keyword.arg: keyword.value for keyword in node.keywords}
+                    assert "match" in said, f"{where(path, node.lineno)}: {called}"
+                    assert says_something(said["match"]) or ast.unparse(node.args[0]) == "SystemExit", (
+                        f"{where(path, node.lineno)}: {ast.unparse(said['match'])} matches nearly any message"
                     )
+
+
+def says_something(pattern: ast.expr) -> bool:
+    """A word, or the whole of an empty message; what is put together or has a name is not looked into."""
+    if not isinstance(pattern, ast.Constant) or pattern.value == "^$":
+        return True
+    return len(re.findall("[A-Za-z]", re.sub(r"\\.|\(\?\w+\)", "", pattern.value))) >= 3
+
+
+@pytest.mark.parametrize(("pattern", "says"), [(".", False), (r"\w\w\w", False), ("(?s)^.+", False), ("cut", True)])
+def test_a_pattern_that_matches_nearly_anything_says_nothing(pattern, says):
+    assert says_something(ast.Constant(pattern)) == says
 
 
 def test_no_test_waits_for_good():

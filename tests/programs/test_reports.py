@@ -14,6 +14,7 @@ import torch
 from hodiff._core._versions import RELEASE
 from hodiff.graph import watch
 from hodiff.graph._names import Names
+from tests.programs import OF_AUTOGRAD
 from tests.programs.reported import AS_PRINTED, KEPT, REPORTS
 
 HERE = Path(__file__).parent / "reports"
@@ -75,7 +76,7 @@ def explained(name):
         command = [sys.executable, "-m", "hodiff", "explain", str(HERE / f"{name}.py")]
         said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240).stderr
         return said[said.index("hodiff: why") :]
-    with watch(), pytest.raises(Exception, match=r".") as caught:
+    with watch(), pytest.raises(Exception, match=OF_AUTOGRAD) as caught:
         runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")
     return "\n".join(note for note in getattr(caught.value, "__notes__", ()) if note.startswith("hodiff: why"))
 
