@@ -1,10 +1,19 @@
-"""What every test shares: one thread, a limit of time, seeded randomness, the device, Hypothesis profiles, --slow."""
+"""What every test shares: one thread, a limit of time, seeded randomness, the device, Hypothesis profiles, --slow.
+
+A table of thousands of cases is marked `drawn(n)`: of each of its functions n cases run, others after each change of
+the tree. All run under `--slow`, and whatever is named (`FILE::CASE`, `-k`, `--lf`) runs.
+"""
 
 import gc
+import hashlib
 import os
+import random
+import shlex
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only compete
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -26,14 +35,28 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow, and all cases of all tables")
 
 
 STDERR = pytest.StashKey[int]()
+SEED = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(sys.stderr.fileno())  # before what tests print is captured
+    config.stash[SEED] = os.environ.get("HODIFF_SEED") or hash_of_the_tree(config.rootpath)
+
+
+def hash_of_the_tree(root: Path) -> str:
+    """Of what is tested and what tests it: a copy without .git draws the same cases."""
+    found = hashlib.sha256()
+    for path in sorted(path for folder in ("src", "tests") for path in (root / folder).rglob("*.py")):
+        found.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases of tables: drawn by HODIFF_SEED={config.stash[SEED]}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -51,10 +74,36 @@ def pytest_enter_pdb() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--slow"):
         return
+    named = any("::" in argument for argument in config.args) or config.option.keyword
+    if not named and not getattr(config.option, "lf", False):
+        left = left_out(items, config.stash[SEED])
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     skip = pytest.mark.skip(reason="slow: run with --slow")
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+def left_out(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
+    """Of each function marked `drawn(n)` all cases but n; which ones depends on nothing else that is collected."""
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    left: set[pytest.Item] = set()
+    for name, cases in tables.items():
+        number = cases[0].get_closest_marker("drawn").args[0]
+        left.update(random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - number)))
+    return left
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and item.get_closest_marker("drawn"):
+        report.sections.append(("drawn from a table; to repeat it", f"python -m pytest {shlex.quote(item.nodeid)}"))
+    return report
 
 
 @pytest.fixture(autouse=True)

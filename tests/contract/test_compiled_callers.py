@@ -58,6 +58,7 @@ def agree(got: Any, expected: Any) -> None:
         assert got == expected
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_graph_breaks_around_the_call(name: str) -> None:
     """Between two operations that are compiled, and twice, the second time from the cache."""
@@ -77,6 +78,7 @@ def test_one_graph_alone_is_refused_in_our_words(name: str) -> None:
         compiled(RUNS[name], fullgraph=True)(X)
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("name", WHOLE)
 def test_one_graph_gives_the_same(name: str) -> None:
     agree(compiled(RUNS[name], fullgraph=True)(X), RUNS[name](X))

@@ -11,8 +11,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.callers import CALLERS, Caller, D
@@ -63,21 +61,19 @@ def fault(caller: Caller, row: Inside) -> str:
     return ""
 
 
+@pytest.mark.drawn(60)
 @ROWS
 @pytest.mark.parametrize("name", ["grad", "hvp", "laplacian"])
 def test_the_main_names(row: str, name: str) -> None:
     assert not fault(NAMED[name], INSIDE[row])
 
 
-@settings(max_examples=120)
-@given(st.sampled_from(CALLERS), st.sampled_from([row for row in INSIDE if row != "func.linearize"]))
-def test_a_share(caller: Caller, row: str) -> None:
-    """Without what takes seconds."""
-    assert not fault(caller, INSIDE[row])
+SLOW = ("func.linearize",)
+"""Rows whose cells take seconds."""
 
 
-@pytest.mark.slow
-@ROWS
-def test_every_name(row: str) -> None:
-    found = [fault(caller, INSIDE[row]) for caller in CALLERS]
-    assert not any(found), "\n".join(filter(None, found))
+@pytest.mark.drawn(120)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in INSIDE])
+@pytest.mark.parametrize("name", NAMED)
+def test_every_name(name: str, row: str) -> None:
+    assert not fault(NAMED[name], INSIDE[row])

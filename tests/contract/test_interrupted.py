@@ -79,6 +79,7 @@ def interrupt(call: Call, moments: int | None, kind: Kind = "calls") -> None:
     torch.testing.assert_close(tensors(run()), expected)
 
 
+@pytest.mark.drawn(45)
 @pytest.mark.parametrize("name", CALLS)
 def test_at_some_moments(name: str) -> None:
     interrupt(CALLS[name], 4)

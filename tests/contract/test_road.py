@@ -20,7 +20,11 @@ import hodiff
 from tests.support.callers import CALLERS, NOT_CALLED, PLAIN, SCALE, Caller, D, public, tensors
 
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
-EVERY = pytest.mark.parametrize("caller", CALLERS, ids=repr)
+
+
+def every(test: Callable[..., None]) -> Callable[..., None]:
+    """Of each row the cells of twenty public names are drawn."""
+    return pytest.mark.drawn(20)(pytest.mark.parametrize("caller", CALLERS, ids=repr)(test))
 
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -162,7 +166,7 @@ def wave(z: Tensor) -> Tensor:
 # --- the rows --------------------------------------------------------------------------------------------------------
 
 
-@EVERY
+@every
 def test_a_network_in_a_closure(caller: Caller) -> None:
     """No abuse: the buffers move in `f`, and are as they were afterwards."""
     model = Network()
@@ -171,7 +175,7 @@ def test_a_network_in_a_closure(caller: Caller) -> None:
     same(got, call(caller, lambda z: model.scale * z.sin() * z))
 
 
-@EVERY
+@every
 def test_bypass(caller: Caller) -> None:
     skip("bypass", caller)
     x = X.clone().requires_grad_()
@@ -179,7 +183,7 @@ def test_bypass(caller: Caller) -> None:
         caller(lambda z: SCALE * z * x, x)
 
 
-@EVERY
+@every
 def test_in_place(caller: Caller) -> None:
     def g(z: Tensor) -> Tensor:
         z.mul_(2)
@@ -194,7 +198,7 @@ def test_in_place(caller: Caller) -> None:
             same(got, call(caller, lambda z: SCALE * (2 * z).sin() * (2 * z)))
 
 
-@EVERY
+@every
 def test_state_met_again(caller: Caller) -> None:
     """Kept from one call to the next, without a word of it: refused, or right."""
     skip("cached", caller)
@@ -215,7 +219,7 @@ def test_state_met_again(caller: Caller) -> None:
         same(got, expected)
 
 
-@EVERY
+@every
 @pytest.mark.parametrize("place", ["where", "closure", "args"])
 def test_inference_tensors(caller: Caller, place: str) -> None:
     if place == "args" and caller.name in ("jet", "multi_grad"):
@@ -231,7 +235,7 @@ def test_inference_tensors(caller: Caller, place: str) -> None:
         same(call(caller, g, X, (c,)), call(caller, g, X, (X + 2,)))
 
 
-@EVERY
+@every
 def test_under_inference_mode(caller: Caller) -> None:
     model = Network()
     with torch.inference_mode(), nothing_changes(model, X):
@@ -277,7 +281,7 @@ class Once(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
-@EVERY
+@every
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 def test_a_function_of_the_users(caller: Caller) -> None:
     skip("function", caller)
@@ -286,7 +290,7 @@ def test_a_function_of_the_users(caller: Caller) -> None:
     same(got, call(caller, lambda z: SCALE * z**3))
 
 
-@EVERY
+@every
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 def test_once_differentiable(caller: Caller) -> None:
     """Refused where it is differentiated twice: by a loss whose graph is asked for, too."""
@@ -302,7 +306,7 @@ def test_once_differentiable(caller: Caller) -> None:
             same(got, call(caller, lambda z: SCALE * z**3))
 
 
-@EVERY
+@every
 def test_a_hook_that_changes_gradients(caller: Caller) -> None:
     """Second derivatives through it are what stock PyTorch makes of it: told, or refused. None is silent."""
     skip("hook", caller)
@@ -325,7 +329,7 @@ def test_a_hook_that_changes_gradients(caller: Caller) -> None:
     assert any("hook" in str(w.message) for w in caught), [str(w.message) for w in caught]
 
 
-@EVERY
+@every
 @pytest.mark.filterwarnings("ignore::hodiff.RandomnessWarning")
 def test_dropout(caller: Caller) -> None:
     """The numbers that one call of `f` draws are drawn, and no others."""
@@ -346,14 +350,14 @@ def test_dropout(caller: Caller) -> None:
     same(call(caller, g), call(caller, lambda z: SCALE * z.sin() * z * mask))
 
 
-@EVERY
+@every
 def test_a_detached_result(caller: Caller) -> None:
     skip("detached", caller)
     with nothing_changes(Network(), X), pytest.raises(hodiff.GraphError, match=r"cut|does not depend"):
         caller(lambda z: (SCALE * z**2).detach(), X)
 
 
-@EVERY
+@every
 @pytest.mark.parametrize("result", ["text", None, 1.5], ids=repr)
 def test_a_result_that_is_no_tensor(caller: Caller, result: Any) -> None:
     skip("no tensor", caller)
@@ -369,7 +373,7 @@ class Abort(BaseException):
     pass
 
 
-@EVERY
+@every
 @pytest.mark.parametrize(
     "error", [Trouble("of the user"), KeyboardInterrupt(), GeneratorExit(), StopIteration(3), Abort()], ids=repr
 )

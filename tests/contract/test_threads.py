@@ -71,6 +71,7 @@ def still(model: Model) -> Model:
     return model
 
 
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_a_module_in_the_function(caller: Any) -> None:
     model = still(Model())
@@ -78,12 +79,14 @@ def test_a_module_in_the_function(caller: Any) -> None:
     same_numbers(lambda number: caller.run(caller.shaped(model), points[number], ()), model)
 
 
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("caller", WITH_MODULES, ids=repr)
 def test_a_module_as_the_point(caller: Any) -> None:
     model = still(Model())
     same_numbers(lambda number: with_a_module(caller, model, function_of_module(caller)), model)
 
 
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("name", sorted(set(ALONE) - {"plotting.convergence"}))  # matplotlib draws in one thread
 def test_without_a_function(name: str) -> None:
     points = [X + torch.tensor(number, dtype=D) / 10 for number in range(THREADS)]

@@ -4,8 +4,6 @@ import ast
 import re
 from graphlib import TopologicalSorter
 
-import pytest
-
 from tests.meta import source
 from tests.meta.source import dotted_names, imports, library_files, module_name, tree, where
 
@@ -63,16 +61,15 @@ def library_imports(path):
             yield line, name
 
 
-@pytest.mark.parametrize("module", LIBRARY)
-def test_imports_point_downwards(module):
-    path = LIBRARY[module]
-    assert part(module) in MAY_IMPORT, f"{path.name}: which layer does it belong to? Add it to MAY_IMPORT"
-    allowed = MODULE_MAY_IMPORT.get(module, MAY_IMPORT[part(module)])
-    for line, name in library_imports(path):
-        if allowed is not None and part(name) != part(module):
-            assert any(below(name, f"hodiff.{place}") for place in allowed), (
-                f"{where(path, line)}: {part(module)} may not import {name}"
-            )
+def test_imports_point_downwards():
+    for module, path in LIBRARY.items():
+        assert part(module) in MAY_IMPORT, f"{path.name}: which layer does it belong to? Add it to MAY_IMPORT"
+        allowed = MODULE_MAY_IMPORT.get(module, MAY_IMPORT[part(module)])
+        for line, name in library_imports(path):
+            if allowed is not None and part(name) != part(module):
+                assert any(below(name, f"hodiff.{place}") for place in allowed), (
+                    f"{where(path, line)}: {part(module)} may not import {name}"
+                )
 
 
 def test_no_import_cycles():
@@ -133,32 +130,31 @@ ONLY_IN = {
 NODE_ATTRIBUTES = {"next_functions", "saved_tensors", "_sequence_nr"}
 
 
-@pytest.mark.parametrize("module", LIBRARY)
-def test_each_engine_has_its_callers(module):
-    path = LIBRARY[module]
-    short = module.removeprefix("hodiff").lstrip(".")
-    for line, name in dotted_names(path):
-        for banned, callers in ONLY_IN.items():
-            if name == banned or name.startswith(banned + "."):
-                assert any(below(short, caller) for caller in callers), (
-                    f"{where(path, line)}: {name} belongs to {callers or 'nobody'}"
-                )
+def test_each_engine_has_its_callers():
+    for module, path in LIBRARY.items():
+        short = module.removeprefix("hodiff").lstrip(".")
+        for line, name in dotted_names(path):
+            for banned, callers in ONLY_IN.items():
+                if name == banned or name.startswith(banned + "."):
+                    assert any(below(short, caller) for caller in callers), (
+                        f"{where(path, line)}: {name} belongs to {callers or 'nobody'}"
+                    )
 
 
 PROVED = "hodiff._core._versions"
 """Where what is private to PyTorch is read, once it is proved to be there."""
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if part(m) != "graph" and m != PROVED])
-def test_only_nodes_and_graph_read_node_attributes(module):
-    for node in ast.walk(tree(LIBRARY[module])):
-        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "ctx"):
-            private = node.attr.startswith(("_saved_", "_raw_saved_")) or node.attr in (
-                "_input_metadata",
-                "_forward_cls",
-            )
-            here = node.attr in NODE_ATTRIBUTES and module != "hodiff._core._nodes"
-            assert not private and not here, f"{where(LIBRARY[module], node.lineno)}: .{node.attr}"
+def test_only_nodes_and_graph_read_node_attributes():
+    for module in (m for m in LIBRARY if part(m) != "graph" and m != PROVED):
+        for node in ast.walk(tree(LIBRARY[module])):
+            if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "ctx"):
+                private = node.attr.startswith(("_saved_", "_raw_saved_")) or node.attr in (
+                    "_input_metadata",
+                    "_forward_cls",
+                )
+                here = node.attr in NODE_ATTRIBUTES and module != "hodiff._core._nodes"
+                assert not private and not here, f"{where(LIBRARY[module], node.lineno)}: .{node.attr}"
 
 
 # A name that may be missing, and what is done then, is right either way, or none of numbers.
@@ -173,29 +169,29 @@ MAY_BE_MISSING = {
 }
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if part(m) not in ("graph", "cli", "verify")])
-def test_no_private_name_has_a_default(module):
+def test_no_private_name_has_a_default():
     """`getattr(node, "_saved_x", False)` is silent where PyTorch calls it otherwise one day."""
-    for node in ast.walk(tree(LIBRARY[module])):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) == 3:
-            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
-            dunder = name.startswith("__") and name.endswith("__")
-            assert dunder or not name.startswith("_") or name in MAY_BE_MISSING, (
-                f"{where(LIBRARY[module], node.lineno)}: {name} belongs to {PROVED}, which proves it"
-            )
+    for module in (m for m in LIBRARY if part(m) not in ("graph", "cli", "verify")):
+        for node in ast.walk(tree(LIBRARY[module])):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) == 3:
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+                dunder = name.startswith("__") and name.endswith("__")
+                assert dunder or not name.startswith("_") or name in MAY_BE_MISSING, (
+                    f"{where(LIBRARY[module], node.lineno)}: {name} belongs to {PROVED}, which proves it"
+                )
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if part(m) in ("_core", "curvature", "calculus", "implicit")])
-def test_classes_of_nodes_are_proved(module):
+def test_classes_of_nodes_are_proved():
     """Their names are PyTorch's to change: each that is told by its name is made once, see `_versions.GRAPHS`."""
-    from hodiff._core import _versions
+    for module in (m for m in LIBRARY if part(m) in ("_core", "curvature", "calculus", "implicit")):
+        from hodiff._core import _versions
 
-    known = {*_versions.GRAPHS, *_versions.NOT_TRIED, *_versions.LOOKED_AT}
-    for node in ast.walk(tree(LIBRARY[module])):
-        value = str(node.value) if isinstance(node, ast.Constant) else ""
-        assert value in known or not re.fullmatch(r"[A-Z]\w*Backward\d+", value), (
-            f"{where(LIBRARY[module], node.lineno)}: {value}"
-        )
+        known = {*_versions.GRAPHS, *_versions.NOT_TRIED, *_versions.LOOKED_AT}
+        for node in ast.walk(tree(LIBRARY[module])):
+            value = str(node.value) if isinstance(node, ast.Constant) else ""
+            assert value in known or not re.fullmatch(r"[A-Z]\w*Backward\d+", value), (
+                f"{where(LIBRARY[module], node.lineno)}: {value}"
+            )
 
 
 def test_aliases_are_seen_through(tmp_path, monkeypatch):
