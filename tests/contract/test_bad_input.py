@@ -4,15 +4,19 @@ import collections
 import gc
 import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
 from hodiff import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffError, InputError
 from hodiff._core import _lending, _reverse
 from tests.support.modules import Cube, CubeOnce, weighted_sum
+from tests.support.properties import ERRORS
 
 D = torch.float64
 X = torch.linspace(-1, 1.5, 6, dtype=D)
@@ -651,3 +655,99 @@ def test_several_outputs_of_each_sample_name_a_way_out() -> None:
         hodiff.hessian(lambda x: x**2, x, batch_ndim=2)
     with pytest.raises(InputError, match="not reduced over the batch"):
         hodiff.hessian(lambda x: x.sum(), x, batch_ndim=2)
+
+
+POINT = torch.tensor([0.5, -1.5, 2.0], dtype=D)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])  # at zeros the first derivative is right: no entry has one by another
+@pytest.mark.parametrize("of", ["nth_derivative", "derivatives"])
+def test_a_function_that_mixes_entries_is_refused(of: str, n: int) -> None:
+    with pytest.raises(hodiff.InputError, match=r"(?i)entr|element"):
+        getattr(hodiff, of)(lambda x: x * x.roll(1), torch.zeros(3, dtype=D), n)
+
+
+NET = nn.Linear(3, 2).double()
+
+
+BATCH = (torch.ones(4, 3, dtype=D), torch.zeros(4, 2, dtype=D))
+
+
+predict = lambda m, batch: m(batch[0])
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "FisherOperator without kind": (
+        lambda: hodiff.FisherOperator(predict, nn.MSELoss(), NET, data=[BATCH]),  # type: ignore[call-arg]
+        "kind",
+    ),
+    "Gauss-Newton, a functional loss": (
+        lambda: hodiff.GaussNewtonOperator(predict, F.mse_loss, NET, data=[BATCH]) @ torch.ones(8, dtype=D),
+        "(?i)loss.*(batch|nn.MSELoss)",
+    ),
+    "Gauss-Newton, operands swapped": (
+        lambda: hodiff.GaussNewtonOperator(nn.MSELoss(), predict, NET, data=[BATCH]) @ torch.ones(8, dtype=D),
+        "(?i)predict|loss",
+    ),
+    "Gauss-Newton, a functional loss in the place of predict": (
+        lambda: hodiff.GaussNewtonOperator(F.mse_loss, predict, NET, data=[BATCH]),
+        "predict, loss, where: in this order",
+    ),
+    "a penalty of a critic that takes labels, without them": (
+        lambda: hodiff.gradient_penalty(lambda x, labels: (x * labels).sum(-1), torch.ones(3, 2)),
+        "f: cannot be called with the 1 positional argument.*'labels'.*args=",
+    ),
+    "a penalty, samples and critic swapped": (
+        lambda: hodiff.gradient_penalty(torch.ones(3, 2), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))),
+        "The function comes first and the samples second",
+    ),
+    "Gauss-Newton, predict of the batch alone": (
+        lambda: hodiff.GaussNewtonOperator(lambda batch: NET(batch[0]), nn.MSELoss(), NET, data=[BATCH])
+        @ torch.ones(8, dtype=D),
+        "predict.*batch",
+    ),
+    "Fisher, predict of the batch alone": (
+        lambda: hodiff.FisherOperator(
+            lambda batch: NET(batch[0]), nn.MSELoss(), NET, data=[BATCH], kind="exact"
+        ) @ torch.ones(8, dtype=D),
+        "predict.*batch",
+    ),
+    "hessian of two arguments": (
+        lambda: hodiff.hessian(lambda a, b: (a * b).sum(), (POINT, POINT)),
+        r"(?i)one argument|tuple|f\(\(|unpack",
+    ),
+    "cross_hessian of one argument": (
+        lambda: hodiff.cross_hessian(lambda p: (p[0] * p[1]).sum(), POINT, POINT),
+        r"(?i)two arguments|f\(x, y\)",
+    ),
+    "retain_graph": (
+        lambda: hodiff.grad(lambda z: z.sum(), POINT, retain_graph=True),  # type: ignore[call-arg]
+        "retain_graph",
+    ),
+    "a dense Hessian of 160 GB": (
+        lambda: hodiff.hessian(lambda z: (z**3).sum(), torch.ones(200_000)),
+        "(?i)GB|GiB|HessianOperator|memory",
+    ),
+    "batch_ndim=2 of several outputs": (
+        lambda: hodiff.hessian(lambda z: z, torch.ones(2, 2, 3, dtype=D), batch_ndim=2),
+        "(?i)jacobian|sum|one output",
+    ),
+    "interpolate, a feature mismatch": (
+        lambda: hodiff.interpolate(torch.ones(4, 3), torch.ones(4, 5)),
+        r"^(?!.*\[:n\]).*\(4, 5\)",
+    ),
+    "Fisher, a loss that is no likelihood": (
+        lambda: hodiff.FisherOperator(predict, nn.HuberLoss(), NET, data=[BATCH], kind="exact")
+        @ torch.ones(8, dtype=D),
+        "(?i)HuberLoss",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_refused_in_our_words(name: str) -> None:
+    call, words = ARGUMENTS[name]
+    with pytest.raises((*ERRORS, TypeError), match=f"(?s){words}") as caught:
+        call()
+    if name != "retain_graph":  # Python's own words name it; ours must, where Python's are about something else
+        assert isinstance(caught.value, hodiff.HodiffError), repr(caught.value)

@@ -246,3 +246,26 @@ def test_a_function_of_the_users_is_not_lost(name: str, fullgraph: bool) -> None
         return
     torch.testing.assert_close(got, run(X))
     torch.testing.assert_close(torch.autograd.grad(got, SCALE)[0], expected)
+
+
+POINT = torch.tensor([0.5, -1.5, 2.0], dtype=D)
+
+
+@pytest.mark.parametrize("name", ["grad", "hvp", "hessian", "nth_derivative", "partial"])
+def test_a_compiled_caller(name: str) -> None:
+    run: dict[str, Callable[[Tensor], Tensor]] = {
+        "grad": lambda r: hodiff.grad(lambda z: (z**4).sum(), r),
+        "hvp": lambda r: hodiff.hvp(lambda z: (z**4).sum(), r, r),
+        "hessian": lambda r: hodiff.hessian(lambda z: (z**4).sum(), r),
+        "nth_derivative": lambda r: hodiff.nth_derivative(lambda z: z**4, r, 2),
+        "partial": lambda r: hodiff.partial(lambda z: (z**4).sum(-1), r[None], (0, 0)),
+    }
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(run[name], backend="eager")(POINT), run[name](POINT))
+
+
+def test_a_detached_laplacian_in_one_graph() -> None:
+    torch.compiler.reset()
+    run = lambda x: hodiff.laplacian(lambda z: (z**3).sum(-1), x, create_graph=False)
+    x = torch.ones(2, 3, dtype=D)
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(x), torch.full((2,), 18.0, dtype=D))

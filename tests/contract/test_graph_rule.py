@@ -5,12 +5,17 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import hodiff
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
+from hodiff.errors import GraphError
 from tests.support.differences import relative_error
 from tests.support.ledger import flags, leftovers, snapshot, without_collector
 from tests.support.modules import BY_NAME, weighted_sum
 from tests.support.oracle import trainable
+from tests.support.properties import ERRORS, right_or_refused
 
 D = torch.float64
 X = torch.linspace(-1, 1.5, 6, dtype=D)
@@ -479,3 +484,258 @@ def test_ledger_counts_what_a_careless_call_keeps() -> None:
 
     left, _, ledger = leftovers(careless)
     assert left >= 3 * X.nbytes, ledger.makers()  # cumsum, tanh and their kin are saved for the backward pass
+
+
+POINT = torch.tensor([0.5, -1.5, 2.0], dtype=D)
+
+
+class Squared(nn.Module):
+    """It computes from its weight once, and keeps the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.5, -2.0], dtype=D))
+        self.c: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        if self.c is None:
+            self.c = self.w**2
+        return (self.c * self.w).sum()
+
+
+class Square(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w**2
+
+
+def test_a_lazily_cached_tensor() -> None:
+    m = Squared()
+    expected = {"w": 3 * m.w.detach() ** 2}
+    torch.testing.assert_close(hodiff.grad(lambda m: m(), m), expected)
+    right_or_refused(lambda: hodiff.grad(lambda m: m(), m), expected, r"\bc\b")
+
+
+def test_a_lazily_cached_tensor_between_the_batches_of_an_operator() -> None:
+    m = Squared()
+    w = m.w.detach()
+    loss = lambda m, batch: (m() * batch, 1)
+    right_or_refused(lambda: hodiff.HessianOperator(loss, m, data=[1.0, 3.0]).dense(), torch.diag(6 * w * 2), r"\bc\b")
+
+
+def test_nothing_of_ours_stays_in_the_users_module() -> None:
+    """Their own backward afterwards: right, or it says what happened; not a smaller gradient."""
+    m = Squared()
+    hodiff.grad(lambda m: m(), m)
+    m().backward()
+    assert m.w.grad is not None
+    torch.testing.assert_close(m.w.grad, 3 * m.w.detach() ** 2)
+
+
+def test_parametrize_cached() -> None:
+    m = nn.Linear(2, 1, bias=False).double()
+    parametrize.register_parametrization(m, "weight", Square())
+    raw = m.parametrizations.weight.original.detach().clone()
+    x = torch.tensor([[1.0, 2.0]], dtype=D)
+    f = lambda m: (m(x) ** 2).sum()
+    y = (raw**2 * x).sum()
+    expected = {"parametrizations.weight.original": 4 * y * raw * x}
+    with parametrize.cached():
+        for _ in range(2):
+            torch.testing.assert_close(hodiff.grad(f, m), expected)
+        f(m).backward()
+    torch.testing.assert_close(m.parametrizations.weight.original.grad, expected["parametrizations.weight.original"])
+
+
+def test_parametrize_cached_already_filled_by_the_user() -> None:
+    m = nn.Linear(2, 1, bias=False).double()
+    parametrize.register_parametrization(m, "weight", Square())
+    raw = m.parametrizations.weight.original.detach().clone()
+    x = torch.tensor([[1.0, 2.0]], dtype=D)
+    f = lambda m: (m(x) ** 2).sum()
+    with parametrize.cached():
+        f(m)
+        expected = {"parametrizations.weight.original": 4 * (raw**2 * x).sum() * raw * x}
+        torch.testing.assert_close(hodiff.grad(f, m), expected)
+
+
+class Stateful(nn.Module):
+    """A recurrent module that keeps its state between calls, without detaching it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5, dtype=D))
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.w * x if self.state is None else self.state * self.w + x
+        return self.state
+
+
+def test_a_recurrent_state() -> None:
+    m, x = Stateful(), torch.tensor(2.0, dtype=D)
+    hodiff.grad(lambda m: m(x), m)
+    right_or_refused(lambda: hodiff.grad(lambda m: m(x), m), {"w": x}, "state")
+
+
+def test_a_state_in_a_closure() -> None:
+    kept: list[Tensor] = []
+
+    def f(z: Tensor) -> Tensor:
+        if not kept:
+            kept.append(z**2)
+        return (kept[0] * z).sum()
+
+    expected = hodiff.grad(f, POINT)
+    torch.testing.assert_close(expected, 3 * POINT**2)
+    right_or_refused(lambda: hodiff.grad(f, POINT), expected, r"(?i)ended|earlier|previous|kept|evaluation")
+
+
+def test_embedding_with_max_norm_leaves_the_weight_alone() -> None:
+    m = nn.Embedding(3, 2, max_norm=0.5).double()
+    index = torch.tensor([0, 2])
+    f = lambda m: (m(index) ** 3).sum()
+    twin = nn.Embedding(3, 2, max_norm=0.5).double()
+    twin.load_state_dict(m.state_dict())
+    before = m.weight.detach().clone()
+    f(twin).backward()
+    try:
+        got = hodiff.grad(f, m)
+    except ERRORS as error:
+        assert "max_norm" in str(error)
+    else:
+        torch.testing.assert_close(got["weight"], twin.weight.grad)
+    assert torch.equal(m.weight, before)
+
+
+def test_a_table_met_through_a_closure_is_not_renormalised():
+    table = nn.Embedding(3, 2, max_norm=1.0)
+    with torch.no_grad():
+        table.weight.mul_(5)
+    before = table.weight.detach().clone()
+    hodiff.grad(lambda y: (table(torch.tensor([0, 1])) * y).sum(), torch.ones(2))
+    assert torch.equal(table.weight, before)
+
+
+THREE = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_a_hidden_leaf_collects_no_gradient():
+    w = torch.ones(3, requires_grad=True)
+    with Graph(call(lambda x: (w * x**2).sum(), THREE, passes=1, create_graph=True)) as ev:
+        (gradient,) = torch.autograd.grad(ev.outputs, ev.leaves, create_graph=True)
+    gradient.sum().backward()
+    assert w.grad is not None
+    assert ev.leaves[0].grad is None
+
+
+def test_an_argument_in_place_reaches_nothing_of_the_callers():
+    x = THREE.clone().requires_grad_() * 1
+    before = x.detach().clone()
+    with pytest.raises((RuntimeError, GraphError), match=r"[Ii]n.?place"):
+        hodiff.grad(lambda z: z.mul_(2).sum(), x, create_graph=True)
+    assert torch.equal(x.detach(), before)
+
+
+def test_a_table_in_a_closure_keeps_its_graph_where_the_result_does():
+    table = nn.Embedding(4, 3, max_norm=10.0)
+    index = torch.tensor([1, 2])
+    result = hodiff.grad(lambda x: (table(index) * x**2).sum(), THREE, create_graph=True)
+    (found,) = torch.autograd.grad(result.sum(), table.weight)
+    expected = torch.zeros(4, 3)
+    expected[index] = 2 * THREE
+    torch.testing.assert_close(found, expected)
+
+
+def drawing(constant):
+    def f(x):
+        return (torch.rand(3) * x**2 * constant).sum()
+
+    return f
+
+
+def test_a_run_for_tensors_of_inference_mode_draws_what_the_first_one_drew():
+    with torch.inference_mode():
+        constant = torch.full((3,), 2.0)
+    torch.manual_seed(1)
+    found = hodiff.grad(drawing(constant), THREE)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    expected = hodiff.grad(drawing(constant.clone()), THREE)
+    assert torch.equal(found, expected)
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_a_run_for_a_weight_norm_draws_what_the_first_one_drew():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 1))
+
+    def f(model):
+        return (model(THREE) * torch.rand(1)).square().sum()
+
+    torch.manual_seed(1)
+    value = f(model).detach()
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    torch.testing.assert_close(hodiff.value_grad_and_hessian(f, model)[0], value)
+    assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_explanation_draws_nothing(fails):
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        if fails and len(calls) > 1:
+            raise ZeroDivisionError
+        return (torch.rand(3) * x.detach()).sum()
+
+    torch.manual_seed(1)
+    torch.rand(3)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    with pytest.raises(GraphError, match="cut"):
+        hodiff.grad(f, THREE)
+    assert len(calls) == 2
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_an_inference_tensor_that_f_changes_stays_changed():
+    with torch.inference_mode():
+        one, constant = torch.ones(3), torch.ones(3)
+
+    def f(x):
+        x = x * one  # which makes f run again, with copies
+        constant.add_(1)
+        return (x * constant).sum()
+
+    torch.testing.assert_close(hodiff.grad(f, THREE), torch.full((3,), 2.0))
+
+
+def test_a_result_is_a_constant_to_a_later_call():
+    """Its graph leads to a leaf of ours; but the caller was given it, and may well use it."""
+    result = hodiff.grad(lambda x: (x**3).sum(), THREE, create_graph=True)
+    torch.testing.assert_close(hodiff.grad(lambda y: (y * result).sum(), THREE), (3 * THREE**2))
+
+
+def test_what_f_kept_of_a_differentiable_call_is_no_constant():
+    kept = []
+
+    def f(x):
+        kept.append(x.sin())
+        return (kept[0] * x).sum()
+
+    hodiff.grad(f, THREE, create_graph=True)
+    with pytest.raises(GraphError, match="kept"):
+        hodiff.grad(f, THREE, create_graph=True)
+
+
+def test_a_point_that_is_no_leaf_is_reached_past_the_argument():
+    x = THREE.clone().requires_grad_() * 1
+    with pytest.raises(GraphError, match="other than through its argument"):
+        hodiff.grad(lambda z: (z * x).sum(), x)
+
+
+def test_a_constant_gradient_of_a_given_tensor_stays_connected():
+    x = THREE.clone().requires_grad_()
+    result = hodiff.grad((3 * x).sum(), x, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(result.sum(), x)[0], torch.zeros(3))

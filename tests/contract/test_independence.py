@@ -1,12 +1,17 @@
 """`check_independence=`, wherever `batch_ndim=` is: samples that mix are seen, and nothing else is."""
 
 import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hodiff
+from hodiff._core import _independence
+from hodiff.errors import BatchMixingWarning
 
 D = torch.float64
 X = torch.randn(5, 3, dtype=D, generator=torch.Generator().manual_seed(0))
@@ -32,7 +37,7 @@ SCALARS = {  # f gives one number per sample
     "curvature_penalty": lambda f, x, **k: hodiff.curvature_penalty(f, x, **k),
     "sliced_score_matching_loss": lambda f, x, **k: hodiff.sliced_score_matching_loss(f, x, log_density=True, **k),
 }
-# By their own files: fields in test_silent_rows, and these evaluate nothing.
+# Fields are `MIXED`, below; these evaluate nothing.
 NOT_HERE = {"interpolate", "sample_norm", "derivatives_of"}  # the last takes a tensor, which nobody evaluates again
 FIELDS = ("laplacian", "divergence", "curl", "biharmonic", "partial", "second_order_operator")
 calls = pytest.mark.parametrize("name", SCALARS)
@@ -175,3 +180,68 @@ def test_half_precision_and_a_softmax_raise_no_alarm():
 def test_outputs_that_cancel_are_seen_one_by_one():
     with pytest.warns(hodiff.BatchMixingWarning, match="not independent"):
         hodiff.jacobian(lambda x: torch.stack([running(x), -running(x)], 1), X, batch_ndim=1, check_independence=True)
+
+
+def mixing(x: Tensor) -> Tensor:
+    return (x.cumsum(0) ** 2).sum(1)
+
+
+MIXED: dict[str, Callable[..., Any]] = {
+    "laplacian": lambda **o: hodiff.laplacian(mixing, torch.ones(3, 2, dtype=D), **o),
+    "laplacian, reverse": lambda **o: hodiff.laplacian(mixing, torch.ones(3, 2, dtype=D), method="reverse", **o),
+    "grad": lambda **o: hodiff.grad(mixing, torch.ones(3, 2, dtype=D), batch_ndim=1, **o),
+    "hessian": lambda **o: hodiff.hessian(mixing, torch.ones(3, 2, dtype=D), batch_ndim=1, **o),
+    "hvp": lambda **o: hodiff.hvp(mixing, torch.ones(3, 2, dtype=D), torch.ones(3, 2, dtype=D), batch_ndim=1, **o),
+    "hessian_diagonal": lambda **o: hodiff.hessian_diagonal(mixing, torch.ones(3, 2, dtype=D), batch_ndim=1, **o),
+    "divergence": lambda **o: hodiff.divergence(lambda x: x.cumsum(0) ** 2, torch.ones(3, 2, dtype=D), **o),
+    "gradient_penalty": lambda **o: hodiff.gradient_penalty(mixing, torch.ones(3, 2, dtype=D), create_graph=False, **o),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_check_independence_wherever_batch_ndim_is(name: str) -> None:
+    with pytest.warns(hodiff.BatchMixingWarning, match="(?i)sample"):
+        MIXED[name](check_independence=True)
+
+
+def test_every_function_with_batch_ndim_has_it() -> None:
+    import inspect
+
+    have = {
+        name: set(inspect.signature(getattr(hodiff, name)).parameters)
+        for name in hodiff.__all__
+        if inspect.isfunction(getattr(hodiff, name))
+    }
+    takes_f = {name for name, parameters in have.items() if parameters & {"f", "critic"} and "batch_ndim" in parameters}
+    assert not {name for name in takes_f if "check_independence" not in have[name]}
+
+
+def quietly(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_batch_norm_is_told_each_time_it_mixes(create_graph):
+    norm, x = nn.BatchNorm1d(3), torch.randn(5, 3)
+
+    def product():
+        return hodiff.hvp(lambda x: (norm(x) ** 3).sum(1), x, x, batch_ndim=1, create_graph=create_graph)
+
+    for _ in range(2):
+        with pytest.warns(BatchMixingWarning, match="BatchNorm"):
+            product()
+    norm.eval()
+    quietly(product)
+
+
+def test_one_sample_is_not_evaluated_to_see_whether_it_mixes():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return x.square().sum(1)
+
+    _independence.check(f, torch.ones(1, 3), batch_ndim=1)
+    assert not calls

@@ -6,16 +6,21 @@ The measured table is published as docs/generated/never-silently-wrong.md; HODIF
 
 import os
 import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hodiff
 from tests.support.differences import first_difference, relative_error
 from tests.support.modules import BY_NAME, ZOO, Case
 from tests.support.oracle import Oracle, flatten, unflatten
+from tests.support.properties import right_or_refused
 from tests.support.table import TOLERANCE, Cell, measure, measure_stock, target, unit_direction
 
 ROOT = Path(__file__).parents[2]
@@ -207,3 +212,131 @@ def test_the_oracle_sees_what_is_wrong_in_stock_torch() -> None:
     assert measure_stock("LayerNorm", "thrice").error > 1e-2
     assert measure_stock("weight_norm", "twice").error > 1e-2
     assert measure_stock("GroupNorm", "thrice").error < TOLERANCE
+
+
+D = torch.float64
+
+
+POINT = torch.tensor([0.5, -1.5, 2.0], dtype=D)
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+def test_embedding_scaled_by_frequency() -> None:
+    m = nn.Embedding(3, 2, scale_grad_by_freq=True).double()
+    index = torch.tensor([0, 1, 1])
+    with pytest.raises(hodiff.GraphError, match=r"scale_grad_by_freq|[Ee]mbedding"):
+        hodiff.hessian(lambda m: m(index).prod(), m, matrix=True)
+    with pytest.raises(hodiff.GraphError, match=r"scale_grad_by_freq|[Ee]mbedding"):
+        hodiff.HessianOperator(lambda m: m(index).prod(), m) @ torch.ones(6, dtype=D)
+
+
+def test_logcumsumexp() -> None:
+    x = torch.tensor([0.3, -0.8, 1.4], dtype=D)
+    v = torch.tensor([1.0, -0.5, 0.2], dtype=D)
+    f = lambda z: (torch.logcumsumexp(z, 0) * torch.tensor([1.0, -2.0, 0.5], dtype=D)).sum()
+    gradient = lambda z: torch.autograd.functional.jacobian(f, z)
+    expected = first_difference(lambda t: gradient(x + t * v))
+    torch.testing.assert_close(hodiff.hvp(f, x, v), expected, rtol=1e-6, atol=1e-8)
+    words = "logcumsumexp|[Ll]ogCumSumExp"
+    right_or_refused(lambda: _second(hodiff.jvp(lambda z: hodiff.grad(f, z), x, v)), expected, words)
+    right_or_refused(lambda: hodiff.jacobian(lambda z: hodiff.grad(f, z), x) @ v, expected, words)
+
+
+def test_logcumsumexp_of_a_tensor_at_third_order() -> None:
+    """The function form writes it out; a graph that has it already would give NaN."""
+    x = torch.tensor([0.3, -0.8, 1.4], dtype=D, requires_grad=True)
+    v = torch.ones(3, dtype=D)
+    loss = lambda z: torch.logcumsumexp(z, 0).square().sum()
+    torch.testing.assert_close(hodiff.hvp(loss(x), x, v), hodiff.hvp(loss, x.detach(), v))
+    with pytest.raises(hodiff.GraphError, match=r"(?s)logcumsumexp.*function"):
+        hodiff.hvp(loss(x), x, v, create_graph=True)
+
+
+def _second(result: Any) -> Tensor:
+    return result[1] if isinstance(result, tuple) else result
+
+
+KINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda z: z.norm(),
+    "sqrt": lambda z: z.square().sum().sqrt(),
+    "pow": lambda z: (z.abs() ** 1.5).sum(),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+@pytest.mark.parametrize("of", ["hessian", "hvp", "HessianOperator"])
+def test_a_kink_is_told(of: str, name: str) -> None:
+    x = torch.zeros(2, dtype=D)
+    calls = {
+        "hessian": lambda: hodiff.hessian(KINKS[name], x),
+        "hvp": lambda: hodiff.hvp(KINKS[name], x, torch.ones(2, dtype=D)),
+        "HessianOperator": lambda: hodiff.HessianOperator(KINKS[name], x) @ torch.ones(2, dtype=D),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = calls[of]()
+    if not torch.isfinite(got).all():
+        ours = [str(w.message) for w in caught if issubclass(w.category, hodiff.HodiffWarning)]
+        assert any(re.search("(?i)norm|sqrt|pow", words) for words in ours), ours
+
+
+class Bare(torch.autograd.Function):
+    """Its backward is a Function that has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return WithoutBackward.apply(ctx.saved_tensors[0], g)
+
+
+class WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
+        return 3 * x**2 * g
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize("name", ["hvp", "hessian", "nth_derivative", "laplacian", "HessianOperator"])
+def test_a_function_without_a_backward_is_named(name: str) -> None:
+    f = lambda z: Bare.apply(z).sum()
+    calls: dict[str, Callable[[], Any]] = {
+        "hvp": lambda: hodiff.hvp(f, POINT, POINT),
+        "hessian": lambda: hodiff.hessian(f, POINT),
+        "nth_derivative": lambda: hodiff.nth_derivative(lambda z: Bare.apply(z), POINT, 2),
+        "laplacian": lambda: hodiff.laplacian(f, POINT, batch_ndim=0),
+        "HessianOperator": lambda: hodiff.HessianOperator(f, POINT) @ POINT,
+    }
+    with pytest.raises(hodiff.GraphError, match="WithoutBackward"):
+        calls[name]()
+
+
+def test_third_derivative_of_conv_transpose_with_output_padding() -> None:
+    w = torch.tensor([[[0.5, -1.0, 0.3]]], dtype=D)
+    f = lambda z: F.conv_transpose1d(z[None, None] ** 2, w * z[0], stride=2, output_padding=1).pow(2).sum()
+    below = lambda t: hodiff.hvp(f, POINT + t * POINT, POINT)
+    expected = first_difference(below, step=1e-3)
+    third = lambda: hodiff.jvp(lambda z: hodiff.hvp(f, z, POINT), POINT, POINT)
+    right_or_refused(lambda: _second(third()), expected, "conv_transpose|output_padding|[Cc]onvolution")
+
+
+def test_linear_cross_entropy_in_chunks() -> None:
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        pytest.skip("this torch has none")
+    W = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+    target = torch.tensor([0, 3])
+    x = torch.linspace(-1, 2, 6, dtype=D).reshape(2, 3)
+    v = torch.cos(torch.arange(6, dtype=D)).reshape(2, 3)
+    expected = first_difference(lambda t: hodiff.grad(lambda z: F.cross_entropy(z @ W.T, target), x + t * v))
+    right_or_refused(lambda: hodiff.hvp(lambda z: function(z, W, target), x, v), expected, "(?i)linear_?cross_?entropy")
+
+
+def test_an_operation_whose_derivative_fails_over_its_unused_results_is_told_in_our_words() -> None:
+    x = torch.linspace(-1, 1, 6, dtype=D).reshape(2, 3)
+    f = lambda bias: (torch.native_layer_norm(x * bias, (3,), None, bias, 1e-5)[0] ** 3).sum()
+    with pytest.raises(hodiff.GraphError, match="layer_norm"):
+        hodiff.hvp(f, x[0].clone(), x[1].clone())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import hodiff
 from hodiff import rules
+from tests.support.operators import draw
 
 D = torch.float64
 A, B = torch.tensor([0.3, -1.2], dtype=D), torch.tensor([0.7, 1.9], dtype=D)
@@ -243,3 +244,12 @@ def test_a_plan_takes_a_list_for_a_tuple_and_any_array() -> None:
     assert made(turned).to_dense().diag().tolist() == [12, 6]
     turned.flags.writeable = False
     assert made(turned).to_dense().diag().tolist() == [12, 6]
+
+
+def test_operators_over_dicts_in_another_order_are_not_combined() -> None:
+    f = lambda w: (w["a"] ** 3).sum() + (w["b"] ** 2).sum() * w["a"].sum()
+    A = hodiff.HessianOperator(f, {"a": draw(2), "b": draw(2)})
+    B = hodiff.HessianOperator(f, {"b": draw(2), "a": draw(2)})
+    for combine in (lambda: A - B, lambda: A @ B):
+        with pytest.raises(hodiff.InputError, match="order of keys"):
+            combine()

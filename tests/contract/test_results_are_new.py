@@ -108,3 +108,38 @@ def test_zeros_are_ordinary_tensors(name: str) -> None:
     assert not found.numpy().any()
     found.add_(1)
     assert bool((found == 1).all())
+
+
+class WritesIntoItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        g *= 3 * x**2
+        return g
+
+
+def test_a_vector_of_the_users_is_not_written_into():
+    u, x = torch.ones(3, dtype=D), torch.tensor([1.0, 2.0, 3.0], dtype=D)
+    torch.testing.assert_close(hodiff.vjp(WritesIntoItsGradient.apply, x, u), 3 * x**2)
+    assert torch.equal(u, torch.ones(3, dtype=D))
+
+
+def test_a_gradient_spread_over_two_entries_has_memory_for_both():
+    result = hodiff.grad(lambda x: x.sum(), torch.zeros(2))
+    result[0] = 5
+    assert result.tolist() == [5, 1]
+
+
+def test_values_are_copies() -> None:
+    x = torch.ones(3, dtype=D)
+    for f in (lambda x: x, torch.tanh):
+        J = hodiff.JacobianOperator(f, x)
+        kept = J.value.clone()
+        J.value.mul_(9)
+        assert torch.equal(J.value, kept) and torch.equal(x, torch.ones(3, dtype=D))
+        J @ x

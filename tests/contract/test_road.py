@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -400,3 +400,37 @@ def test_an_exception_passes_unchanged(caller: Caller, error: BaseException, lat
     assert torch.equal(random, torch.get_rng_state())
     error.__traceback__ = None
     same(call(caller, wave), call(caller, wave))  # and the library works as before
+
+
+POINT = torch.tensor([0.5, -1.5, 2.0], dtype=D)
+
+
+with torch.inference_mode():
+    MADE = torch.tensor([0.5, 2.0, -1.0], dtype=D)
+
+
+INFERENCE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "closure": lambda: (hodiff.grad(lambda z: (z**2 * MADE).sum(), POINT), 2 * POINT * MADE),
+    "closure, hvp": lambda: (
+        hodiff.hvp(lambda z: (z**3 * MADE).sum(), POINT, torch.ones_like(POINT)), 6 * POINT * MADE
+    ),
+    "args": lambda: (hodiff.grad(lambda z, c: (z**2 * c).sum(), POINT, args=(MADE,)), 2 * POINT * MADE),
+    "kwargs": lambda: (hodiff.grad(lambda z, c: (z**2 * c).sum(), POINT, kwargs={"c": MADE}), 2 * POINT * MADE),
+    "data": lambda: (
+        hodiff.HessianOperator(lambda z, batch: ((z**3 * batch[0]).sum(), 1), POINT, data=[(MADE,)])
+        @ torch.ones_like(POINT),
+        6 * POINT * MADE,
+    ),
+    "where": lambda: (hodiff.grad(lambda z: (z**2).sum(), MADE), 2 * MADE),
+    "a field": lambda: (
+        hodiff.laplacian(lambda z: (z**3 * MADE).sum(-1), POINT[None], create_graph=False)[0], (6 * POINT * MADE).sum()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode], ids=["outside", "inside"])
+@pytest.mark.parametrize("name", INFERENCE)
+def test_data_made_under_inference_mode(name: str, mode: Any) -> None:
+    with mode():
+        got, expected = INFERENCE[name]()
+    torch.testing.assert_close(got.clone(), expected.clone())

@@ -448,3 +448,9 @@ ZOO: tuple[Case, ...] = (
 )  # fmt: skip
 
 BY_NAME = {case.name: case for case in ZOO}
+
+
+def two_layers(inputs: int, outputs: int, width: int = 8) -> nn.Sequential:
+    """The network of many examples, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).double()

@@ -1,10 +1,13 @@
 """What must hold for any derivative, as assertions; each scales its tolerance by the numbers compared."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+import hodiff
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -56,3 +59,16 @@ def linear(operator: Callable[[Tensor], Any], v: Tensor, w: Tensor, a: float = 1
 def adjoint(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], v: Tensor, u: Tensor) -> None:
     """<u, A v> = <A' u, v>."""
     agree((u * forward(v)).sum(), (backward(u) * v).sum(), floor=1e-10)
+
+
+ERRORS = (hodiff.InputError, hodiff.GraphError)
+
+
+def right_or_refused(call: Callable[[], Any], expected: Any, words: str) -> None:
+    """The value is the expected one, or an error of ours says the words."""
+    try:
+        got = call()
+    except ERRORS as error:
+        assert re.search(words, str(error)), f"the error lacks {words!r}: {error}"
+        return
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)

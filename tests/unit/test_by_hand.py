@@ -291,3 +291,19 @@ def test_a_release_where_passes_are_not_told_is_refused(monkeypatch: pytest.Monk
     assert not look(X)
     monkeypatch.undo()
     assert look(X)
+
+
+def test_an_enclosing_call_counts_towards_the_order():
+    def f(norm):
+        return lambda x: (norm(x) ** 3).sum()
+
+    def nested(norm):
+        return lambda x: (hodiff.grad(f(norm), x) ** 2).sum()
+
+    def by_definition(x):
+        centred = x - x.mean()
+        return centred / (centred.square().mean() + 1e-5).sqrt()
+
+    x = torch.tensor([0.3, -0.7, 1.1, 0.2], dtype=torch.float64)
+    found = hodiff.hvp(nested(lambda x: nn.functional.layer_norm(x, (4,))), x, x.cos())
+    torch.testing.assert_close(found, hodiff.hvp(nested(by_definition), x, x.cos()))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hodiff
+from tests.support.modules import two_layers
 
 D = torch.float64
 
@@ -49,3 +50,11 @@ def test_it_can_be_differentiated():
     (found,) = torch.autograd.grad(J.sum(), x)
     other = hodiff.jacobian(lambda x: x.cumsum(0) ** 2, x, create_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(other.sum(), x)[0])
+
+
+def test_laplace_jacobians_of_a_model():
+    net, x = two_layers(3, 2), torch.randn(5, 3, dtype=D)
+    J = hodiff.jacobian(lambda m: m(x), net, matrix=True).unflatten(0, (5, 2))
+    for i in (0, 4):
+        rows = hodiff.jacobian(lambda m, i=i: m(x[i]), net, matrix=True)
+        torch.testing.assert_close(J[i], rows)

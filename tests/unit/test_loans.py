@@ -1,4 +1,5 @@
 import threading
+import warnings
 
 import pytest
 import torch
@@ -6,8 +7,11 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff._core import _locks
+from hodiff._core._call import call
+from hodiff._core._graph import Graph
 from hodiff._core._lending import ParameterLoan, StateLoan
 from hodiff._core._where import Where
+from hodiff.errors import HodiffWarning
 from tests.support.limits import in_threads
 
 
@@ -338,3 +342,179 @@ def test_parameters_that_are_not_differentiated_in_are_not_recorded_unless_they_
     hodiff.grad(f, hodiff.select(net, "2.*"), create_graph=True)
     assert recorded == [False, True]
     assert net[0].weight.requires_grad
+
+
+D = torch.float64
+
+
+@pytest.mark.parametrize("of", ["hessian", "hvp", "HessianOperator"])
+def test_a_hook_that_changes_gradients_is_told(of: str) -> None:
+    x = torch.tensor([1.0, 2.0], dtype=D)
+
+    def f(z: Tensor) -> Tensor:
+        h = 2 * z
+        if h.requires_grad:
+            h.register_hook(lambda g: 3 * g)
+        return (h**2).sum()
+
+    calls = {
+        "hessian": lambda: hodiff.hessian(f, x),
+        "hvp": lambda: hodiff.hvp(f, x, torch.ones_like(x)),
+        "HessianOperator": lambda: hodiff.HessianOperator(f, x) @ torch.ones_like(x),
+    }
+    with pytest.warns(hodiff.HodiffWarning, match="hook"):
+        calls[of]()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
+def test_pytorchs_own_hooks_are_no_function_of_the_users() -> None:
+    """A module hook goes through BackwardHookFunction, which is PyTorch's; that it may change gradients is told."""
+    m = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()
+    m[0].register_full_backward_hook(lambda module, given, out: None)
+    x = torch.ones(1, 3, dtype=D)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hodiff.hvp(lambda z: m(z).pow(2).sum(), x, x)
+    assert not [w for w in caught if issubclass(w.category, hodiff.CustomFunctionWarning)]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_leaves_of_parameters_pass_for_parameters(create_graph):
+    m = nn.Linear(2, 1).double()
+    f = lambda m: sum((p**2).sum() for p in m.parameters() if isinstance(p, nn.Parameter)) + 0 * m.weight.sum()
+    found = hodiff.grad(f, m, create_graph=create_graph)
+    torch.testing.assert_close(found, {name: 2 * p.detach() for name, p in m.named_parameters()})
+    torch.testing.assert_close(hodiff.hessian(f, m, matrix=True), 2 * torch.eye(3, dtype=D))
+    assert not isinstance(found["bias"], nn.Parameter)
+
+
+def test_frozen_parameters_pass_for_parameters_too():
+    m = nn.Linear(2, 1).double()
+    m.bias.requires_grad_(False)
+    seen = []
+    hodiff.grad(lambda m: seen.append(isinstance(m.bias, nn.Parameter)) or m.weight.sum(), m)
+    assert seen == [True]
+
+
+X = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_backward_hooks_of_a_module_are_the_same_afterwards():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    handle = model[1].register_full_backward_hook(lambda module, given, received: None)
+    before = model[1]._backward_hooks
+    v = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    hodiff.hvp(lambda model: model(X).square().sum(), model, v)
+    assert model[1]._backward_hooks is before
+    handle.remove()
+
+
+def test_registering_hooks_is_pytorchs_own_afterwards():
+    before = torch.Tensor.register_hook
+    hodiff.hvp(lambda x: x.square().sum(), X, X)
+    assert torch.Tensor.register_hook is before
+
+
+def test_a_hook_changes_gradients_as_in_plain_pytorch():
+    def f(x):
+        h = 2 * x
+        if h.requires_grad:
+            h.register_hook(lambda g: 3 * g)
+        return (h**2).sum()
+
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    with pytest.warns(HodiffWarning, match="hook"):
+        torch.testing.assert_close(hodiff.hvp(f, X, torch.ones(3)), second)
+
+
+def test_a_hook_in_an_inner_call_is_told_there():
+    def inner(x):
+        h = 2 * x
+        h.register_hook(lambda g: 3 * g)
+        return (h**2).sum()
+
+    def outer(x):
+        with torch.no_grad():
+            constant = hodiff.hvp(inner, X, X)
+        return (x * constant).sum()
+
+    with pytest.warns(HodiffWarning, match="hook"):
+        hodiff.grad(outer, X)
+
+
+def test_hooks_are_not_told_where_an_error_is():
+    def f(x):
+        h = 2 * x
+        h.register_hook(lambda g: 3 * g)
+        return (h**2).sum()
+
+    with pytest.raises(ZeroDivisionError, match="of ours"), Graph(call(f, X, passes=2)) as ev:
+        torch.autograd.grad(ev.outputs, ev.leaves, create_graph=True)
+        raise ZeroDivisionError("of ours")
+
+
+class Remembers(nn.Module):
+    """Keeps what it computed, one way or another."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.how = how
+        self.cache = {}
+
+    def forward(self, x):
+        result = self.inner(x)
+        if self.how == "new attribute":
+            self.kept = result
+        elif self.how == "new dict":
+            self.cache = {"kept": [result]}
+        return result.square().sum()
+
+
+@pytest.mark.parametrize("how", ["new attribute", "new dict"])
+@pytest.mark.parametrize("point", ["module", "closure"])
+def test_what_a_module_keeps_goes_with_the_call(how, point):
+    model = Remembers(how)
+    hodiff.grad(lambda model: model(X), model) if point == "module" else hodiff.grad(model, X)
+    assert "kept" not in model.__dict__
+    assert model.cache == {}
+
+
+def test_what_is_kept_on_the_module_of_the_point_itself():
+    layer = nn.Linear(3, 1)
+
+    def f(layer):
+        layer.kept = layer(X)
+        return layer.kept.sum()
+
+    hodiff.grad(f, layer)
+    assert "kept" not in layer.__dict__
+
+
+def test_what_a_forward_hook_keeps_on_a_layer():
+    layer = nn.Linear(3, 1)
+    model = nn.Sequential(layer)
+
+    def keep(module, given, result):
+        module.kept = result
+
+    handle = layer.register_forward_hook(keep)
+    hodiff.grad(lambda x: model(x).sum(), X)
+    assert "kept" not in layer.__dict__
+    handle.remove()
+
+
+def test_what_an_inner_call_meets_is_tidied_by_it():
+    """The leaves of an inner evaluation end with it: what a module keeps of them is gone before f goes on."""
+    model, seen = Remembers("new attribute"), []
+
+    def f(x):
+        with torch.no_grad():
+            hodiff.grad(model, X)
+        seen.append("kept" in model.__dict__)
+        return x.sum()
+
+    hodiff.grad(f, X)
+    assert seen == [False]

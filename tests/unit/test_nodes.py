@@ -1,8 +1,12 @@
+import warnings
+
 import pytest
 import torch
+from torch.autograd.function import once_differentiable
 
 import hodiff
 from hodiff._core import _nodes
+from hodiff.errors import CustomFunctionWarning, GraphError
 
 
 class Cube(torch.autograd.Function):
@@ -112,3 +116,53 @@ def test_by_what_many_numbers_became_one():
         assert _nodes.reduction(torch.nn.functional.mse_loss(z, z.detach(), reduction=how)) == (how, None)
     for other in (z.prod(), z, z.detach().sum(), 2 * z.mean(), z[0, 0]):
         assert _nodes.reduction(other) == (None, None)
+
+
+X = torch.tensor([0.3, -0.7, 1.1])
+
+
+def quietly(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*args, **kwargs)
+
+
+class SquareOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+
+def test_what_is_allowed_once_is_not_allowed_later():
+    def f(x):
+        return (SquareOnce.apply(x) * x).sum()
+
+    for allow in ("SquareOnce", SquareOnce, [SquareOnce]):
+        hodiff.hvp(f, X, X, allow=allow)
+    with pytest.raises(GraphError, match="once_differentiable"):
+        hodiff.hvp(f, X, X)
+
+
+def test_a_function_is_warned_of_once():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def vjp(ctx, g):  # as good as `backward`
+            return 3 * g * ctx.saved_tensors[0] ** 2
+
+    def f(x):
+        return Cube.apply(x).sum()
+
+    with pytest.warns(CustomFunctionWarning, match="Cube"):
+        first = hodiff.hvp(f, X, X)
+    assert torch.equal(quietly(hodiff.hvp, f, X, X), first)

@@ -8,6 +8,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core._substitutes import ExactNorms
+from hodiff.errors import GraphError
 
 LAYERS = {
     "layer": (lambda: nn.LayerNorm(4), (5, 3, 4)),
@@ -108,3 +109,30 @@ def test_a_batch_norm_with_nothing_after_the_flag_mixes_too():
     with ExactNorms() as norms:
         nn.functional.batch_norm(x, None, None, None, None, True)
     assert norms.mixes_samples
+
+
+X = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_a_norm_that_did_not_matter_once_may_matter_later():
+    norm, head = nn.LayerNorm(3), torch.ones(3, requires_grad=True)
+
+    def loss(x):
+        return ((norm(x) * head) ** 3).sum()
+
+    x = X.clone().requires_grad_()
+    hodiff.hvp(loss(x), head, X, create_graph=True)
+    with pytest.raises(GraphError, match="third derivative"):
+        hodiff.hvp(loss(x), x, X, create_graph=True)
+
+
+def test_an_operation_that_is_right_at_second_order_is_searched_at_third():
+    def f(x):
+        stats = [torch.zeros(2), torch.ones(2)]
+        rows = torch.ops.aten._batch_norm_with_update(x, torch.ones(2), torch.zeros(2), *stats, 0.1, 1e-5)[0]
+        return (rows**3).sum()
+
+    x = torch.randn(4, 2)
+    hodiff.hvp(f, x, x)
+    with pytest.raises(GraphError, match="third derivative"):
+        hodiff.hvp(f, x, x, create_graph=True)

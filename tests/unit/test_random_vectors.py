@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hodiff
+from hodiff._core import _vectors
 from hodiff._core._vectors import draw
 from tests.meta.source import library_files, module_name, tree
 
@@ -52,3 +53,12 @@ def test_nobody_else_draws_them():
         if isinstance(node, ast.Attribute) and node.attr in ("randn", "randn_like", "normal_", "bernoulli_", "randint")
     }
     assert not found
+
+
+def test_half_precision_is_drawn_in_single():
+    like = torch.empty((), dtype=torch.float16)
+    for law in ("gaussian", "rademacher"):
+        given = [torch.Generator().manual_seed(3) for _ in range(2)]
+        half = _vectors.draw((50,), like, law, given[0])
+        single = _vectors.draw((50,), like.float(), law, given[1])
+        assert torch.equal(half, single.half())

@@ -1,4 +1,6 @@
+import warnings
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import hodiff
-from hodiff._core import _reverse
+from hodiff._core import _reverse, _versions
 
 
 def test_sparse_gradients_come_back_dense():
@@ -224,3 +226,42 @@ def test_a_third_derivative_that_f_has_a_part_in_is_looked_at(name: str) -> None
 def test_a_first_derivative_is_given_as_it_is() -> None:
     """NaN is seen; to look for it would cost each gradient a pass over its result."""
     assert hodiff.grad(lambda z: z.sqrt().sum() * 0, torch.zeros(2)).isnan().all()
+
+
+X = torch.tensor([0.3, -0.7, 1.1])
+
+
+def quietly(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*args, **kwargs)
+
+
+def test_a_sum_that_overflows_is_no_infinite_entry():
+    result = quietly(hodiff.hvp, lambda x: 1.5e38 * (x**2).sum(), torch.zeros(2), torch.ones(2))
+    assert torch.equal(result, torch.full((2,), 3e38))
+
+
+def test_the_last_of_single_passes_frees(monkeypatch):
+    kept, grad = [], _versions.grad
+
+    def spy(*args, keep, build):
+        kept.append(keep)
+        return grad(*args, keep=keep, build=build)
+
+    monkeypatch.setattr(_versions, "grad", spy)
+    hodiff.hessian(lambda x: (x**3).sum(), X, chunk_size=1)
+    assert kept == [True, True, True, False]
+
+
+def test_a_subclass_sees_the_passes():
+    class Watched(torch.Tensor):
+        seen: ClassVar[list] = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    hodiff.grad(lambda x: (x**2).sum(), X.as_subclass(Watched))
+    assert torch.autograd.grad in Watched.seen

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 import hodiff
+from hodiff.errors import InputError
+from tests.support.modules import two_layers
 
 D = torch.float64
 
@@ -141,3 +143,29 @@ def test_penalties_take_them():
     like = hodiff.jacobian_penalty(f, x, vectors=v)
     torch.testing.assert_close(hodiff.jacobian_penalty(f, x, vectors=v.reshape(-1)), like)
     torch.testing.assert_close(hodiff.jacobian_penalty(f, x, vectors=v.numpy()), like)
+
+
+THREE = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_no_vectors_give_no_products():
+    result = hodiff.hvp(lambda x: (x**3).sum(), THREE, torch.empty(0, 3), create_graph=True)
+    assert result.shape == (0, 3)
+
+
+def test_a_vector_by_name_in_another_precision():
+    model = nn.Linear(3, 1)
+    v = {name: torch.ones_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    with pytest.raises(InputError, match="float64"):
+        hodiff.hvp(lambda model: model(THREE).square().sum(), model, v)
+
+
+def test_adahessian_with_one_probe():
+    """z ∘ Hz of a list of parameters, in one product."""
+    net, x = two_layers(3, 1), torch.randn(5, 3, dtype=D)
+    loss = lambda m: m(x).square().mean()
+    z = [torch.randint(0, 2, p.shape).to(D) * 2 - 1 for p in net.parameters()]
+    found = [a * b for a, b in zip(z, hodiff.hvp(loss, net, z), strict=True)]
+    H = hodiff.hessian(loss, net, matrix=True)
+    flat = torch.cat([part.reshape(-1) for part in z])
+    torch.testing.assert_close(torch.cat([part.reshape(-1) for part in found]), flat * (H @ flat))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hodiff
+from hodiff._core import _call
 from hodiff._core._memory import LiveBytes
 from tests.support.differences import first_difference, relative_error
 from tests.support.inputs import Expression, expressions, points
@@ -332,3 +333,20 @@ def test_no_samples_and_no_entries() -> None:
     with by(columns=True) as made:
         assert hodiff.jacobian(lambda x: (tall(x["a"]), x["b"]), {"a": X, "b": X[:0]})[1]["b"].shape == (0, 0)
     assert made == [True]
+
+
+THREE = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_a_tall_jacobian_in_the_function_of_another():
+
+    def tall(x):
+        return torch.outer(x, x).flatten().sin()
+
+    def outer(x):
+        inner = hodiff.jacobian(tall, THREE, create_graph=False).sum()
+        return tall(x) * inner
+
+    expected = hodiff.jacobian(tall, THREE) * hodiff.jacobian(tall, THREE).sum()
+    torch.testing.assert_close(hodiff.jacobian(outer, THREE), expected)
+    assert not _call.inside()

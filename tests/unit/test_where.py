@@ -1,9 +1,15 @@
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hodiff
 from hodiff._core._where import Where
+from hodiff.errors import InputError
+from tests.support.properties import ERRORS
 
 
 def model():
@@ -115,3 +121,84 @@ def test_what_is_neither_tensor_nor_container_is_called_by_its_type():
     for value in (None, 1.5, "x"):
         with pytest.raises(hodiff.InputError, match=rf"v: is a {type(value).__name__}, expected a dict .* like x"):
             Where({"a": torch.ones(2)}).match(value, "v")
+
+
+D = torch.float64
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.Parameter(torch.ones(2, dtype=D))
+        self.c = nn.Parameter(torch.ones(2, dtype=torch.cdouble))
+
+    def forward(self) -> Tensor:
+        return (self.r**2).sum() + (self.c.abs() ** 2).sum()
+
+
+COMPLEX: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
+    "grad": (lambda m: hodiff.grad(lambda m: m(), m), None),
+    "hessian": (lambda m: hodiff.hessian(lambda m: m(), m, matrix=True), 2 * torch.eye(6, dtype=D)),
+    "jacobian": (lambda m: hodiff.jacobian(lambda m: m(), m), None),
+    "multi_grad": (lambda m: hodiff.multi_grad([m()], m), None),
+    "gradient_norm_penalty": (
+        lambda m: hodiff.gradient_norm_penalty(lambda m: m(), m).detach(),
+        torch.tensor(16.0, dtype=D),
+    ),
+    "HessianOperator": (lambda m: hodiff.HessianOperator(lambda m: m(), m).dense(), 2 * torch.eye(6, dtype=D)),
+    "hvp": (lambda m: hodiff.hvp(lambda m: m(), m, {"r": torch.ones(2, dtype=D)}), None),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_parameters_do_not_vanish(name: str) -> None:
+    call, expected = COMPLEX[name]
+    try:
+        got = call(Complex())
+    except ERRORS as error:
+        assert re.search(r"\bc\b.*complex|complex.*\bc\b", str(error), re.DOTALL), str(error)
+        return
+    if isinstance(got, dict):
+        assert "c" in got, f"the complex parameter is not there: {got}"
+    elif isinstance(got, (list, tuple)):
+        assert all("c" in each for each in got), f"the complex parameter is not there: {got}"
+    else:
+        torch.testing.assert_close(got, expected)
+
+
+def test_select_says_complex_not_frozen() -> None:
+    with pytest.raises(hodiff.InputError, match="complex"):
+        hodiff.grad(lambda p: torch.zeros(()), hodiff.select(Complex(), "c"))
+    got = hodiff.grad(lambda some: some.module(), hodiff.select(m := Complex(), "r"))  # the way out that is promised
+    torch.testing.assert_close(got, {"r": 2 * m.r.detach()})
+
+
+X = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_a_module_that_holds_its_parent_is_walked_once():
+    model = nn.Sequential(nn.Linear(3, 1))
+    model[0].add_module("parent", model)
+    assert Where(model).names == ["0.weight", "0.bias"]
+
+
+def test_excluded_by_the_second_name_of_a_tied_parameter():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    assert list(hodiff.select(model, exclude="1.weight")) == ["0.bias", "1.bias"]
+
+
+def test_a_module_given_as_both_points():
+    model = nn.Linear(3, 1)
+    with pytest.raises(InputError, match="given twice"):
+        hodiff.cross_hessian(lambda a, b: a(X).sum() * b(X).sum(), model, model)
+
+
+def test_modules_that_share_a_parameter_are_not_two_variables() -> None:
+    a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    b.weight = a.weight
+    for call in (hodiff.grad, hodiff.hessian):
+        with pytest.raises(hodiff.InputError, match=r"'x\[1\].weight' is given twice \(also as 'x\[0\].weight'\)"):
+            call(lambda p: p[1](p[0](torch.ones(2))).sum(), (a, b))
+    with pytest.raises(hodiff.InputError, match="given twice"):
+        hodiff.cross_hessian(lambda p, q: p(q(torch.ones(2))).sum(), a, a)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hodiff
-from tests.support.operators import D, draw
+from tests.support.operators import D, draw, split
 
 N = 60
 Q, _ = torch.linalg.qr(draw(N, N, seed=4))
@@ -44,3 +44,27 @@ def test_autocast_changes_nothing(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = ESTIMATES[name]()
     assert torch.equal(found, expected)
+
+
+X, Y = draw(10, 4, seed=1), torch.randint(3, (10,), generator=torch.Generator().manual_seed(0))
+
+
+PAIRS = split(X, Y)
+
+
+def layer(dtype: torch.dtype = D) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3, dtype=dtype)
+
+
+def test_autocast_does_not_round_matrices_nor_change_what_was_evaluated() -> None:
+    A, v = hodiff.MatrixOperator(draw(50, 50).float()), draw(50).float()
+    model = layer(torch.float32)
+    loss = lambda m, b: (m(b[0].float()).tanh().square().sum(), len(b[0]))
+    H = hodiff.HessianOperator(loss, model, data=PAIRS, memory_budget=0)
+    plain, product = A @ v, H @ torch.ones(15)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(A @ v, plain) and torch.equal(H @ torch.ones(15), product)
+        rounded = hodiff.HessianOperator(loss, model, data=PAIRS, memory_budget=0)
+        inside = rounded @ torch.ones(15)
+    assert torch.equal(rounded @ torch.ones(15), inside) and not torch.equal(inside, product)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hodiff
 from hodiff._core._memory import LiveBytes
 from tests.support.ledger import Ledger, flags, snapshot, without_collector
+from tests.support.limits import in_threads
 from tests.support.operators import (
     IGNORED,
     LABELS,
@@ -541,3 +542,75 @@ def test_a_stop_iteration_of_f_ends_no_pass_over_data(kind: str, late: int) -> N
         assert caught is error
     else:
         assert len(calls) <= late, "the exception was swallowed"
+
+
+SAMPLES, CLASSES = draw(10, 4, seed=1), torch.randint(3, (10,), generator=torch.Generator().manual_seed(0))
+
+
+PAIRS = split(SAMPLES, CLASSES)
+
+
+def linear(m: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return m(batch[0])
+
+
+def layer(dtype: torch.dtype = D) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_many_batches_do_not_saturate(dtype: torch.dtype) -> None:
+    H = hodiff.HessianOperator(
+        lambda w, b: ((w**2).sum() * b, 1), torch.tensor([1.0, 2.0], dtype=dtype), data=[1.0] * 3000
+    )
+    one = torch.ones(2, dtype=dtype)
+    assert torch.equal(H @ one, 2 * one) and H.value == 5 and H.gradient.tolist() == [2, 4]
+    assert H.value.dtype == H.gradient.dtype == (H @ one).dtype == dtype
+    J = hodiff.JacobianOperator(lambda w, b: w * b, torch.ones(2, dtype=dtype), data=[1.0] * 3000)
+    assert torch.equal(J.T @ torch.ones(6000, dtype=dtype), 3000 * one)
+
+
+def test_one_operator_in_several_threads() -> None:
+    H = hodiff.HessianOperator(lambda m, b: (linear(m, b).tanh().square().sum(), len(b[0])), layer(), data=PAIRS)
+    found = in_threads(*[lambda: H @ torch.ones(15, dtype=D)] * 4)
+    assert all(torch.equal(part, found[0]) for part in found)
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        each = F.cross_entropy(input, target, reduction="none")
+        return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+def test_losses_that_are_not_what_their_class_says() -> None:
+    make = lambda loss, **options: hodiff.GaussNewtonOperator(linear, loss, layer(), data=PAIRS, **options)
+    with pytest.raises(hodiff.InputError, match="Focal is not one whose sums"):
+        make(Focal())
+    hooked = nn.CrossEntropyLoss()
+    hooked.register_forward_hook(lambda module, given, found: 3 * found)
+    with pytest.raises(hodiff.InputError, match="has forward hooks"):
+        make(hooked)
+    with pytest.raises(hodiff.InputError, match="CrossEntropyLoss says itself how much a batch counts"):
+        make(nn.CrossEntropyLoss(), batch_weight="equal")
+
+
+def test_empirical_fisher_knows_its_samples_or_says_so() -> None:
+    make = lambda loss, data=((SAMPLES, CLASSES),), **options: hodiff.FisherOperator(
+        linear, loss, layer(), data=list(data), kind="empirical", **options
+    )
+    mean = lambda outputs, batch: F.cross_entropy(outputs, batch[1])
+    agree(make(mean, batch_weight=lambda b: len(b[1])).dense(), make(nn.CrossEntropyLoss()).dense(), 1e-12)
+    for options in ({}, {"batch_weight": "equal"}):
+        with pytest.raises(hodiff.InputError, match="of how many samples it is the mean"):
+            make(mean, **options) @ torch.ones(15, dtype=D)
+    with pytest.raises(hodiff.InputError, match="needs samples in the leading dimension"):
+        make(nn.CrossEntropyLoss(), data=[(SAMPLES[0], CLASSES[0])]) @ torch.ones(15, dtype=D)
+
+
+def test_weights_from_numpy() -> None:
+    import numpy as np
+
+    for pair in (tuple, list):
+        H = hodiff.HessianOperator(lambda w, b, pair=pair: pair([(w**2).sum(), np.int64(3)]), torch.ones(2), data=[0])
+        agree(H.dense(), torch.eye(2) * 2 / 3)

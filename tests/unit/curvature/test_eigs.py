@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import hodiff
+from tests.support.modules import two_layers
 from tests.support.operators import D, X, draw
 from tests.support.properties import agree
 
@@ -245,3 +246,11 @@ def test_what_eigs_is_given_is_left_alone() -> None:
     state = torch.get_rng_state()
     hodiff.eigs(H, 2, generator=seeded(2))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_deq_spectral_radius():
+    f, z = two_layers(4, 4), torch.randn(4, dtype=D)
+    J = hodiff.JacobianOperator(lambda z: f(z), z)
+    found = hodiff.spectral_radius(J)
+    expected = torch.linalg.eigvals(J.dense()).abs().max()
+    assert abs(float(getattr(found, "value", found)) - float(expected)) < 1e-6

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hodiff
 from tests.support.operators import LABELS, D, X, draw, network, predict, split
@@ -577,3 +577,37 @@ def test_a_search_that_had_no_products_left_to_look_beside_it_has_not_converged(
         found = search(12)
     assert not found.converged and found.residual < 1e-12
     assert search(30).converged
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.ConvergenceWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_estimators_in_half_precision(dtype: torch.dtype) -> None:
+    x = torch.ones(100_000, dtype=dtype)
+    H = hodiff.HessianOperator(lambda z: (z.float() ** 2).sum(), x)
+    found = hodiff.trace(H, samples=4, generator=torch.Generator().manual_seed(0))
+    assert abs(float(found.value) / 200_000 - 1) < 1e-2
+
+
+SAMPLES, CLASSES = draw(10, 4, seed=1), torch.randint(3, (10,), generator=torch.Generator().manual_seed(0))
+
+
+def linear(m: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return m(batch[0])
+
+
+def layer(dtype: torch.dtype = D) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3, dtype=dtype)
+
+
+def test_sampled_fisher_does_not_shrink_with_the_number_of_samples() -> None:
+    make = lambda kind, **options: hodiff.FisherOperator(
+        linear, nn.CrossEntropyLoss(), layer(torch.bfloat16), data=[(SAMPLES.bfloat16(), CLASSES)], kind=kind, **options
+    )
+    sampled = make("mc", samples=3000, generator=torch.Generator().manual_seed(0)).dense().double().trace()
+    assert sampled == pytest.approx(float(make("exact").dense().double().trace()), rel=0.03)
+
+
+def test_hutchpp_in_half_precision() -> None:
+    A = hodiff.MatrixOperator(torch.diag(2.0 ** -torch.arange(60.0)).bfloat16())
+    assert float(hodiff.trace(A, method="hutch++", samples=30).value) == pytest.approx(2, rel=0.03)

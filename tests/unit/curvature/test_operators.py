@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
+from tests.support.modules import Cube
 from tests.support.operators import IGNORED, LABELS, SMOOTH, D, X, draw, network, plain_jacobian, predict, split
 from tests.support.properties import agree
 
@@ -397,3 +398,32 @@ def test_complex_parameters_are_refused_by_name() -> None:
     ):
         with pytest.raises(hodiff.InputError, match=r"\bc\b.*complex|complex.*\bc\b"):
             build()
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, g):
+        return (2 * ctx.saved_tensors[0] * g).detach()
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+def test_functions_that_cut_the_backward_off() -> None:
+    x, one = torch.tensor([1.0, 2.0], dtype=D), torch.ones(2, dtype=D)
+    loss = lambda outputs, batch: (outputs.square().sum(), 1)
+    for f in (Square.apply, lambda x: Square.apply(x) + x.sin()):
+        agree(hodiff.vjp(f, x, one), hodiff.jacobian(f, x).T @ one)
+        for call in (
+            lambda f=f: hodiff.jvp(f, x, one),
+            lambda f=f: hodiff.JacobianOperator(f, x) @ one,
+            lambda f=f: hodiff.GaussNewtonOperator(lambda w, b: f(w), loss, x, data=[0]).dense(),
+            lambda f=f: hodiff.FisherOperator(lambda w, b: f(w), loss, x, data=[0], kind="empirical").dense(),
+        ):
+            with pytest.raises(hodiff.GraphError, match=r"backward of one of Square detaches"):
+                call()
+    agree(hodiff.jvp(Cube.apply, x, one), 3 * x**2)
+    agree(hodiff.JacobianOperator(Cube.apply, x).dense(), torch.diag(3 * x**2))

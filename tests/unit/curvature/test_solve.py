@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import hodiff
+from tests.support.modules import two_layers
 from tests.support.operators import D, X, draw
 from tests.support.properties import agree
 
@@ -316,3 +317,30 @@ def test_the_error_for_another_operator_names_the_method() -> None:
         hodiff.solve(hodiff.MatrixOperator(draw(4, 4)), draw(4))
     with pytest.raises(hodiff.InputError, match=r"is 2 x 3; expected a square"):
         hodiff.solve(hodiff.MatrixOperator(draw(2, 3)), draw(3), method="gmres")
+
+
+def test_trpo_ten_steps_of_conjugate_gradients():
+    """Fisher products of a Gaussian policy by its divergence, ten steps, and no warning."""
+    net, states = two_layers(3, 2), torch.randn(20, 3, dtype=D)
+    policy = lambda m, batch: m(batch)
+    divergence = lambda mean, batch: (0.5 * (mean - mean.detach()).square().sum(), len(mean))
+    g = torch.randn(sum(p.numel() for p in net.parameters()), dtype=D)
+    F = hodiff.GaussNewtonOperator(policy, divergence, net, data=[states]) + 0.1
+    found = hodiff.solve(F, g, iterations=10).value
+    A, x, r = F.dense(), torch.zeros_like(g), g.clone()
+    p, rr = r.clone(), r @ r
+    for _ in range(10):
+        Ap = A @ p
+        step = rr / (p @ Ap)
+        x, r = x + step * p, r - step * Ap
+        p, rr = r + (r @ r) / rr * p, r @ r
+    torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e15, 1e30])
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_right_hand_sides_whose_squares_leave_the_dtype(method: str, scale: float) -> None:
+    A, b = torch.linspace(0.5, 2, 10), torch.full((10,), scale)
+    found = hodiff.solve(hodiff.MatrixOperator(A), b, method=method, start=b)
+    assert found.converged
+    agree(found.value.double() / scale, 1 / A.double(), 1e-3)

@@ -1,6 +1,7 @@
 """What an operator has computed belongs to one point and one evaluation: nothing of another is left behind."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hodiff
 from hodiff.curvature import _staleness
 from tests.support.operators import LABELS, D, X, draw, network, plain_jacobian, predict, split, sum_of_cross_entropy
-from tests.support.properties import agree
+from tests.support.properties import agree, right_or_refused
 
 OPERATORS: dict[str, Callable[[nn.Module, float], hodiff.LinearOperator]] = {
     "Hessian": lambda m, budget: hodiff.HessianOperator(
@@ -238,3 +239,92 @@ def test_a_product_of_many_vectors_looks_at_the_values_once(monkeypatch: pytest.
     for product in (lambda: H @ torch.eye(5, dtype=D), H.dense, lambda: H @ x):
         with pytest.raises(hodiff.GraphError, match="parameters changed since"):
             product()
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+    ".data": lambda p: p.data.mul_(1.3),
+    "numpy": lambda p: p.detach().numpy().__imul__(1.3),
+    "one entry": lambda p: p.data[-1].mul_(1.5),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_an_operator_sees_that_its_parameters_changed(how: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=D))
+
+    m = Net()
+    H = hodiff.HessianOperator(lambda m: (m.w @ m.w) ** 2, m)
+    v = torch.ones(3, dtype=D)
+    H @ v
+    CHANGES[how](m.w)
+    w = m.w.detach()
+    right_or_refused(lambda: H @ v, 8 * w * (w @ v) + 4 * (w @ w) * v, r"refresh")
+
+
+SAMPLES, CLASSES = draw(10, 4, seed=1), torch.randint(3, (10,), generator=torch.Generator().manual_seed(0))
+
+
+def layer(dtype: torch.dtype = D) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3, dtype=dtype)
+
+
+def change_by_assignment(model: nn.Sequential) -> None:
+    model.load_state_dict({name: 2 * p.detach() for name, p in model.state_dict().items()}, assign=True)
+
+
+def change_a_layer(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(2, 1, dtype=D)
+
+
+def change_an_activation(model: nn.Sequential) -> None:
+    model[1] = nn.Sigmoid()
+
+
+class Moody(nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training else x
+
+
+def change_the_mode(model: nn.Sequential) -> None:
+    model.eval()
+
+
+@pytest.mark.parametrize("change", [change_by_assignment, change_a_layer, change_an_activation, change_the_mode])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_model_that_is_put_together_anew_is_noticed(change, evaluated: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1), Moody()).double()
+    f = lambda m: m(SAMPLES).square().mean()
+    H = hodiff.HessianOperator(f, model)
+    if evaluated:
+        H.dense()
+    change(model)
+    with pytest.raises(hodiff.GraphError, match=r"model was changed.*H\.refresh\(\)"):
+        H.dense()
+    agree(H.refresh().dense(), hodiff.HessianOperator(f, model).dense())
+
+
+def test_refresh_of_a_point_with_other_leaves() -> None:
+    model = layer()
+    H = hodiff.HessianOperator(lambda m: m(SAMPLES).square().mean(), model)
+    H.dense()
+    model.bias.requires_grad_(False)
+    with pytest.raises(hodiff.InputError, match="refresh: the point has other leaves"):
+        H.refresh()
+
+
+def test_products_inside_a_loan_of_the_model() -> None:
+    """Inside another call's f the parameters are lent, which is no change of the model."""
+    model = layer()
+    H = hodiff.HessianOperator(lambda m: m(SAMPLES).pow(3).mean(), model)
+    expected = H @ torch.ones(15, dtype=D)
+
+    def f(m: nn.Module) -> Tensor:
+        with torch.no_grad():
+            agree(H @ torch.ones(15, dtype=D), expected)
+        return m(SAMPLES).sum()
+
+    hodiff.grad(f, model)

@@ -1,5 +1,7 @@
 """Vectors in every spelling: flat, columns, like the point, lists of its leaves, NumPy arrays, lists of numbers."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -176,3 +178,52 @@ def test_a_dict_of_parameters_in_their_order_is_looked_at_too() -> None:
             assert all(torch.allclose(found[name][k], part) for name, part in one.items())
         with pytest.raises(hodiff.InputError, match=r"v\['weight'\]: has shape \(3, 2, 2\), expected \(3, 2\)"):
             product(wrong)
+
+
+NET = nn.Linear(3, 2).double()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "list"])
+def test_vectors_of_any_kind_are_taken(kind: str) -> None:
+    H = hodiff.HessianOperator(lambda m: (m.weight**4).sum() + (m.bias**2).sum(), NET)
+    flat = torch.arange(1.0, 9.0, dtype=D)
+    given: Any = flat.numpy() if kind == "numpy" else flat.tolist()
+    expected = H.dense() @ flat
+    as_flat = lambda value: torch.as_tensor(value) if not isinstance(value, dict) else torch.cat(
+        [t.reshape(-1) for t in value.values()]
+    )  # fmt: skip
+    torch.testing.assert_close(as_flat(H @ given), expected)
+    solved = hodiff.solve(H + 1.0, given).value
+    torch.testing.assert_close((H.dense() + torch.eye(8, dtype=D)) @ as_flat(solved), flat, rtol=1e-3, atol=1e-3)
+
+
+def test_a_point_of_two_dimensions_on_the_left() -> None:
+    f = lambda z: ((z @ z).sin() * torch.arange(9.0, dtype=D).reshape(3, 3)).sum()
+    W, V = draw(3, 3), draw(3, 3, seed=1)
+    H = hodiff.HessianOperator(f, W)
+    agree(V @ H, H @ V)
+    agree(V.reshape(1, 9) @ H, (H @ V).reshape(1, 9))
+    wide = hodiff.HessianOperator(lambda z: z.pow(3).sum(), draw(3, 4))
+    agree(draw(3, 4, seed=2) @ wide, wide @ draw(3, 4, seed=2))
+    with pytest.raises(hodiff.InputError, match=r"has shape \(4, 3\), expected"):
+        draw(4, 3) @ wide
+
+
+def test_scipy_keeps_blocks_of_one_column() -> None:
+    A = draw(3, 3)
+    S, column = hodiff.MatrixOperator(A).to_scipy(), draw(3, 1)
+    agree(torch.from_numpy(S.matmat(column.numpy())), A @ column)
+    agree(torch.from_numpy(S.rmatmat(column.numpy())), A.T @ column)
+    agree(torch.from_numpy(S @ column[:, 0].numpy()), (A @ column)[:, 0])
+
+
+def test_arrays_on_the_left_reach_us() -> None:
+    import numpy as np
+
+    M = hodiff.MatrixOperator(draw(3, 3))
+    agree(np.ones(3) @ M, M.dense().sum(0))
+    agree(np.ones((2, 3)) @ M, M.dense().sum(0).expand(2, 3))
+    with pytest.raises(hodiff.InputError, match="ndarray"):
+        np.ones(3) * M
+    with pytest.raises(hodiff.InputError, match="sparse"):
+        hodiff.MatrixOperator(torch.eye(3).to_sparse())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hodiff
+from tests.support.modules import two_layers
 
 D = torch.float64
 X = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
@@ -104,3 +105,19 @@ def test_what_is_no_pair():
     x = X.clone().requires_grad_()
     with pytest.raises(hodiff.InputError, match="has_aux: is about what a function returns"):
         hodiff.laplacian(scalar(x), x, has_aux=True)
+
+
+def test_deepqmc_log_and_sign():
+    """The local kinetic energy, with the sign of the wave function of the same evaluation."""
+    net, r = two_layers(6, 9, 16), torch.randn(5, 6, dtype=D)
+
+    def psi(r):
+        sign, log = torch.linalg.slogdet(net(r).reshape(-1, 3, 3))
+        return log, sign
+
+    (log, sign), gradient, laplacian = hodiff.value_grad_and_laplacian(psi, r, has_aux=True)
+    energy = -0.5 * (laplacian + gradient.square().sum(-1))
+    wave = lambda r: torch.linalg.det(net(r).reshape(-1, 3, 3))
+    expected = -0.5 * torch.diagonal(hodiff.hessian(wave, r, batch_ndim=1), dim1=1, dim2=2).sum(1) / wave(r)
+    torch.testing.assert_close(energy, expected)
+    torch.testing.assert_close(sign * log.exp(), wave(r))

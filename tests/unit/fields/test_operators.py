@@ -1,14 +1,16 @@
 """Every field operator against closed forms, by both routes; gradients; bad input."""
 
 import math
+import warnings
+from typing import Any
 
 import pytest
 import sympy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hodiff
-from tests.support.properties import agree
+from tests.support.properties import agree, right_or_refused
 
 D = torch.float64
 ROUTES = pytest.mark.parametrize("method", ["jets", "reverse"])
@@ -589,3 +591,62 @@ def test_fields_of_linear_functions_are_differentiable_zeros(method: str) -> Non
     for found in (hodiff.laplacian(f, x, method=method), hodiff.partial(f, x, (0, 0), method=method)):
         (g,) = torch.autograd.grad(found.sum(), x)
         assert torch.equal(g, torch.zeros_like(x))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+class Straight(torch.autograd.Function):
+    """Its derivative is its backward's, not its forward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+@pytest.mark.parametrize("method", ["auto", "reverse"])
+def test_fields_through_a_function_of_the_users(method: str) -> None:
+    x = torch.tensor([[0.7, -1.3]], dtype=D)
+    fresh = type("Fresh", (Cube,), {})  # of each class it is told once
+    with pytest.warns(hodiff.HodiffWarning, match=r"Function|Fresh"):
+        got = hodiff.laplacian(lambda z: (fresh.apply(z) * z).sum(-1), x, method=method)
+    torch.testing.assert_close(got, (12 * x**2).sum(-1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = hodiff.laplacian(lambda z: (Straight.apply(z) * z).sum(-1), x, method=method)
+    torch.testing.assert_close(got, torch.full((1,), 4.0, dtype=D))
+
+
+def test_high_orders_through_a_function_of_the_users() -> None:
+    x = torch.tensor([0.7, -1.3], dtype=D)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        right_or_refused(
+            lambda: hodiff.nth_derivative(lambda z: Cube.apply(z) * z, x, 4), torch.full_like(x, 24.0), "Cube"
+        )
+
+
+def test_fields_by_reverse_mode_under_inference_mode():
+    with torch.inference_mode():
+        x = torch.linspace(0, 1, 12, dtype=D).reshape(4, 3)
+        found = hodiff.laplacian(lambda z: z.sin().sum(1), x, method="reverse")
+    torch.testing.assert_close(found.clone(), -x.clone().sin().sum(1))
+
+
+def test_a_matrix_of_second_order_in_half_precision():
+    x = torch.linspace(0.1, 1, 12).reshape(4, 3).bfloat16()
+    found = hodiff.second_order_operator(lambda z: z.square().sum(1), x, torch.eye(3).bfloat16())
+    torch.testing.assert_close(found, torch.full((4,), 6.0).bfloat16())

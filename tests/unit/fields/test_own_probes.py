@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import hodiff
+from tests.support.modules import two_layers
 
 D = torch.float64
 A = torch.tensor([[1.0, 2.0, 0.0], [0.0, 3.0, 1.0], [4.0, 0.0, 5.0]], dtype=D)
@@ -138,3 +139,53 @@ def test_given_vectors_pass_the_parts_of_a_large_batch():
         reverse = hodiff.laplacian(net, x, vectors=v, method="reverse").value
     torch.testing.assert_close(whole, reverse)
     torch.testing.assert_close(chunks, reverse)
+
+
+def runge_kutta(f, state, steps, h):
+    """The classical method, by hand."""
+    add = lambda a, b, c: tuple(x + c * y for x, y in zip(a, b, strict=True))
+    for _ in range(steps):
+        k1 = f(state)
+        k2 = f(add(state, k1, h / 2))
+        k3 = f(add(state, k2, h / 2))
+        k4 = f(add(state, k3, h))
+        state = tuple(x + h / 6 * (a + 2 * b + 2 * c + d) for x, a, b, c, d in zip(state, k1, k2, k3, k4, strict=True))
+    return state
+
+
+def test_ffjord_with_a_probe_that_stays_fixed_over_the_solve():
+    net, x = two_layers(3, 3), torch.randn(5, 3, dtype=D)
+    e = torch.randint(0, 2, x.shape).to(D) * 2 - 1
+
+    def ours(state):
+        value, found = hodiff.value_and_divergence(net, state[0], vectors=e)
+        return value, -found.value
+
+    def theirs(state):
+        z = state[0] if state[0].requires_grad else state[0].requires_grad_()
+        value = net(z)
+        (pulled,) = torch.autograd.grad(value, z, e, create_graph=True)
+        return value, -(pulled * e).sum(1)
+
+    losses = []
+    for f in (ours, theirs):
+        z, log_p = runge_kutta(f, (x.clone(), torch.zeros(5, dtype=D)), 4, 0.25)
+        losses.append((0.5 * z.square().sum(1) - log_p).mean())
+    torch.testing.assert_close(losses[0], losses[1])
+    found, expected = (torch.autograd.grad(loss, list(net.parameters()), allow_unused=True) for loss in losses)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_ffjord_halving_the_step_shows_the_order_of_the_method():
+    """With a probe drawn anew at each stage the right-hand side would not be smooth, and no order would show."""
+    net, x = two_layers(2, 2), torch.randn(4, 2, dtype=D)
+    e = torch.ones_like(x)
+
+    def f(state):
+        value, found = hodiff.value_and_divergence(net, state[0], vectors=e, create_graph=False)
+        return value, -found.value
+
+    start = (x, torch.zeros(4, dtype=D))
+    coarse, middle, fine = (runge_kutta(f, start, n, 1 / n)[1] for n in (4, 8, 16))
+    assert 12 < float((coarse - middle).norm() / (middle - fine).norm()) < 20

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hodiff
+from tests.support.modules import two_layers
 from tests.support.passes import Count
 
 D = torch.float64
@@ -195,3 +196,55 @@ def test_dropout_is_drawn_once_where_the_route_changes():
     torch.manual_seed(0)
     value, second = hodiff.partials(f, x, [(), (0, 0)], method="jets")
     assert torch.equal(found[()], value) and torch.equal(found[0, 0], second)
+
+
+def test_partials_unpack_in_the_order_asked_for() -> None:
+    """A dict unpacks into its keys, which are numbers too."""
+    found = hodiff.partials(lambda z: (z**3).sum(-1), torch.ones(1, 2, dtype=D), [0, (1, 1)])
+    first, second = found
+    assert found[1, 1] is second
+    with pytest.raises(hodiff.InputError, match="could be a place or a coordinate"):
+        found[0]
+    torch.testing.assert_close(first, torch.full_like(first, 3.0))
+    torch.testing.assert_close(second, torch.full_like(second, 6.0))
+
+
+def navier_stokes(o, d_x, d_y, d_t, d_xx, d_yy):
+    u, v = o[:, 0], o[:, 1]
+    momentum = d_t[:, :2] + u[:, None] * d_x[:, :2] + v[:, None] * d_y[:, :2] - 0.01 * (d_xx + d_yy)[:, :2]
+    pressure = torch.stack([d_x[:, 2], d_y[:, 2]], 1)
+    return (momentum + pressure).square().sum(1).mean() + (d_x[:, 0] + d_y[:, 1]).square().mean()
+
+
+def test_pino_three_outputs_unpack():
+    net, x = two_layers(3, 3), torch.rand(7, 3, dtype=D)
+    loss = navier_stokes(*hodiff.partials(net, x, [(), 0, 1, 2, (0, 0), (1, 1)]))
+    z = x.clone().requires_grad_()
+    o = net(z)
+    by = lambda columns: torch.stack([torch.autograd.grad(c.sum(), z, create_graph=True)[0] for c in columns], 1)
+    first = by(o.T)
+    second = [by(first[:, :, k].T)[:, :, k] for k in (0, 1)]
+    expected = navier_stokes(o, *first.unbind(2), *second)
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(*(torch.autograd.grad(v, list(net.parameters())) for v in (loss, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_deepxde_residual_of_a_cached_view():
+    """Burgers: u_t + u u_x - ν u_xx, as `dde.grad.jacobian(y, x, j=...)` and `hessian` are used there."""
+    net, x = two_layers(2, 1), torch.rand(7, 2, dtype=D, requires_grad=True)
+    u = net(x)
+    d = hodiff.derivatives_of(u, x)
+    residual = d[1] + u * d[0] - 0.01 * d[0, 0]
+    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g[:, 0].sum(), x, create_graph=True)
+    expected = g[:, 1:] + u * g[:, :1] - 0.01 * h[:, :1]
+    torch.testing.assert_close(residual, expected)
+    for a, b in zip(
+        *(
+            torch.autograd.grad(v.square().mean(), list(net.parameters()), retain_graph=True)
+            for v in (residual, expected)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)

@@ -10,6 +10,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core import _messages
+from hodiff.errors import GraphError
 from hodiff.graph import _failure, _names, _saved, watch
 
 X = torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
@@ -617,3 +618,50 @@ def test_of_several_cuts_the_last_before_the_result_comes_first():
     first, second = [line for line in str(caught.value).splitlines() if "cut at" in line]
     assert ".detach()" in first
     assert ".tolist()" in second
+
+
+THREE = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_a_graph_freed_under_a_function_of_the_users():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g * ctx.saved_tensors[0]
+
+    x = THREE.clone().requires_grad_()
+    loss = Square.apply(x).sum()
+    loss.backward()
+    with pytest.raises(GraphError, match="already been freed"):
+        hodiff.grad(loss, x)
+
+
+def failure(error):
+    return _messages.Failure(error, None, None, [], [], [], [], False)
+
+
+def test_an_error_is_explained_once(monkeypatch):
+    monkeypatch.setattr(_messages, "explainer", lambda failure: "because")
+    error = GraphError("it fails.")
+    for _ in range(2):
+        _messages.complete(failure(error))
+    assert str(error).count("because") == 1
+
+
+def test_an_explanation_asks_for_no_other(monkeypatch):
+    asked = []
+
+    def explain(failure):
+        asked.append(failure.error)
+        if len(asked) < 5:
+            _messages.complete(globals()["failure"](GraphError("another")))
+        return "because"
+
+    monkeypatch.setattr(_messages, "explainer", explain)
+    _messages.complete(failure(GraphError("it fails.")))
+    assert len(asked) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hodiff.graph import watch
-from tests.unit.graph.test_advice import said  # noqa: F401 -- a fixture
+from tests.unit.graph.test_fixes import said  # noqa: F401 -- a fixture
 
 
 def test_a_leaf_that_is_changed_by_numbers(said):  # noqa: F811

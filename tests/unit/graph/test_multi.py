@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import hodiff
 from hodiff._core._memory import LiveBytes
 from tests.support.ledger import Ledger, without_collector
+from tests.support.properties import right_or_refused
 from tests.unit.graph.random_graphs import Graphs
 
 WAYS = ({}, {"release": True}, {"create_graph": True})
@@ -373,3 +374,34 @@ def test_what_is_used_is_named_like_the_losses():
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     _, used = hodiff.multi_grad({"first": a.sum(), "both": (a * b).sum()}, (a, b), return_used=True, release=True)
     assert used == {"first": (True, False), "both": (True, True)}
+
+
+D = torch.float64
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_hook_at_the_cut_runs_once(release: bool) -> None:
+    a = torch.tensor(2.0, dtype=D, requires_grad=True)
+    h = a * 1
+    h.register_hook(lambda g: 10 * g)
+    losses = [h.sum(), (h**2).sum()]
+    got = hodiff.multi_grad(losses, a, release=release)
+    torch.testing.assert_close(torch.stack([torch.as_tensor(g) for g in got]), torch.tensor([10.0, 40.0], dtype=D))
+
+
+def test_multi_grad_inside_a_call() -> None:
+    x = torch.tensor([0.5, 2.0], dtype=D)
+    f = lambda x: (hodiff.multi_grad([lambda z: (z**3).sum()], x)[0] * x).sum()
+    right_or_refused(lambda: hodiff.grad(f, x), 9 * x**2, "multi_grad")
+
+
+def test_pcgrad_gradients_and_masks():
+    trunk, heads = nn.Linear(3, 4).double(), nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)]).double()
+    model, x = nn.ModuleList([trunk, heads]), torch.randn(5, 3, dtype=D)
+    losses = [head(trunk(x)).square().mean() for head in heads]
+    gradients, used = hodiff.multi_grad(losses, model, return_used=True)
+    shared = [key for key in used[0] if used[0][key] and used[1][key]]
+    assert shared == ["0.weight", "0.bias"]
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(losses[0], list(model.parameters()), retain_graph=True)
+    assert not gradients[0]["1.1.weight"].any()

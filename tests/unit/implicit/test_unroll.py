@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -432,3 +433,85 @@ def test_an_argument_that_is_not_used() -> None:
 def test_a_function_that_changes_its_argument() -> None:
     with pytest.raises(GraphError, match="in place"):
         hodiff.unroll(lambda p: p.detach().add_(1).sum() + p.sum(), ONE.clone(), rules.SGD(), 2)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+def flat(parts: object) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.output = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, alpha: Tensor) -> Tensor:
+        h = self.inputs(x)
+        for layer, w in zip(self.layers, alpha.softmax(1), strict=True):
+            h = w[0] * layer(h).tanh() + w[1] * F.softplus(layer(h)) + w[2] * h
+        return self.output(h)
+
+
+def test_darts_the_architect_s_step() -> None:
+    """A step of momentum and weight decay, from where an optimiser stands; its gradient, without the difference."""
+    torch.manual_seed(0)
+    model, alpha, xi = Mixed().double(), 0.1 * randn(2, 3), 0.05
+    optimizer = torch.optim.SGD(model.parameters(), lr=xi, momentum=0.9, weight_decay=3e-4)
+    X, labels, train, valid = randn(40, 4), torch.arange(40) % 3, slice(0, 20), slice(20, 40)
+    loss = lambda a, m, rows: F.cross_entropy(m(X[rows], a), labels[rows])
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(alpha, model, train).backward()
+        optimizer.step()
+    names, leaves = zip(*model.named_parameters(), strict=True)
+    buffers = [{"momentum": optimizer.state[p]["momentum_buffer"].clone()} for p in leaves]
+    at = lambda a, w, rows: F.cross_entropy(functional_call(model, w, (X[rows], a)), labels[rows])
+
+    def ours(a: Tensor) -> Tensor:
+        w = hodiff.unroll(lambda m: loss(a, m, train), model, optimizer, 1, state=(3, buffers))
+        return at(a, w, valid)
+
+    got = hodiff.grad(ours, alpha)
+
+    # As it is written there: the unrolled model, its gradient v by the weights, two points along v.
+    slope = torch.autograd.grad(loss(alpha, model, train), leaves)
+    moved = [
+        p - xi * (0.9 * b["momentum"] + g + 3e-4 * p).detach() for p, g, b in zip(leaves, slope, buffers, strict=True)
+    ]
+    w, a = {n: p.detach().requires_grad_() for n, p in zip(names, moved, strict=True)}, alpha.clone().requires_grad_()
+    direct, *v = torch.autograd.grad(at(a, w, valid), [a, *w.values()])
+    v = dict(zip(names, v, strict=True))
+    R = 1e-2 / flat(v.values()).norm()
+    side = lambda sign: hodiff.grad(
+        at, alpha, args=({n: (p + sign * R * v[n]).detach() for n, p in model.named_parameters()}, train)
+    )
+    assert relative_error(got, direct - xi * (side(1) - side(-1)) / (2 * R)) < 1e-6
+    assert relative_error(got, direct - xi * hodiff.cross_hvp(loss, alpha, model, v, args=(train,))) < 1e-12
+
+
+def test_higher_five_steps() -> None:
+    """Its few-shot example, small: batch norms in training, in-place ReLUs, gradients summed over tasks."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=1), nn.ReLU(inplace=True), nn.MaxPool2d(2, 2),
+        nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=1), nn.ReLU(inplace=True), nn.MaxPool2d(2, 2),
+        nn.Flatten(), nn.Linear(16, 3),
+    ).double()  # fmt: skip
+    labels, tasks = torch.arange(3), [(randn(3, 1, 14, 14, seed=s), randn(3, 1, 14, 14, seed=s + 9)) for s in (1, 2)]
+    query = lambda w, x: F.cross_entropy(functional_call(net, w, (x,)), labels)
+    for support, held in tasks:
+        w = hodiff.unroll(lambda m, x=support: F.cross_entropy(m(x), labels), net, hodiff.rules.SGD(lr=0.1), 5)
+        query(w, held).backward()
+    got = [p.grad for p in net.parameters()]
+    expected = []
+    for support, held in tasks:
+        w = dict(net.named_parameters())
+        for _ in range(5):
+            grads = torch.autograd.grad(query(w, support), list(w.values()), create_graph=True)
+            w = {n: p - 0.1 * g for (n, p), g in zip(w.items(), grads, strict=True)}
+        expected.append(torch.autograd.grad(query(w, held), list(net.parameters())))
+    assert relative_error(flat(got), flat([a + b for a, b in zip(*expected, strict=True)])) < 1e-12

@@ -1,7 +1,11 @@
 """An f that reaches x other than through its argument is refused also where Taylor mode records nothing."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import hodiff
 
@@ -69,3 +73,36 @@ class Laplacian(torch.autograd.Function):
 def test_taylor_mode_inside_the_forward_of_a_function():
     x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
     torch.testing.assert_close(Laplacian.apply(x).detach(), 6 * x.detach().sum(-1))
+
+
+D = torch.float64
+
+
+BYPASSES: dict[str, Callable[[Tensor], Any]] = {
+    "nth_derivative": lambda x: hodiff.nth_derivative(lambda z: x**3 + 0 * z, x, 3),
+    "derivatives": lambda x: hodiff.derivatives(lambda z: x**3 + 0 * z, x, 4),
+    "laplacian, create_graph=False": lambda x: hodiff.laplacian(
+        lambda z: (z * x).square().sum(-1), x, create_graph=False
+    ),
+    "jet, create_graph=False": lambda x: hodiff.jet(lambda z: z * x, x, [torch.ones_like(x)], create_graph=False),
+    "divergence, create_graph=False": lambda x: hodiff.divergence(lambda z: z * x, x, create_graph=False),
+    "partial, create_graph=False": lambda x: hodiff.partial(
+        lambda z: (z * x).sum(-1), x, (0, 0, 0, 0), create_graph=False
+    ),
+    "biharmonic, create_graph=False": lambda x: hodiff.biharmonic(
+        lambda z: (z * x).square().sum(-1), x, create_graph=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_taylor_mode_refuses_a_bypass(name: str) -> None:
+    x = torch.ones(2, 3, dtype=D, requires_grad=True)
+    with pytest.raises(hodiff.GraphError, match="other than through"):
+        BYPASSES[name](x)
+
+
+def test_taylor_mode_refuses_a_bypass_under_no_grad() -> None:
+    x = torch.ones(2, 3, dtype=D, requires_grad=True)
+    with torch.no_grad(), pytest.raises(hodiff.GraphError, match="other than through"):
+        hodiff.laplacian(lambda z: (x**3).sum(-1) + 0 * z.sum(-1), x)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
+from hodiff.errors import InputError
 from hodiff.jets import _pushforward, _series
 from hodiff.jets._jet import RULES
 from tests.support.limits import in_threads
@@ -405,3 +406,37 @@ def test_push_takes_several_points():
     a, b = torch.tensor([2.0], dtype=D), torch.tensor([5.0], dtype=D)
     output, expansion = _pushforward.push(lambda a, b: a * b, [a, b], [[torch.ones(1, 1, dtype=D)]] * 2, 2)
     assert [c.item() for c in _pushforward.coefficients(output, expansion)] == [10.0, 7.0, 1.0]
+
+
+POINT = torch.tensor([0.5, -1.5, 2.0], dtype=D)
+
+
+def test_jet_does_not_advise_what_it_lacks() -> None:
+    """hodiff.jet has no `method=`."""
+    with pytest.raises(hodiff.GraphError, match="zeta") as caught:
+        hodiff.jet(lambda z: torch.special.zeta(z, z), POINT.abs() + 2, [torch.ones_like(POINT)] * 2)
+    assert 'method="reverse"' not in str(caught.value), str(caught.value)
+
+
+def test_the_mask_of_feature_alpha_dropout_is_drawn_once():
+    x = torch.linspace(0.2, 1, 6, dtype=D)
+    f = lambda x: F.feature_alpha_dropout((x**3)[:, None], 0.4, True)[:, 0]
+    found = []
+    for n in (2, 3):
+        torch.manual_seed(0)
+        found.append(hodiff.nth_derivative(f, x, n))
+    torch.testing.assert_close(found[1], found[0] / x)  # of a x³ + b: 6 a, and 6 a x
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_detached_derivative_is_refused_inside_torch_func(n):
+    with pytest.raises(hodiff.InputError, match=r"inside a torch\.func transform"):
+        torch.func.grad(lambda x: hodiff.nth_derivative(lambda x: x**5, x, n).sum())(torch.ones(3))
+
+
+X = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_a_transform_of_forward_mode_is_refused_by_taylor_mode():
+    with pytest.raises(InputError, match=r"torch\.func"):
+        torch.func.jvp(lambda z: hodiff.nth_derivative(torch.sin, z, 3), (X,), (X,))

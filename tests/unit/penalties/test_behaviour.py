@@ -470,3 +470,22 @@ def test_an_empty_batch_has_no_largest():
 def test_an_empty_batch_has_no_mean(penalty):
     with pytest.raises(hodiff.InputError, match="x: holds no sample, so there is no mean"):
         penalty(lambda x: -x, X[:0], create_graph=False)
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.BatchMixingWarning")
+@pytest.mark.parametrize("method", ["exact", "differences"])
+def test_a_penalty_of_values_alone_moves_no_buffer(method):
+    m = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+    with torch.no_grad():
+        hodiff.hessian_penalty(m, torch.randn(4, 3), method=method)
+    assert m[1].num_batches_tracked == 0
+
+
+def test_a_penalty_of_values_alone_is_of_one_function():
+    def penalty(grad_mode):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh()).double()
+        with torch.set_grad_enabled(grad_mode):
+            return hodiff.hessian_penalty(m, torch.ones(2, 3, dtype=D), samples=3).detach()
+
+    torch.testing.assert_close(penalty(False), penalty(True))

@@ -353,3 +353,12 @@ def test_computed_tensor_instead_of_a_function():
         (norms(gradient(D, x)) - 1).square().mean() + D(x).mean(),
         D,
     )
+
+
+D = torch.float64
+
+
+def test_both_draws_of_a_curvature_penalty_are_one():
+    linear = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5)).double()
+    found = hodiff.curvature_penalty(lambda x: linear(x).squeeze(1), torch.randn(8, 3, dtype=D), create_graph=False)
+    torch.testing.assert_close(found, torch.zeros((), dtype=D))

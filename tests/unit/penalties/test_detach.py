@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +124,27 @@ def test_the_argument_of_an_enclosing_call_is_one_that_requires_grad():
 def test_nothing_is_said_where_nothing_is_recorded():
     D, features = mlp(), featurizer()
     hodiff.r1_penalty(D, features(X), create_graph=False)
+
+
+D = torch.float64
+
+
+PENALTIES: dict[str, Callable[..., Any]] = {
+    "r1_penalty": lambda D, x, **o: hodiff.r1_penalty(D, x, **o),
+    "r2_penalty": lambda D, x, **o: hodiff.r2_penalty(D, x, **o),
+    "wgan_gp_penalty": lambda D, x, **o: hodiff.wgan_gp_penalty(D, x, x, **o),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_sample_that_requires_grad_is_told_or_followed(name: str) -> None:
+    critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    features = torch.randn(5, 3, dtype=D, requires_grad=True)
+    with pytest.warns(hodiff.HodiffWarning, match="detach"):
+        PENALTIES[name](critic, features * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PENALTIES[name](critic, features.detach())
+        followed = PENALTIES[name](critic, features * 2, detach=False)
+    (gradient,) = torch.autograd.grad(followed, features)
+    assert gradient.abs().max() > 0

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hodiff
+from tests.support.modules import two_layers
 from tests.unit.penalties.oracles import DOUBLE, parameter_gradients, same
 
 
@@ -113,3 +114,20 @@ def test_the_callers_noise_outputs_and_each_samples_value():
         penalty(G, w, vectors=torch.stack([noise(1), noise(2)]))
     with pytest.raises(hodiff.InputError, match="reduction: got 'max'"):
         penalty(G, w, reduction="max")
+
+
+D = torch.float64
+
+
+def test_stylegan2_path_lengths_are_there_to_be_logged():
+    net, w, penalty = two_layers(4, 12), torch.randn(6, 4, dtype=D), hodiff.PathLengthPenalty().double()
+    noise = torch.randn(6, 3, 2, 2, dtype=D)
+    images = lambda w: net(w).reshape(6, 3, 2, 2)
+    loss, outputs = penalty(images, w, vectors=noise, return_outputs=True)
+    z = w.clone().requires_grad_()
+    (pulled,) = torch.autograd.grad((images(z) * noise / 2).sum(), z, create_graph=True)
+    lengths = pulled.square().sum(1).sqrt()
+    mean = 0.01 * lengths.mean()
+    torch.testing.assert_close(penalty.lengths, lengths.detach())
+    torch.testing.assert_close(loss, 2 * (lengths - mean).square().mean())
+    torch.testing.assert_close(outputs, images(w))

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+import hodiff
 from hodiff._core._call import call
 from hodiff._core._lending import Lending
 from hodiff.verify._evaluation import Evaluation
@@ -46,3 +48,27 @@ def test_values_are_held_inside_and_not_after(evaluation):
     assert float(evaluation.scalar(moved)) == free == pytest.approx(9 * still)
     evaluation.allow(["f"])
     assert float(evaluation.scalar(moved)) == pytest.approx(3 * still)
+
+
+D = torch.float64
+
+
+def test_checking_moves_no_buffer_of_a_closure():
+    m = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
+    hodiff.check_derivatives(lambda x: m(x).square().sum(), torch.randn(4, 3, dtype=D))
+    assert m[1].num_batches_tracked == 0
+
+
+def test_checking_under_autocast_is_not_rounded():
+    m = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert hodiff.check_derivatives(lambda x: m.double()(x).sum(), torch.randn(4, 3)).ok
+
+
+X = torch.tensor([0.3, -0.7, 1.1])
+
+
+def test_derivatives_in_double_precision_take_buffers_along():
+    model = nn.Linear(3, 2)
+    model.register_buffer("matrix", torch.ones(2, 2))
+    hodiff.check_derivatives(lambda model: (model(X.to(model.weight.dtype)) @ model.matrix).square().sum(), model)

@@ -1,4 +1,4 @@
-"""What bad input of every kind (tests/abuse) and odd calls once found: each is an error in words, or right."""
+"""Values of a kind that an argument does not take: flags, numbers, words, containers, layouts. Each is told by name."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What is advised, where programs of no report showed that it could harm; and evidence that advice stands on."""
+"""The fixes that an explanation advises: none that would do harm, and what each is concluded from."""
 
 import linecache
 import re
