@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hodiff
 from tests.support.callers import CALLERS, NOT_CALLED, PLAIN, SCALE, Caller, D, public, tensors
+from tests.support.modules import Cube, CubeOnce
 
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 
@@ -258,29 +259,6 @@ def test_under_another_default_device(name: str) -> None:
     same([t.detach() for t in tensors(got)], [t.detach() for t in tensors(expected)])
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * g
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * g
-
-
 @every
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 def test_a_function_of_the_users(caller: Caller) -> None:
@@ -295,7 +273,7 @@ def test_a_function_of_the_users(caller: Caller) -> None:
 def test_once_differentiable(caller: Caller) -> None:
     """Refused where it is differentiated twice: by a loss whose graph is asked for, too."""
     skip("once", caller)
-    g = lambda z: SCALE * Once.apply(z)
+    g = lambda z: SCALE * CubeOnce.apply(z)
     with nothing_changes(Network(), X):
         try:
             got = call(caller, g)

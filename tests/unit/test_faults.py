@@ -17,6 +17,7 @@ from hodiff._core._faults import interrupts, is_fault
 from hodiff.calculus import _first
 from hodiff.fields import _expansions
 from hodiff.sparse import _tracer
+from tests.support.modules import Cube
 
 D = torch.float64
 X = torch.linspace(-1, 1.5, 4, dtype=D)
@@ -91,23 +92,12 @@ def test_other_classes_mean_something_to_their_makers(error: Exception) -> None:
 # --- the fallbacks: what they try, where it is interrupted, and that they fall back where it fails
 
 
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * g
-
-
 def tall() -> Any:
     return hodiff.jacobian(lambda x: torch.outer(torch.linspace(1, 2, 300, dtype=D), x).sin().flatten(), X)
 
 
 def many_rows() -> Any:
-    return hodiff.jacobian(lambda x: Cubed.apply(x), X)
+    return hodiff.jacobian(lambda x: Cube.apply(x), X)
 
 
 def per_sample() -> Any:

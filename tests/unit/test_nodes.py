@@ -7,18 +7,7 @@ from torch.autograd.function import once_differentiable
 import hodiff
 from hodiff._core import _nodes
 from hodiff.errors import CustomFunctionWarning, GraphError
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
+from tests.support.modules import Cube
 
 
 class Once(Cube):

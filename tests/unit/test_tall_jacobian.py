@@ -15,6 +15,7 @@ from hodiff._core import _call
 from hodiff._core._memory import LiveBytes
 from tests.support.differences import first_difference, relative_error
 from tests.support.inputs import Expression, expressions, points
+from tests.support.modules import Cube
 from tests.support.passes import Count, by
 from tests.support.properties import agree
 
@@ -71,17 +72,6 @@ def test_nested_in_another_call(count: Count) -> None:
     outer = hodiff.jacobian(lambda x: x * hodiff.jacobian(count.of(tall), X, create_graph=False).sum(), X)
     assert (count.evaluations, count.passes) == (1, 2 + 1)
     torch.testing.assert_close(outer, torch.eye(6, dtype=D) * (torch.cos(A @ X) @ A).sum())
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
 def hooked(x: Tensor) -> Tensor:

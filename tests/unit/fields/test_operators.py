@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
+from tests.support.modules import Cube
 from tests.support.properties import agree, right_or_refused
 
 D = torch.float64
@@ -591,18 +592,6 @@ def test_fields_of_linear_functions_are_differentiable_zeros(method: str) -> Non
     for found in (hodiff.laplacian(f, x, method=method), hodiff.partial(f, x, (0, 0), method=method)):
         (g,) = torch.autograd.grad(found.sum(), x)
         assert torch.equal(g, torch.zeros_like(x))
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
 
 
 class Straight(torch.autograd.Function):

@@ -6,19 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-
-class Cube(torch.autograd.Function):
-    """Saves its input."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
+from tests.support.modules import Cube
 
 
 class Double(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch.func import functional_call
 import hodiff
 from hodiff import GraphError, InputError, rules
 from tests.support.differences import first_difference, relative_error
+from tests.support.modules import Cube
 
 D = torch.float64
 X = torch.randn(12, 4, dtype=D, generator=torch.Generator().manual_seed(0))
@@ -335,17 +336,6 @@ def test_segments_notice_that_f_has_changed() -> None:
     data.mul_(1.1)
     with pytest.raises(GraphError, match=r"segments: the steps, taken again.*led elsewhere"):
         sum(p.sum() for p in final.values()).backward()
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: object, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
 def unseen(p: Tensor, hidden: Tensor) -> Tensor:

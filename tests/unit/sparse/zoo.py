@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.modules import Cube
+
 D = torch.float64
 Scalar = Callable[[Tensor], Tensor]
 
@@ -24,17 +26,6 @@ POINTS = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double().req
 NORMED = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 2)).double()
 CONV = nn.Conv1d(1, 2, 3, padding=1).double()
 KERNEL = torch.tensor([[[[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]]], dtype=D)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
 class ByNumPy(torch.autograd.Function):
