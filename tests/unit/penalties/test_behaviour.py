@@ -486,6 +486,6 @@ def test_a_penalty_of_values_alone_is_of_one_function():
         torch.manual_seed(0)
         m = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh()).double()
         with torch.set_grad_enabled(grad_mode):
-            return hodiff.hessian_penalty(m, torch.ones(2, 3, dtype=D), samples=3).detach()
+            return hodiff.hessian_penalty(m, torch.ones(2, 3, dtype=DOUBLE), samples=3).detach()
 
     torch.testing.assert_close(penalty(False), penalty(True))
