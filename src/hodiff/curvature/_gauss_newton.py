@@ -13,22 +13,21 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
-from hodiff._core._vectors import check_generator, draw
+from hodiff._core._vectors import check_generator
 from hodiff._core._where import Where
 from hodiff.curvature import _data
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder, GraphCache
 from hodiff.curvature._losses import (
-    KNOWN,
+    LIKELIHOODS,
     Loss,
     OuterProducts,
     OutputCurvature,
     Scored,
-    SoftmaxHessian,
     check_loss,
+    likelihood_names,
     score,
-    scores_of,
 )
 from hodiff.curvature._operator import together
 from hodiff.curvature._process_group import ProcessGroup, Shares, shared
@@ -256,7 +255,7 @@ class GaussNewtonOperator(PullbackOperator):
         builder = GaussNewtonBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
         shares = shared(process_group, point, data, type(self).__name__, chunk_size)
         super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
-        self._closed_form = isinstance(loss, torch.nn.Module)
+        self._closed_form = type(loss) in LIKELIHOODS
 
     def _route(self) -> str:
         return "linearised outputs, " + ("closed-form" if self._closed_form else "differentiated") + " loss"
@@ -303,12 +302,12 @@ class FisherBuilder(PullbackBuilder):
 
     def _outer(self, scored: Scored, outputs: Parts, number: int) -> OuterProducts:
         if self.kind == "empirical":
-            _check_samples(outputs, self.loss)
+            _check_samples(outputs, scored.curvature.dims)
             return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
         if number not in self.scores:
             source = self.source[0] if self.source else torch.Generator()  # for cost() any labels will do
-            self.scores[number] = _drawn(self.loss, scored, outputs, self.samples, source)
-        return OuterProducts(self.scores[number], _position(scored.curvature))
+            self.scores[number] = scored.drawn(self.samples, source)  # pyright: ignore[reportOptionalCall] - see `_check_kind`
+        return OuterProducts(self.scores[number], lambda s: scored.curvature.dims)
 
     def begin(self) -> None:
         """Labels of several processes are independent of each other, though all of them may have one seed."""
@@ -336,8 +335,7 @@ class FisherOperator(PullbackOperator):
 
     Args:
         predict: `predict(where, batch)` returns the outputs.
-        loss: `nn.CrossEntropyLoss()`, `nn.MSELoss()`, `nn.BCEWithLogitsLoss()`, `nn.PoissonNLLLoss()` or
-            `nn.GaussianNLLLoss()` (whose `predict` returns mean and variance), with targets `batch[1]`;
+        loss: One of the losses of `torch.nn` that `hodiff.GaussNewtonOperator` names, with targets `batch[1]`;
             for `"empirical"` also a function `loss(outputs, batch)` that returns `(sum, weight)`, as for
             `hodiff.HessianOperator` (**never a mean beside a weight**).
         where: As for `hodiff.HessianOperator`.
@@ -466,11 +464,11 @@ def _check_kind(kind: Any, loss: Any) -> None:
         raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}.")
     if kind == "empirical":
         return
-    if callable(loss) and not isinstance(loss, type) and type(loss) not in KNOWN:
+    if callable(loss) and not isinstance(loss, type) and type(loss) not in LIKELIHOODS:
         what = type(loss).__name__ if isinstance(loss, nn.Module) else "a function"
         raise InputError(
             f"loss: {what} does not say what distribution it is the likelihood of, so kind={kind!r} needs "
-            f"one of {', '.join(kind.__name__ for kind in KNOWN)}. For any other loss write a function "
+            f"one of {likelihood_names()}. For any other loss write a function "
             f"loss(outputs, batch) -> (sum, weight), and take kind='empirical' or hodiff.GaussNewtonOperator."
         )
     weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
@@ -481,33 +479,11 @@ def _check_kind(kind: Any, loss: Any) -> None:
         )
 
 
-def _check_samples(outputs: Parts, loss: Loss) -> None:
-    least = 2 if isinstance(loss, nn.CrossEntropyLoss) else 1  # of a single dimension it is the classes
-    lengths = {output.shape[0] if output.ndim >= least else None for output in outputs}
+def _check_samples(outputs: Parts, classes: tuple[int, ...]) -> None:
+    """Raise unless every output has samples, and not its classes, in its leading dimension."""
+    lengths = {output.shape[0] if output.ndim and -output.ndim not in classes else None for output in outputs}
     if None in lengths or len(lengths) != 1:
         raise InputError(
             f"predict: kind='empirical' needs samples in the leading dimension of every output; got shapes "
             f"{[tuple(output.shape) for output in outputs]}."
         )
-
-
-def _position(curvature: OutputCurvature) -> Callable[[Tensor], tuple[int, ...]]:
-    """The dimensions within which scores are not independent: the classes; else none."""
-    if isinstance(curvature, SoftmaxHessian):
-        return lambda s: (curvature.dim,)
-    return lambda s: ()
-
-
-def _drawn(loss: Any, scored: Scored, outputs: Parts, samples: int, generator: torch.Generator | None) -> Parts:
-    """The gradients by the outputs for labels drawn from the model: `(samples, *shape)` on each."""
-    if isinstance(loss, (nn.GaussianNLLLoss, nn.PoissonNLLLoss)):
-        return scores_of(loss, [output.detach() for output in outputs], samples, generator)
-    z = outputs[0].detach()
-    shape = (samples, *z.shape)
-    if isinstance(scored.curvature, SoftmaxHessian):
-        return [scored.curvature.sampled(samples, generator)]
-    if isinstance(loss, nn.MSELoss):  # y - z is Gaussian of variance 1/2, and the score 2 (z - y)
-        return [draw(shape, z, "gaussian", generator) * 2**0.5]
-    device, p = z.device if generator is None else generator.device, torch.sigmoid(z)
-    uniform = torch.rand(shape, generator=generator, device=device, dtype=sum_dtype(z.dtype)).to(z.device)
-    return [p - (uniform < p).to(z.dtype)]

@@ -1,7 +1,7 @@
 """Losses as functions of a network's outputs: their sum, what it is divided by, their output Hessian.
 
-For cross-entropy, squared error and binary cross-entropy the Hessian is written out; any other twice
-differentiable loss is differentiated twice, which concerns the outputs only and is cheap.
+For the likelihoods of `LIKELIHOODS` the Hessian is written out; any other twice differentiable loss is differentiated
+twice, which concerns the outputs only and is cheap.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -29,7 +29,13 @@ from hodiff.errors import GraphError, InputError
 
 
 class OutputCurvature(ABC):
-    """A symmetric matrix over the outputs of one batch, by its products."""
+    """A symmetric matrix over the outputs of one batch, by its products.
+
+    Attributes:
+        dims: The dimensions, counted from the end, within which it mixes entries of one output: the classes.
+    """
+
+    dims: tuple[int, ...] = ()
 
     @abstractmethod
     def times(self, tangents: Parts, count: int | None) -> Parts:
@@ -57,13 +63,16 @@ class Scored:
         weight: What it is divided by; None: by nothing.
         gradient: The gradient of the sum by each output, detached.
         curvature: Its Hessian by the outputs.
-        fisher: The expectation of that over labels of the model's own; None where it is the same.
+        drawn: The gradients by the outputs for labels drawn from the model, `(samples, *shape)` on each; None for a
+            loss that does not say what distribution it is the likelihood of.
+        fisher: The expectation of the Hessian over labels of the model's own; None where it is the same.
     """
 
     value: Tensor
     weight: float | None
     gradient: Parts
     curvature: OutputCurvature
+    drawn: Callable[[int, torch.Generator | None], Parts] | None = None
     fisher: OutputCurvature | None = None
 
 
@@ -75,10 +84,6 @@ def check_shapes(z: Tensor, target: Tensor) -> None:
         )
 
 
-# --- losses with a mean -----------------------------------------------------------------------------------------------
-
-
-KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss)
 Loss = Callable[..., Any] | nn.Module
 
 
@@ -87,24 +92,30 @@ class SoftmaxHessian(OutputCurvature):
     r"""Of cross-entropy, for each position: \(s\,(\operatorname{diag} p - p p^\top)\)."""
 
     def __init__(self, p: Tensor, scale: Tensor, classes: int) -> None:
-        self.p = p
+        self._p = p
         self._scale = scale
-        self.dim = classes - p.ndim  # counted from the end
+        self.dims = (classes - p.ndim,)
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
         """See `OutputCurvature`."""
         (v,) = tangents
-        weighted = self.p * v
-        return [(weighted - self.p * weighted.sum(self.dim, keepdim=True)) * self._scale]
+        weighted = self._p * v
+        return [(weighted - self._p * weighted.sum(self.dims, keepdim=True)) * self._scale]
 
-    def sampled(self, samples: int, generator: torch.Generator | None) -> Tensor:
-        r"""Scores \(p - e_y\) of labels y drawn from p, zero at ignored positions: `(samples, *p.shape)`."""
-        rows = self.p.movedim(self.dim, -1)
-        flat = rows.reshape(-1, rows.shape[-1])
-        device = flat.device if generator is None else generator.device
-        labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(flat.device)
-        scores = flat - torch.nn.functional.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
-        return scores.reshape((samples, *rows.shape)).movedim(-1, self.dim) * (self._scale > 0)
+
+@final
+class PairHessian(OutputCurvature):
+    """Of two outputs that meet entry by entry: a symmetric matrix of two rows for each."""
+
+    def __init__(self, first: Tensor, mixed: Tensor | float, second: Tensor) -> None:
+        self._first = first
+        self._mixed = mixed
+        self._second = second
+
+    def times(self, tangents: Parts, count: int | None) -> Parts:
+        """See `OutputCurvature`."""
+        a, b = tangents
+        return [self._first * a + self._mixed * b, self._mixed * a + self._second * b]
 
 
 @final
@@ -177,12 +188,12 @@ def check_loss(loss: Any, batch_weight: Any) -> None:
     if isinstance(loss, type):
         raise InputError(f"loss: is the class {loss.__name__}; give an instance of it.")
     if isinstance(loss, nn.modules.loss._Loss):
-        if type(loss) not in KNOWN:  # a subclass computes what it likes
+        if type(loss) not in LIKELIHOODS:  # a subclass computes what it likes
             takes = list(inspect.signature(loss.forward).parameters)
             more = ["outputs", "batch[1]"] if len(takes) == 2 else [*takes[:1], *(f"... {name}" for name in takes[1:])]
             raise InputError(
                 f"loss: {type(loss).__name__} is not one whose sums and weights are known "
-                f"({', '.join(kind.__name__ for kind in KNOWN)}). Give a function that returns (sum, weight):\n"
+                f"({likelihood_names()}). Give a function that returns (sum, weight):\n"
                 f"    def loss(outputs, batch):\n"
                 f"        return {type(loss).__name__}(reduction='sum')({', '.join(more)}), len(outputs)"
             )
@@ -200,8 +211,8 @@ def check_loss(loss: Any, batch_weight: Any) -> None:
             )
     elif not callable(loss):
         raise InputError(
-            f"loss: is a {type(loss).__name__}; expected loss(outputs, batch) -> (sum, weight), nn.CrossEntropyLoss(), "
-            f"nn.MSELoss() or nn.BCEWithLogitsLoss()."
+            f"loss: is a {type(loss).__name__}; expected loss(outputs, batch) -> (sum, weight), or an instance of one "
+            f"of {likelihood_names()}."
         )
     else:
         check_signature(loss, "loss", ("outputs", "batch"))
@@ -217,16 +228,15 @@ def target_of(batch: Any) -> Tensor:
     )
 
 
-def score(loss: Loss, weigh: Weighted, ev: Graph, batch: Any, number: int, allow: Allowed) -> Scored:
+def score(loss: Any, weigh: Weighted, ev: Graph, batch: Any, number: int, allow: Allowed) -> Scored:
     """The loss of one batch's outputs, its gradient by them, and its output Hessian."""
-    outputs, _, tree = _tree.flatten(ev.outputs)
-    if isinstance(loss, nn.GaussianNLLLoss):
-        return gaussian(loss, outputs, target_of(batch))
-    if isinstance(loss, KNOWN):
-        if len(outputs) != 1:
-            raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
-        return _known(loss, outputs[0].detach(), target_of(batch))
-    point = _tree.rebuild(tree, iter([output.detach() for output in outputs]))
+    found, _, tree = _tree.flatten(ev.outputs)
+    outputs = [output.detach() for output in found]
+    likelihood = LIKELIHOODS.get(type(loss))
+    if likelihood is not None:
+        scored = likelihood(loss, outputs, target_of(batch))
+        return scored if loss.reduction == "mean" else replace(scored, weight=None)
+    point = _tree.rebuild(tree, iter(outputs))
     _refuse_functional(loss, batch)
 
     def weighed(values: Any) -> tuple[Any, Any]:
@@ -264,32 +274,37 @@ def _refuse_shortcut(ev: Graph, value: Tensor) -> None:
             )
 
 
-def _known(loss: nn.Module, z: Tensor, target: Tensor) -> Scored:
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return cross_entropy(loss, z, target)
-    if isinstance(loss, nn.PoissonNLLLoss):
-        return poisson(loss, z, target)
-    if isinstance(loss, nn.MSELoss):
-        check_shapes(z, target)
-        value = (z - target).square().sum()
-        weight = float(z.numel()) if loss.reduction == "mean" else None
-        return Scored(value, weight, [2 * (z - target)], DiagonalHessian(2.0))
-    return _binary(loss, z, target)
+# --- likelihoods: losses of `torch.nn`, written out -------------------------------------------------------------------
 
 
-def cross_entropy(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor) -> Scored:
+def _single(loss: nn.Module, outputs: Parts) -> Tensor:
+    if len(outputs) != 1:
+        raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
+    return outputs[0]
+
+
+def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Parts, target: Tensor) -> Scored:
     r"""Cross-entropy with class weights, ignored positions and label smoothing.
 
     At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so its
     gradient is \(s p - t\) and its Hessian \(s (\operatorname{diag} p - p p^\top)\), with \(s = \sum_c t_c\).
     """
+    z = _single(loss, outputs)
     classes = 0 if z.ndim == 1 else 1
     t, weight = _targets(loss, z, target, classes)
     log_p = F.log_softmax(z, classes)
     p, scale = log_p.exp(), t.sum(classes, keepdim=True)
-    value = -(t * log_p).sum()
-    total = weight if loss.reduction == "mean" else None
-    return Scored(value, total, [scale * p - t], SoftmaxHessian(p, scale, classes))
+
+    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+        """The scores p - e_y of labels y, zero at ignored positions."""
+        rows = p.movedim(classes, -1)
+        flat = rows.reshape(-1, rows.shape[-1])
+        device = z.device if generator is None else generator.device
+        labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(z.device)
+        scores = flat - F.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
+        return [scores.reshape((samples, *rows.shape)).movedim(-1, classes - z.ndim) * (scale > 0)]
+
+    return Scored(-(t * log_p).sum(), weight, [scale * p - t], SoftmaxHessian(p, scale, classes), drawn)
 
 
 def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> tuple[Tensor, float]:
@@ -313,7 +328,21 @@ def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int)
     return t, float((class_weight[safe] * used).sum())
 
 
-def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
+def squared_error(loss: nn.MSELoss, outputs: Parts, target: Tensor) -> Scored:
+    r"""\((z - y)^2\), of a Gaussian of variance 1/2."""
+    z = _single(loss, outputs)
+    check_shapes(z, target)
+    r = z - target
+
+    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+        return [draw((samples, *z.shape), z, "gaussian", generator) * 2**0.5]
+
+    return Scored(r.square().sum(), float(z.numel()), [2 * r], DiagonalHessian(2.0), drawn)
+
+
+def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Parts, target: Tensor) -> Scored:
+    r"""\(-y \log p - (1 - y) \log (1 - p)\) of \(p = \sigma(z)\), with weights of entries and of positive ones."""
+    z = _single(loss, outputs)
     check_shapes(z, target)
     target = target.to(z)
     weight = torch.ones_like(z) if loss.weight is None else loss.weight.detach().to(z).expand_as(z)
@@ -321,75 +350,75 @@ def _binary(loss: Any, z: Tensor, target: Tensor) -> Scored:
     p = torch.sigmoid(z)
     value = F.binary_cross_entropy_with_logits(z, target, loss.weight, reduction="sum", pos_weight=loss.pos_weight)
     mass = weight * (positive * target + 1 - target)
-    total = float(z.numel()) if loss.reduction == "mean" else None
-    return Scored(value, total, [mass * p - weight * positive * target], DiagonalHessian(mass * p * (1 - p)))
 
+    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+        device = z.device if generator is None else generator.device
+        dtype = sum_dtype(z.dtype)
+        uniform = torch.rand((samples, *z.shape), generator=generator, device=device, dtype=dtype).to(z.device)
+        return [p - (uniform < p).to(z.dtype)]
 
-# --- two more negative log-likelihoods, written out: a Gaussian with its variance, and counts -------------------------
-# Their output Hessian depends on the labels, so the Fisher information, its expectation, is another matrix.
-
-
-@final
-class PairHessian(OutputCurvature):
-    """Of two outputs that meet entry by entry: a symmetric matrix of two rows for each."""
-
-    def __init__(self, first: Tensor, mixed: Tensor | float, second: Tensor) -> None:
-        self._first = first
-        self._mixed = mixed
-        self._second = second
-
-    def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `OutputCurvature`."""
-        a, b = tangents
-        return [self._first * a + self._mixed * b, self._mixed * a + self._second * b]
+    gradient = mass * p - weight * positive * target
+    return Scored(value, float(z.numel()), [gradient], DiagonalHessian(mass * p * (1 - p)), drawn)
 
 
 def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> Scored:
-    r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as `eps`."""
-    m, v = _mean_and_variance(outputs, loss)
-    check_shapes(m, target)
-    r = m - target
-    value = F.gaussian_nll_loss(m, target, v, loss.full, loss.eps, reduction="sum")
-    v = v.clamp(min=loss.eps)
-    hessian = PairHessian(1 / v, -r / v**2, r**2 / v**3 - 0.5 / v**2)
-    weight = float(m.numel()) if loss.reduction == "mean" else None
-    gradient = [r / v, 0.5 * (1 / v - r**2 / v**2)]
-    return Scored(value, weight, gradient, hessian, PairHessian(1 / v, 0.0, 0.5 / v**2))
+    r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as `eps`.
 
-
-def poisson(loss: nn.PoissonNLLLoss, z: Tensor, target: Tensor) -> Scored:
-    r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`."""
-    check_shapes(z, target)
-    y = target.to(z)
-    value = F.poisson_nll_loss(z, y, loss.log_input, loss.full, eps=loss.eps, reduction="sum")
-    weight = float(z.numel()) if loss.reduction == "mean" else None
-    if loss.log_input:
-        return Scored(value, weight, [z.exp() - y], DiagonalHessian(z.exp()))
-    rate = z + loss.eps
-    return Scored(value, weight, [1 - y / rate], DiagonalHessian(y / rate**2), DiagonalHessian(z / rate**2))
-
-
-def scores_of(
-    loss: nn.GaussianNLLLoss | nn.PoissonNLLLoss, outputs: Parts, samples: int, generator: torch.Generator | None
-) -> Parts:
-    """The gradients by the outputs for labels drawn from the model: `(samples, *shape)` on each."""
-    if isinstance(loss, nn.GaussianNLLLoss):
-        m, v = _mean_and_variance(outputs, loss)
-        v = v.clamp(min=loss.eps)
-        normal = draw((samples, *m.shape), m, "gaussian", generator)
-        return [-normal / v.sqrt(), 0.5 * (1 - normal**2) / v]
-    (z,) = outputs
-    rate = z.exp() if loss.log_input else z
-    device = z.device if generator is None else generator.device
-    wide = rate.to(device, sum_dtype(z.dtype)).expand(samples, *z.shape).contiguous()
-    counts = torch.poisson(wide, generator=generator).to(z)
-    return [rate - counts if loss.log_input else 1 - counts / (z + loss.eps)]
-
-
-def _mean_and_variance(outputs: Parts, loss: nn.Module) -> tuple[Tensor, Tensor]:
+    Its Hessian depends on the labels, so the Fisher information, the expectation of that, is another matrix.
+    """
     if len(outputs) != 2 or outputs[0].shape != outputs[1].shape:
         raise InputError(
             f"loss: {type(loss).__name__} takes a mean and a variance of one shape, (mean, var), and predict returned "
             f"{[tuple(output.shape) for output in outputs]}."
         )
-    return outputs[0].detach(), outputs[1].detach()
+    m, v = outputs
+    check_shapes(m, target)
+    r = m - target
+    value = F.gaussian_nll_loss(m, target, v, loss.full, loss.eps, reduction="sum")
+    v = v.clamp(min=loss.eps)
+
+    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+        normal = draw((samples, *m.shape), m, "gaussian", generator)
+        return [-normal / v.sqrt(), 0.5 * (1 - normal**2) / v]
+
+    gradient = [r / v, 0.5 * (1 / v - r**2 / v**2)]
+    hessian = PairHessian(1 / v, -r / v**2, r**2 / v**3 - 0.5 / v**2)
+    return Scored(value, float(m.numel()), gradient, hessian, drawn, PairHessian(1 / v, 0.0, 0.5 / v**2))
+
+
+def poisson(loss: nn.PoissonNLLLoss, outputs: Parts, target: Tensor) -> Scored:
+    r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`, whose Hessian depends on the labels."""
+    z = _single(loss, outputs)
+    check_shapes(z, target)
+    y = target.to(z)
+    value = F.poisson_nll_loss(z, y, loss.log_input, loss.full, eps=loss.eps, reduction="sum")
+    rate = z.exp() if loss.log_input else z
+
+    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+        device = z.device if generator is None else generator.device
+        wide = rate.to(device, sum_dtype(z.dtype)).expand(samples, *z.shape).contiguous()
+        counts = torch.poisson(wide, generator=generator).to(z)
+        return [rate - counts if loss.log_input else 1 - counts / (z + loss.eps)]
+
+    if loss.log_input:
+        return Scored(value, float(z.numel()), [rate - y], DiagonalHessian(rate), drawn)
+    safe = z + loss.eps
+    hessian, fisher = DiagonalHessian(y / safe**2), DiagonalHessian(z / safe**2)
+    return Scored(value, float(z.numel()), [1 - y / safe], hessian, drawn, fisher)
+
+
+LIKELIHOODS: dict[type[Any], Callable[[Any, Parts, Tensor], Scored]] = {
+    nn.CrossEntropyLoss: cross_entropy,
+    nn.MSELoss: squared_error,
+    nn.BCEWithLogitsLoss: binary_cross_entropy,
+    nn.GaussianNLLLoss: gaussian,
+    nn.PoissonNLLLoss: poisson,
+}
+"""Of each kind of loss: (loss, outputs, targets) -> what stands in `Scored`, with what a mean is divided by.
+
+To add one is a function above, which checks what it takes, and a line here."""
+
+
+def likelihood_names() -> str:
+    """The losses that are written out, in words."""
+    return ", ".join(f"nn.{kind.__name__}" for kind in LIKELIHOODS)
