@@ -15,7 +15,7 @@ from hodiff._core import _arguments, _memory
 from hodiff._core._memory import readable
 from hodiff.curvature import _records
 from hodiff.curvature._graph_cache import G, GraphCache
-from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._operator import LinearOperator, SymmetricOperator
 from hodiff.curvature._process_group import Shares
 from hodiff.curvature._space import Parts, Space, accumulate, say_detached
 from hodiff.errors import GraphError
@@ -95,10 +95,6 @@ class DataOperator(LinearOperator, Generic[G]):
     @abstractmethod
     def _passes(self) -> tuple[int, int]:
         """Reverse passes: of a product through a graph, and to build that graph."""
-
-    @property
-    def _domain(self) -> Space:
-        return self._space
 
     @property
     def _live(self) -> str:
@@ -226,17 +222,8 @@ class DataOperator(LinearOperator, Generic[G]):
         """How products are computed, for `repr`."""
 
 
-class SummedOperator(DataOperator[G]):
+class SummedOperator(SymmetricOperator, DataOperator[G]):
     """A symmetric operator that is a weighted mean over batches."""
-
-    @property
-    def _range(self) -> Space:
-        return self._space
-
-    @property
-    def symmetric(self) -> bool:
-        """Always."""
-        return True
 
     @abstractmethod
     def _apply(self, graph: G, parts: Parts, count: int | None, chunk: int) -> Parts:
@@ -274,9 +261,6 @@ class SummedOperator(DataOperator[G]):
     def _names(self) -> Sequence[str]:
         """The leaves that this is a block of."""
         return self._space.names if len(self._chosen) < len(self._graphs.where.tensors) else ()
-
-    def _transposed(self) -> LinearOperator:
-        return self
 
     def _of_chosen(self, values: Sequence[Tensor]) -> Parts:
         return [values[index] for index in self._chosen]

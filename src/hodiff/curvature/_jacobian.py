@@ -92,11 +92,6 @@ class JacobianOperator(DataOperator[Linearised]):
         return _outputs(self._graphs).space()
 
     @property
-    def symmetric(self) -> bool:
-        """Never, as far as is known."""
-        return False
-
-    @property
     def value(self) -> Any:
         """The outputs at the point, of all batches."""
         say_detached("A.value", self._live)
@@ -182,19 +177,11 @@ class TransposedJacobianOperator(LinearOperator):
     def _range(self) -> Space:
         return self._jacobian._domain
 
-    @property
-    def symmetric(self) -> bool:
-        """Never, as far as is known."""
-        return False
-
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         return self._jacobian._pull(parts, count)
 
     def _transposed(self) -> LinearOperator:
         return self._jacobian
-
-    def _chunk(self, count: int) -> int:
-        return self._jacobian._chunk(count)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return self._jacobian._blocked(chosen)

@@ -69,12 +69,8 @@ class MatrixOperator(LinearOperator):
         self._symmetric = symmetric is not False and (diagonal or (square and _is_symmetric(self._matrix)))
         if symmetric and not self._symmetric:
             raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
-        self._columns_space = Space.line(self._matrix.new_empty(()).expand(A.shape[-1]))
+        self._space = Space.line(self._matrix.new_empty(()).expand(A.shape[-1]))
         self._rows_space = Space.line(self._matrix.new_empty(()).expand(A.shape[0]))
-
-    @property
-    def _domain(self) -> Space:
-        return self._columns_space
 
     @property
     def _range(self) -> Space:

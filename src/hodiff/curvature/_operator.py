@@ -109,18 +109,7 @@ class LinearOperator(ABC):
 
     # --- what a class provides
 
-    @property
-    @abstractmethod
-    def _domain(self) -> Space: ...
-
-    @property
-    @abstractmethod
-    def _range(self) -> Space: ...
-
-    @property
-    @abstractmethod
-    def symmetric(self) -> bool:
-        """Whether the operator is its own transpose by construction."""
+    _space: Space
 
     @abstractmethod
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
@@ -131,16 +120,35 @@ class LinearOperator(ABC):
         """The transpose of an operator that is not symmetric, as a new one."""
 
     @abstractmethod
+    def _about(self) -> str:
+        """What `repr` says beside class, size and dtype."""
+
+    # --- what a class has from the operators that it is made of, unless it knows better
+
+    @property
+    def _domain(self) -> Space:
+        return self._space
+
+    @property
+    def _range(self) -> Space:
+        return self._space
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the operator is its own transpose by construction."""
+        return bool(self._made_of) and all(part.symmetric for part in self._made_of)
+
     def _chunk(self, count: int) -> int:
         """How many of `count` vectors one product should take."""
+        return min([part._chunk(count) for part in self._made_of], default=count)
 
-    @abstractmethod
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         """The block of the leaves with these numbers, as a new operator."""
+        return BlockOperator(self, chosen)
 
     @property
     def _live(self) -> str:
-        """What of it requires grad, in words (see `say_detached`): of the operators that it is made of, or its own."""
+        """What of it requires grad, in words (see `say_detached`)."""
         for part in self._made_of:
             if part._live:
                 return part._live
@@ -153,6 +161,9 @@ class LinearOperator(ABC):
     @property
     def _shares(self) -> Shares | None:
         """The processes among which its data are shared; None where it has all of them."""
+        for part in self._made_of:
+            if part._shares is not None:
+                return part._shares
         return None
 
     def _forms(self, parts: Parts, count: int) -> Tensor:
@@ -167,10 +178,6 @@ class LinearOperator(ABC):
         with _settings.recording():
             rows = rows.clone() if rows.is_inference() else rows
             return self._forms(self._domain.split(rows), len(rows)).to(sum_dtype(self.dtype))
-
-    @abstractmethod
-    def _about(self) -> str:
-        """What `repr` says beside class, size and dtype."""
 
     # --- size
 
@@ -215,6 +222,7 @@ class LinearOperator(ABC):
         if id(self) not in made:
             made[id(self)] = found = copy.copy(self)
             found._block_of = found._fixed_of = None
+            found._made_of = tuple(part._fixed(made) for part in self._made_of)
             for name, value in list(vars(found).items()):
                 if hasattr(value, "_fixed"):
                     setattr(found, name, value._fixed(made))
@@ -469,6 +477,18 @@ def _structured(first: Space, second: Space) -> Space:
     return second if first.flat and first.size == second.size else first
 
 
+class SymmetricOperator(LinearOperator):
+    """An operator that is its own transpose."""
+
+    @property
+    def symmetric(self) -> bool:
+        """Always."""
+        return True
+
+    def _transposed(self) -> LinearOperator:
+        return self
+
+
 @final
 class SumOperator(LinearOperator):
     """A + B."""
@@ -484,17 +504,8 @@ class SumOperator(LinearOperator):
         return _structured(self._left._domain, self._right._domain)
 
     @property
-    def _shares(self) -> Shares | None:
-        return self._left._shares or self._right._shares
-
-    @property
     def _range(self) -> Space:
         return _structured(self._left._range, self._right._range)
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether both summands are."""
-        return self._left.symmetric and self._right.symmetric
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         left, right = (
@@ -510,13 +521,10 @@ class SumOperator(LinearOperator):
     def _transposed(self) -> LinearOperator:
         return SumOperator(self._left.T, self._right.T)
 
-    def _chunk(self, count: int) -> int:
-        return min(self._left._chunk(count), self._right._chunk(count))
-
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         if self._left._domain.like(self._right._domain):
             return SumOperator(self._left._block(chosen), self._right._block(chosen))
-        return BlockOperator(self, chosen)
+        return super()._blocked(chosen)
 
     def _about(self) -> str:
         return f"{self._left!r} + {self._right!r}"
@@ -537,17 +545,8 @@ class AffineOperator(LinearOperator):
         return self._inner._domain
 
     @property
-    def _shares(self) -> Shares | None:
-        return self._inner._shares
-
-    @property
     def _range(self) -> Space:
         return self._inner._range
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether A is."""
-        return self._inner.symmetric
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         found = self._inner._product(parts, count)
@@ -564,9 +563,6 @@ class AffineOperator(LinearOperator):
 
     def _transposed(self) -> LinearOperator:
         return AffineOperator(self._inner.T, self._factor, self._shift)
-
-    def _chunk(self, count: int) -> int:
-        return self._inner._chunk(count)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return AffineOperator(self._inner._block(chosen), self._factor, self._shift)
@@ -585,16 +581,8 @@ class ProductOperator(LinearOperator):
         _check_sizes(left._domain, right._range, "A @ B")
         self._left, self._right = left, right
         middle = _structured(right._range, left._domain)
-        self._columns = _structured(right._domain, middle)
+        self._space = _structured(right._domain, middle)
         self._rows = _structured(left._range, middle)
-
-    @property
-    def _domain(self) -> Space:
-        return self._columns
-
-    @property
-    def _shares(self) -> Shares | None:
-        return self._right._shares or self._left._shares
 
     @property
     def _range(self) -> Space:
@@ -608,18 +596,12 @@ class ProductOperator(LinearOperator):
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         left, right = self._left, self._right
-        middle = right._product(right._domain.take(parts, count, self._columns), count)
+        middle = right._product(right._domain.take(parts, count, self._space), count)
         found = left._product(left._domain.take(middle, count, right._range), count)
         return self._rows.take(found, count, left._range)
 
     def _transposed(self) -> LinearOperator:
         return ProductOperator(self._right.T, self._left.T)
-
-    def _chunk(self, count: int) -> int:
-        return min(self._left._chunk(count), self._right._chunk(count))
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        return BlockOperator(self, chosen)
 
     def _about(self) -> str:
         return f"{self._left!r} @ {self._right!r}"
@@ -634,23 +616,6 @@ class BlockOperator(LinearOperator):
         self._inner, self._chosen = inner, chosen
         self._space = inner._domain.only(chosen)
 
-    @property
-    def _domain(self) -> Space:
-        return self._space
-
-    @property
-    def _shares(self) -> Shares | None:
-        return self._inner._shares
-
-    @property
-    def _range(self) -> Space:
-        return self._space
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the whole is."""
-        return self._inner.symmetric
-
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         padded = self._inner._domain.zeros(count)
         for index, part in zip(self._chosen, parts, strict=True):
@@ -660,9 +625,6 @@ class BlockOperator(LinearOperator):
 
     def _transposed(self) -> LinearOperator:
         return BlockOperator(self._inner.T, self._chosen)
-
-    def _chunk(self, count: int) -> int:
-        return self._inner._chunk(count)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return BlockOperator(self._inner, [self._chosen[index] for index in chosen])

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _reverse, _vectors
 from hodiff._core._arguments import check_option
 from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, gmres, minres
-from hodiff.curvature._operator import BlockOperator, LinearOperator
+from hodiff.curvature._operator import LinearOperator, SymmetricOperator
 from hodiff.curvature._probes import (
     Callback,
     Watch,
@@ -474,7 +474,7 @@ def _approximated(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 @final
-class NystromOperator(LinearOperator):
+class NystromOperator(SymmetricOperator):
     """U (Λ + μ)⁻¹ U' + (I - U U') / (λ + μ), with the last λ."""
 
     def __init__(self, domain: Space, vectors: Tensor, values: Tensor, shift: float, live: str) -> None:
@@ -487,33 +487,14 @@ class NystromOperator(LinearOperator):
         self._rest = 1 / (float(values[-1]) + shift)
         self._beyond = (1 / (values + shift) - self._rest).to(dtype)
 
-    @property
-    def _domain(self) -> Space:
-        return self._space
-
-    @property
-    def _range(self) -> Space:
-        return self._space
-
-    @property
-    def symmetric(self) -> bool:
-        """Always."""
-        return True
-
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         rows = self._space.join(parts, count).to(self._vectors.dtype)
         with as_given(rows):
             found = self._rest * rows + ((rows @ self._vectors) * self._beyond) @ self._vectors.T
         return self._space.split(found.to(self._space.dtype))
 
-    def _transposed(self) -> LinearOperator:
-        return self
-
     def _chunk(self, count: int) -> int:
         return max(1, _reverse.CHUNK_BYTES // (4 * self._space.size * self._vectors.element_size()))
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        return BlockOperator(self, chosen)
 
     def _about(self) -> str:
         return f"rank {self._vectors.shape[1]}, shift {self._shift:g}"

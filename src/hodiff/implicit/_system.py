@@ -60,14 +60,6 @@ class Transposed(LinearOperator):
         self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
 
     @property
-    def _domain(self) -> Space:
-        return self._space
-
-    @property
-    def _range(self) -> Space:
-        return self._space
-
-    @property
     def symmetric(self) -> bool:
         """Whether J is the Hessian of a function."""
         return self._symmetric
@@ -99,12 +91,6 @@ class Transposed(LinearOperator):
     def _transposed(self) -> LinearOperator:
         return Jacobian(self)
 
-    def _chunk(self, count: int) -> int:
-        return count
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        raise NotImplementedError
-
     def _about(self) -> str:
         return "at a solution"
 
@@ -116,31 +102,13 @@ class Jacobian(LinearOperator):
     def __init__(self, turned: Transposed) -> None:
         super().__init__()
         self._turned = turned
-
-    @property
-    def _domain(self) -> Space:
-        return self._turned._domain
-
-    @property
-    def _range(self) -> Space:
-        return self._turned._domain
-
-    @property
-    def symmetric(self) -> bool:
-        """Not as far as is known."""
-        return False
+        self._space = turned._space
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         return self._turned.push(parts, count)
 
     def _transposed(self) -> LinearOperator:
         return self._turned
-
-    def _chunk(self, count: int) -> int:
-        return count
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        raise NotImplementedError
 
     def _about(self) -> str:
         return "at a solution"
