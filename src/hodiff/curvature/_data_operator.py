@@ -163,11 +163,12 @@ class DataOperator(LinearOperator, Generic[G]):
         through, build = self._passes
         batches = graphs.batches
         count = 1 if batches is None else batches
-        if graphs.kept or graphs.complete:
+        first = graphs.first
+        if graphs.kept or (first is not None and first.own.complete):
             cache = graphs.cached_bytes() * count // max(1, graphs.kept)
         else:
             cache = graphs.first_batch_bytes() * count
-        again = count - graphs.kept if graphs.evaluated else 0
+        again = 0 if first is None else count - graphs.kept
         itemsize = self._domain.itemsize()
         rows, columns = self.shape
         chunk = self._chunk_size or graphs.auto_chunk(self._domain.size)
@@ -195,11 +196,14 @@ class DataOperator(LinearOperator, Generic[G]):
         if self._shares is not None:
             graphs.evaluate()  # all ranks must take as many, which they agree about there
         inner = self._inner_chunk()
-        if graphs.complete_everywhere:
+        first = graphs.first
+        if first is not None and first.everywhere.complete:
             return inner
+        agreed = None if first is None or self._shares is None else int(first.everywhere.free_bytes)
+        free = _memory.free_bytes(self.device) if agreed is None else agreed
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
         one = 3 * (self._domain.size + self._range.size) * self._domain.itemsize()
-        return max(inner, graphs.free_bytes() // (4 * one))
+        return max(inner, free // (4 * one))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = copy.copy(self)
@@ -211,10 +215,10 @@ class DataOperator(LinearOperator, Generic[G]):
     def _about(self) -> str:
         graphs = self._graphs
         batches = f", {graphs.batches} batches" if graphs.batches not in (None, 1) else ""
-        if not graphs.evaluated:
+        if graphs.first is None:
             return f"{self._route()}{batches}, not evaluated"
         held = f"cached {_memory.readable(graphs.cached_bytes())}" if graphs.kept else "nothing cached"
-        some = f" ({graphs.kept} of {graphs.batches})" if graphs.kept and not graphs.complete else ""
+        some = f" ({graphs.kept} of {graphs.batches})" if graphs.kept and not graphs.first.own.complete else ""
         return f"{self._route()}{batches}, {held}{some}"
 
     @abstractmethod

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -89,7 +89,7 @@ _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class RankFacts(NamedTuple):
-    """What a process says of its own first pass, in numbers, as its line carries them.
+    """What a process says of its own first pass, or what all say together, in numbers, as a line carries them.
 
     Attributes:
         value: The sum over its batches.
@@ -112,6 +112,29 @@ class RankFacts(NamedTuple):
     buffers: float
 
 
+@dataclass(frozen=True, eq=False)
+class FirstPass:
+    """One evaluation of all batches: what they add up to, and what it takes to evaluate one of them once more.
+
+    Attributes:
+        value: The sum over all batches, of all processes.
+        gradient: The gradient of the sum by each leaf.
+        own: What was found in this process; later passes are compared with it.
+        everywhere: What was found in all of them: sums, the largest tensor, the least memory.
+        point: The values of the point's tensors.
+        autocast: The precision of the evaluation, as a context.
+        random: The random state before each batch that drew.
+    """
+
+    value: Tensor
+    gradient: Parts
+    own: RankFacts
+    everywhere: RankFacts
+    point: Values
+    autocast: Callable[[], AbstractContextManager[Any]]
+    random: dict[int, RandomState]
+
+
 class GraphCache(Generic[G, B]):
     """The graphs of an operator, one for each batch: built once, kept within a budget, or built again.
 
@@ -126,90 +149,99 @@ class GraphCache(Generic[G, B]):
         self, builder: B, point: Any, batches: Batches, memory_budget: float, shares: Shares | None = None
     ) -> None:
         _memory.check_budget(memory_budget)
-        self.shares = shares
         self.builder = builder
+        self.shares = shares
         self._point = point
         self._batches = batches
         self._budget = memory_budget
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
+        self.live = "the point has a grad_fn" if any(part.grad_fn is not None for part in self.where.tensors) else ""
         self._closed = False
         self._modules = Modules(self.where)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.builder: B = self.builder.fresh()
-        live = any(tensor.grad_fn is not None for tensor in self.where.tensors)
-        self.live = "the point has a grad_fn" if live else ""
+        self.first: FirstPass | None = None
         self._graphs: dict[int, G] = {}
-        self._random: dict[int, RandomState] = {}
-        self._autocast = False, torch.bfloat16
-        self._values: Values | None = None
-        self._largest: int | None = None
-        self.bytes = 0
-        self.weight, self._undivided = 0.0, False
-        self._own = 0.0, 0.0
-        self._everywhere: tuple[bool, int] | None = None
-        self.value: Tensor | None = None
-        self.gradient: Parts = []
+        self._bytes = 0
+        self._probed: int | None = None
 
     # --- the first pass
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> FirstPass:
         """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
         _call.refuse_transforms(batched=True)
         if self._closed:
             with self._together():  # others may be about to evaluate theirs
                 raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
-        if self._values is None:
+        if self.first is None:
             with _locks.Held(self._batches):  # of several threads one evaluates, and those of later caches wait too
-                if self._values is None:
+                if self.first is None:
                     with self._together():
-                        self._evaluate()
-                    return
+                        return self._evaluate()
+        first = self.first
         self._modules.check()
-        self._values.check_versions()
+        first.point.check_versions()
+        return first
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.shares is None else self.shares.together()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> FirstPass:
         self._modules.check()
-        values, kind = Values(self.where), self.device.type
-        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        builder = self.builder.fresh()
+        graphs: dict[int, G] = {}
         try:
-            self._first_pass()
-            self._own = float(self._total()), self.weight
+            first = self._first_pass(builder, graphs)
             if self.shares is not None:
-                self._add_others(self.shares)
-            check_total(self.weight)
-            self._values = values  # others look here
+                first = self._with_others(first, self.shares)
+            check_total(first.everywhere.weight)
         except BaseException:
-            self._forget()
+            graphs.clear()  # the error's traceback has them too
             raise
+        self.builder: B = builder
+        self._graphs = graphs
+        self.first = first  # others look here
+        return first
 
-    def _first_pass(self) -> None:
+    def _first_pass(self, builder: B, graphs: dict[int, G]) -> FirstPass:
+        """The sums over this process's own batches; graphs to keep are put into `graphs`."""
+        point, kind = Values(self.where), self.device.type
+        precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self._batches.given and keeping else 0
-        self.builder.begin()
+        sums: Parts = []
+        weight, undivided = 0.0, False
+        largest = self._probed or 0
+        dtype = 0
+        self._bytes = 0
+        random: dict[int, RandomState] = {}
+        builder.begin()
         for number, batch in enumerate(self._batches):
             state = RandomState.of(self.device)
-            graph, size = self._measured(self.builder, batch, number)
-            self._add(graph)
-            if self._largest is None:
-                self._largest = _nodes.largest_output(_nodes.survey(graph.roots))
+            graph, size = self._measured(builder, batch, number)
+            terms = [graph.value, *graph.gradient]
+            dtype = dtype or 1 + _VALUES.index(graph.value.dtype)
+            sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
+            weight = 1.0 if graph.weight is None else weight + graph.weight
+            undivided = graph.weight is None
+            largest = largest or _nodes.largest_output(_nodes.survey(graph.roots))
             if graph.random:
-                self._random[number] = state
-            if keeping and self._batches.given and self.bytes + size > limit:
+                random[number] = state
+            if keeping and self._batches.given and self._bytes + size > limit:
                 keeping = False
                 if not self._batches.fixed:
-                    self._graphs, self.bytes = {}, 0
+                    graphs.clear()
+                    self._bytes = 0
             if keeping:
-                self._graphs[number] = graph
-                self.bytes += size
-            del graph
-        if self._random:
+                graphs[number] = graph
+                self._bytes += size
+            del graph, terms
+        if random:
             warn_random(self.where)
+        value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
+        complete = len(graphs) == self._batches.count
+        own = RankFacts(float(value), weight, undivided, largest, complete, 0, dtype, 0)
+        autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
+        return FirstPass(value, gradient, own, own, point, autocast, random)
 
     def _measured(self, builder: Builder[G], batch: Any, number: int) -> tuple[G, int]:
         """A new graph, and its bytes (they matter only where there are several batches)."""
@@ -217,72 +249,58 @@ class GraphCache(Generic[G, B]):
             return builder.build(self.where, batch, number), 0
         return _memory.measured(lambda: builder.build(self.where, batch, number), self.device)
 
-    def _add(self, graph: G) -> None:
-        self.weight = 1.0 if graph.weight is None else self.weight + graph.weight
-        self._undivided = graph.weight is None
-        if self.value is None:
-            self.value, self._value_dtype = graph.value.clone(), graph.value.dtype
-            self.gradient = [part.clone() for part in graph.gradient]
-            return
-        (self.value,) = accumulate([self.value], [graph.value])
-        self.gradient = accumulate(self.gradient, graph.gradient)
-
-    def _add_others(self, shares: Shares) -> None:
+    def _with_others(self, first: FirstPass, shares: Shares) -> FirstPass:
         """The sums over all processes in place of this one's own."""
-        tensors = self.where.tensors
-        complete = len(self._graphs) == self._batches.count
-        kind = 0 if self.value is None else 1 + _VALUES.index(self._value_dtype)
-        room, buffers = _memory.free_bytes(self.device), buffers_of(self.where)
+        tensors, buffers = self.where.tensors, buffers_of(self.where)
         seen = shares.digest(buffers) if buffers else 0
-        own = RankFacts(*self._own, self._undivided, self._largest or 0, complete, room, kind, seen)
-        gradient = self.gradient or [torch.zeros_like(tensor) for tensor in tensors]
-        found, lines = shares.sum("evaluates", gradient, digest=shares.digest(tensors), facts=own)
+        facts = first.own._replace(free_bytes=_memory.free_bytes(self.device), buffers=seen)
+        gradient, lines = shares.sum("evaluates", first.gradient, digest=shares.digest(tensors), facts=facts)
         ranks = [RankFacts(*line.facts) for line in lines]
         odd = [number for number, rank in enumerate(ranks) if rank.buffers != ranks[0].buffers]
         if odd:
             warn_buffers(odd)
-        self.weight = 1.0 if any(rank.undivided for rank in ranks) else sum(rank.weight for rank in ranks)
-        kind = next((rank.dtype for rank in ranks if rank.dtype), 0)  # a rank without data rounds as the others do
-        self._value_dtype = _VALUES[int(kind) - 1] if kind else tensors[0].dtype
-        self.value = torch.tensor(sum(rank.value for rank in ranks), dtype=torch.float64, device=self.device)
-        self.gradient = [part.clone() for part in found]
-        self._largest = int(max(rank.largest for rank in ranks)) or 1
-        self._everywhere = all(rank.complete for rank in ranks), int(min(rank.free_bytes for rank in ranks))
+        everywhere = facts._replace(
+            value=sum(rank.value for rank in ranks),
+            weight=1.0 if any(rank.undivided for rank in ranks) else sum(rank.weight for rank in ranks),
+            largest=max(rank.largest for rank in ranks),
+            complete=all(rank.complete for rank in ranks),
+            free_bytes=min(rank.free_bytes for rank in ranks),
+            dtype=next((rank.dtype for rank in ranks if rank.dtype), 0),  # one without data rounds as the others do
+        )
+        value = torch.tensor(everywhere.value, dtype=torch.float64, device=self.device)
+        return replace(first, value=value, gradient=[part.clone() for part in gradient], everywhere=everywhere)
 
     # --- later passes
 
-    def check(self) -> None:
+    def check(self) -> FirstPass:
         """The first pass, unless it has been made; else raise where the point has other values than then."""
-        first = self._values is None
-        self.evaluate()
-        if not first and self._values is not None:
-            self._values.check()
+        made = self.first is not None
+        first = self.evaluate()
+        if made:
+            first.point.check()
+        return first
 
     def mean(self) -> Tensor:
         """The value: the sum over all batches by their weight."""
-        self.check()
-        return (self._total() / self.weight).to(self._value_dtype)
+        first = self.check()
+        return (first.value / self.weight).to(_VALUES[int(first.everywhere.dtype) - 1])
 
     def mean_gradient(self, chosen: Sequence[int]) -> Parts:
         """The gradient of that by some of the leaves."""
-        self.check()
-        tensors = self.where.tensors
-        return [(self.gradient[index] / self.weight).to(tensors[index].dtype) for index in chosen]
-
-    def _total(self) -> Tensor:
-        return torch.zeros((), device="cpu") if self.value is None else self.value
+        first, tensors = self.check(), self.where.tensors
+        return [(first.gradient[index] / self.weight).to(tensors[index].dtype) for index in chosen]
 
     def __iter__(self) -> Iterator[Callable[[], G]]:
         """For each batch what gives its graph, one that is kept or another.
 
         No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError.
         """
-        self.check()
-        if len(self._graphs) == self._batches.count:
+        first = self.check()
+        if first.own.complete:
             return iter([partial(self._graphs.__getitem__, number) for number in self._graphs])
-        return self._one_by_one()
+        return self._one_by_one(first)
 
-    def _one_by_one(self) -> Iterator[Callable[[], G]]:
+    def _one_by_one(self, first: FirstPass) -> Iterator[Callable[[], G]]:
         value, weight, scale = 0.0, 0.0, 1e-30
         for number, batch in enumerate(self._batches):
             seen: list[Any] = []
@@ -290,7 +308,7 @@ class GraphCache(Generic[G, B]):
             own, some = seen
             value, scale = value + own, scale + abs(own)
             weight = 1.0 if some is None else weight + some
-        self._compare(value, weight, scale)
+        self._compare(first, value, weight, scale)
 
     def _seen(self, batch: Any, number: int, seen: list[Any]) -> G:
         graph = self._graphs.get(number)
@@ -303,13 +321,15 @@ class GraphCache(Generic[G, B]):
         return self._replayed(number, lambda: self.builder.build(self.where, batch, number))
 
     def _replayed(self, number: int, make: Callable[[], R]) -> R:
-        """A batch evaluated once more, as the first time: with its precision, and its random numbers."""
-        enabled, dtype = self._autocast
-        with _settings.autocast(self.device.type, dtype, enabled=enabled):
-            if not self._random:
+        """A batch evaluated as in the first pass, if there was one: with its precision, and its random numbers."""
+        first = self.first
+        if first is None:
+            return make()
+        with first.autocast():
+            if not first.random:
                 return make()
             now = RandomState.of(self.device)
-            self._random.get(number, now).restore()
+            first.random.get(number, now).restore()
             try:
                 return make()
             finally:
@@ -317,7 +337,7 @@ class GraphCache(Generic[G, B]):
 
     def each(self, make: Callable[[Any, int], R]) -> list[R]:
         """What `make` makes of each batch and its number, evaluated as in the first pass, if there was one."""
-        if self.evaluated or self._closed:
+        if self.first is not None or self._closed:
             self.check()
         else:
             self._modules.check()
@@ -326,13 +346,13 @@ class GraphCache(Generic[G, B]):
             for number, batch in enumerate(self._batches)
         ]
 
-    def _compare(self, value: float, weight: float, scale: float) -> None:
+    def _compare(self, first: FirstPass, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""
-        first, first_weight = self._own
+        before, of = first.own.value, first.own.weight
         eps = torch.finfo(self.where.tensors[0].dtype).eps
-        if abs(weight - first_weight) > 1e-6 * first_weight or abs(value - first) > 1e3 * eps * scale:
+        if abs(weight - of) > 1e-6 * of or abs(value - before) > 1e3 * eps * scale:
             raise GraphError(
-                f"two passes over data disagree: the sum was {first:.8g} (weight {first_weight:g}) and is now "
+                f"two passes over data disagree: the sum was {before:.8g} (weight {of:g}) and is now "
                 f"{value:.8g} (weight {weight:g}), so products would belong to different operators."
                 f"{culprits(self.where)} Use model.eval(), data without random augmentation, a list of fixed batches, "
                 f"or a memory_budget= that keeps all graphs."
@@ -342,39 +362,24 @@ class GraphCache(Generic[G, B]):
 
     def auto_chunk(self, elements: int) -> int:
         """How many vectors of so many elements one pass should take."""
-        if self._largest is None:
-            self.evaluate()
         itemsize = max(tensor.element_size() for tensor in self.where.tensors)
-        return _reverse.fitting(self._largest or 1, elements, itemsize, self.device)
+        return _reverse.fitting(self.largest(), elements, itemsize, self.device)
 
     def largest(self) -> int:
-        """Elements of the largest tensor that a pass handles."""
-        self.auto_chunk(1)
-        return self._largest or 1
+        """Elements of the largest tensor that a pass handles; of a batch that was only measured, if need be."""
+        if self.first is None and self._probed is not None:
+            return self._probed or 1
+        return int((self.first or self.evaluate()).everywhere.largest) or 1
 
     @property
-    def evaluated(self) -> bool:
-        """Whether the first pass over the data has been made."""
-        return self._values is not None
+    def weight(self) -> float:
+        """What sums are divided by, once there are any."""
+        return 0.0 if self.first is None else self.first.everywhere.weight
 
     @property
     def kept(self) -> int:
         """How many batches have their graph kept."""
         return len(self._graphs)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every batch has."""
-        return self.evaluated and len(self._graphs) == self._batches.count
-
-    @property
-    def complete_everywhere(self) -> bool:
-        """Whether that is so in all processes."""
-        return self.complete if self._everywhere is None else self._everywhere[0]
-
-    def free_bytes(self) -> int:
-        """The memory that is free; of several processes the least that one had when it evaluated."""
-        return _memory.free_bytes(self.device) if self._everywhere is None else self._everywhere[1]
 
     @property
     def batches(self) -> int | None:
@@ -383,41 +388,39 @@ class GraphCache(Generic[G, B]):
 
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
-        if self._graphs and not self._batches.given and not self.bytes and self._graphs[0].ev.owned:
-            _, self.bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
-        return self.bytes
+        if self._graphs and not self._batches.given and not self._bytes and self._graphs[0].ev.owned:
+            _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
+        return self._bytes
 
     def first_batch_bytes(self) -> int:
         """Bytes of one batch's graph, by evaluating it."""
         batch = next(iter(self._batches), None)
         if batch is None and self._batches.shared:  # an empty share
-            self._largest = self._largest or 1
+            self._probed = self._probed or 1
             return 0
         builder = self.builder.fresh()  # it may be another batch than the one that comes first later
         graph, size = _memory.measured(lambda: builder.build(self.where, batch, 0), self.device)
-        self._largest = _nodes.largest_output(_nodes.survey(graph.roots))
+        self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
         return size
 
     # --- lifetime
 
     def anew(self) -> Self:
         """An empty one in its place, whose first product evaluates at the point as it is then."""
-        found = copy.copy(self)
-        if not isinstance(self._point, Where):
-            found.where = now = Where(self._point)
-            if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in self.where.tensors]:
-                raise InputError(
-                    "refresh: the point has other leaves than when the operator was made (parameters were frozen, "
-                    "added or resized); make a new operator."
-                )
-        found._forget()
-        found._closed = False
-        found._modules = Modules(found.where)
+        found = type(self)(self.builder.fresh(), self._point, self._batches, self._budget, self.shares)
+        tensors, now = self.where.tensors, found.where
+        if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in tensors]:
+            raise InputError(
+                "refresh: the point has other leaves than when the operator was made (parameters were frozen, "
+                "added or resized); make a new operator."
+            )
         return found
 
     def closed(self) -> Self:
         """An empty one in its place, that evaluates nothing."""
         found = copy.copy(self)
-        found._forget()
+        found.builder = self.builder.fresh()
+        found.first = None
+        found._graphs = {}
         found._closed = True
         return found

@@ -148,7 +148,7 @@ class JacobianOperator(DataOperator[Linearised]):
 
 def _outputs(graphs: GraphCache[Linearised, JacobianBuilder]) -> Outputs:
     """The outputs that an evaluation has noted; it is made where it has not been."""
-    if not graphs.evaluated:
+    if graphs.first is None:
         graphs.evaluate()
     return graphs.builder.outputs
 

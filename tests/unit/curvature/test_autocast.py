@@ -46,6 +46,22 @@ def test_autocast_changes_nothing(name: str) -> None:
     assert torch.equal(found, expected)
 
 
+def test_a_graph_of_what_was_not_evaluated_yet_is_of_the_callers_precision() -> None:
+    """As is the graph that a product builds."""
+    seen: list[torch.dtype] = []
+
+    def f(x: Tensor) -> Tensor:
+        y = V[:, :6] @ x
+        seen.append(y.dtype)
+        return y.float().tanh().square().sum()
+
+    for create_graph in (False, True):
+        H = hodiff.HessianOperator(f, V[0, :6])
+        with torch.autocast("cpu", torch.bfloat16):
+            hodiff.trace(H, vectors=V[:6, :2], create_graph=create_graph)
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
 X, Y = draw(10, 4, seed=1), torch.randint(3, (10,), generator=torch.Generator().manual_seed(0))
 
 

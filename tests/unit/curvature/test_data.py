@@ -195,6 +195,21 @@ def test_the_budget_bounds_what_is_alive() -> None:
         assert ledger.alive() <= budget + totals, ledger.makers()
 
 
+def test_an_evaluation_that_fails_keeps_no_graph_while_its_error_is_looked_at() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        if batch[0] is data[-1][0]:
+            raise ValueError("the last batch")
+        return sum_of_cross_entropy(model, batch)
+
+    data = list(zip(X.split(1), LABELS.split(1), strict=True))
+    H = hodiff.HessianOperator(loss, network(), data=data)
+    with without_collector(), Ledger() as ledger:
+        with pytest.raises(ValueError, match="the last batch") as failure:
+            H @ V
+        sums = 2 * 39 * 8 + 100
+        assert failure.tb is not None and ledger.alive() <= 2 * sums, ledger.makers()
+
+
 @pytest.mark.parametrize("budget", [True, "much", -1, 1.5])
 def test_bad_budget(budget: object) -> None:
     with pytest.raises(hodiff.InputError, match="memory_budget"):
