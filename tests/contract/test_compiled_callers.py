@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core._compiled_callers import TRACED
+from hodiff._core import _compiled_callers
 from tests.support.callers import CALLERS, PLAIN, Caller, D, tensors
 
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 SCALE = torch.tensor(1.3, dtype=D, requires_grad=True)
 NET = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 Run = Callable[[Tensor], Any]
+TRACED = {function.__name__ for function in _compiled_callers.TRACED}
 RUNS: dict[str, Run] = {
     **{caller.name: lambda x, c=caller: c.run(c.shaped(wave), x, ()) for caller in CALLERS},
     **PLAIN,

@@ -39,6 +39,20 @@ def by_place(function: Function, within: str | None = None) -> Counter[str]:
     return +found
 
 
+def walked(function: Function, package: Path) -> dict[str, int]:
+    """The Python frames of a package that ``function()`` enters, by ``path:function``, in the order of entering."""
+    found: dict[str, int] = {}
+
+    def listen(frame: FrameType, event: str) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(package):
+            place = f"{path.relative_to(package).as_posix()}:{frame.f_code.co_qualname}"
+            found[place] = found.get(place, 0) + 1
+
+    _listening(function, listen)
+    return found
+
+
 def _listening(function: Function, listen: Listener) -> None:
     """Run it with the listener on; what turns the listener off is not the function's."""
     ours = sys._getframe()

@@ -19,27 +19,8 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TRACED = frozenset({
-    "biharmonic",
-    "curl",
-    "divergence",
-    "dragan_penalty",
-    "eikonal_penalty",
-    "gradient_norm_penalty",
-    "gradient_penalty",
-    "interpolate",
-    "jet",
-    "laplacian",
-    "partial",
-    "partials",
-    "r1_penalty",
-    "r2_penalty",
-    "sample_norm",
-    "second_order_operator",
-    "value_grad_and_laplacian",
-    "wgan_gp_penalty",
-})  # fmt: skip
-"""The public functions that have a route through the tracer, into one graph with the caller's."""
+TRACED: set[Callable[..., Any]] = set()
+"""The public functions that have a route through the tracer, into one graph with the caller's; see `traced`."""
 
 REASON = (
     "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. Leave out fullgraph=True: the "
@@ -60,6 +41,14 @@ def uncompiled(function: F, reason: str = REASON) -> F:
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason
+    _skip(marked.__code__)
+    return function
+
+
+def traced(function: F) -> F:
+    """`function` itself, marked: the tracer follows it whole, or not at all. Half a route would be switched half."""
+    TRACED.add(function)
+    marked: Any = function
     _skip(marked.__code__)
     return function
 
@@ -116,19 +105,16 @@ def _leave_the_trace() -> None:
 def break_graphs(namespace: dict[str, Any]) -> None:
     """Mark what a module makes public, by its `__all__`."""
     for name in namespace["__all__"]:
-        mark(name, namespace[name])
+        mark(namespace[name])
 
 
-def mark(name: str, found: Any) -> None:
-    """Mark what is public under that name: a function that is not traced, or the methods of a class."""
+def mark(found: Any) -> None:
+    """Mark what is public: a function that is not traced, or the methods of a class."""
     if inspect.isclass(found):
         if not issubclass(found, BaseException):
             _mark_all(_methods(found))
-    elif inspect.isfunction(found):
-        if name in TRACED:
-            _skip(found.__code__)  # followed whole, or not at all: half a route would be switched half
-        else:
-            uncompiled(found)
+    elif inspect.isfunction(found) and found not in TRACED:
+        uncompiled(found)
 
 
 def _mark_all(functions: Iterable[Any]) -> None:

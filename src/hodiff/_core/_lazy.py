@@ -25,7 +25,7 @@ def names(
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
-        _compiled_callers.mark(name, value)
+        _compiled_callers.mark(value)
         return value
 
     def listed() -> list[str]:

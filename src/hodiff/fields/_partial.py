@@ -35,6 +35,7 @@ def partial(
 def partial(f: What, x: Tensor, index: int | Sequence[int], *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
 
 
+@_compiled_callers.traced
 def partial(
     f: What,
     x: Tensor,
@@ -114,6 +115,7 @@ def partials(
 ) -> Any: ...
 
 
+@_compiled_callers.traced
 def partials(
     f: What,
     x: Tensor,
@@ -293,6 +295,7 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
     return dict(zip(keys, stacked.unbind(0), strict=True))
 
 
+@_compiled_callers.traced
 def jet(
     f: Callable[..., Any],
     primals: Any,
@@ -550,4 +553,4 @@ class Derivatives:
             return stacked.reshape(*values.shape, self._x.shape[-1])
 
 
-_compiled_callers.mark("Derivatives", Derivatives)
+_compiled_callers.mark(Derivatives)

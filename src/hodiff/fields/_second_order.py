@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments
 from hodiff._core._arguments import ChunkSize, SupportsArray
+from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import standard_error
 from hodiff.errors import InputError
 from hodiff.fields import _expansions
@@ -106,6 +107,7 @@ def laplacian(
 ) -> Any: ...
 
 
+@traced
 def laplacian(
     f: What,
     x: Tensor = _arguments.MISSING,
@@ -233,6 +235,7 @@ def value_grad_and_laplacian(
 ) -> tuple[Any, Tensor, Tensor]: ...
 
 
+@traced
 def value_grad_and_laplacian(
     f: What,
     x: Tensor = _arguments.MISSING,
@@ -338,6 +341,7 @@ def second_order_operator(
 ) -> Any: ...
 
 
+@traced
 def second_order_operator(
     f: What,
     x: Tensor,
@@ -450,6 +454,7 @@ def biharmonic(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options
 def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
 
 
+@traced
 def biharmonic(
     f: What,
     x: Tensor = _arguments.MISSING,

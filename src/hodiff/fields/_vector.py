@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _reverse
+from hodiff._core._compiled_callers import traced
 from hodiff.errors import InputError
 from hodiff.fields import _expansions
 from hodiff.fields._expansions import Probes
@@ -75,6 +76,7 @@ def divergence(
 ) -> Any: ...
 
 
+@traced
 def divergence(
     f: What,
     x: Tensor = _arguments.MISSING,
@@ -325,6 +327,7 @@ def curl(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpa
 def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
 
 
+@traced
 def curl(
     f: What,
     x: Tensor = _arguments.MISSING,

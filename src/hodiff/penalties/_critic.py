@@ -100,6 +100,7 @@ class Critic(NamedTuple):
 # --- where penalties are evaluated: points between two batches; and vectors, drawn or given ---------------------------
 
 
+@_compiled_callers.traced
 def interpolate(
     a: Any,
     b: Any,
@@ -234,6 +235,7 @@ def stacked(leaves: list[Tensor], count: int | None) -> list[Tensor]:
 # --- norms of gradients, one for each sample, that are right at zero, at extremes and in half precision ---------------
 
 
+@_compiled_callers.traced
 def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
     r"""The norm of each sample's gradient, over everything but the batch, \(\lVert g_i \rVert\).
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _tree
 from hodiff._core._arguments import Allowed, PatchReduction, Reduction
+from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import check_generator
 from hodiff.penalties._critic import apart, check_number, interpolate
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
@@ -53,6 +54,7 @@ def wgan_gp_penalty(
 ) -> Any: ...
 
 
+@traced
 def wgan_gp_penalty(
     critic: Function,
     real: Any,
@@ -165,6 +167,7 @@ def dragan_penalty(
 def dragan_penalty(critic: Function, real: Any, *, return_outputs: bool, **options: Unpack[Around]) -> Any: ...
 
 
+@traced
 def dragan_penalty(
     critic: Function,
     real: Any,
@@ -295,6 +298,7 @@ def r1_penalty(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@traced
 def r1_penalty(
     critic: Function,
     real: Any,
@@ -399,6 +403,7 @@ def r2_penalty(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@traced
 def r2_penalty(
     critic: Function,
     fake: Any,

@@ -12,6 +12,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _independence, _reverse, _settings
 from hodiff._core._arguments import Allowed, PatchReduction, Reduction, check_option, is_set
 from hodiff._core._call import call
+from hodiff._core._compiled_callers import traced
 from hodiff._core._graph import Graph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -68,6 +69,7 @@ def gradient_penalty(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@traced
 def gradient_penalty(
     f: What,
     x: Any,
@@ -311,6 +313,7 @@ def eikonal_penalty(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@traced
 def eikonal_penalty(
     f: What,
     points: Tensor,
@@ -409,6 +412,7 @@ def gradient_norm_penalty(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@traced
 def gradient_norm_penalty(
     f: What,
     where: Any,

@@ -509,4 +509,4 @@ def _longest(indices: Tensor) -> int:
     return int(torch.bincount(indices).max()) if len(indices) else 0
 
 
-_compiled_callers.mark("Plan", Plan)
+_compiled_callers.mark(Plan)

@@ -1,0 +1,74 @@
+"""The size of the library, counted. A bound is what stands, and goes down with it; who raises one says why.
+
+The aims: 122 modules, 18,500 statements.
+"""
+
+import ast
+from collections import defaultdict
+
+import hodiff
+from tests.meta.source import PACKAGE, imports, library_files, module_name, tree, where
+
+MODULES = 124
+STATEMENTS = 21688
+LONGEST_BODY = 45
+LONG_LINES = 3659
+IMPORTED_ONCE = 7
+
+LIBRARY = {module_name(path): path for path in library_files()}
+
+
+def test_the_number_of_modules() -> None:
+    """A new file is a noun of the field; two join where the first line of the docstring needs no "and"."""
+    assert len(LIBRARY) <= MODULES
+
+
+def test_the_number_of_statements() -> None:
+    """Statements, not lines: none is saved by packing, none is lost to wrapping."""
+    assert sum(isinstance(node, ast.stmt) for path in LIBRARY.values() for node in ast.walk(tree(path))) <= STATEMENTS
+
+
+def test_the_number_of_long_lines() -> None:
+    """Of more than a hundred columns."""
+    lines = [line for path in LIBRARY.values() for line in path.read_text("utf-8").splitlines()]
+    assert sum(len(line) > 100 for line in lines) <= LONG_LINES
+
+
+def test_the_longest_function() -> None:
+    """Lines of the body, its docstring left out."""
+    for path in LIBRARY.values():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+                lines = node.end_lineno - body[0].lineno + 1 if body else 0
+                assert lines <= LONGEST_BODY, f"{where(path, node.lineno)}: {node.name} has {lines} lines"
+
+
+def test_modules_that_one_other_imports() -> None:
+    """They may be a part of that other. Doors are not counted: packages, which collect, and the command line."""
+    users = defaultdict(set)
+    for module, path in LIBRARY.items():
+        for _, name in imports(path):
+            users[name if name in LIBRARY else name.rpartition(".")[0]].add(module)
+    single = {module: (users[module] - {module}).pop() for module in LIBRARY if len(users[module] - {module}) == 1}
+    inside = {module: user for module, user in single.items() if not is_door(user)}
+    assert len(inside) <= IMPORTED_ONCE, inside
+
+
+def is_door(module: str) -> bool:
+    return LIBRARY[module].name == "__init__.py" or module.startswith("hodiff.cli")
+
+
+def test_the_foundation_has_no_list_of_what_stands_on_it() -> None:
+    """What is true of a public function is said where that is defined, as by `_compiled_callers.traced`."""
+    upper = {name for name in hodiff.__all__ if defined_above(getattr(hodiff, name))}
+    assert {"hvp", "laplacian", "NewtonCG"} <= upper and "InputError" not in upper
+    for path in [*(PACKAGE / "_core").rglob("*.py"), PACKAGE / "errors.py"]:
+        for node in ast.walk(tree(path)):
+            keys = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+            listed = upper & {key.value for key in keys if isinstance(key, ast.Constant)}
+            assert len(listed) < 2, f"{where(path, node.lineno)}: {sorted(listed)}"
+
+
+def defined_above(value: object) -> bool:
+    return not getattr(value, "__module__", "").startswith(("hodiff._core", "hodiff.errors"))
