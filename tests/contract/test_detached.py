@@ -151,6 +151,7 @@ cells = pytest.mark.parametrize(("operator", "name"), CELLS, ids=str)
 # --- the table is whole
 
 
+@pytest.mark.names
 def test_every_function_of_an_operator_is_here() -> None:
     taken = {
         name
@@ -158,14 +159,16 @@ def test_every_function_of_an_operator_is_here() -> None:
         if inspect.isfunction(value := getattr(hodiff, name))
         and next(iter(inspect.signature(value).parameters)) == "operator"
     }
-    assert taken == {*ESTIMATORS, "nystrom"}
+    assert taken == {*ESTIMATORS, "nystrom"}, "say in ESTIMATORS how each is called"
     for name in ESTIMATORS:
         assert inspect.signature(getattr(hodiff, name)).parameters["create_graph"].default is None
     assert {*ESTIMATORS, *METHODS} == set(detaching.WAYS)
 
 
+@pytest.mark.names
 def test_every_operator_is_here() -> None:
-    assert {type(build(False)) for build in OPERATORS.values()} == set(classes())
+    made = {type(build(False)) for build in OPERATORS.values()}
+    assert made == set(classes()), "say in OPERATORS how each is made"
 
 
 def test_every_method_is_here() -> None:

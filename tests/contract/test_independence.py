@@ -60,6 +60,7 @@ def batch(name):
     return {} if "penalty" in name or "loss" in name else {"batch_ndim": 1}
 
 
+@pytest.mark.names
 def test_each_function_with_batch_ndim_has_the_check():
     signatures = {
         n: inspect.signature(getattr(hodiff, n)) for n in hodiff.__all__ if inspect.isfunction(getattr(hodiff, n))
@@ -69,7 +70,7 @@ def test_each_function_with_batch_ndim_has_the_check():
         for name, signature in signatures.items()
         if "batch_ndim" in signature.parameters and not any(word in name for word in FIELDS)
     }
-    assert expected - NOT_HERE == set(SCALARS)
+    assert expected - NOT_HERE == set(SCALARS), "say in SCALARS how each is called"
 
 
 @calls

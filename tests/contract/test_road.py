@@ -70,6 +70,7 @@ def skip(row: str, caller: Caller) -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.names
 def test_every_public_name_is_in_a_table() -> None:
     """A new name must say here how it is called."""
     called = {caller.name.partition(",")[0] for caller in CALLERS}
@@ -78,6 +79,7 @@ def test_every_public_name_is_in_a_table() -> None:
     assert not tables - public(), "these are no longer public"
 
 
+@pytest.mark.names
 @pytest.mark.parametrize("name", sorted({n for n in public() if n not in NOT_CALLED}))
 def test_a_name_that_takes_a_function_is_called_with_one(name: str) -> None:
     """By its signature: what has a parameter for a function must not hide among those that take none."""
@@ -85,7 +87,7 @@ def test_a_name_that_takes_a_function_is_called_with_one(name: str) -> None:
     found = getattr(getattr(hodiff, module) if module else hodiff, short)
     takes = {"f", "predict", "critic"} & set(inspect.signature(found).parameters)
     if takes:
-        assert name in {caller.name for caller in CALLERS}
+        assert name in {caller.name for caller in CALLERS}, "say in CALLERS, tests/support/callers.py, how it is called"
 
 
 # --- what must be as it was ------------------------------------------------------------------------------------------

@@ -48,10 +48,11 @@ MODES: dict[str, tuple[Callable[[], Any], ...]] = {
 # --- the rows --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.names
 def test_every_public_name_has_a_row() -> None:
     """A new name says how it is called, here or in tests/support/callers.py."""
     rows = {caller.name.partition(",")[0] for caller in CALLERS} | set(ALONE)
-    assert not public() - rows, "give these a row"
+    assert not public() - rows, "give these a row, in tests/support/everything.py or tests/support/callers.py"
     assert not rows - public(), "these are no longer public"
     assert {c.name for c in WITH_MODULES} >= set(CALLED_WITH_A_MODULE)
 

@@ -8,6 +8,8 @@ import pytest
 
 import hodiff
 
+pytestmark = pytest.mark.names
+
 
 def spelled(name):
     """The keyword-only parameters of a public function or class, with their evaluated annotations."""

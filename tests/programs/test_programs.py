@@ -12,7 +12,7 @@ import pytest
 
 import hodiff
 from hodiff.__main__ import main
-from hodiff.graph import explain, watch
+from hodiff.graph import _causes, explain, watch
 
 HERE = Path(__file__).parent
 
@@ -139,6 +139,11 @@ def test_every_program_is_tested():
         *OWN,
         *WORDED,
     }
+
+
+def test_every_cause_has_a_program():
+    missing = {cause.name for cause in _causes.CAUSES} - {case.cause for case in FAILING.values()}
+    assert not missing, "write a program that fails so, and say in FAILING what must be said of it"
 
 
 @pytest.mark.parametrize("name", WORDED)

@@ -5,6 +5,7 @@ import inspect
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 import hodiff
@@ -35,6 +36,7 @@ NAMES = {
 COVERED = {name for law in LAWS for name in law.names}
 
 
+@pytest.mark.names
 def test_every_name_has_a_property() -> None:
     missing = NAMES - COVERED - set(NO_DERIVATIVE) - AWAITED
     assert not missing, f"write a property for these, in tests/property/test_laws_of_*.py: {sorted(missing)}"

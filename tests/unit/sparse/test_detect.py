@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff.sparse import sparsity_pattern
+from hodiff.sparse import rules, sparsity_pattern
 from tests.unit.sparse.zoo import BAND, MASK, ZOO, D, generator
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
@@ -49,6 +49,22 @@ def test_the_pattern_of_a_jacobian_misses_nothing_at_any_point(name: str) -> Non
 
 def test_the_zoo_is_large() -> None:
     assert len(ZOO) >= 40
+
+
+def test_every_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that no function of the zoo reaches is not proven."""
+    used = set()
+    find = rules.find
+
+    def found(function: Any) -> Any:
+        used.add(find(function))
+        return find(function)
+
+    monkeypatch.setattr(rules, "find", found)
+    for f in ZOO.values():
+        sparsity_pattern(f, POINTS[0])
+    unproven = {name for name, rule in rules.RULES.items() if rule not in used}
+    assert not unproven, "add to ZOO, in tests/unit/sparse/zoo.py, functions whose derivatives perform these"
 
 
 TIGHT = [

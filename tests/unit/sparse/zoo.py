@@ -28,6 +28,18 @@ CONV = nn.Conv1d(1, 2, 3, padding=1).double()
 KERNEL = torch.tensor([[[[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]]], dtype=D)
 
 
+class Sheared(torch.autograd.Function):
+    """Its backward adds a product to what it was given, in one operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + BAND @ x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.addmv(g, BAND.T, g)
+
+
 class ByNumPy(torch.autograd.Function):
     """Its forward leaves torch, and what it saves comes from there."""
 
@@ -179,6 +191,7 @@ ZOO: dict[str, Scalar] = {
     "detach": lambda x: (x.detach().roll(1) * x**2).sum(),
     "checkpoint": lambda x: checkpoint(lambda y: y.sin() * y.roll(1), x, use_reentrant=False).sum(),
     "a Function": lambda x: (Cube.apply(x) * x.roll(1)).sum(),
+    "a Function that adds a product": lambda x: Sheared.apply(x).pow(3).sum(),
     "a Function in NumPy": lambda x: (ByNumPy.apply(x) * x).sum(),
     "attention": lambda x: F.scaled_dot_product_attention(*x.reshape(3, 1, 2, 2)).pow(2).sum(),
     "strided": lambda x: (x.as_strided((5, 4), (2, 1)).prod(1)).sum(),
