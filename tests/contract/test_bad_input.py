@@ -643,8 +643,8 @@ def test_what_is_larger_than_the_machine_is_refused_with_its_size(call, words, m
 
 
 def test_the_machine_says_what_memory_it_has() -> None:
-    assert 1e8 < _reverse.memory_of(torch.device("cpu")) < 1e15
-    assert _reverse.memory_of(torch.device("meta")) == float("inf")
+    assert 1e8 < _reverse.memory_on(torch.device("cpu")) < 1e15
+    assert _reverse.memory_on(torch.device("meta")) == float("inf")
     with_samples = torch.ones(3, 4, dtype=D)  # far below: nobody is asked
     assert hodiff.hessian(lambda x: (x**3).sum(-1), with_samples, batch_ndim=1).shape == (3, 4, 4)
 

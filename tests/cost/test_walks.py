@@ -25,7 +25,7 @@ from tests.support.calls import Function, walked
 BOUNDS = {
     "hvp of a tensor": (14, 86, 110),
     "hvp of a module": (15, 107, 184),
-    "laplacian": (18, 126, 243),
+    "laplacian": (17, 126, 243),
     "gradient penalty": (14, 112, 147),
     "first product": (23, 184, 1311),
     "cached product": (13, 49, 94),

@@ -198,12 +198,16 @@ def tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_wrapped(value: Tensor) -> bool:
+    """Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def carries_tangent(x: Any) -> bool:
     """Whether something is a tensor that carries one; what `torch.func` has wrapped counts as such, of any level."""
     if not isinstance(x, Tensor):
         return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
-    return wrapped or forward_ad.unpack_dual(x).tangent is not None
+    return is_wrapped(x) or forward_ad.unpack_dual(x).tangent is not None
 
 
 def note_forward_mode() -> None:

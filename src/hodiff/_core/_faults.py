@@ -11,9 +11,6 @@ import signal
 from types import CodeType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from hodiff.errors import HodiffError
 
 _FAULTS = frozenset({
@@ -30,11 +27,6 @@ def is_fault(error: BaseException) -> bool:
     A warning too, where the filters make exceptions of them: PyTorch warns of what it batches slowly.
     """
     return (type(error) in _FAULTS or isinstance(error, (HodiffError, Warning))) and not interrupts(error)
-
-
-def is_wrapped(value: Tensor) -> bool:
-    """Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def interrupts(error: BaseException) -> bool:

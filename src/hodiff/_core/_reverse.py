@@ -552,14 +552,14 @@ def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: 
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in inputs)
     size = batch * rows * columns * inputs[0].element_size()
-    if size > SMALL and size > memory_of(inputs[0].device):
+    if size > SMALL and size > memory_on(inputs[0].device):
         raise InputError(
             f"x: the result would hold {f'{batch:,} x ' if batch_ndim else ''}{rows:,} x {columns:,} numbers, "
-            f"{size / 1e9:,.0f} GB, and {inputs[0].device} has {memory_of(inputs[0].device) / 1e9:,.0f} GB. {way_out}"
+            f"{size / 1e9:,.0f} GB, and {inputs[0].device} has {memory_on(inputs[0].device) / 1e9:,.0f} GB. {way_out}"
         )
 
 
-def memory_of(device: torch.device) -> float:
+def memory_on(device: torch.device) -> float:
     """The bytes of memory of a device; infinite where nobody says."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _reverse
-from hodiff._core._faults import is_fault, is_wrapped
+from hodiff._core._call import is_wrapped
+from hodiff._core._faults import is_fault
 from hodiff._core._settings import RandomState
 from hodiff._core._vectors import check_generator, draw, match
 from hodiff.calculus import _directional

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _compiled_callers, _tree
-from hodiff._core._faults import is_fault, is_wrapped
+from hodiff._core._call import is_wrapped
+from hodiff._core._faults import is_fault
 from hodiff._core._graph import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import (

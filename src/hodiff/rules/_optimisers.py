@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _tree
-from hodiff._core._faults import is_wrapped
+from hodiff._core._call import is_wrapped
 from hodiff.errors import InputError
 
 State = dict[str, Any]
