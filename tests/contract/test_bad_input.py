@@ -636,7 +636,7 @@ def test_a_type_error_of_f_itself_is_left_alone() -> None:
     ],
 )
 def test_what_is_larger_than_the_machine_is_refused_with_its_size(call, words, monkeypatch) -> None:
-    monkeypatch.setattr(_reverse, "memory_of", lambda device: 64e9)
+    monkeypatch.setattr(_reverse, "memory_on", lambda device: 64e9)
     with pytest.raises(InputError, match=r"x: the result would hold .* cpu has 64 GB") as caught:
         call(torch.zeros(200_000, dtype=D))
     assert re.search(words, str(caught.value))
