@@ -101,7 +101,7 @@ def test_several_vectors_at_a_point_of_one_dimension():
 
 
 BAD = {
-    "rows": (torch.ones(2, 26, dtype=D), r"shape \(2, 26\), expected \(26,\), \(26, K\).*columns: give its \.T"),
+    "rows": (torch.ones(2, 26, dtype=D), r"shape \(2, 26\), expected \(26,\), \(26, K\).*columns: give v\.T"),
     "length": (torch.ones(25, dtype=D), r"shape \(25,\), expected \(26,\)"),
     "dtype": (torch.ones(26), "is torch.float32 on cpu, expected torch.float64"),
     "array of objects": (np.array([None] * 26), "expected real numbers"),
@@ -118,6 +118,25 @@ def test_what_is_no_vector(name):
     vector, message = BAD[name]
     with pytest.raises(hodiff.InputError, match=message):
         hodiff.hvp(lambda m: m(X).sum() ** 2, network(), vector)
+
+
+@pytest.mark.parametrize("name", ["rows", "length", "dtype", "numbers", "ragged"])
+def test_functions_and_operators_say_the_same_of_it(name):
+    vector, message = BAD[name]
+    H = hodiff.HessianOperator(lambda m: m(X).sum() ** 2, network())
+    with pytest.raises(hodiff.InputError, match=message) as by_operator:
+        H @ vector
+    with pytest.raises(hodiff.InputError, match=message) as by_function:
+        hodiff.hvp(lambda m: m(X).sum() ** 2, network(), vector)
+    assert str(by_operator.value) == str(by_function.value)
+
+
+def test_the_way_to_convert_a_vector_can_be_run():
+    v, x = torch.ones(3), torch.ones(3, dtype=D)
+    with pytest.raises(hodiff.InputError, match=r"convert it: v\.to\(") as told:
+        hodiff.hvp(lambda x: (x**2).sum(), x, v)
+    said = str(told.value).partition("convert it: ")[2].removesuffix(".")
+    torch.testing.assert_close(hodiff.hvp(lambda x: (x**2).sum(), x, eval(said)), 2 * x)
 
 
 def test_flat_vectors_are_differentiated_by():

@@ -104,23 +104,23 @@ def test_lazy_modules_are_refused():
 
 
 def test_vectors_are_recognised_by_shape():
-    where = Where({"a": torch.ones(2), "b": torch.ones(())})
-    assert where.match({"b": torch.ones(()), "a": torch.zeros(2)}, "v")[1] is None
-    leaves, count = where.match({"a": torch.zeros(5, 2), "b": torch.ones(5)}, "v")
-    assert count == 5
-    assert leaves[0].shape == (5, 2)
+    space = Where({"a": torch.ones(2), "b": torch.ones(())}).space()
+    assert space.parse({"b": torch.ones(()), "a": torch.zeros(2)}).number is None
+    vectors = space.parse({"a": torch.zeros(5, 2), "b": torch.ones(5)})
+    assert vectors.number == 5
+    assert vectors.parts[0].shape == (5, 2)
 
 
 def test_a_vector_may_be_any_mapping():
     m = model()
     chosen = hodiff.select(m, "0.bias")
-    assert Where(chosen).match(chosen, "v")[0][0] is m[0].bias
+    assert Where(chosen).space().parse(chosen).parts[0] is m[0].bias
 
 
 def test_what_is_neither_tensor_nor_container_is_called_by_its_type():
     for value in (None, 1.5, "x"):
         with pytest.raises(hodiff.InputError, match=rf"v: is a {type(value).__name__}, expected a dict .* like x"):
-            Where({"a": torch.ones(2)}).match(value, "v")
+            Where({"a": torch.ones(2)}).space().parse(value, "v")
 
 
 D = torch.float64

@@ -1,10 +1,19 @@
-"""Vectors like the point: given, one or many, by their shapes or flat; or drawn at random."""
+"""Vectors like a point: the space they live in, and how they are given: one or many, by their shapes or flat.
+
+Inside, a vector is a list of parts, one for each leaf; `K` vectors are parts with one more dimension
+in front. Outside there are five spellings: like the point, a list of the leaves in their order, `K` of
+either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of numbers stand for tensors.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,111 +22,318 @@ from hodiff._core import _arguments, _settings, _tree
 from hodiff._core._arguments import Probes, as_tensors, check_dense, check_option, listing
 from hodiff.errors import InputError
 
+Parts = list[Tensor]
+"""A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
+TURNED_BYTES = 16 * 2**20
+_TILE = 4096
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What many terms of a dtype are added up in: at least single precision."""
+    return torch.promote_types(dtype, torch.float32)
+
 
 class Vectors(NamedTuple):
-    """Vectors in some spelling, taken apart.
+    """Vectors as they were given: their spelling, and their parts.
 
     Attributes:
-        leaves: A tensor for each leaf of the point; of several vectors with one more dimension in front.
+        kind: Whether they were flat, the columns of a matrix, or had the structure of the point.
+        parts: A tensor for each leaf, or, for an operator, the columns as they are.
         number: How many there are; None for a single one.
         tree: The structure in which results like them are given back.
-        flat: Whether they were flat, or the columns of a matrix.
     """
 
-    leaves: list[Tensor]
+    kind: Literal["flat", "columns", "structure"]
+    parts: Parts
     number: int | None
     tree: _tree.Tree
-    flat: bool
 
-    def like(self, found: Sequence[Tensor]) -> Any:
+    def like(self, results: Sequence[Tensor]) -> Any:
         """Results like the point, one for each leaf, in the spelling of the vectors."""
-        if not self.flat:
-            return _tree.rebuild(self.tree, iter(found))
-        if self.number is not None:
-            return _columns(found, self.number)
-        dtype = promoted(found)
-        return torch.cat([part.reshape(-1).to(dtype) for part in found])
+        if self.kind == "flat":
+            return join(results, None, promoted(results))
+        return self.arranged(results, self.tree)
 
-    def arranged(self, found: Sequence[Tensor], tree: _tree.Tree) -> Any:
+    def arranged(self, results: Sequence[Tensor], tree: _tree.Tree) -> Any:
         """Results in a structure of their own; those of columns are columns, whatever the structure."""
-        if self.flat and self.number is not None:
-            return _columns(found, self.number)
-        return _tree.rebuild(tree, iter(found))
+        if self.kind == "columns":
+            return join(results, self.number, promoted(results)).T.contiguous()
+        return _tree.rebuild(tree, iter(results))
+
+    def stacked(self) -> Parts:
+        """The parts of several, a single one being a stack of one; raise where there is none."""
+        if self.number == 0:
+            raise InputError("vectors: holds no vector, expected at least one.")
+        return [part.unsqueeze(0) for part in self.parts] if self.number is None else self.parts
 
 
-def _columns(found: Sequence[Tensor], number: int) -> Tensor:
-    dtype = promoted(found)
-    return torch.cat([part.reshape(number, -1).to(dtype) for part in found], dim=1).T.contiguous()
+class Space:
+    """The vectors like some tensors.
 
-
-def match(value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str) -> Vectors:
-    """Vectors in any spelling: like the point, a list of its leaves, flat, columns; arrays and lists of numbers too.
-
-    Several have one extra leading dimension, or are columns, which the shape tells. As many vectors as a line has
-    entries may be either, and are refused: in the list of its one leaf they are stacked in front.
+    Attributes:
+        likes: A tensor like each part of a vector.
+        names: A readable name for each.
+        tree: The structure of the point.
+        operator: Whether it is one side of an operator, for which several vectors are columns, as in linear algebra.
     """
-    if _arguments.LOADED_BY in sys.modules:
-        _arguments.check_vectors(value, name)
-    if not isinstance(value, Tensor) and not (value.__class__ is dict and all(map(_is_tensor, value.values()))):
-        value = as_tensors(value, promoted(likes), likes[0].device, name)
-    single = isinstance(value, Tensor)
-    if single and _is_plain(value):
-        if tree is None and value.ndim == 2 and value.shape == 2 * likes[0].shape:
-            raise InputError(_rows_or_columns(value, name))
-        if _is_flat(value, tree, likes):
-            return _split(value, likes, name)
-    ordered = None if single else listing(value, tree, len(likes))
-    leaves, count = structured(value, ordered or tree, likes, name, meaning)
-    return Vectors(leaves, count, ordered or tree, False)
+
+    def __init__(
+        self, likes: Sequence[Tensor], names: Sequence[str], tree: _tree.Tree, meaning: str, *, operator: bool = False
+    ) -> None:
+        self.likes = likes
+        self.names = names
+        self.tree = tree
+        self.operator = operator
+        self._meaning = meaning
+
+    def side(self) -> Space:
+        """The same space as one side of an operator or a matrix, which keeps nothing of the user's alive."""
+        devices = {str(like.device) for like in self.likes}
+        if len(devices) > 1:
+            listed = ", ".join(sorted(devices))
+            raise InputError(f"{self._meaning}: its tensors are on several devices ({listed}); a matrix needs one.")
+        hollow = [torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape) for like in self.likes]
+        return Space(hollow, self.names, self.tree, self._meaning, operator=True)
+
+    @classmethod
+    def line(cls, like: Tensor, name: str = "x") -> Space:
+        """The space of vectors like one tensor, for an operator."""
+        return cls([like], [name], _tree.LEAF, f"like {name}").side()
+
+    def only(self, chosen: Sequence[int]) -> Space:
+        """The space of some of the leaves: vectors are dicts by name."""
+        names = [self.names[index] for index in chosen]
+        tree = _tree.Branch(dict, tuple(names), (_tree.LEAF,) * len(names))
+        likes = [self.likes[index] for index in chosen]
+        return Space(likes, names, tree, f"a dict with keys {names}", operator=self.operator)
+
+    @cached_property
+    def shapes(self) -> list[torch.Size]:
+        """The shape of each leaf."""
+        return [like.shape for like in self.likes]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [like.numel() for like in self.likes]
+
+    @cached_property
+    def size(self) -> int:
+        """The number of entries, D."""
+        return sum(self._sizes)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of flat vectors: that of the leaves, promoted where they differ."""
+        return promoted(self.likes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where flat vectors live."""
+        return self.likes[0].device
+
+    @property
+    def flat(self) -> bool:
+        """Whether a vector is a single tensor of one dimension, so that structure and flat spelling are one."""
+        return self.tree is _tree.LEAF and self.likes[0].ndim == 1
+
+    def like(self, other: Space) -> bool:
+        """Whether vectors of the other space are vectors of this one, with their leaves in the same order."""
+        same = self.shapes == other.shapes and _tree.difference(self.tree, other.tree, "") is None
+        return same and _tree.paths(self.tree, "") == _tree.paths(other.tree, "")
+
+    # --- spellings
+
+    def parse(self, value: Any, name: str = "v") -> Vectors:
+        """Recognise a spelling, check it, and take it apart."""
+        if _arguments.LOADED_BY in sys.modules:
+            _arguments.check_vectors(value, name)
+        if not isinstance(value, Tensor) and not (type(value) is dict and all(map(_is_tensor, value.values()))):
+            value = self.as_tensors(value, name)
+        tree = self.tree
+        if not isinstance(value, Tensor):
+            tree = listing(value, tree, len(self.likes)) or tree
+        elif self._is_flat(value, name):
+            return self._parse_flat(value, name)
+        parts, count = self.structured(value, name, tree)
+        return Vectors("structure", parts, count, tree)
+
+    def as_tensors(self, value: Any, name: str = "v") -> Any:
+        """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
+        return as_tensors(value, self.dtype, self.device, name)
+
+    def structured(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Parts, int | None]:
+        """The parts of vectors with some structure, and how many they are, told by one dimension more in front."""
+        if tree is _tree.LEAF and isinstance(value, Tensor):
+            return [value], _count(value, self.likes[0], name)
+        if tree is not None and value.__class__ is dict and tree.template is dict and tuple(value) == tree.keys:
+            leaves = [*value.values()]
+            for leaf, like in zip(leaves, self.likes, strict=True):  # as every dict of parameters is
+                if not isinstance(leaf, Tensor):
+                    break
+                if leaf.shape != like.shape or leaf.dtype is not like.dtype or leaf.device != like.device:
+                    break
+            else:
+                return leaves, None
+        expected = f"it must be {self._meaning}" + (f", or flat: ({self.size},)." if self.operator else ".")
+        if tree is not None and isinstance(value, Tensor):
+            raise self._wrong_shape(value, name)
+        if tree is not None and not _tree.is_container(value):
+            raise InputError(f"{name}: is a {type(value).__name__}, expected {_tree.describe(tree)}; {expected}")
+        different = _tree.difference(tree, _tree.flatten(value, name)[2], name)
+        if different:
+            raise InputError(f"{name}: {different}; {expected}")
+        leaves = _tree.leaves_like(tree, value)
+        labels = _tree.paths(tree, name)
+        counts = [_count(leaf, like, label) for leaf, like, label in zip(leaves, self.likes, labels, strict=True)]
+        if any(count != counts[0] for count in counts):
+            raise InputError(
+                f"{name}: its leaves hold different numbers of vectors: {counts}; give all of them the same."
+            )
+        return leaves, counts[0]
+
+    def _is_flat(self, value: Tensor, name: str) -> bool:
+        """Whether a tensor is `(D,)`, or columns `(D, K)`.
+
+        For functions at one tensor, its own shape comes first, and several like it; as many as a line has entries may
+        be rows or columns.
+        """
+        check_dense(value, name, f", {self._meaning}")
+        if self.tree is _tree.LEAF and not self.operator:
+            own = self.likes[0].shape
+            if value.ndim == 2 and value.shape == 2 * own:
+                raise InputError(_rows_or_columns(value, name))
+            if own in (value.shape, value.shape[1:]):
+                return False
+        return (self.operator and self.flat) or (0 < value.ndim <= 2 and value.shape[0] == self.size)
+
+    def _parse_flat(self, value: Tensor, name: str) -> Vectors:
+        if value.ndim not in (1, 2) or value.shape[0] != self.size:
+            raise self._wrong_shape(value, name)
+        if value.dtype != self.dtype or value.device != self.device:
+            raise _wrong_kind(value, name, self.dtype, self.device)
+        if value.ndim == 1:
+            return Vectors("flat", self.split(value), None, self.tree)
+        return Vectors("columns", [value] if self.operator else self.split(value.T), value.shape[1], self.tree)
+
+    def _wrong_shape(self, value: Tensor, name: str) -> InputError:
+        turned = value.ndim == 2 and value.shape[1] == self.size
+        advice = f"; several vectors are columns: give {name}.T" if turned else ""
+        structure = "" if self.flat else f", or a vector {self._meaning}"
+        return InputError(
+            f"{name}: has shape {tuple(value.shape)}, expected ({self.size},), ({self.size}, K) for K vectors"
+            f"{structure}{advice}."
+        )
+
+    # --- parts and flat vectors
+
+    def split(self, flat: Tensor) -> Parts:
+        """The parts of flat vectors, `(D,)` or rows `(K, D)`: views, unless dtypes are mixed."""
+        lead = flat.shape[:-1]
+        return [
+            piece.reshape((*lead, *like.shape)).to(like.dtype)
+            for piece, like in zip(self.pieces(flat), self.likes, strict=True)
+        ]
+
+    def pieces(self, flat: Tensor) -> Parts:
+        """The entries of each leaf in flat vectors, `(D,)` or rows `(K, D)`, as they are: views."""
+        return [flat] if len(self.likes) == 1 else list(flat.split(self._sizes, dim=-1))
+
+    def rows(self, columns: Tensor) -> Parts:
+        """The parts of columns `(D, K)`."""
+        pieces = columns.split(self._sizes, dim=0)
+        return [
+            _turned(piece).reshape((piece.shape[1], *like.shape)).to(like.dtype)
+            for piece, like in zip(pieces, self.likes, strict=True)
+        ]
+
+    def turned_at_once(self, least: int) -> int:
+        """How many vectors to turn from columns into rows in one go: some `TURNED_BYTES`, but at least so many."""
+        return max(least, TURNED_BYTES // max(1, self.size * self.dtype.itemsize))
+
+    def join_into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """Write the parts of several vectors as the rows of `out`."""
+        if any(part.dtype != self.dtype for part in parts):
+            out.copy_(self.join(parts, len(out)))
+            return
+        torch.cat([part.reshape(len(out), -1) for part in parts], dim=1, out=out)
+
+    def join(self, parts: Sequence[Tensor], count: int | None) -> Tensor:
+        """Parts as one flat vector `(D,)`, or as rows `(K, D)`."""
+        return join(parts, count, self.dtype)
+
+    def result(self, parts: Sequence[Tensor], tree: _tree.Tree = _tree.LEAF) -> Any:
+        """Parts in the structure of the point, or in another of as many leaves."""
+        return _tree.rebuild(tree or self.tree, iter(parts))
+
+    def units(self, start: int, stop: int) -> Tensor:
+        """Some of the unit vectors, as rows."""
+        rows = torch.zeros((stop - start, self.size), dtype=self.dtype, device=self.device)
+        rows[:, start:stop].fill_diagonal_(1)
+        return rows
+
+    def take(self, parts: Parts, count: int | None, source: Space) -> Parts:
+        """The parts of vectors of another space of the same size as parts of this one."""
+        return parts if source.shapes == self.shapes else self.split(source.join(parts, count))
+
+    def numbers_of(self, patterns: Sequence[str]) -> list[int]:
+        """The numbers of the leaves whose names match."""
+        chosen: set[int] = set()
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise InputError(
+                    f"block: got a {type(pattern).__name__}, expected names of leaves: {', '.join(self.names[:6])}."
+                )
+            found = {index for index, name in enumerate(self.names) if _matches(name, pattern)}
+            if not found:
+                near = difflib.get_close_matches(pattern.rstrip(".*"), self.names, n=3, cutoff=0.4) or self.names[:6]
+                raise InputError(f"block: {pattern!r} matches no leaf. Near: {', '.join(near)}.")
+            chosen |= found
+        return sorted(chosen)
+
+    def zeros(self, count: int | None = None) -> Parts:
+        """The parts of a zero vector, or of `count` of them."""
+        lead = () if count is None else (count,)
+        return [torch.zeros((*lead, *like.shape), dtype=like.dtype, device=like.device) for like in self.likes]
+
+    def zeros_flat(self, size: int) -> Tensor:
+        """A line of zeros, in the dtype of flat vectors."""
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def empty(self, count: int) -> Parts:
+        """Room for the parts of `count` vectors."""
+        return [torch.empty((count, *like.shape), dtype=like.dtype, device=like.device) for like in self.likes]
 
 
-def _rows_or_columns(value: Tensor, name: str) -> str:
-    return (
-        f"{name}: has shape {tuple(value.shape)}, as many vectors as entries, so they may be its rows or its columns. "
-        f"Say [{name}] for rows, stacked in front (the list of the leaves), and [{name}.T] for columns; or multiply by "
-        f"an operator, for which several vectors are columns: H @ {name} with H = hodiff.HessianOperator(f, x)."
-    )
+def _matches(name: str, pattern: str) -> bool:
+    if name == pattern:  # names like x[0] are no patterns
+        return True
+    keys = re.findall(r"\['?([^\]]*?)'?\]|\.(\w+)", name) if "[" in name else []
+    name = ".".join(key or field for key, field in keys) or name  # x['a'][0] may be called a.0
+    while name:
+        if fnmatchcase(name, pattern):
+            return True
+        name = name.rpartition(".")[0]
+    return False
 
 
-def _is_plain(value: Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_nested
+def _turned(columns: Tensor) -> Tensor:
+    """The transpose `(K, n)`, each row contiguous.
+
+    By tiles: a processor turns what its caches hold two to five times faster than a large matrix at once.
+    """
+    if columns.stride(0) == 1 or columns.device.type != "cpu" or len(columns) <= _TILE:
+        return columns.T if columns.stride(0) == 1 else columns.T.contiguous()
+    rows = columns.new_empty(columns.T.shape)
+    for start in range(0, len(columns), _TILE):
+        rows[:, start : start + _TILE] = columns[start : start + _TILE].T
+    return rows
 
 
-def structured(
-    value: Any, tree: _tree.Tree, likes: Sequence[Tensor], name: str, meaning: str
-) -> tuple[list[Tensor], int | None]:
-    """Check a vector (or several, with one extra leading dimension) against the tensors it must resemble."""
-    if isinstance(value, Tensor):
-        check_dense(value, name, f", {meaning}")
-    if tree is None and isinstance(value, Tensor):
-        return [value], _count(value, likes[0], name)
-    if tree is not None and value.__class__ is dict and tree.template is dict and tuple(value) == tree.keys:
-        leaves = [*value.values()]
-        for leaf, like in zip(leaves, likes, strict=True):  # as every dict of parameters is
-            if not isinstance(leaf, Tensor):
-                break
-            if leaf.shape != like.shape or leaf.dtype is not like.dtype or leaf.device != like.device:
-                break
-        else:
-            return leaves, None
-    if tree is not None and isinstance(value, Tensor):
-        raise InputError(f"{name}: {_wrong_flat(value, likes)}; or it may be {meaning}.")
-    if tree is not None and not _tree.is_container(value):
-        raise InputError(f"{name}: is a {type(value).__name__}, expected {_tree.describe(tree)}; it must be {meaning}.")
-    _, _, got_tree = _tree.flatten(value, name)
-    found = _tree.difference(tree, got_tree, name)
-    if found:
-        raise InputError(f"{name}: {found}; it must be {meaning}.")
-    leaves = _tree.leaves_like(tree, value)
-    labels = _tree.paths(tree, name)
-    counts = [_count(leaf, like, label) for leaf, like, label in zip(leaves, likes, labels, strict=True)]
-    if any(count != counts[0] for count in counts):
-        raise InputError(f"{name}: its leaves hold different numbers of vectors: {counts}; give all of them the same.")
-    return leaves, counts[0]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def join(parts: Sequence[Tensor], count: int | None, dtype: torch.dtype) -> Tensor:
+    """Parts as one flat vector, or, of so many stacked ones, as rows."""
+    lead = () if count is None else (count,)
+    pieces = [part.reshape((*lead, part.shape[len(lead) :].numel())).to(dtype) for part in parts]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
 
 def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -128,25 +344,16 @@ def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
     return dtype
 
 
-def _is_flat(value: Tensor, tree: _tree.Tree, likes: Sequence[Tensor]) -> bool:
-    """Whether a tensor is `(D,)`, or columns `(D, K)`, and nothing else.
-
-    Where the point is one tensor, its own shape comes first, and several like it.
-    """
-    if tree is None and (value.shape == likes[0].shape or value.shape[1:] == likes[0].shape):
-        return False
-    return 0 < value.ndim <= 2 and value.shape[0] == sum([like.numel() for like in likes])
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
-def _split(value: Tensor, likes: Sequence[Tensor], name: str) -> Vectors:
-    dtype = promoted(likes)
-    if value.dtype != dtype or value.device != likes[0].device:
-        raise _wrong_kind(value, name, dtype, likes[0].device)
-    rows = value if value.ndim == 1 else value.T
-    lead = rows.shape[:-1]
-    pieces = rows.split([like.numel() for like in likes], dim=-1)
-    parts = [part.reshape((*lead, *like.shape)).to(like.dtype) for part, like in zip(pieces, likes, strict=True)]
-    return Vectors(parts, None if value.ndim == 1 else value.shape[1], None, True)
+def _rows_or_columns(value: Tensor, name: str) -> str:
+    return (
+        f"{name}: has shape {tuple(value.shape)}, as many vectors as entries, so they may be its rows or its columns. "
+        f"Say [{name}] for rows, stacked in front (the list of the leaves), and [{name}.T] for columns; or multiply by "
+        f"an operator, for which several vectors are columns: H @ {name} with H = hodiff.HessianOperator(f, x)."
+    )
 
 
 def _count(leaf: Any, like: Tensor, name: str) -> int | None:
@@ -169,15 +376,8 @@ def _count(leaf: Any, like: Tensor, name: str) -> int | None:
 def _wrong_kind(value: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> InputError:
     return InputError(
         f"{name}: is {value.dtype} on {value.device}, expected {dtype} on {device}; "
-        f"convert it: v.to(x.device, x.dtype)."
+        f"convert it: {name}.to({str(device)!r}, {dtype})."
     )
-
-
-def _wrong_flat(value: Tensor, likes: Sequence[Tensor]) -> str:
-    size = sum([like.numel() for like in likes])
-    turned = value.ndim == 2 and value.shape[1] == size
-    advice = " (several flat vectors are columns: give its .T)" if turned else ""
-    return f"has shape {tuple(value.shape)}, expected ({size},), ({size}, K) for K vectors{advice}"
 
 
 # --- random vectors: their laws, and where their numbers come from. One vocabulary for all that draw them -------------

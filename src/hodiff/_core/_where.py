@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _locks, _tree
-from hodiff._core._vectors import Vectors, match, structured
+from hodiff._core._vectors import Space
 from hodiff.errors import InputError
 
 
@@ -161,15 +161,9 @@ class Where:
         """The structure of the point as it was given, where a module is one leaf."""
         return self._argument_tree
 
-    def match(self, value: Any, name: str) -> tuple[list[Tensor], int | None]:
-        """The leaves of a vector with the structure of this point, and how many vectors they hold (None: just one)."""
-        if isinstance(value, Mapping) and not isinstance(value, dict):
-            value = dict(value)
-        return structured(value, self._result_tree, self.tensors, name, f"like {self.name}")
-
-    def vectors(self, value: Any, name: str) -> Vectors:
-        """Vectors in any spelling, like this point."""
-        return match(value, self._result_tree, self.tensors, name, f"like {self.name}")
+    def space(self) -> Space:
+        """The vectors like this point."""
+        return Space(self.tensors, self.names, self._result_tree, f"like {self.name}")
 
     def duplicate(self) -> str | None:
         """The name of a tensor that is given twice, if one is."""

@@ -14,7 +14,7 @@ from hodiff._core._arguments import Allowed, Batched, Chunked, ChunkedBatched, C
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import Graph
-from hodiff._core._vectors import match
+from hodiff._core._vectors import Space
 from hodiff._core._where import Selection, Where
 from hodiff.errors import InputError
 
@@ -245,9 +245,9 @@ def vjp(
         call(f, x, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
     ) as ev:
         outputs = ev.tensors()
-        _, _, tree = _tree.flatten(ev.outputs)
-        given = match(u, tree, outputs, "u", "like f(x)")
-        pulled = _reverse.products(ev, outputs, given.leaves, given.number, chunk_size=chunk)
+        _, names, tree = _tree.flatten(ev.outputs, "f(x)")
+        given = Space(outputs, names, tree, "like f(x)").parse(u, "u")
+        pulled = _reverse.products(ev, outputs, given.parts, given.number, chunk_size=chunk)
         return given.arranged(pulled, ev.where.tree())
 
 
@@ -430,12 +430,12 @@ def jvp(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
-    given = where.vectors(v, "v")
+    given = where.space().parse(v)
     with Graph(
         call(f, where, passes=2, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
     ) as ev:
         outputs = ev.tensors()
-        pushed = _reverse.pushforward(ev, outputs, given.leaves, given.number, chunk_size=chunk)
+        pushed = _reverse.pushforward(ev, outputs, given.parts, given.number, chunk_size=chunk)
         _, _, tree = _tree.flatten(ev.outputs)
         return given.arranged(pushed, tree)
 

@@ -86,7 +86,7 @@ def hvp(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
-    given = where.vectors(v, "v")
+    given = where.space().parse(v)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
@@ -103,7 +103,7 @@ def hvp(
         )
     ) as ev:
         gradient = _reverse.gradient(ev, differentiated=True)
-        return given.like(_reverse.products(ev, gradient, given.leaves, given.number, chunk_size=chunk))
+        return given.like(_reverse.products(ev, gradient, given.parts, given.number, chunk_size=chunk))
 
 
 @overload
@@ -268,7 +268,7 @@ def cross_hvp(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
-    given = second.vectors(v, "v")
+    given = second.space().parse(v)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with Graph(
@@ -288,7 +288,7 @@ def cross_hvp(
         split, output = len(first.tensors), ev.scalars()
         gradient = _reverse.pull(ev, [output], [torch.ones_like(output)], differentiated=True, inputs=ev.leaves[split:])
         inputs = ev.leaves[:split]
-        products = _reverse.products(ev, gradient, given.leaves, given.number, chunk_size=chunk, inputs=inputs)
+        products = _reverse.products(ev, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs)
         return given.arranged(products, first.tree())
 
 

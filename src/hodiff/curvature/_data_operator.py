@@ -13,11 +13,12 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _memory
 from hodiff._core._memory import readable
+from hodiff._core._vectors import Parts
 from hodiff.curvature import _records
 from hodiff.curvature._graph_cache import G, GraphCache
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator
 from hodiff.curvature._process_group import Shares
-from hodiff.curvature._space import Parts, Space, accumulate, say_detached
+from hodiff.curvature._products import accumulate, say_detached
 from hodiff.errors import GraphError
 
 # --- what an operator takes: `H.cost()` -------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class DataOperator(LinearOperator, Generic[G]):
         self._evaluation = Evaluation(graphs)
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
-        self._space = Space.of(graphs.where)
+        self._space = graphs.where.space().side()
 
     @property
     @abstractmethod
@@ -169,7 +170,7 @@ class DataOperator(LinearOperator, Generic[G]):
         else:
             cache = graphs.first_batch_bytes() * count
         again = 0 if first is None else count - graphs.kept
-        itemsize = self._domain.itemsize()
+        itemsize = self._domain.dtype.itemsize
         rows, columns = self.shape
         chunk = self._chunk_size or graphs.auto_chunk(self._domain.size)
         chunks = -(-min(rows, columns) // chunk)
@@ -202,7 +203,7 @@ class DataOperator(LinearOperator, Generic[G]):
         agreed = None if first is None or self._shares is None else int(first.everywhere.free_bytes)
         free = _memory.free_bytes(self.device) if agreed is None else agreed
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
-        one = 3 * (self._domain.size + self._range.size) * self._domain.itemsize()
+        one = 3 * (self._domain.size + self._range.size) * self._domain.dtype.itemsize
         return max(inner, free // (4 * one))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:

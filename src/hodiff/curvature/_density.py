@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments
 from hodiff._core._arguments import Probes
-from hodiff._core._vectors import standard_error
+from hodiff._core._vectors import standard_error, sum_dtype
 from hodiff.curvature._krylov import without
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -28,8 +28,8 @@ from hodiff.curvature._probes import (
     reached,
     warn_not_converged,
 )
+from hodiff.curvature._products import as_given
 from hodiff.curvature._records import DensityRecord, TraceRecord
-from hodiff.curvature._space import as_given, sum_dtype
 from hodiff.errors import InputError
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _settings, _vectors
 from hodiff._core._arguments import check_option
+from hodiff._core._vectors import sum_dtype
 from hodiff.curvature._krylov import Basis
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -27,7 +28,6 @@ from hodiff.curvature._probes import (
     warn_not_converged,
 )
 from hodiff.curvature._records import EigenRecord, RadiusRecord
-from hodiff.curvature._space import sum_dtype
 from hodiff.errors import GraphError, InputError
 
 

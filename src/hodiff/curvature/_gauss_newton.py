@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
-from hodiff._core._vectors import check_generator
+from hodiff._core._vectors import Parts, check_generator, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature import _data
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
@@ -31,7 +31,6 @@ from hodiff.curvature._losses import (
 )
 from hodiff.curvature._operator import together
 from hodiff.curvature._process_group import ProcessGroup, Shares, shared
-from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import InputError
 
 # --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------

@@ -16,10 +16,11 @@ from torch import Tensor
 from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings
 from hodiff._core._graph import Graph
 from hodiff._core._settings import RandomState
+from hodiff._core._vectors import Parts
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, check_total
 from hodiff.curvature._process_group import Shares
-from hodiff.curvature._space import Parts, accumulate
+from hodiff.curvature._products import accumulate
 from hodiff.curvature._staleness import Modules, Values, buffers_of, culprits, warn_buffers, warn_random
 from hodiff.errors import GraphError, InputError
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
+from hodiff._core._vectors import Parts
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_signature, check_total
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder, GraphCache
 from hodiff.curvature._process_group import ProcessGroup, shared
-from hodiff.curvature._space import Parts
 from hodiff.errors import InputError
 
 

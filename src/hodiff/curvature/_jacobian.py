@@ -10,13 +10,14 @@ import torch
 
 from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
+from hodiff._core._vectors import Parts, Space, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._data import Batches, check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
 from hodiff.curvature._gauss_newton import Linearised, linearise, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._space import Parts, Space, accumulate, say_detached, sum_dtype
+from hodiff.curvature._products import accumulate, say_detached
 from hodiff.errors import InputError
 
 
@@ -228,9 +229,8 @@ class Outputs:
     def space(self) -> Space:
         """The space of vectors like them."""
         if self._space is None:
-            whole = self.whole()
             names = _tree.paths(self._tree, "f(x)")
-            self._space = Space(whole, names, self._tree, "like f(x)")
+            self._space = Space(self.whole(), names, self._tree, "like f(x)").side()
         return self._space
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hodiff.curvature._products import as_given
 from hodiff.curvature._records import Status
-from hodiff.curvature._space import as_given
 from hodiff.errors import InputError
 
 Product = Callable[[Tensor], Tensor]

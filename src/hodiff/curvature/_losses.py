@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import Graph
-from hodiff._core._vectors import draw
+from hodiff._core._vectors import Parts, draw, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
-from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import GraphError, InputError
 
 # --- a loss on one batch of outputs: its sum, its gradient, a matrix over the outputs by its products -----------------

@@ -1,4 +1,4 @@
-"""`LinearOperator`: what every operator can do, given products of parts (see `_space`), and their algebra.
+"""`LinearOperator`: what every operator can do, given products of parts (see `_core._vectors`), and their algebra.
 
 Each operator knows one product, A v. Its transpose is an operator of its own: of a sum, the sum of the transposes.
 """
@@ -17,8 +17,9 @@ from torch import Tensor
 from hodiff._core import _locks, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._memory import free_bytes, readable
+from hodiff._core._vectors import Parts, Space, sum_dtype
 from hodiff.curvature._process_group import Shares
-from hodiff.curvature._space import Parts, Space, apply, columns_of, say_detached, sum_dtype
+from hodiff.curvature._products import apply, columns_of, say_detached
 from hodiff.errors import InputError
 
 # --- operators for SciPy ----------------------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ class LinearOperator(ABC):
 
     def _dense(self) -> Tensor:
         rows, columns = self.shape
-        needed, free = rows * columns * self._domain.itemsize(), free_bytes(self.device)
+        needed, free = rows * columns * self._domain.dtype.itemsize, free_bytes(self.device)
         if needed > free:
             raise InputError(
                 f"dense: a {rows} x {columns} matrix of {self.dtype} takes {readable(needed)}, and "

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _reverse, _tree, _vectors
 from hodiff._core._arguments import Probes, is_set
+from hodiff._core._vectors import Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, together
-from hodiff.curvature._space import WAYS, Space, say_detached, sum_dtype
+from hodiff.curvature._products import WAYS, say_detached
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
 BLOCK = 8

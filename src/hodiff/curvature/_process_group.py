@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from hodiff._core import _locks
 from hodiff._core._faults import interrupts
+from hodiff._core._vectors import Parts, sum_dtype
 from hodiff._core._where import Where
-from hodiff.curvature._space import Parts, sum_dtype
 from hodiff.errors import GraphError, InputError
 
 if TYPE_CHECKING or torch.distributed.is_available():

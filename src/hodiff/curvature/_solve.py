@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _reverse, _vectors
 from hodiff._core._arguments import check_option
+from hodiff._core._vectors import Parts, Space, Vectors, sum_dtype
 from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, gmres, minres
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator
 from hodiff.curvature._probes import (
@@ -27,8 +28,8 @@ from hodiff.curvature._probes import (
     source,
     warn_not_converged,
 )
+from hodiff.curvature._products import as_given
 from hodiff.curvature._records import SolveRecord, Status
-from hodiff.curvature._space import Parts, Space, Vectors, as_given, sum_dtype
 from hodiff.errors import InputError
 
 Method = Literal["cg", "minres", "gmres"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _call, _settings
 from hodiff._core._arguments import Probes, check_option
-from hodiff._core._vectors import near, standard_error
+from hodiff._core._vectors import near, standard_error, sum_dtype
 from hodiff.curvature._leave_one_out import xdiag, xnystrace, xtrace
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -26,8 +26,8 @@ from hodiff.curvature._probes import (
     reached,
     warn_not_converged,
 )
+from hodiff.curvature._products import as_given
 from hodiff.curvature._records import DiagonalRecord, TraceRecord
-from hodiff.curvature._space import as_given, sum_dtype
 from hodiff.errors import InputError
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace", "xnystrace"]

@@ -15,7 +15,7 @@ from hodiff._core import _arguments, _reverse
 from hodiff._core._call import is_wrapped
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import RandomState
-from hodiff._core._vectors import check_generator, draw, match
+from hodiff._core._vectors import Space, check_generator, draw
 from hodiff.calculus import _directional
 from hodiff.errors import GraphError, InputError
 from hodiff.fields._field import FieldCall, choose, push, released
@@ -200,12 +200,8 @@ def sampled(
 
 def _given(vectors: Any, x: Tensor) -> Tensor:
     """The caller's own directions, stacked."""
-    [found], count, *_ = match(vectors, None, [x], "vectors", "like x")
-    if count == 0:
-        raise InputError("vectors: holds no vector, expected at least one.")
-    if not torch.compiler.is_compiling() and found.is_inference():
-        found = found.clone()
-    return found if count else found.unsqueeze(0)
+    [stacked] = Space([x], ["x"], None, "like x").parse(vectors, "vectors").stacked()
+    return stacked.clone() if not torch.compiler.is_compiling() and stacked.is_inference() else stacked
 
 
 def _coordinates(

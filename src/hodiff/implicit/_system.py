@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse, _settings
 from hodiff._core._graph import Graph
+from hodiff._core._vectors import Parts
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import default_rtol
 from hodiff.curvature._records import SolveRecord
 from hodiff.curvature._solve import Method, attempt
-from hodiff.curvature._space import Parts, Space
 from hodiff.errors import ConvergenceWarning, GraphError, InputError
 
 
@@ -55,7 +55,7 @@ class Transposed(LinearOperator):
         self._ev = ev
         self._residual = residual
         self._symmetric = symmetric
-        self._space = Space(ev.leaves, ev.where.names, ev.where.tree(), f"like {ev.where.name}")
+        self._space = ev.where.space().side()
         self._linear: tuple[Parts, Parts] | None = None
         self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
 

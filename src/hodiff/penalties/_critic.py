@@ -219,17 +219,10 @@ def vectors_like(
 ) -> list[Tensor]:
     """The caller's vectors like a point, stacked; or `samples` random ones. None is a tensor of inference mode."""
     if vectors is not None:
-        given = stacked(*where.vectors(vectors, "vectors")[:2])
-        return [leaf.clone() if leaf.is_inference() else leaf for leaf in given]
+        stacked = where.space().parse(vectors, "vectors").stacked()
+        return [leaf.clone() if leaf.is_inference() else leaf for leaf in stacked]
     check_generator(generator)
     return [draw((samples, *leaf.shape), leaf, probes, generator) for leaf in where.tensors]
-
-
-def stacked(leaves: list[Tensor], count: int | None) -> list[Tensor]:
-    """One vector as a stack of one."""
-    if count == 0:
-        raise InputError("vectors: holds no vector, expected at least one.")
-    return [leaf.unsqueeze(0) for leaf in leaves] if count is None else leaves
 
 
 # --- norms of gradients, one for each sample, that are right at zero, at extremes and in half precision ---------------

@@ -152,7 +152,7 @@ def sliced_score_matching_loss(
 def _score(ev: Graph, where: Where) -> list[Tensor]:
     """The outputs, checked to be like the point."""
     try:
-        score, count = where.match(ev.outputs, "f(x)")
+        score, count = where.space().structured(ev.outputs, "f(x)", where.tree())
     except InputError as error:
         raise InputError(f"{error} A log-density, with one output per sample, needs log_density=True.") from error
     if count is not None:

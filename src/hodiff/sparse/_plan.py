@@ -259,34 +259,29 @@ class Point:
     """The structure of a point, without its numbers, and of what `f` returns there.
 
     Attributes:
-        shapes: The shape of each leaf.
-        size: The number of entries.
+        space: The vectors like it.
         returned: The structure of the outputs.
     """
 
     returned: _tree.Tree
 
     def __init__(self, where: Where) -> None:
-        self.shapes = [tensor.shape for tensor in where.tensors]
-        self.size = sum(shape.numel() for shape in self.shapes)
-        self._names = list(where.names)
-        self._tree = where.tree()
+        self.space = where.space().side()
         self._given = where.given_tree()
         self._owned = bool(where.owned)
-        self._dtypes = [(tensor.device, tensor.dtype) for tensor in where.tensors]
 
     def where(self, x: Any) -> Where:
         """A point of this structure: as such, or as one vector of all its numbers."""
         if type(x).__module__ == "numpy" or (isinstance(x, Tensor) and self._is_flat(x)):
             x = self._unflattened(x if isinstance(x, Tensor) else torch.as_tensor(x.copy()))
         where = Where(x)
-        if where.names != self._names:
+        if where.names != self.space.names:
             where = self._by_name(x)
-        if [tensor.shape for tensor in where.tensors] != self.shapes:
-            got = [tuple(tensor.shape) for tensor in where.tensors]
+        got, shapes = where.space().shapes, self.space.shapes
+        if got != shapes:
             raise InputError(
-                f"x: has tensors of shape {got}, expected {[tuple(shape) for shape in self.shapes]}, as when the plan "
-                f"was made."
+                f"x: has tensors of shape {[*map(tuple, got)]}, expected {[*map(tuple, shapes)]}, as when the plan was "
+                f"made."
             )
         return where
 
@@ -296,8 +291,10 @@ class Point:
         if different:
             raise InputError(f"x: {different}, as when the plan was made.")
         where = Where(_tree.rebuild(self._given, iter(_tree.leaves_like(self._given, x))))
-        if where.names != self._names:
-            raise InputError(f"x: has the parameters {where.names}, expected {self._names}, as when the plan was made.")
+        if where.names != self.space.names:
+            raise InputError(
+                f"x: has the parameters {where.names}, expected {self.space.names}, as when the plan was made."
+            )
         return where
 
     def outputs(self, ev: Graph) -> list[Tensor]:
@@ -309,19 +306,14 @@ class Point:
         return _tree.reordered(outputs, tree, self.returned)
 
     def _is_flat(self, x: Tensor) -> bool:
-        return x.shape == (self.size,) and [x.shape] != self.shapes
+        return x.shape == (self.space.size,) and [x.shape] != self.space.shapes
 
     def _unflattened(self, x: Tensor) -> Any:
         if self._owned:
             raise InputError("x: is a vector, and the plan was made at a module; give the module.")
-        if x.numel() != self.size:
-            raise InputError(f"x: has {x.numel()} numbers, expected {self.size}, as when the plan was made.")
-        parts = x.reshape(-1).split([shape.numel() for shape in self.shapes])
-        leaves = [
-            part.reshape(shape).to(device, dtype)
-            for part, shape, (device, dtype) in zip(parts, self.shapes, self._dtypes, strict=True)
-        ]
-        return _tree.rebuild(self._tree, iter(leaves))
+        if x.numel() != self.space.size:
+            raise InputError(f"x: has {x.numel()} numbers, expected {self.space.size}, as when the plan was made.")
+        return self.space.result(self.space.split(x.reshape(-1).to(self.space.device)))
 
 
 def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any, *, dense: bool) -> Any:
@@ -478,9 +470,9 @@ def prepared(asked: Call, where: Where, f: Any, order: int, pattern: Any, option
         found = detect(asked, order, noted)
         random.restore()  # what f draws there, it draws again when it is evaluated
     else:
-        rows = point.size if order == 2 else _outputs(asked, noted)
+        rows = point.space.size if order == 2 else _outputs(asked, noted)
         random.restore()
-        found = given(pattern, (rows, point.size), symmetric=order == 2)
+        found = given(pattern, (rows, point.space.size), symmetric=order == 2)
     point.returned = noted[0] if noted else _tree.LEAF
     colors, kind = (_coloring.color(found), "star") if order == 2 else _of_jacobian(found)
     return Plan(f, point, order, found, colors, kind, options)
