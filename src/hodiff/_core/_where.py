@@ -55,27 +55,30 @@ class Where:
             return
         if value is _arguments.MISSING:
             raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_arguments.called()}(f, {name}).")
-        self._begin()
+        self.tensors = []
+        self.names = []
+        self.owned = []
+        self._argument_items = []
         if isinstance(value, (nn.Module, Selection)):
             self._argument_items, self._argument_tree = [_given(value)], _tree.LEAF
             self._result_tree = self._add_module(value, name, single=True)
             return
         items, paths, tree = _tree.flatten(value, name)
         _arguments.check_container(tree, len(items), name)
-        self._argument_tree, self._argument_items = tree, [_given(item) for item in items]
+        self._argument_tree = tree
         expansions = [self._add(item, path) for item, path in zip(items, paths, strict=True)]
         self._result_tree = _tree.rebuild_tree(tree, iter(expansions))
         self._check_modules()
 
-    def _begin(self) -> None:
-        """Without leaves, to which those of each part are added."""
-        self.tensors = []
-        self.names = []
-        self.owned = []
-        self._argument_items = []
-
     def _add(self, item: Any, path: str) -> _tree.Tree:
         """Append the leaves of one item; return the tree of its result."""
+        if item.__class__ is Where:  # see `joined`
+            self.owned += [owned._replace(start=owned.start + len(self.tensors)) for owned in item.owned]
+            self.tensors += item.tensors
+            self.names += item.names
+            self._argument_items += item._argument_items
+            return item._result_tree
+        self._argument_items.append(_given(item))
         if isinstance(item, (nn.Module, Selection)):
             return self._add_module(item, path, single=False)
         _arguments.check_real_tensor(item, path)
@@ -125,19 +128,8 @@ class Where:
     @classmethod
     def joined(cls, *parts: Where) -> Where:
         """Several points as one, a tuple of them, each keeping its name in messages."""
-        whole = cls.__new__(cls)
-        whole.name = ", ".join(part.name for part in parts)
-        whole._begin()
-        for part in parts:
-            start = len(whole.tensors)
-            whole.owned += [owned._replace(start=owned.start + start) for owned in part.owned]
-            whole.tensors += part.tensors
-            whole.names += part.names
-            whole._argument_items += part._argument_items
-        keys = tuple(range(len(parts)))
-        whole._argument_tree = _tree.Branch(tuple, keys, tuple(part._argument_tree for part in parts))
-        whole._result_tree = _tree.Branch(tuple, keys, tuple(part._result_tree for part in parts))
-        whole._check_modules()
+        whole = cls(parts, ", ".join(part.name for part in parts))
+        whole._argument_tree = _tree.rebuild_tree(whole._argument_tree, iter([part._argument_tree for part in parts]))
         return whole
 
     def argument(self, leaves: Sequence[Any]) -> Any:
