@@ -25,10 +25,7 @@ class Graph:
 
     Attributes:
         call: What was asked.
-        where: The parsed point.
-        owned: Whether the graph is ours, so that the last pass may free it.
         create_graph: Whether the final result stays differentiable.
-        order: The highest derivative that the graph will see.
         leaves: The tensors to differentiate by: aliases in the function form, the caller's own in
             the tensor form.
         outputs: What `f` returned, or the tensors given in its place.
@@ -41,12 +38,7 @@ class Graph:
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
         """With `leaves`, `f` is evaluated at those, of other values than the point's: a step on, a solution."""
         self.call = call
-        self.where = call.where
-        self.owned = call.owned
         self.create_graph = call.create_graph
-        self.order = call.order
-        self.batch_ndim = call.batch_ndim
-        self.batch = call.batch
         self._at = leaves
         self.leaves: list[Tensor] = []
         self.outputs: Any = None
@@ -58,14 +50,14 @@ class Graph:
     # --- the evaluation
 
     def __enter__(self) -> Graph:
-        if not self.owned:
+        if not self.call.owned:
             self._check_tensors()
         self._lending = Lending(self.call).__enter__()
         try:
-            if self.owned:
+            if self.call.owned:
                 survey = self._evaluate(self._at)
             else:
-                self.outputs, self.leaves = self.call.what, self.where.tensors
+                self.outputs, self.leaves = self.call.what, self.call.where.tensors
                 survey = self._survey(_tensors(self.outputs))
             self._judged(survey)
         except BaseException:
@@ -93,9 +85,9 @@ class Graph:
                 self._explain(error)
         finally:
             lending.close()
-        if lending.hooks.changed and self.order >= 2 and error is None:
+        if lending.hooks.changed and self.call.order >= 2 and error is None:
             _refusals.warn_of_hooks()
-        if self.create_graph and self.owned:
+        if self.create_graph and self.call.owned:
             for leaf in self.leaves:
                 # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it
                 # must go on requiring grad, for an activation checkpoint records as much again as at first.
@@ -115,7 +107,7 @@ class Graph:
         An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
         be lent then, and the switches set, as they were in the forward pass.
         """
-        return self._lending.resumed(self.leaves if self.owned else ())
+        return self._lending.resumed(self.leaves if self.call.owned else ())
 
     def _check_tensors(self) -> None:
         """The tensor form: outputs with a graph, and the leaves they were computed from."""
@@ -123,16 +115,16 @@ class Graph:
         for value, name in zip(outputs, names, strict=True):
             if not isinstance(value, Tensor):
                 raise InputError(
-                    f"{name}: is a {type(value).__name__}; expected a function of {self.where.name}, or a tensor "
+                    f"{name}: is a {type(value).__name__}; expected a function of {self.call.where.name}, or a tensor "
                     f"that was computed from it."
                 )
-        twice = self.where.duplicate()
+        twice = self.call.where.duplicate()
         if twice:
             raise InputError(
                 f"{twice}: the same tensor is given twice. A tensor already computed cannot tell the two apart; "
                 f"give it once, or use the function form, where each is a variable of its own."
             )
-        for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
+        for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if not tensor.requires_grad:
                 error = GraphError(
                     f"{name}: does not require grad, so f was computed without tracking it. Call "
@@ -146,7 +138,7 @@ class Graph:
         lending = self._lending
         self.leaves = lending.leaves(given)
         lending.remember()
-        exact = self.order >= 3 or lending.forward_mode
+        exact = self.call.order >= 3 or lending.forward_mode
         survey = failure = None
         try:
             survey = self._run(exact=exact)
@@ -154,16 +146,16 @@ class Graph:
             if lending.by_hand is None:
                 raise
             failure = error
-        names = survey.names() if survey is not None and self.order >= 2 else set()
+        names = survey.names() if survey is not None and self.call.order >= 2 else set()
         by_hand = lending.by_hand
         if by_hand is not None:
             names = names | by_hand.names
         inexact = lending.forward_mode or names & _messages.WRITTEN_OUT
         if names & _messages.WRITTEN_AT_SOME and not exact:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
-        if by_hand is not None and (by_hand.batched or self.order + by_hand.count >= 3):
+        if by_hand is not None and (by_hand.batched or self.call.order + by_hand.count >= 3):
             inexact = inexact or _messages.at_third(names)
-        if self.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
+        if self.call.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
             lending.also(_settings.plain_attention)
         elif "CudnnRnnBackward0" in names:
             lending.also(_settings.no_cudnn)
@@ -205,14 +197,14 @@ class Graph:
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""
         if isinstance(self.outputs, Tensor):
-            return [_arguments.check_output(self.outputs, "f(x)" if self.owned else "f")]
-        leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.owned else "f")
+            return [_arguments.check_output(self.outputs, "f(x)" if self.call.owned else "f")]
+        leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.call.owned else "f")
         return [_arguments.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
 
     def scalars(self) -> Tensor:
         """The single output, checked to be one element, or one per sample."""
         output = _arguments.check_output(self.outputs)
-        _arguments.check_scalars(output, self.batch_ndim, self.batch)
+        _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
         return output
 
     def value(self) -> Any:
@@ -231,36 +223,36 @@ class Graph:
 
     def _apart(self, value: Any) -> Any:
         """`value` detached; copied where it is the caller's tensor or a view of it, as where f returns its argument."""
-        theirs = [*self.where.tensors, *([] if self.owned else _tensors(self.call.what))]
+        theirs = [*self.call.where.tensors, *([] if self.call.owned else _tensors(self.call.what))]
         return detached(value, {memory_of(tensor) for tensor in theirs})
 
     # --- what one look at the graph tells
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        stop = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None} if self.owned else ()
+        stop = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None} if self.call.owned else ()
         return _nodes.survey(outputs, stop)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
         self.kinds = frozenset(survey.by_class)
         lending = self._lending
-        self.higher = self.order >= 2 or lending.nests or lending.by_hand is not None
+        self.higher = self.call.order >= 2 or lending.nests or lending.by_hand is not None
         if lending.by_hand is not None and lending.by_hand.refused is not None:
             raise lending.by_hand.refused
         outputs = self.tensors()
         missing = self._unreached(survey)
         strict = self.call.strict
         if missing and len(missing) == len(self.leaves) and (strict is not False or self._by_copies(survey)):
-            raise _refusals.independent(self.owned, missing, any(output.requires_grad for output in outputs))
+            raise _refusals.independent(self.call.owned, missing, any(output.requires_grad for output in outputs))
         if missing and strict:
             raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
-        if self.order >= 2:
-            self.recorded = _refusals.judge(survey, self.leaves, self.order, self.call.allow)
+        if self.call.order >= 2:
+            self.recorded = _refusals.judge(survey, self.leaves, self.call.order, self.call.allow)
         else:
             self.recorded = _refusals.refuse_first(survey, self.leaves)
-        if self.batch_ndim and (self._mixes or _refusals.MIXING.among(survey)):
-            _refusals.warn_of_mixing(self.batch_ndim)
+        if self.call.batch_ndim and (self._mixes or _refusals.MIXING.among(survey)):
+            _refusals.warn_of_mixing(self.call.batch_ndim)
 
     def unreached(self, outputs: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> list[str]:
         """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not.
@@ -270,13 +262,13 @@ class Graph:
             beside: What it leads to beside the leaves.
         """
         survey = self._survey(outputs)
-        if self.order < 2:
+        if self.call.order < 2:
             self.recorded |= _refusals.refuse_first(survey, [*self.leaves, *beside])
         return self._unreached(survey)
 
     def _unreached(self, survey: _nodes.Survey) -> list[str]:
-        if not self.owned:
-            leaves = zip(self.leaves, self.where.names, strict=True)
+        if not self.call.owned:
+            leaves = zip(self.leaves, self.call.where.names, strict=True)
             return [name for leaf, name in leaves if not survey.contains(leaf)]
         reached = {number for number, leaf in enumerate(self.leaves) if leaf.grad_fn in survey.visited and leaf.grad_fn}
         mine, foreign = self._lending.ticket, []
@@ -297,23 +289,23 @@ class Graph:
             ):
                 raise _refusals.leftover(self._kept_by(ticket))
         self._refuse_bypass(survey, foreign)
-        return [name for number, name in enumerate(self.where.names) if number not in reached]
+        return [name for number, name in enumerate(self.call.where.names) if number not in reached]
 
     def _refuse_bypass(self, survey: _nodes.Survey, foreign: list[Tensor]) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
         ids = set(map(id, foreign)) if foreign else ()
-        for tensor, name in zip(self.where.tensors, self.where.names, strict=True):
+        for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if survey.uses(tensor) if tensor.grad_fn is not None else ids and id(tensor) in ids:
                 raise _refusals.bypass(name)
 
     def _by_copies(self, survey: _nodes.Survey) -> bool:
         """Whether the outputs depend on tensors over the point's own memory: `f` used those, in place of the point."""
-        own = {memory_of(tensor) for tensor in self.where.tensors if tensor.numel()}
+        own = {memory_of(tensor) for tensor in self.call.where.tensors if tensor.numel()}
         return not own.isdisjoint(map(memory_of, survey.variables()))
 
     def _kept_by(self, ticket: Ticket) -> str:
         """Which attribute of a module holds a value of an evaluation that has ended, in words."""
-        for owned in self.where.owned:
+        for owned in self.call.where.owned:
             for path, module in owned.module.named_modules():
                 for name, value in module.__dict__.items():
                     kept = [item for item in _tree.flatten(value)[0] if isinstance(item, Tensor) and item.requires_grad]
@@ -328,12 +320,12 @@ class Graph:
         """Let the message say which line and which variable it is about, where that can be told (see `_messages`)."""
         failure = _messages.Failure(
             error,
-            self.call.what if self.owned else None,
-            self._again if self.owned and not _collective() else None,
-            [] if self.owned else _tensors(self.call.what),
-            self.leaves or self.where.tensors,
-            self.where.tensors,
-            self.where.names,
+            self.call.what if self.call.owned else None,
+            self._again if self.call.owned and not _collective() else None,
+            [] if self.call.owned else _tensors(self.call.what),
+            self.leaves or self.call.where.tensors,
+            self.call.where.tensors,
+            self.call.where.names,
             self.call.strict,
         )
         _messages.complete(failure)

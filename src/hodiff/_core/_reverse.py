@@ -74,7 +74,7 @@ def pull(
         missed.update(number for number, part in enumerate(bare) if part is None)
     found = filled(bare, inputs)
     if build:
-        if not ev.kinds <= _cleared[ev.order >= 3]:
+        if not ev.kinds <= _cleared[ev.call.order >= 3]:
             _search(ev, outputs, found, inputs, product=any(u is not None and u.requires_grad for u in cotangents))
         found = connected(ev, found)
         if ev.create_graph:
@@ -217,7 +217,7 @@ def pull_many(
                 raise
             batched = False
             continue
-        if ev.create_graph and not start and not ev.kinds <= _cleared[ev.order >= 3]:
+        if ev.create_graph and not start and not ev.kinds <= _cleared[ev.call.order >= 3]:
             _search(ev, outputs, found, inputs)
         found = own(found, chunk)
         if ev.create_graph:
@@ -279,7 +279,7 @@ def _is_harmless(kind: type, *, third: bool) -> bool:
 
 def _keep(ev: Graph, more: bool) -> bool:
     """Whether a pass leaves the graph of the outputs as it is."""
-    return more or ev.create_graph or ev.call.keep or not ev.owned
+    return more or ev.create_graph or ev.call.keep or not ev.call.owned
 
 
 def _pull(
@@ -380,7 +380,7 @@ def _search(
     ev: Graph, outputs: Sequence[Tensor], found: Sequence[Tensor], inputs: Sequence[Tensor], *, product: bool = False
 ) -> None:
     """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
-    third = ev.order >= 3
+    third = ev.call.order >= 3
     _refuse_missing(outputs, found, inputs, third=third, product=product)
     _cleared[third].update(kind for kind in ev.kinds if _is_harmless(kind, third=third))
 
@@ -441,7 +441,7 @@ def connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:
             break
     else:
         return found
-    callers = [leaf for leaf in ev.leaves if not ev.owned or leaf.grad_fn is not None]
+    callers = [leaf for leaf in ev.leaves if not ev.call.owned or leaf.grad_fn is not None]
     if not callers:
         return found
     nothing = torch.stack([leaf.reshape(-1)[:0].sum().to(callers[0]) for leaf in callers]).sum()
@@ -534,11 +534,13 @@ def blocks(
     inputs = ev.leaves if inputs is None else inputs
     table = []
     for index, output in enumerate(outputs):
-        count, rows = basis(output, ev.batch_ndim)
+        count, rows = basis(output, ev.call.batch_ndim)
         more = index < len(outputs) - 1
         chunks = pull_many(ev, [output], rows, count, chunk_size=chunk_size, more=more, inputs=inputs)
         found = stacked(ev, chunks, count, inputs)
-        table.append([_ordered(part, output, leaf, ev.batch_ndim) for part, leaf in zip(found, inputs, strict=True)])
+        table.append(
+            [_ordered(part, output, leaf, ev.call.batch_ndim) for part, leaf in zip(found, inputs, strict=True)]
+        )
     return table
 
 

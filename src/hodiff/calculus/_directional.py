@@ -45,7 +45,7 @@ def by_entries(
         chunk_size: How many lines one pass takes; None bounds its memory.
     """
     vectors = vectors.clone() if vectors.is_inference() else vectors
-    columns = entries(output, ev.batch_ndim)
+    columns = entries(output, ev.call.batch_ndim)
     seconds = []
     firsts = []
     drifts = []
@@ -53,9 +53,9 @@ def by_entries(
         (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
         seconds.append(_seconds(ev, gradient, vectors, chunk_size, more=k < len(columns) - 1))
         if first:
-            firsts.append(_inner(gradient, vectors, ev.batch_ndim))
+            firsts.append(_inner(gradient, vectors, ev.call.batch_ndim))
         if drift is not None:
-            drifts.append(_inner(gradient, drift.unsqueeze(0), ev.batch_ndim))
+            drifts.append(_inner(gradient, drift.unsqueeze(0), ev.call.batch_ndim))
     shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
     return Lines(shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None)
 
@@ -69,7 +69,7 @@ def _seconds(ev: Graph, gradient: Tensor, vectors: Tensor, chunk_size: int | Non
     found = []
     chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
     for start, stop, (products,) in chunks:
-        found.append(_inner(products, vectors[start:stop], ev.batch_ndim))
+        found.append(_inner(products, vectors[start:stop], ev.call.batch_ndim))
         del products  # before the next chunk is made
     return torch.cat(found)
 

@@ -185,7 +185,7 @@ def value_and_grad(
     ) as ev:
         gradient = _reverse.gradient(ev)
     value = (ev.value(), ev.extra()) if has_aux else ev.value()
-    return value, ev.where.result(gradient)
+    return value, ev.call.where.result(gradient)
 
 
 @overload
@@ -248,7 +248,7 @@ def vjp(
         _, names, tree = _tree.flatten(ev.outputs, "f(x)")
         given = Space(outputs, names, tree, "like f(x)").parse(u, "u")
         pulled = _reverse.products(ev, outputs, given.parts, given.number, chunk_size=chunk)
-        return given.arranged(pulled, ev.where.tree())
+        return given.arranged(pulled, ev.call.where.tree())
 
 
 @overload
@@ -347,7 +347,7 @@ def jacobian(
     if is_set(matrix, "matrix"):
         return _reverse.matrix(table, outputs, ev.leaves, batch_ndim)
     _, _, tree = _tree.flatten(ev.outputs)
-    return _tree.rebuild(tree, iter([ev.where.result(row) for row in table]))
+    return _tree.rebuild(tree, iter([ev.call.where.result(row) for row in table]))
 
 
 JACOBIAN_WAY_OUT = (
@@ -357,10 +357,10 @@ JACOBIAN_WAY_OUT = (
 
 def _check_output_batch(outputs: list[Tensor], ev: Graph) -> None:
     for output in outputs:
-        if output.shape[: ev.batch_ndim] != torch.Size(ev.batch):
+        if output.shape[: ev.call.batch_ndim] != torch.Size(ev.call.batch):
             raise _arguments.InputError(
-                f"f: returned shape {tuple(output.shape)}; with batch_ndim={ev.batch_ndim} it must begin with "
-                f"{tuple(ev.batch)}, one row per sample."
+                f"f: returned shape {tuple(output.shape)}; with batch_ndim={ev.call.batch_ndim} it must begin with "
+                f"{tuple(ev.call.batch)}, one row per sample."
             )
 
 
@@ -453,7 +453,7 @@ def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -
     Rows need first derivatives alone, and have whatever a hook or a Python Function makes of a gradient; to columns
     J'u must be linear in u. So they are held against J'u for one u, which also finds what is not finite.
     """
-    batch_ndim = ev.batch_ndim
+    batch_ndim = ev.call.batch_ndim
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in ev.leaves)
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
     small = MANY_ROWS * columns > rows or rows * sum(output.numel() for output in outputs) < SMALL
@@ -489,7 +489,7 @@ def _is_linear(ev: Graph, outputs: list[Tensor]) -> bool:
     Of a tensor already computed it is not known: its graph may have hooks, which nothing shows.
     """
     plain = all(type(tensor) is Tensor for tensor in (*ev.leaves, *outputs))
-    return plain and ev.owned and not ev.hooked() and _reverse.has_second_derivatives(ev)
+    return plain and ev.call.owned and not ev.hooked() and _reverse.has_second_derivatives(ev)
 
 
 def _generic(output: Tensor, batch_ndim: int) -> Tensor:
@@ -510,8 +510,8 @@ def _columns_of(
 
     None where they do not add up to J'u for the u that it was computed with, for each sample: no NaN or infinity does.
     """
-    count, units = _reverse.basis(pulled, ev.batch_ndim)
-    samples = pulled.shape[: ev.batch_ndim].numel()
+    count, units = _reverse.basis(pulled, ev.call.batch_ndim)
+    samples = pulled.shape[: ev.call.batch_ndim].numel()
     whole = [] if count else [w.new_empty((samples, w.numel(), 0)) for w in weights]
     sums, sizes = [], []
     # In memory of their own, small beside the result: products of matrices take one vector for all samples one by one.
@@ -640,7 +640,7 @@ def per_sample_grad(
         if found is None:
             [rows] = _reverse.blocks(ev, [losses.reshape(-1)], chunk_size=chunk)
             found = rows
-    return ev.where.result(found)
+    return ev.call.where.result(found)
 
 
 class Samples:

@@ -179,13 +179,13 @@ def hessian_diagonal(
         diagonals = [
             _diagonal(ev, part, leaf, chunk, more=index < len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
         ]
-    return ev.where.result(diagonals)
+    return ev.call.where.result(diagonals)
 
 
 def _diagonal(ev: Graph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, more: bool) -> Tensor:
     """The diagonal of one leaf's block, keeping of each chunk of rows only the entries wanted."""
-    count, units = _reverse.basis(gradient, ev.batch_ndim)
-    samples = leaf.shape[: ev.batch_ndim].numel()
+    count, units = _reverse.basis(gradient, ev.call.batch_ndim)
+    samples = leaf.shape[: ev.call.batch_ndim].numel()
     kept = []
     for start, stop, (rows,) in _reverse.pull_many(
         ev, [gradient], units, count, chunk_size=chunk, more=more, inputs=[leaf]

@@ -389,7 +389,7 @@ class GraphCache(Generic[G, B]):
 
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
-        if self._graphs and not self._batches.given and not self._bytes and self._graphs[0].ev.owned:
+        if self._graphs and not self._batches.given and not self._bytes and self._graphs[0].ev.call.owned:
             _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self._bytes
 

@@ -265,7 +265,7 @@ def _refuse_functional(loss: Any, batch: Any) -> None:
 def _refuse_shortcut(ev: Graph, value: Tensor) -> None:
     """Raise where a loss reaches the parameters other than through the outputs."""
     reached = _nodes.survey([value]).visited
-    for leaf, name in zip(ev.leaves, ev.where.names, strict=True):
+    for leaf, name in zip(ev.leaves, ev.call.where.names, strict=True):
         if _nodes.node_of(leaf) in reached:
             raise GraphError(
                 f"loss reaches {name} other than through the outputs, and that part would be missing from J' H J. "

@@ -187,7 +187,7 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
 
 def released(ev: Graph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
-    ours = {id(leaf) for leaf in ev.leaves} if ev.owned else set()
+    ours = {id(leaf) for leaf in ev.leaves} if ev.call.owned else set()
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
 
 

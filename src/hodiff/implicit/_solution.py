@@ -384,11 +384,11 @@ class Problem:
 
     def _like_x(self, ev: Graph) -> Parts:
         """What `f` returned, in the order of the point's leaves."""
-        tree, name = ev.where.tree(), "F(x)" if self.kind == "root" else "g(x)"
+        tree, name = ev.call.where.tree(), "F(x)" if self.kind == "root" else "g(x)"
         ev.tensors()
         different = _tree.difference(tree, _tree.flatten(ev.outputs)[2], name)
         outputs = [] if different else _tree.leaves_like(tree, ev.outputs)
-        for leaf, output, where in zip(ev.leaves, outputs, ev.where.names, strict=False):
+        for leaf, output, where in zip(ev.leaves, outputs, ev.call.where.names, strict=False):
             if output.shape != leaf.shape or output.dtype != leaf.dtype:
                 different = f"for {where} it is {_kind(output)}, expected {_kind(leaf)}"
         if different:

@@ -55,7 +55,7 @@ class Transposed(LinearOperator):
         self._ev = ev
         self._residual = residual
         self._symmetric = symmetric
-        self._space = ev.where.space().side()
+        self._space = ev.call.where.space().side()
         self._linear: tuple[Parts, Parts] | None = None
         self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
 

@@ -127,10 +127,10 @@ def jacobian_penalty(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as ev:
         output = _arguments.check_output(ev.outputs)
-        if output.shape[:batch_ndim] != ev.batch:
+        if output.shape[:batch_ndim] != ev.call.batch:
             raise InputError(
-                f"f: returned shape {tuple(output.shape)}, expected {tuple(ev.batch)} in front, one row per sample "
-                f"(batch_ndim={batch_ndim})."
+                f"f: returned shape {tuple(output.shape)}, expected {tuple(ev.call.batch)} in front, one row per "
+                f"sample (batch_ndim={batch_ndim})."
             )
         exact = samples is None and vectors is None
         if exact:
