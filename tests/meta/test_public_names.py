@@ -4,6 +4,8 @@ import importlib
 import inspect
 import re
 
+import pytest
+
 import hodiff
 from tests.meta.source import ROOT
 

@@ -120,7 +120,7 @@ def test_a_vector_may_be_any_mapping():
 def test_what_is_neither_tensor_nor_container_is_called_by_its_type():
     for value in (None, 1.5, "x"):
         with pytest.raises(hodiff.InputError, match=rf"v: is a {type(value).__name__}, expected a dict .* like x"):
-            Where({"a": torch.ones(2)}).space().parse(value, "v")
+            Where({"a": torch.ones(2)}).space().parse(value)
 
 
 D = torch.float64
