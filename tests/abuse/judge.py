@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import hodiff
-from hodiff._core._lending import Lending
+from hodiff._core._lending import EvaluationContext
 from hodiff.calculus._first import Samples
-from hodiff.curvature._probes import Watch
+from hodiff.curvature._probes import EstimatorProgress
 from tests.abuse.calls import FUNCTIONS, Target, perform
 from tests.abuse.values import LAYOUTS, VALUES
 from tests.support.callers import tensors
@@ -42,7 +42,7 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-CALLING = {Lending.at.__code__, Watch.__call__.__code__, Samples.__call__.__code__}
+CALLING = {EvaluationContext.at.__code__, EstimatorProgress.__call__.__code__, Samples.__call__.__code__}
 """What calls the user's code: `f`, and `callback=`."""
 WITHIN = {"spectral_radius.<locals>.<lambda>", "_update.<locals>.update"}
 """Likewise, by the names of functions that are made for each call."""

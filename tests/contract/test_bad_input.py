@@ -610,13 +610,13 @@ def test_no_reference_cycle_keeps_an_error_s_tensors() -> None:
     ],
 )
 def test_a_call_that_cannot_be_is_explained(f, points, args, kwargs, words) -> None:
-    error = _lending.refused(TypeError("raw"), f, points, args, kwargs)
+    error = _lending.signature_error(TypeError("raw"), f, points, args, kwargs)
     assert isinstance(error, InputError) and re.search(words, str(error)), error
 
 
 def test_a_type_error_of_f_itself_is_left_alone() -> None:
-    assert _lending.refused(TypeError("inside"), lambda x: x + "a", [X], (), {}) is None
-    assert _lending.refused(TypeError("no signature"), type, [X], (), {}) is None
+    assert _lending.signature_error(TypeError("inside"), lambda x: x + "a", [X], (), {}) is None
+    assert _lending.signature_error(TypeError("no signature"), type, [X], (), {}) is None
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 import hodiff
 from hodiff._core._call import call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff.errors import GraphError
 from tests.support.differences import relative_error
 from tests.support.ledger import flags, leftovers, snapshot, without_collector
@@ -621,11 +621,11 @@ THREE = torch.tensor([0.3, -0.7, 1.1])
 
 def test_a_hidden_leaf_collects_no_gradient():
     w = torch.ones(3, requires_grad=True)
-    with Graph(call(lambda x: (w * x**2).sum(), THREE, passes=1, create_graph=True)) as ev:
-        (gradient,) = torch.autograd.grad(ev.outputs, ev.leaves, create_graph=True)
+    with OutputGraph(call(lambda x: (w * x**2).sum(), THREE, passes=1, create_graph=True)) as graph:
+        (gradient,) = torch.autograd.grad(graph.outputs, graph.leaves, create_graph=True)
     gradient.sum().backward()
     assert w.grad is not None
-    assert ev.leaves[0].grad is None
+    assert graph.leaves[0].grad is None
 
 
 def test_an_argument_in_place_reaches_nothing_of_the_callers():

@@ -25,9 +25,9 @@ import hodiff
 from hodiff._core import _settings
 from hodiff._core._where import Where
 from hodiff.cli._explain import Warnings
-from hodiff.curvature._process_group import Shares
+from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.graph import _source
-from hodiff.jets._series import Turn
+from hodiff.jets._series import ExpansionScope
 from tests.meta.source import ROOT, library_files, tree
 from tests.support.audit import taken_locks, unchanged
 from tests.support.callers import CALLERS, SCALE, direction, generator, tensors
@@ -68,7 +68,7 @@ def interrupt(call: Call, moments: int | None, kind: Kind = "calls") -> None:
                     interrupter(run)
                 except KeyboardInterrupt as error:
                     error.__traceback__, stopped = None, True
-                    with Turn():  # the next expansion forgets that one was not counted out
+                    with ExpansionScope():  # the next expansion forgets that one was not counted out
                         pass
         except AssertionError as error:
             raise AssertionError(f"interrupted at {interrupter.place}:\n{error}") from None
@@ -176,9 +176,9 @@ def group() -> Iterator[None]:
 
 
 def _shared(_: Model) -> torch.Tensor:
-    shares = Shares(dist.group.WORLD, Where(X), "HessianOperator", "auto")
-    with shares.together():
-        return shares.sum("multiplies", [X])[0][0].clone()
+    group_sum = ProcessGroupSum(dist.group.WORLD, Where(X), "HessianOperator", "auto")
+    with group_sum.raise_on_all_ranks():
+        return group_sum.sum("multiplies", [X])[0][0].clone()
 
 
 def _entered(context: Callable[[], Any]) -> Call:

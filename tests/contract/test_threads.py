@@ -316,7 +316,7 @@ def test_threads_that_wait_for_each_other_are_told() -> None:
 
 def test_a_claim_that_is_lost_ends_with_its_object() -> None:
     what = object()
-    held = _locks.Held(what)
+    held = _locks.ThreadClaim(what)
     held.__enter__()  # and an interrupt keeps it from its end
     assert what in _locks._claims
     del held
@@ -442,7 +442,7 @@ DISCIPLINE = {
     "sparse._tracer._watched": LOCKED,
     "sparse._tracer.decompositions": CACHE,
 }
-"""Every module's own state. (That of objects: see `GraphCache`, `LinearOperator._taken`, `Held`, `LiveBytes`.)"""
+"""Every module's state. (That of objects: see `GraphCache`, `LinearOperator._taken`, `ThreadClaim`, `LiveBytes`.)"""
 
 _MADE = {"RLock", "Lock", "Condition", "Counted", "count", "deque", "defaultdict", "Counter", "ContextVar", "set",
          "WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}  # fmt: skip

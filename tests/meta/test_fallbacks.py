@@ -8,7 +8,7 @@ from tests.meta.source import library_files, module_name, tree
 # Classes of exceptions that mean one thing each.
 NARROW = {
     "ByNoRoute", "GraphError", "HodiffError", "ImportError", "InputError", "NoRule", "StopIteration",
-    "SyntaxError", "SystemExit", "TooMany", "TooWide", "hodiff.GraphError",
+    "SyntaxError", "SystemExit", "TooMany", "CoefficientTooLarge", "hodiff.GraphError",
     "importlib.metadata.PackageNotFoundError", "torch.OutOfMemoryError",
 }  # fmt: skip
 
@@ -17,10 +17,10 @@ SIGNATURE = "`inspect` has no signature of what is built in, or the arguments do
 
 # What catches more, does not raise it again, and does not ask `_core._faults` what it is: why it may.
 STANDING = {
-    ("_core._lending", "refused", "(TypeError, ValueError)"): SIGNATURE,
-    ("_core._lending", "refused", "TypeError"): SIGNATURE,
+    ("_core._lending", "signature_error", "(TypeError, ValueError)"): SIGNATURE,
+    ("_core._lending", "signature_error", "TypeError"): SIGNATURE,
     ("_core._locks", "claim", "RuntimeError"): "the identity of a thread that has none yet",
-    ("_core._graph", "Graph._evaluate", "RuntimeError"): "raised again unless f is to run once more, otherwise",
+    ("_core._graph", "OutputGraph._evaluate", "RuntimeError"): "raised again unless f is to run once more, otherwise",
     ("_core._graph", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,
     ("_core._memory", "_storages", "suppress(NotImplementedError)"): GETTER,
     ("_core._versions", "prove.run", "Exception"): "in a thread of its own; each becomes an error",
@@ -31,7 +31,7 @@ STANDING = {
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
     ("curvature._data", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
     ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",
-    ("graph._names", "Names._add", "(RuntimeError, ValueError)"): GETTER,
+    ("graph._names", "TensorNames._add", "(RuntimeError, ValueError)"): GETTER,
     ("graph._names", "_inside", "TypeError"): "an object without `__dict__`",
     ("graph._saved", "is_freed_like_others", "(RuntimeError, AttributeError)"): GETTER,
     ("graph._saved", "is_whole", "(RuntimeError, AttributeError)"): GETTER,
@@ -92,7 +92,7 @@ def test_who_asks_what_a_failure_is():
     """Each has its row in tests/unit/test_faults.py, or is one of those that ask again or explain."""
     assert {place[:2] for place, asked in caught() if asked} == {
         ("_core._arguments", "is_set"),
-        ("_core._reverse", "pull_many"),
+        ("_core._reverse", "vjps"),
         ("_core._messages", "_asked"),
         ("calculus._first", "tall_jacobian"),
         ("calculus._first", "_by_samples"),

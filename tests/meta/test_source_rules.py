@@ -52,6 +52,40 @@ def test_a_statement_says_one_thing():
     assert not nested, "a conditional expression inside another; write an if statement"
 
 
+def test_a_class_has_a_name_of_its_own():
+    """Two classes of one name are two things to hold apart for whoever reads, searches or is shown an error."""
+    places: dict[str, list[str]] = {}
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(where(path, node.lineno))
+    assert len(places) > 200
+    assert not {name: several for name, several in places.items() if len(several) > 1}
+
+
+PRONOUNS = ("That ", "Those ", "The same", "And ", "It ", "They ", "These ")
+
+
+def test_a_docstring_names_its_noun():
+    """It is read alone: in a tooltip, in a search. A formula alone does not say what it is of."""
+    wrong = []
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            text = ast.get_docstring(node) or "" if isinstance(node, ast.ClassDef | ast.FunctionDef) else ""
+            short = 0 < len(text.split()) <= 3
+            if short or text.startswith(PRONOUNS):
+                wrong.append(f"{where(path, node.lineno)}: {text}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_variable_is_called_found():
+    """A variable is called by what it holds; that it was found says nothing of it."""
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", "")
+            assert name != "found", where(path, node.lineno)
+
+
 def test_no_benchmark_catches_an_exception():
     """What cannot run is said by a condition; a row that hides a crash reads like one that has nothing to say."""
     for path in (ROOT / "benchmarks").rglob("*.py"):

@@ -13,7 +13,7 @@ import torch
 
 from hodiff._core._versions import RELEASE
 from hodiff.graph import watch
-from hodiff.graph._names import Names
+from hodiff.graph._names import TensorNames
 from tests.programs import OF_AUTOGRAD
 from tests.programs.reported import AS_PRINTED, KEPT, REPORTS
 
@@ -52,7 +52,7 @@ def run(path, text):
     path.write_text(text, "utf-8")
     linecache.checkcache(str(path))
     left = runpy.run_path(str(path), run_name="__main__")
-    names = Names(roots={name: value for name, value in left.items() if not name.startswith("_")})
+    names = TensorNames(roots={name: value for name, value in left.items() if not name.startswith("_")})
     found = {}
     for tensor in names.all_tensors():
         if tensor.is_leaf and tensor.requires_grad:

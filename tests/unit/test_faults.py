@@ -119,7 +119,7 @@ def wide() -> Any:
 
 FALLBACKS: dict[str, tuple[Callable[[], Any], Any, str, int]] = {  # the call; whose attribute fails, at which use
     "columns to rows": (tall, _first, "_columns_of", 1),
-    "a batch of vectors to one at a time": (many_rows, _reverse, "_pull_batched", 1),
+    "a batch of vectors to one at a time": (many_rows, _reverse, "_vjps_batched", 1),
     "samples under vmap to rows": (per_sample, _first, "_chunk", 1),
     "a decomposition to the plain answer": (pattern, _tracer.Tracer, "__enter__", 2),
     "blocks of samples to the whole batch": (wide, _expansions, "by_jets", 2),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import hodiff
 from hodiff._core import _locks
 from hodiff._core._call import call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._lending import ParameterLoan, StateLoan
 from hodiff._core._where import Where
 from hodiff.errors import HodiffWarning
@@ -450,8 +450,8 @@ def test_hooks_are_not_told_where_an_error_is():
         h.register_hook(lambda g: 3 * g)
         return (h**2).sum()
 
-    with pytest.raises(ZeroDivisionError, match="of ours"), Graph(call(f, X, passes=2)) as ev:
-        torch.autograd.grad(ev.outputs, ev.leaves, create_graph=True)
+    with pytest.raises(ZeroDivisionError, match="of ours"), OutputGraph(call(f, X, passes=2)) as graph:
+        torch.autograd.grad(graph.outputs, graph.leaves, create_graph=True)
         raise ZeroDivisionError("of ours")
 
 

@@ -9,7 +9,7 @@ from torch.overrides import BaseTorchFunctionMode
 import hodiff
 from hodiff._core import _call, _hooks, _locks, _settings
 from hodiff._core._call import call
-from hodiff._core._lending import Lending
+from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import Counted
 
 
@@ -67,9 +67,9 @@ def test_what_is_interrupted_is_undone_once_more_and_the_rest_too():
 
 
 def test_a_lending_that_was_lost_is_closed_with_its_last_reference():
-    lending = Lending(asked(passes=2)).__enter__()
+    context = EvaluationContext(asked(passes=2)).__enter__()
     assert not torch.backends.cuda.flash_sdp_enabled() and _call.inside()
-    del lending
+    del context
     assert torch.backends.cuda.flash_sdp_enabled() and not _call.inside()
 
 
@@ -77,9 +77,9 @@ def test_a_lending_that_was_lost_is_closed_with_its_last_reference():
 def test_a_lending_that_was_lost_leaves_modes_to_the_contexts_around_it(mode):
     """They may have ended: to put back what was around the call would then switch gradients off for good."""
     with mode():
-        lending = Lending(asked(passes=2)).__enter__()
+        context = EvaluationContext(asked(passes=2)).__enter__()
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    del lending
+    del context
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _call.inside()
 
 
@@ -126,7 +126,7 @@ def test_what_another_thread_is_loading_is_waited_for_without_the_lock(monkeypat
         return import_(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", seen)
-    with Lending(asked(passes=2)):
+    with EvaluationContext(asked(passes=2)):
         pass
     assert loaded[0] is False
 
@@ -138,7 +138,7 @@ def test_everything_is_undone_when_entering_fails(monkeypatch):
     monkeypatch.setattr(_settings, "plain_attention", Counted(broken))
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="no such backend"):
-            Lending(asked(passes=2)).__enter__()
+            EvaluationContext(asked(passes=2)).__enter__()
         assert not torch.is_grad_enabled()
     assert not _call.inside()
 
@@ -148,10 +148,10 @@ def test_what_cannot_be_undone_does_not_keep_the_rest_from_it():
         raise RuntimeError("no way back")
 
     with torch.no_grad():
-        lending = Lending(asked(passes=2)).__enter__()
-        lending._undo.append(broken)
+        context = EvaluationContext(asked(passes=2)).__enter__()
+        context._undo.append(broken)
         with pytest.raises(RuntimeError, match="no way back"):
-            lending.close()
+            context.close()
         assert not torch.is_grad_enabled()
     assert not _call.inside()
 
@@ -164,7 +164,7 @@ def test_order_outside_any_call(passes, create_graph, order):
 
 
 def test_order_inside_a_call_counts_its_passes():
-    with Lending(asked(passes=2)):
+    with EvaluationContext(asked(passes=2)):
         assert _call.total_order(1, True) == 3
         assert _call.total_order(1, False) == 1
 
@@ -179,7 +179,7 @@ def test_attention_is_what_the_user_had_set():
         for wanted in ((True, False, True, False), (False, True, False, True), (True, True, True, True)):
             for enable, on in zip(setters, wanted, strict=True):
                 enable(on)
-            with Lending(asked(passes=2)):
+            with EvaluationContext(asked(passes=2)):
                 assert [get() for get in getters] == [False, False, False, True]
             assert tuple(get() for get in getters) == wanted
     finally:
@@ -212,10 +212,10 @@ def test_what_restores_a_switch_is_known_before_it_is_switched(monkeypatch, owne
 
 
 def test_a_lending_that_was_lost_in_a_cycle_is_closed_with_it():
-    lending = Lending(asked(passes=2)).__enter__()
-    cycle = [lending]
+    context = EvaluationContext(asked(passes=2)).__enter__()
+    cycle = [context]
     cycle.append(cycle)
-    del lending, cycle
+    del context, cycle
     gc.collect()
     assert torch.backends.cuda.flash_sdp_enabled() and not _call.inside()
 

@@ -43,8 +43,8 @@ SparseOutput = Literal["torch", "csr", "scipy", "auto"]
 """In which form a sparse matrix is wanted."""
 
 
-class Common(TypedDict, total=False):
-    """What every function of the calculus takes.
+class CommonOptions(TypedDict, total=False):
+    """The options of every function of the calculus.
 
     For overloads alone: at run time signatures are spelled out.
     """
@@ -56,21 +56,21 @@ class Common(TypedDict, total=False):
     kwargs: Mapping[str, Any] | None
 
 
-class Chunked(Common, total=False):
-    """And what takes many vectors."""
+class ChunkedOptions(CommonOptions, total=False):
+    """The options of functions that take many vectors."""
 
     chunk_size: ChunkSize
 
 
-class Batched(Common, total=False):
-    """And what knows independent samples."""
+class BatchedOptions(CommonOptions, total=False):
+    """The options of functions that know independent samples."""
 
     batch_ndim: int
     check_independence: bool
 
 
-class ChunkedBatched(Chunked, Batched, total=False):
-    """And what does both."""
+class ChunkedBatchedOptions(ChunkedOptions, BatchedOptions, total=False):
+    """The options of functions of many vectors at independent samples."""
 
 
 def check_option(value: Any, vocabulary: Any, name: str) -> None:
@@ -81,20 +81,20 @@ def check_option(value: Any, vocabulary: Any, name: str) -> None:
         raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")
 
 
-class Names(tuple[str | type, ...]):
-    """Names and classes, as `allowed` has found them to be."""
+class AllowedNames(tuple[str | type, ...]):
+    """Names and classes that `allowed` has checked."""
 
     __slots__ = ()
 
 
 def allowed(allow: Any) -> Sequence[str | type]:
     """`allow=` as a sequence; raise unless it holds names and classes."""
-    if allow.__class__ is Names or (allow.__class__ is tuple and not allow):  # as nearly always
+    if allow.__class__ is AllowedNames or (allow.__class__ is tuple and not allow):  # as nearly always
         return allow
-    found = (allow,) if isinstance(allow, (str, type)) else allow
-    if not isinstance(found, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in found):
+    names = (allow,) if isinstance(allow, (str, type)) else allow
+    if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in names):
         raise InputError(f"allow: is a {type(allow).__name__}, expected names or classes of autograd.Functions.")
-    return Names(found)
+    return AllowedNames(names)
 
 
 def is_set(value: Any, name: str) -> bool:
@@ -328,14 +328,14 @@ def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) 
     return value
 
 
-def listing(value: Any, tree: _tree.Tree, number: int) -> _tree.Tree:
+def tree_of_listed_leaves(value: Any, tree: _tree.Tree, number: int) -> _tree.Tree:
     """The structure of a list (or tuple) of the leaves in the order of the point, where it is no such point."""
     if not isinstance(value, (list, tuple)) or len(value) != number:
         return None
     if not all(isinstance(part, Tensor) for part in value):
         return None
-    _, _, found = _tree.flatten(value)
-    return found if _tree.difference(tree, found, "") else None
+    _, _, leaves = _tree.flatten(value)
+    return leaves if _tree.difference(tree, leaves, "") else None
 
 
 def _tensor(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:

@@ -23,7 +23,7 @@ class Call(NamedTuple):
     Attributes:
         what: The user's function; or the tensors given in its place, already computed.
         where: The parsed point.
-        owned: Whether `what` is a function, so that the graph is ours and the last pass may free it.
+        builds_graph: Whether `what` is a function, so that the graph is ours and the last pass may free it.
         create_graph: Whether the final result stays differentiable.
         order: The highest derivative that the graph will see, those of an enclosing call included.
         batch_ndim: How many leading dimensions index independent samples.
@@ -33,14 +33,14 @@ class Call(NamedTuple):
         allow: The `@once_differentiable` Functions that are accepted.
         strict: Whether each part of the point must matter (True), some part (None), or none (False).
         has_aux: Whether the function returns something beside the loss.
-        spread: Whether it receives the items of the point one by one: f(x, y).
+        unpack_point: Whether it receives the items of the point one by one: f(x, y).
         keep: Whether the graph stays for passes after the evaluation.
         cast: A dtype in which to evaluate instead, the modules of the point included.
     """
 
     what: Any
     where: Where
-    owned: bool
+    builds_graph: bool
     create_graph: bool
     order: int
     batch_ndim: int
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     allow: Sequence[str | type]
     strict: bool | None
     has_aux: bool
-    spread: bool
+    unpack_point: bool
     keep: bool
     cast: torch.dtype | None
 
@@ -70,24 +70,24 @@ def call(
     strict: bool | None = None,
     batch_ndim: int = 0,
     has_aux: bool = False,
-    spread: bool = False,
+    unpack_point: bool = False,
     keep: bool = False,
     cast: torch.dtype | None = None,
 ) -> Call:
     """A `Call`, from arguments as users and the functions above give them."""
     where = where if where.__class__ is Where else Where(where)
     create_graph = recorded(create_graph)
-    owned = callable(what) and not isinstance(what, Tensor)
+    builds_graph = callable(what) and not isinstance(what, Tensor)
     if args is not _NONE or kwargs is not None:
         _arguments.check_arguments(args, kwargs)
-        if not owned and (args or kwargs):
+        if not builds_graph and (args or kwargs):
             raise InputError("args, kwargs: are passed to a function, but f is a tensor already computed.")
     if isinstance(what, (nn.Module, type)):
         what = _module(what)
     return Call(
         what,
         where,
-        owned,
+        builds_graph,
         create_graph,
         total_order(passes, create_graph),
         batch_ndim,
@@ -97,7 +97,7 @@ def call(
         allowed(allow),
         strict if strict is None else is_set(strict, "strict"),
         has_aux is not False and is_set(has_aux, "has_aux"),
-        spread,
+        unpack_point,
         keep,
         cast,
     )
@@ -115,10 +115,10 @@ def _module(what: Any) -> Any:
 # --- calls inside the functions of other calls: which evaluations this thread has open, and what follows from it ------
 
 
-class _State(threading.local):
-    """What this thread is evaluating, innermost last: proxies of `Lending`s, which stand on this module.
+class _OpenEvaluations(threading.local):
+    """What this thread is evaluating, innermost last: proxies of `EvaluationContext`s, which stand on this module.
 
-    Weak ones, so that a lending whose end an interrupt prevented is closed when nobody holds it any more.
+    Weak ones, so that a context whose end an interrupt prevented is closed when nobody holds it any more.
     """
 
     def __init__(self) -> None:
@@ -126,15 +126,15 @@ class _State(threading.local):
         self.open: list[Any] = []  # those whose f is differentiated
 
 
-state = _State()
+state = _OpenEvaluations()
 
 
-def enter(lending: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
-    """Put a lending on the stacks; `undo` is given what takes it off."""
-    lending.forward_mode = forward_ad._current_level >= 0
+def enter(context: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
+    """Put a context on the stacks; `undo` is given what takes it off."""
+    context.forward_mode = forward_ad._current_level >= 0
     if state.running:
         state.running[-1].nests = True
-    proxy, stacks = weakref.proxy(lending), (state.running, state.open) if differentiated else (state.running,)
+    proxy, stacks = weakref.proxy(context), (state.running, state.open) if differentiated else (state.running,)
 
     def leave() -> None:
         for stack in stacks:

@@ -108,13 +108,13 @@ def break_graphs(namespace: dict[str, Any]) -> None:
         mark(namespace[name])
 
 
-def mark(found: Any) -> None:
+def mark(function: Any) -> None:
     """Mark what is public: a function that is not traced, or the methods of a class."""
-    if inspect.isclass(found):
-        if not issubclass(found, BaseException):
-            _mark_all(_methods(found))
-    elif inspect.isfunction(found) and found not in TRACED:
-        uncompiled(found)
+    if inspect.isclass(function):
+        if not issubclass(function, BaseException):
+            _mark_all(_methods(function))
+    elif inspect.isfunction(function) and function not in TRACED:
+        uncompiled(function)
 
 
 def _mark_all(functions: Iterable[Any]) -> None:

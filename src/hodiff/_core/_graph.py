@@ -1,6 +1,6 @@
 """What reverse mode works on: the outputs of a call, its leaves, and who owns the graph between them.
 
-A `Graph` is a context: the modules of the point stay lent and the switches set (see `_lending`) until the
+An `OutputGraph` is a context: the modules of the point stay lent and the switches set (see `_lending`) until the
 last pass inside it has run. What operators keep of it afterwards is the graph alone.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree
 from hodiff._core._call import Call
-from hodiff._core._lending import MARK, Lending, Ticket, mark_of
+from hodiff._core._lending import LEAF_TAG, EvaluationContext, LeafTag, tag_of
 from hodiff._core._substitutes import ExactNorms
 from hodiff.errors import GraphError, InputError
 
 
-class Graph:
+class OutputGraph:
     """The outputs of `f` at a point, ready to be differentiated.
 
     Attributes:
@@ -49,25 +49,25 @@ class Graph:
 
     # --- the evaluation
 
-    def __enter__(self) -> Graph:
-        if not self.call.owned:
+    def __enter__(self) -> OutputGraph:
+        if not self.call.builds_graph:
             self._check_tensors()
-        self._lending = Lending(self.call).__enter__()
+        self._context = EvaluationContext(self.call).__enter__()
         try:
-            if self.call.owned:
+            if self.call.builds_graph:
                 survey = self._evaluate(self._at)
             else:
                 self.outputs, self.leaves = self.call.what, self.call.where.tensors
                 survey = self._survey(_tensors(self.outputs))
             self._judged(survey)
         except BaseException:
-            self._lending.close()
+            self._context.close()
             raise
         return self
 
     def move(self, leaves: Sequence[Tensor], args: Sequence[Any]) -> None:
         """Evaluate `f` once more, at other leaves and with other arguments; what it was before is forgotten here."""
-        self.call = self._lending.call = self.call._replace(args=args)
+        self.call = self._context.call = self.call._replace(args=args)
         self._first = self._first or self.leaves
         self._judged(self._evaluate(leaves))
 
@@ -79,35 +79,35 @@ class Graph:
             raise
 
     def __exit__(self, kind: object, error: object, *rest: object) -> None:
-        lending = self._lending
+        context = self._context
         try:
             if error is not None and isinstance(error, GraphError):
                 self._explain(error)
         finally:
-            lending.close()
-        if lending.hooks.changed and self.call.order >= 2 and error is None:
+            context.close()
+        if context.hooks.changed and self.call.order >= 2 and error is None:
             _refusals.warn_of_hooks()
-        if self.create_graph and self.call.owned:
+        if self.create_graph and self.call.builds_graph:
             for leaf in self.leaves:
                 # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it
                 # must go on requiring grad, for an activation checkpoint records as much again as at first.
                 if leaf.is_leaf:
                     leaf.register_post_accumulate_grad_hook(_forget)
 
-    def kept(self) -> Graph:
-        """The same graph, for passes whose results are detached and that leave it as it is."""
+    def kept(self) -> OutputGraph:
+        """A copy of this graph for passes whose results are detached and that leave it as it is."""
         other = copy.copy(self)
         other.call = self.call._replace(keep=True)  # what is lent to a pass that calls back is lent as to `f`
         other.create_graph = False
         return other
 
-    def resumed(self) -> Lending:
+    def resumed(self) -> EvaluationContext:
         """The state of the evaluation once more, for a pass over a kept graph that calls back into Python.
 
         An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
         be lent then, and the switches set, as they were in the forward pass.
         """
-        return self._lending.resumed(self.leaves if self.call.owned else ())
+        return self._context.resumed(self.leaves if self.call.builds_graph else ())
 
     def _check_tensors(self) -> None:
         """The tensor form: outputs with a graph, and the leaves they were computed from."""
@@ -135,70 +135,70 @@ class Graph:
 
     def _evaluate(self, given: Sequence[Tensor] | None) -> _nodes.Survey:
         """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
-        lending = self._lending
-        self.leaves = lending.leaves(given)
-        lending.remember()
-        exact = self.call.order >= 3 or lending.forward_mode
+        context = self._context
+        self.leaves = context.leaves(given)
+        context.remember()
+        exact = self.call.order >= 3 or context.forward_mode
         survey = failure = None
         try:
             survey = self._run(exact=exact)
         except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
-            if lending.by_hand is None:
+            if context.by_hand is None:
                 raise
             failure = error
         names = survey.names() if survey is not None and self.call.order >= 2 else set()
-        by_hand = lending.by_hand
+        by_hand = context.by_hand
         if by_hand is not None:
             names = names | by_hand.names
-        inexact = lending.forward_mode or names & _messages.WRITTEN_OUT
+        inexact = context.forward_mode or names & _messages.WRITTEN_OUT
         if names & _messages.WRITTEN_AT_SOME and not exact:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or self.call.order + by_hand.count >= 3):
             inexact = inexact or _messages.at_third(names)
         if self.call.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
-            lending.also(_settings.plain_attention)
+            context.also(_settings.plain_attention)
         elif "CudnnRnnBackward0" in names:
-            lending.also(_settings.no_cudnn)
+            context.also(_settings.no_cudnn)
         elif failure is not None:
             raise failure
         elif survey is not None and (exact or not inexact):
             return survey
-        lending.restart()
+        context.restart()
         return self._run(exact=exact or bool(inexact or failure))
 
     def _run(self, *, exact: bool) -> _nodes.Survey:
         if exact:
             with _settings.on(ExactNorms()) as norms:
-                outputs = self._lending.run(self.leaves)
+                outputs = self._context.run(self.leaves)
             self._mixes = norms.mixes_samples
         else:
-            outputs = self._lending.run(self.leaves)
+            outputs = self._context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
         return self._survey(_tensors(self.outputs))
 
     def at(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when `leaves` stand in the place of the point's tensors."""
-        return self._lending.at(leaves)
+        return self._context.at(leaves)
 
     def drew_random(self) -> bool:
         """Whether `f` drew random numbers (from PyTorch's default generators)."""
-        return self._lending.drew_random()
+        return self._context.drew_random()
 
     def restart(self) -> None:
         """Let `f`, when it is called once more, draw the random numbers that it drew."""
-        self._lending.restart()
+        self._context.restart()
 
     def hooked(self) -> bool:
         """Whether `f` registered a hook, on a tensor or a node of its graph."""
-        return self._lending.hooks.registered()
+        return self._context.hooks.registered()
 
     # --- what came out
 
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""
         if isinstance(self.outputs, Tensor):
-            return [_arguments.check_output(self.outputs, "f(x)" if self.call.owned else "f")]
-        leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.call.owned else "f")
+            return [_arguments.check_output(self.outputs, "f(x)" if self.call.builds_graph else "f")]
+        leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.call.builds_graph else "f")
         return [_arguments.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
 
     def scalars(self) -> Tensor:
@@ -223,28 +223,30 @@ class Graph:
 
     def _apart(self, value: Any) -> Any:
         """`value` detached; copied where it is the caller's tensor or a view of it, as where f returns its argument."""
-        theirs = [*self.call.where.tensors, *([] if self.call.owned else _tensors(self.call.what))]
+        theirs = [*self.call.where.tensors, *([] if self.call.builds_graph else _tensors(self.call.what))]
         return detached(value, {memory_of(tensor) for tensor in theirs})
 
     # --- what one look at the graph tells
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        stop = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None} if self.call.owned else ()
+        stop = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None} if self.call.builds_graph else ()
         return _nodes.survey(outputs, stop)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
         self.kinds = frozenset(survey.by_class)
-        lending = self._lending
-        self.higher = self.call.order >= 2 or lending.nests or lending.by_hand is not None
-        if lending.by_hand is not None and lending.by_hand.refused is not None:
-            raise lending.by_hand.refused
+        context = self._context
+        self.higher = self.call.order >= 2 or context.nests or context.by_hand is not None
+        if context.by_hand is not None and context.by_hand.refused is not None:
+            raise context.by_hand.refused
         outputs = self.tensors()
         missing = self._unreached(survey)
         strict = self.call.strict
         if missing and len(missing) == len(self.leaves) and (strict is not False or self._by_copies(survey)):
-            raise _refusals.independent(self.call.owned, missing, any(output.requires_grad for output in outputs))
+            raise _refusals.independent(
+                self.call.builds_graph, missing, any(output.requires_grad for output in outputs)
+            )
         if missing and strict:
             raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
         if self.call.order >= 2:
@@ -267,27 +269,25 @@ class Graph:
         return self._unreached(survey)
 
     def _unreached(self, survey: _nodes.Survey) -> list[str]:
-        if not self.call.owned:
+        if not self.call.builds_graph:
             leaves = zip(self.leaves, self.call.where.names, strict=True)
             return [name for leaf, name in leaves if not survey.contains(leaf)]
         reached = {number for number, leaf in enumerate(self.leaves) if leaf.grad_fn in survey.visited and leaf.grad_fn}
-        mine, foreign = self._lending.ticket, []
+        mine, foreign = self._context.leaf_tag, []
         if self._first:  # it has been moved
             past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
             if any(leaf.grad_fn in survey.visited for leaf in past):
                 raise _refusals.leftover(self._kept_by(mine))
         for variable in survey.variables():
-            attributes = variable.__dict__  # `mark_of`, in place: it runs once for each leaf
-            if MARK not in attributes:
+            attributes = variable.__dict__  # `tag_of`, in place: it runs once for each leaf
+            if LEAF_TAG not in attributes:
                 foreign += [variable]
                 continue
-            ticket, number = attributes[MARK]
-            if ticket is mine and variable is self.leaves[number]:
+            tag, number = attributes[LEAF_TAG]
+            if tag is mine and variable is self.leaves[number]:
                 reached |= {number}
-            elif ticket is mine or (
-                not ticket.open and (ticket.detached or _nodes.leads_past_results(survey, variable))
-            ):
-                raise _refusals.leftover(self._kept_by(ticket))
+            elif tag is mine or (not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))):
+                raise _refusals.leftover(self._kept_by(tag))
         self._refuse_bypass(survey, foreign)
         return [name for number, name in enumerate(self.call.where.names) if number not in reached]
 
@@ -303,14 +303,14 @@ class Graph:
         own = {memory_of(tensor) for tensor in self.call.where.tensors if tensor.numel()}
         return not own.isdisjoint(map(memory_of, survey.variables()))
 
-    def _kept_by(self, ticket: Ticket) -> str:
+    def _kept_by(self, tag: LeafTag) -> str:
         """Which attribute of a module holds a value of an evaluation that has ended, in words."""
-        for owned in self.call.where.owned:
-            for path, module in owned.module.named_modules():
+        for module_slice in self.call.where.module_slices:
+            for path, module in module_slice.module.named_modules():
                 for name, value in module.__dict__.items():
                     kept = [item for item in _tree.flatten(value)[0] if isinstance(item, Tensor) and item.requires_grad]
-                    marks = map(mark_of, _nodes.survey(kept).variables())
-                    if any(mark is not None and mark[0] is ticket for mark in marks):
+                    marks = map(tag_of, _nodes.survey(kept).variables())
+                    if any(mark is not None and mark[0] is tag for mark in marks):
                         return f" (attribute {'.'.join(filter(None, (path, name)))!r} of the module)"
         return ""
 
@@ -320,9 +320,9 @@ class Graph:
         """Let the message say which line and which variable it is about, where that can be told (see `_messages`)."""
         failure = _messages.Failure(
             error,
-            self.call.what if self.call.owned else None,
-            self._again if self.call.owned and not _collective() else None,
-            [] if self.call.owned else _tensors(self.call.what),
+            self.call.what if self.call.builds_graph else None,
+            self._again if self.call.builds_graph and not _collective() else None,
+            [] if self.call.builds_graph else _tensors(self.call.what),
             self.leaves or self.call.where.tensors,
             self.call.where.tensors,
             self.call.where.names,
@@ -332,18 +332,18 @@ class Graph:
 
     def _again(self) -> list[Tensor]:
         """The outputs of `f` when it is called once more."""
-        outputs = self._lending.again(self.leaves)
+        outputs = self._context.again(self.leaves)
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
 
 
-class Watched(Graph):
+class Watched(OutputGraph):
     """An evaluation under a mode. No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError."""
 
     def __init__(self, call: Call, mode: Callable[[], Any]) -> None:
         super().__init__(call)
         self._mode = mode
 
-    def __enter__(self) -> Graph:
+    def __enter__(self) -> OutputGraph:
         with self._mode():
             return super().__enter__()
 

@@ -48,23 +48,23 @@ def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     """Let the innermost evaluation know that its `f` begins a pass whose result is differentiable."""
     if not _call.state.running or _versions.passing.ours:
         return
-    lending = _call.state.running[-1]
-    if not lending.call.owned:
+    context = _call.state.running[-1]
+    if not context.call.builds_graph:
         return
     roots = [node for node in map(_node, outputs) if node is not None]
     if not roots:  # of constants alone
         return
-    found = lending.by_hand = lending.by_hand or ByHand()
+    by_hand = context.by_hand = context.by_hand or ByHand()
     graph = _nodes.Survey(roots)
-    found.count += 1
-    found.batched |= _call.inside_vmap()
-    found.names |= graph.names()
+    by_hand.count += 1
+    by_hand.batched |= _call.inside_vmap()
+    by_hand.names |= graph.names()
     by = [_base(each) for each in inputs if isinstance(each, Tensor)]
     try:
-        order = lending.call.order + found.count
-        _refusals.judge(graph, by if by and len(by) == len(inputs) else graph.variables(), order, lending.call.allow)
+        order = context.call.order + by_hand.count
+        _refusals.judge(graph, by if by and len(by) == len(inputs) else graph.variables(), order, context.call.allow)
     except GraphError as error:
-        found.refused = found.refused or error
+        by_hand.refused = by_hand.refused or error
 
 
 def _base(tensor: Tensor) -> Tensor:
@@ -108,10 +108,10 @@ class Hooks:
         """The hook, seen when it returns another gradient."""
 
         def observe(*args: Any) -> Any:
-            found = hook(*args)
-            if found is not None:
+            result = hook(*args)
+            if result is not None:
                 self.changed = True
-            return found
+            return result
 
         return observe
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _reverse, _settings
 from hodiff._core._call import call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
 from hodiff.errors import BatchMixingWarning, InputError
@@ -46,11 +46,11 @@ def check(
     where = Where.joined(*wheres)
     random = RandomState.of(where.tensors[0].device)
     # Without batch_ndim: what is measured says more than the warning about BatchNorm.
-    with Graph(
-        call(f, where, passes=1, create_graph=False, spread=True, has_aux=has_aux, args=args, kwargs=kwargs)
-    ) as ev:
+    with OutputGraph(
+        call(f, where, passes=1, create_graph=False, unpack_point=True, has_aux=has_aux, args=args, kwargs=kwargs)
+    ) as graph:
         random.restore()
-        outputs = ev.tensors()
+        outputs = graph.tensors()
         if any(output.shape[:batch_ndim] != batch for output in outputs):
             return  # the call itself says so
         count = batch.numel()
@@ -59,13 +59,13 @@ def check(
         ]
         pairs = [_cotangents(output, weights, batch_ndim, ours) for output in outputs]
         rows = lambda start, stop: [pair[start:stop] for pair in pairs]  # noqa: E731
-        found = _reverse.stacked(ev, _reverse.pull_many(ev, outputs, rows, 2, chunk_size=1), 2, ev.leaves)
-    _judge(found, weights)
+        products = _reverse.stacked(graph, _reverse.vjps(graph, outputs, rows, 2, chunk_size=1), 2, graph.leaves)
+    _judge(products, weights)
 
 
 def _beside(where: Where, ours: torch.Generator) -> Where:
     """A point 1 % away, on the same side of zero; zeros become small positive numbers."""
-    if where.owned:  # f receives the module, whose parameters are what they are
+    if where.module_slices:  # f receives the module, whose parameters are what they are
         return where
     moved = []
     with _settings.grad_mode(False):
@@ -93,10 +93,10 @@ def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Ge
     return torch.stack([plain, weighted]).to(output)
 
 
-def _judge(found: list[Tensor], weights: Tensor) -> None:
+def _judge(products: list[Tensor], weights: Tensor) -> None:
     errors = torch.zeros(weights.numel(), dtype=torch.float64, device="cpu")
     sizes, tolerance = errors.clone(), 1e-3
-    for both in found:
+    for both in products:
         if not both.numel():
             continue
         plain, weighted = both.cpu().double().reshape(2, weights.numel(), -1)

@@ -19,7 +19,7 @@ def names(
         homes: The names that each of its modules makes public.
     """
     package = namespace["__name__"]
-    home = {name: module for module, found in homes.items() for name in found}
+    home = {name: module for module, listed in homes.items() for name in listed}
 
     def look_up(name: str) -> Any:
         if name not in home:

@@ -1,6 +1,6 @@
 """The one place where a user's function is called, with all that it is lent.
 
-A `Lending` is the state in which it runs: grad mode on, kernels that have second derivatives, the modules
+An `EvaluationContext` is the state in which it runs: grad mode on, kernels that have second derivatives, the modules
 of the point lent (see `StateLoan`), so that `f` sees leaves of ours and nothing of the user's is changed.
 It stays until the last derivative pass has run. What comes out of it is a `Graph` (reverse mode) or a
 series (Taylor mode); both go through `run`, and so through the same checks.
@@ -41,11 +41,11 @@ from hodiff.errors import InputError
 _substitutes.install()
 _versions.where_forward_mode_begins(_call.note_forward_mode)
 
-MARK = "_leaf_of_hodiff"
+LEAF_TAG = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
 
 
-class Ticket:
+class LeafTag:
     """Whose leaf a tensor is: it is met again, in the graph of a later call, where `f` kept something.
 
     Attributes:
@@ -77,30 +77,30 @@ class Evaluation:
             self._kept = state.kept()
         self.over = True
 
-    def resumed(self, *, whole: bool = False) -> Lending:
+    def resumed(self, *, whole: bool = False) -> EvaluationContext:
         """Its state once more: the modules, in no other thread meanwhile, have what they had.
 
         With `whole`, for the whole of a pass, not for one part of `f`.
         """
-        return Lending(self._call, evaluation=self, whole=whole)
+        return EvaluationContext(self._call, evaluation=self, whole=whole)
 
-    def put(self, lending: Lending, undo: list[Callable[[], object]], *, whole: bool) -> None:
+    def put(self, context: EvaluationContext, undo: list[Callable[[], object]], *, whole: bool) -> None:
         """Let the modules have it, once they are borrowed."""
         for module in self._kept:
-            if module not in lending.borrowed:
-                lending.borrow(module)
+            if module not in context.borrowed:
+                context.borrow(module)
         put(self._kept, undo)
         if whole:
             undo += [partial(setattr, self, "over", True)]
             self.over = False
 
 
-class Lending:
+class EvaluationContext:
     """The state in which the function of a call runs, until the last pass.
 
     Attributes:
         call: What was asked.
-        ticket: The mark of its leaves.
+        leaf_tag: The mark of its leaves.
         borrowed: The modules that are lent, the point's and those that `f` called.
         by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
@@ -124,9 +124,9 @@ class Lending:
         "call",
         "forward_mode",
         "hooks",
+        "leaf_tag",
         "nests",
         "random",
-        "ticket",
     )
 
     def __init__(
@@ -140,7 +140,7 @@ class Lending:
         """With `leaves`, those stand at once in the place of the parameters of the point; or what an evaluation had."""
         self.call, self._leaves = call, leaves
         self._evaluation, self._whole = evaluation, whole
-        self.ticket = Ticket(not call.create_graph)
+        self.leaf_tag = LeafTag(not call.create_graph)
         self._undo: list[Callable[[], object]] = []
         self._normal = self.nests = False
         self.by_hand: _hooks.ByHand | None = None
@@ -148,13 +148,13 @@ class Lending:
 
     # --- the state
 
-    def __enter__(self) -> Lending:
+    def __enter__(self) -> EvaluationContext:
         call, undo = self.call, self._undo
         self._ran = False
         try:
             # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
             _settings.when_lost(undo, self)
-            undo += [partial(setattr, self.ticket, "open", False)]
+            undo += [partial(setattr, self.leaf_tag, "open", False)]
             if _settings.absent.modes:
                 _settings.take_off_absent()
             if torch.is_inference_mode_enabled():
@@ -175,7 +175,7 @@ class Lending:
             _call.enter(self, undo, differentiated=call.order > 0)
             if parametrize._cache_enabled:
                 self._set_aside_cache()
-            if call.where.owned:
+            if call.where.module_slices:
                 self._lend()
                 if self._leaves:
                     self.put(self._leaves)
@@ -204,10 +204,10 @@ class Lending:
         def restore() -> None:
             for cache in theirs:
                 parametrize._cache = cache
-            _locks.release((parametrize,), self.ticket)
+            _locks.release((parametrize,), self.leaf_tag)
 
         self._undo += [restore]
-        _locks.claim((parametrize,), self.ticket)
+        _locks.claim((parametrize,), self.leaf_tag)
         theirs += [parametrize._cache]
         parametrize._cache = {}
 
@@ -217,14 +217,14 @@ class Lending:
         self._undo += [self._parameters.close]
         self._parameters.take()
         if not self.call.create_graph:  # what is not differentiated need not be recorded
-            self._parameters.put_others(self._still)
+            self._parameters.put_others(self._unrecorded)
         self._borrow_point()
 
     def _borrow_point(self) -> None:
-        for owned in self.call.where.owned:
-            for module in owned.assembly.modules:
+        for module_slice in self.call.where.module_slices:
+            for module in module_slice.assembly.modules:
                 if module not in self.borrowed:
-                    self.borrow(module, root=module is owned.module)
+                    self.borrow(module, root=module is module_slice.module)
 
     def _afresh(self) -> None:
         """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
@@ -234,11 +234,11 @@ class Lending:
         self._state.close()
         self._borrow_point()
 
-    def _still(self, parameter: Tensor) -> Tensor:
+    def _unrecorded(self, parameter: Tensor) -> Tensor:
         """A parameter that is not differentiated in: its value, unrecorded."""
-        still = cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
-        _pass_for(still, parameter)
-        return still
+        value = cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
+        _mark_as_parameter(value, parameter)
+        return value
 
     def borrow(self, module: nn.Module, *, root: bool = False) -> None:
         """Lend one module that `f` calls, whether it belongs to the point or not."""
@@ -251,13 +251,13 @@ class Lending:
             self.hooks.of_module(module, self._state.put_back)
 
     def _is_point(self, module: nn.Module) -> bool:
-        return any(module in owned.assembly.modules for owned in self.call.where.owned)
+        return any(module in module_slice.assembly.modules for module_slice in self.call.where.module_slices)
 
     def _copy_table(self, module: nn.Module) -> None:
         """Let an `Embedding(max_norm=...)` renormalise a copy of its table."""
         theirs: Any = module._parameters["weight"]
         copy = theirs.clone() if self.call.create_graph else theirs.detach().clone()
-        _pass_for(copy, theirs)
+        _mark_as_parameter(copy, theirs)
 
         def restore() -> None:
             module._parameters["weight"] = theirs
@@ -269,17 +269,17 @@ class Lending:
 
     def leaves(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A leaf for each tensor of the point, with its value; or `given` ones, with theirs."""
-        call, ticket = self.call, self.ticket
-        renormed = self._renormed() if call.where.owned else ()
+        call, tag = self.call, self.leaf_tag
+        renormed = self._renormed() if call.where.module_slices else ()
         if given is None:
-            found = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
+            leaves = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
         else:
-            found = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
-        for index, leaf in enumerate(found):
-            leaf.__dict__[MARK] = ticket, index  # pyright: ignore[reportIndexIssue]
-            _pass_for(leaf, call.where.tensors[index])
-        self._watched = [leaf for index, leaf in enumerate(found) if index not in renormed] if renormed else found
-        return found
+            leaves = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
+        for index, leaf in enumerate(leaves):
+            leaf.__dict__[LEAF_TAG] = tag, index  # pyright: ignore[reportIndexIssue]
+            _mark_as_parameter(leaf, call.where.tensors[index])
+        self._watched = [leaf for index, leaf in enumerate(leaves) if index not in renormed] if renormed else leaves
+        return leaves
 
     def _renormed(self) -> set[int]:
         """The numbers of leaves that `f` changes in place by itself: tables of `Embedding(max_norm=...)`."""
@@ -293,28 +293,30 @@ class Lending:
         self._ran = True
         self.by_hand = None
         call = self.call
-        if call.where.owned:
+        if call.where.module_slices:
             self.put(arguments)
         argument = call.where.argument(arguments)
         if self._normal:
             with _settings.on(NormalTensors()):
-                return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
-        return call.what(*(argument if call.spread else (argument,)), *call.args, **call.kwargs)
+                return call.what(*(argument if call.unpack_point else (argument,)), *call.args, **call.kwargs)
+        return call.what(*(argument if call.unpack_point else (argument,)), *call.args, **call.kwargs)
 
-    def resumed(self, leaves: Sequence[Tensor]) -> Lending:
+    def resumed(self, leaves: Sequence[Tensor]) -> EvaluationContext:
         """The state of the last run once more; with the leaves in their place, where there is no more to it."""
-        return Lending(self.call, leaves) if self._evaluation is None else self._evaluation.resumed(whole=True)
+        return (
+            EvaluationContext(self.call, leaves) if self._evaluation is None else self._evaluation.resumed(whole=True)
+        )
 
     def repeatable(self, recompute: Callable[..., object]) -> Callable[..., object]:
         """What runs a checkpointed block again: while the modules have what they had in the block's evaluations."""
-        evaluations, swapped = [lending.evaluation() for lending in _call.state.running], _swapped()
+        evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
 
         def resume(undo: _settings.Undo) -> None:
             for evaluation in evaluations:
                 if evaluation.over:
-                    lending = evaluation.resumed()
-                    undo += [lending.close]
-                    lending.__enter__()
+                    context = evaluation.resumed()
+                    undo += [context.close]
+                    context.__enter__()
             for module in swapped:
                 _hooks.lend_module(module, ())
             if swapped:
@@ -335,7 +337,7 @@ class Lending:
 
     def put(self, leaves: Sequence[Any]) -> None:
         """Let the borrowed modules, where the point has any, have `leaves` for parameters."""
-        if self.call.where.owned:
+        if self.call.where.module_slices:
             self._parameters.put(leaves)
 
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
@@ -356,7 +358,9 @@ class Lending:
         except TypeError as error:
             call = self.call
             argument = call.where.argument(arguments)
-            ours = refused(error, call.what, argument if call.spread else (argument,), call.args, call.kwargs)
+            ours = signature_error(
+                error, call.what, argument if call.unpack_point else (argument,), call.args, call.kwargs
+            )
             if ours is None:
                 raise
             raise ours from error
@@ -367,7 +371,7 @@ class Lending:
 
     def _name_of(self, leaf: Tensor) -> str:
         """What the caller calls a leaf."""
-        mark = mark_of(leaf)
+        mark = tag_of(leaf)
         return self.call.where.names[mark[1] if mark else 0]
 
     # --- random numbers
@@ -402,23 +406,23 @@ class Lending:
 
 def _swapped() -> Kept:
     """What `torch.func.functional_call` has put into the modules for which it runs at this moment."""
-    frame, found = sys._getframe(), list[nn.Module]()
+    frame, result = sys._getframe(), list[nn.Module]()
     while frame is not None:
         if frame.f_code is stateless._functional_call.__code__:
-            found += frame.f_locals["module"].modules()
+            result += frame.f_locals["module"].modules()
         frame = frame.f_back
-    return {module: (module._parameters.copy(), module._buffers.copy(), {}) for module in found}
+    return {module: (module._parameters.copy(), module._buffers.copy(), {}) for module in result}
 
 
-def _pass_for(stand_in: Tensor, theirs: Tensor) -> None:
+def _mark_as_parameter(stand_in: Tensor, theirs: Tensor) -> None:
     """Let `isinstance(p, nn.Parameter)` say of a stand-in what it says of the user's tensor: `f` may ask."""
     if theirs.__class__ is nn.Parameter or "_is_param" in theirs.__dict__:
         stand_in.__dict__["_is_param"] = True  # pyright: ignore[reportIndexIssue]
 
 
-def mark_of(leaf: Tensor) -> tuple[Ticket, int] | None:
+def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
     """Whose leaf a tensor is, and its number there; None for a tensor of the user's."""
-    return leaf.__dict__.get(MARK)
+    return leaf.__dict__.get(LEAF_TAG)
 
 
 def _aliases(
@@ -557,28 +561,28 @@ class StateLoan:
 
     def tidy(self) -> dict[nn.Module, dict[str, Any]]:
         """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
-        found: dict[nn.Module, dict[str, Any]] = {}
+        result: dict[nn.Module, dict[str, Any]] = {}
         for module, before in self.attributes.items():
             if before is None:
                 continue
             now = module.__dict__
             left = [name for name in now if not (name in before and now[name] is before[name]) and holds(now[name])]
             for name in left:
-                found.setdefault(module, {})[name] = now[name]
+                result.setdefault(module, {})[name] = now[name]
                 if name in before:
                     now[name] = before[name]
                 else:
                     del now[name]
-        return found
+        return result
 
     def kept(self) -> Kept:
         """What its modules have, for `put`; what was left in attributes without its graph, which may lead here."""
-        left, found = self.tidy(), Kept()
+        left, result = self.tidy(), Kept()
         for module in self._claimed:
             buffers = _lent[module].begun_with() if module in _lent else module._buffers.copy()
             attributes = _tree.tree_map(_still, left[module]) if module in left else {}
-            found[module] = module._parameters.copy(), buffers, attributes
-        return found
+            result[module] = module._parameters.copy(), buffers, attributes
+        return result
 
     def close(self) -> None:
         """Return everything; the last borrower puts the original buffers back. It may be run again."""
@@ -638,16 +642,16 @@ class ParameterLoan:
         self._where, self.modules = where, dict[nn.Module, None]()
         self._places: list[tuple[nn.Module, str, Tensor | None, int]] = []
         self._rest: list[tuple[nn.Module, str, Tensor | None, Tensor]] = []
-        for owned in where.owned:
-            self.modules.update(owned.assembly.modules)
+        for module_slice in where.module_slices:
+            self.modules.update(module_slice.assembly.modules)
 
     def take(self) -> None:
         """Make the modules this thread's. What comes back is what stands there now: of a call around, its leaves."""
         _locks.claim(self.modules, self)
         tensors = self._where.tensors
         numbers = dict(zip(map(id, tensors), range(len(tensors)), strict=True))
-        for owned in self._where.owned:
-            for module, name, _, parameter in owned.assembly.slots:
+        for module_slice in self._where.module_slices:
+            for module, name, _, parameter in module_slice.assembly.slots:
                 key, now = id(parameter), module._parameters[name]
                 if key in numbers:
                     self._places += [(module, name, now, numbers[key])]
@@ -683,7 +687,7 @@ class ParameterLoan:
 # --- why a function cannot be called as it was: Python's own words name neither the point nor the way out -------------
 
 
-def refused(
+def signature_error(
     error: TypeError, f: Any, points: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> InputError | None:
     """The error to raise in the place of a TypeError, where the call itself failed; None where `f` raised it.

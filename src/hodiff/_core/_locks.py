@@ -84,7 +84,7 @@ def release(modules: Iterable[Any], loan: Any) -> None:
             _changed.notify_all()
 
 
-class Held:
+class ThreadClaim:
     """`with Held(something):` it is this thread's. What an interrupt keeps from its end goes with the object."""
 
     __slots__ = ("_loan", "_what")
@@ -137,7 +137,7 @@ def _wait(modules: Iterable[Any]) -> None:
 
 
 def _owners(modules: Iterable[Any], me: int) -> set[int]:
-    """The other threads that have any of them now."""
+    """The other threads that have any of the modules now."""
     return {_claims[module][0] for module in modules if module in _claims} - {me}
 
 

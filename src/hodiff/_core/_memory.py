@@ -126,7 +126,7 @@ class LiveBytes(DispatchMode):
         return self._now
 
     def restart(self) -> None:
-        """Forget the peak."""
+        """Forget the peak, and count anew."""
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

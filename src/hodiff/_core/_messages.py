@@ -284,9 +284,9 @@ def engine_error(error: Exception) -> GraphError | None:
     if isinstance(error, GraphError):
         return None
     text = str(error)
-    found = _NOT_IMPLEMENTED.search(text)
-    if found:
-        name = found.group(1)
+    match = _NOT_IMPLEMENTED.search(text)
+    if match:
+        name = match.group(1)
         if way_out(name):
             return missing([name])
         return GraphError.about(f"PyTorch has no derivative of {name}.", operations=[_key(name)])
@@ -347,12 +347,12 @@ Explainer = Callable[[Failure], str]
 explainer: Explainer = lambda failure: ""  # noqa: E731 - nothing is known, until `hodiff.graph` puts its own here
 
 
-class _State(threading.local):
+class _ExplainingState(threading.local):
     explaining = False
     last: weakref.ref[GraphError] | None = None
 
 
-_state = _State()
+_state = _ExplainingState()
 
 
 def complete(failure: Failure) -> None:
@@ -360,15 +360,15 @@ def complete(failure: Failure) -> None:
     last, _state.last = _state.last, weakref.ref(failure.error)
     if last is not None and last() is failure.error:  # on its way out of another context
         return
-    found = _asked(failure)
+    answer = _asked(failure)
     facts = failure.error._facts
     if facts.kind == "freed":  # what is advised then is for a graph of the caller's, and holds whatever was found
         advice = facts.advice if failure.function is None else ""
     else:
-        advice = "" if found else facts.advice
-    if found or advice != facts.advice:
+        advice = "" if answer else facts.advice
+    if answer or advice != facts.advice:
         words = f"{facts.stem or failure.error} {advice}".rstrip()
-        failure.error.args = (f"{words}\n{found}" if found else words,)
+        failure.error.args = (f"{words}\n{answer}" if answer else words,)
 
 
 def _asked(failure: Failure) -> str:

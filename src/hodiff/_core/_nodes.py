@@ -96,13 +96,13 @@ class Survey:
         # Every call pays for this loop once or twice: it calls nothing.
         by_class: dict[type, list[Node]] = {}
         visited: dict[Node, bool] = {None: True}  # edges that lead nowhere are None: visited from the start
-        found: list[Node] = []
+        nodes: list[Node] = []
         for root in roots:
             if root not in visited:
                 visited[root] = True
-                found += [root]
-        tops = [*found]
-        for node in found:
+                nodes += [root]
+        tops = [*nodes]
+        for node in nodes:
             kind = node.__class__
             if kind in by_class:
                 by_class[kind] += [node]
@@ -113,9 +113,9 @@ class Survey:
             for below, _ in node.next_functions:
                 if below not in visited:
                     visited[below] = True
-                    found += [below]
-        if found[MANY:]:
-            free_one_by_one(tops, found)
+                    nodes += [below]
+        if nodes[MANY:]:
+            free_one_by_one(tops, nodes)
         self.by_class = by_class
         self.visited = visited
         self._leaf_ids: set[int] | None = None
@@ -146,7 +146,7 @@ class Survey:
         return [node.variable for node in self.by_class[ACCUMULATE]]
 
     def leaf_ids(self) -> set[int]:
-        """Their identities."""
+        """The identities of the leaves in the graph."""
         if self._leaf_ids is None:
             self._leaf_ids = set(map(id, self.variables()))
         return self._leaf_ids
@@ -232,7 +232,7 @@ class Rare:
         self._others: set[type] = set()
 
     def among(self, graph: Survey) -> list[Node]:
-        """Those in a graph."""
+        """The nodes of this kind in a graph."""
         if graph.by_class.keys() <= self._others:
             return []
         _versions.prove()
@@ -267,11 +267,11 @@ def largest_output(graph: Survey) -> int:
 
 def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
     """The dtype with the fewest digits that a pass over the graph computes in, or `like` where none has fewer."""
-    found = {like}
+    dtypes = {like}
     for nodes in graph.by_class.values():
         for node in nodes:
-            found |= {dtype for _, dtype in _versions.received(node)}
-    return max((d for d in found if d.is_floating_point or d.is_complex), key=lambda dtype: torch.finfo(dtype).eps)
+            dtypes |= {dtype for _, dtype in _versions.received(node)}
+    return max((d for d in dtypes if d.is_floating_point or d.is_complex), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _elements(shape: Iterable[Any]) -> int:
@@ -290,8 +290,8 @@ def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node
     """The nodes below `roots`, each once, outputs first, with the nodes that each leads to; none below `stop`."""
     roots = [root for root in roots if root is not None]
     met: dict[Node, list[Node]] = {root: [] for root in roots}
-    found = [*met]
-    for node in found:  # which grows; as in a survey, the loop calls nothing
+    reached = [*met]
+    for node in reached:  # which grows; as in a survey, the loop calls nothing
         children = met[node]
         follow = not stop or node not in stop
         for child, _ in node.next_functions:
@@ -299,9 +299,9 @@ def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node
                 children += [child]
                 if follow and child not in met:
                     met[child] = []
-                    found += [child]
-    if found[MANY:]:
-        free_one_by_one(roots, found)
+                    reached += [child]
+    if reached[MANY:]:
+        free_one_by_one(roots, reached)
     return met
 
 
@@ -311,16 +311,16 @@ def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -
     for node, below in graph.items():
         for child in below:
             above.setdefault(child, []).append(node)
-    found = set(chosen)
-    stack = list(found)
+    nodes = set(chosen)
+    stack = list(nodes)
     while stack:
-        fresh = [node for node in above.get(stack.pop(), ()) if node not in found]
-        found.update(fresh)
+        fresh = [node for node in above.get(stack.pop(), ()) if node not in nodes]
+        nodes.update(fresh)
         stack += fresh
-    return found
+    return nodes
 
 
 def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:
-    """Those of `chosen` that a walk from `roots` meets first."""
+    """The nodes of `chosen` that a walk from `roots` meets first."""
     chosen = set(chosen)
     return [node for node in walk(roots, chosen) if node in chosen]

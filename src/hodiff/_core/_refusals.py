@@ -16,7 +16,7 @@ from hodiff._core._arguments import outside
 from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
 
 
-def independent(owned: bool, unused: list[str], has_graph: bool) -> GraphError:
+def independent(module_slice: bool, unused: list[str], has_graph: bool) -> GraphError:
     """The error for a result that depends on nothing it could be differentiated by."""
     names = listed(unused)
     if has_graph:
@@ -24,11 +24,11 @@ def independent(owned: bool, unused: list[str], has_graph: bool) -> GraphError:
             f"the result does not depend on {names}: it was computed from other tensors. "
             + (
                 "Let f compute with the argument that it is given."
-                if owned
+                if module_slice
                 else "Give the tensors that it was computed from, not copies, views or detached ones of them."
             )
         )
-    source = "the output of f" if owned else "f"
+    source = "the output of f" if module_slice else "f"
     return GraphError.about(
         f"{source} carries no graph: between {names} and the result everything was cut.", advice=USUAL_CAUSES
     )
@@ -433,7 +433,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
 
 
 def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
-    """The same for a first derivative: each operation is blamed for itself, where it leads to one of `leaves`."""
+    """Refuse a first derivative: each operation is blamed for itself, where it leads to one of `leaves`."""
     nodes = WRONG_AT_ONCE.among(graph)
     if not nodes:
         return False

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from hodiff._core import _messages, _nodes, _refusals, _settings, _versions
 from hodiff._core._faults import interrupt_behind, is_fault
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff.errors import GraphError, InputError
 
 Cotangents = Callable[[int, int], list[Tensor]]
@@ -38,13 +38,13 @@ _without_functions: set[type] = set()
 """Classes of nodes that are no Python `autograd.Function`'s."""
 
 
-def _has_functions(ev: Graph) -> bool:
-    _without_functions.update(kind for kind in ev.kinds if not issubclass(kind, BackwardCFunction))
-    return not ev.kinds <= _without_functions
+def _has_functions(graph: OutputGraph) -> bool:
+    _without_functions.update(kind for kind in graph.kinds if not issubclass(kind, BackwardCFunction))
+    return not graph.kinds <= _without_functions
 
 
-def pull(
-    ev: Graph,
+def vjp(
+    graph: OutputGraph,
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
     *,
@@ -60,46 +60,50 @@ def pull(
     Where the result is differentiated, by us or by the caller, its graph is searched for operations that
     have no further derivative, before that is paid for.
     """
-    inputs = ev.leaves if inputs is None else inputs
-    build = differentiated or ev.create_graph
+    inputs = graph.leaves if inputs is None else inputs
+    build = differentiated or graph.create_graph
     for output in outputs:
         if not output.requires_grad:
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
-                return connected(ev, [torch.zeros_like(leaf) for leaf in inputs])
+                return joined_to_leaves(graph, [torch.zeros_like(leaf) for leaf in inputs])
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
-    bare = _pull(outputs, cotangents, inputs, keep=build or _keep(ev, more), build=build, recorded=ev.recorded)
+    bare = _engine_pass(
+        outputs, cotangents, inputs, keep=build or _keep(graph, more), build=build, recorded=graph.recorded
+    )
     if missed is not None:
         missed.update(number for number, part in enumerate(bare) if part is None)
-    found = filled(bare, inputs)
+    gradients = densified(bare, inputs)
     if build:
-        if not ev.kinds <= _cleared[ev.call.order >= 3]:
-            _search(ev, outputs, found, inputs, product=any(u is not None and u.requires_grad for u in cotangents))
-        found = connected(ev, found)
-        if ev.create_graph:
-            _nodes.mark_results(found)
-        return found
-    return found
+        if not graph.kinds <= _cleared[graph.call.order >= 3]:
+            _search(
+                graph, outputs, gradients, inputs, product=any(u is not None and u.requires_grad for u in cotangents)
+            )
+        gradients = joined_to_leaves(graph, gradients)
+        if graph.create_graph:
+            _nodes.mark_results(gradients)
+        return gradients
+    return gradients
 
 
-def peek(ev: Graph, output: Tensor, cotangent: Tensor) -> Tensor:
+def vjp_ahead(graph: OutputGraph, output: Tensor, cotangent: Tensor) -> Tensor:
     """One detached pass to a single leaf, ahead of others that need the same graph."""
-    bare = _pull([output], [cotangent], ev.leaves, keep=True, build=False, recorded=ev.recorded)
-    return filled(bare, ev.leaves)[0]
+    bare = _engine_pass([output], [cotangent], graph.leaves, keep=True, build=False, recorded=graph.recorded)
+    return densified(bare, graph.leaves)[0]
 
 
-def gradient(ev: Graph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
-    """The gradient of the scalar output (of each sample's scalar) by the leaves; `missed` as for `pull`."""
-    found = pull(ev, [ev.scalars()], [None], differentiated=differentiated, missed=missed)
+def gradient(graph: OutputGraph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
+    """The gradient of the scalar output (of each sample's scalar) by the leaves; `missed` as for `vjp`."""
+    gradients = vjp(graph, [graph.scalars()], [None], differentiated=differentiated, missed=missed)
     if differentiated:  # again, so that it need not be copied
-        return found
-    found = own(found)
-    return finite(ev, found) if ev.higher and not ev.create_graph else found
+        return gradients
+    gradients = unaliased(gradients)
+    return warned_if_not_finite(graph, gradients) if graph.higher and not graph.create_graph else gradients
 
 
 def products(
-    ev: Graph,
+    graph: OutputGraph,
     outputs: Sequence[Tensor],
     vectors: Sequence[Tensor],
     count: int | None,
@@ -108,51 +112,51 @@ def products(
     inputs: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
-    vectors = writable(ev, vectors)
+    vectors = writable(graph, vectors)
     if count is None:
-        return finite(ev, own(pull(ev, outputs, vectors, inputs=inputs), vectors))
-    inputs = ev.leaves if inputs is None else inputs
+        return warned_if_not_finite(graph, unaliased(vjp(graph, outputs, vectors, inputs=inputs), vectors))
+    inputs = graph.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
-    chunks = pull_many(ev, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
-    return stacked(ev, chunks, count, inputs)
+    chunks = vjps(graph, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
+    return stacked(graph, chunks, count, inputs)
 
 
-def writable(ev: Graph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
-    copied = not ev.kinds <= _without_functions and _has_functions(ev)
+    copied = not graph.kinds <= _without_functions and _has_functions(graph)
     return [v.clone() if copied or v.is_inference() else v for v in vectors]
 
 
-def pushforward(
-    ev: Graph, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
+def jvp(
+    graph: OutputGraph, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
 ) -> list[Tensor]:
     """J v by two passes: u -> J'u is linear, and its derivative by u in the direction v is J v."""
     # Ones, though any u would do: the backward of logcumsumexp takes the logarithm of u.
     cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
-    pulled = transposed(ev, outputs, cotangents)
-    return products(ev, pulled, tangents, count, chunk_size=chunk_size, inputs=cotangents)
+    pulled = transposed_product(graph, outputs, cotangents)
+    return products(graph, pulled, tangents, count, chunk_size=chunk_size, inputs=cotangents)
 
 
-def transposed(ev: Graph, outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
     """J'u as a function of u, whose derivative is J v.
 
     The backward of a Python Function may cut it off from u (by a detach, by NumPy), and J v would miss its part.
     That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
     """
-    pulled = pull(ev, outputs, cotangents, differentiated=True)
-    functions = [kind for kind in ev.kinds if issubclass(kind, BackwardCFunction) and not _is_ours(kind)]
+    pulled = vjp(graph, outputs, cotangents, differentiated=True)
+    functions = [kind for kind in graph.kinds if issubclass(kind, BackwardCFunction) and not _is_ours(kind)]
     if not functions:
         return pulled
     given = [part.detach() for part in pulled]
     expected = sum(float(part.double().square().sum()) for part in given)
     live = any(part.requires_grad for part in pulled)
     back = (
-        pull(ev, pulled, given, differentiated=True, inputs=cotangents)
+        vjp(graph, pulled, given, differentiated=True, inputs=cotangents)
         if live
         else [torch.zeros_like(u) for u in cotangents]
     )
-    found = sum(float((u.detach().double() * part.detach()).sum()) for u, part in zip(cotangents, back, strict=True))
-    if abs(found - expected) > 10 * torch.finfo(given[0].dtype).eps ** 0.5 * expected:
+    squared = sum(float((u.detach().double() * part.detach()).sum()) for u, part in zip(cotangents, back, strict=True))
+    if abs(squared - expected) > 10 * torch.finfo(given[0].dtype).eps ** 0.5 * expected:
         names = ", ".join(sorted(kind.__name__.removesuffix("Backward") for kind in functions))
         raise GraphError(
             f"J v is the derivative of J'u by u, and a Function on the way cuts J'u off from u: the backward of one of "
@@ -166,8 +170,8 @@ def _is_ours(kind: type) -> bool:
     return _nodes.function_of(kind).__module__.startswith("hodiff.")
 
 
-def pull_many(
-    ev: Graph,
+def vjps(
+    graph: OutputGraph,
     outputs: Sequence[Tensor],
     cotangents: Cotangents,
     count: int,
@@ -181,19 +185,19 @@ def pull_many(
     Chunks go through `torch.vmap`; where an operation has no batching rule, or a wrong one, one vector at a time.
     An automatic chunk is halved when a CUDA device runs out of memory.
     """
-    inputs = ev.leaves if inputs is None else inputs
+    inputs = graph.leaves if inputs is None else inputs
     live = [index for index, output in enumerate(outputs) if output.requires_grad]
     outputs = [outputs[index] for index in live]
-    graph = _nodes.survey(outputs)
-    size = chunk_size or min(max(count, 1), auto_chunk(graph, inputs))
+    survey = _nodes.survey(outputs)
+    size = chunk_size or min(max(count, 1), auto_chunk(survey, inputs))
     if not live:
         for start in range(0, count, size):
             stop = min(start + size, count)
             yield start, stop, [leaf.new_zeros((stop - start, *leaf.shape)) for leaf in inputs]
         return
-    batched, start = next(graph.named(*_versions.BATCHED_WRONGLY), None) is None, 0
-    batched = batched and not (ev.create_graph and _refusals.has_norm_weights(graph, inputs))
-    del graph  # the last pass frees
+    batched, start = next(survey.named(*_versions.BATCHED_WRONGLY), None) is None, 0
+    batched = batched and not (graph.create_graph and _refusals.has_norm_weights(survey, inputs))
+    del survey  # the last pass frees
     while start < count:
         stop = min(start + size, count)
         chunk = cotangents(start, stop)
@@ -202,9 +206,9 @@ def pull_many(
         try:
             if batched and stop - start > 1:
                 # The first batched pass may find an operation without a batching rule: the graph must survive it.
-                found = _pull_batched(ev, outputs, chunk, inputs, keep=start == 0 or _keep(ev, another))
+                products = _vjps_batched(graph, outputs, chunk, inputs, keep=start == 0 or _keep(graph, another))
             else:
-                found = _pull_each(ev, outputs, chunk, inputs, more=another)
+                products = _vjps_one_by_one(graph, outputs, chunk, inputs, more=another)
         except torch.OutOfMemoryError:
             if chunk_size or size == 1:
                 raise
@@ -217,36 +221,36 @@ def pull_many(
                 raise
             batched = False
             continue
-        if ev.create_graph and not start and not ev.kinds <= _cleared[ev.call.order >= 3]:
-            _search(ev, outputs, found, inputs)
-        found = own(found, chunk)
-        if ev.create_graph:
-            _nodes.mark_results(found)
-        done = [(start, stop, found)]
-        del found, chunk
+        if graph.create_graph and not start and not graph.kinds <= _cleared[graph.call.order >= 3]:
+            _search(graph, outputs, products, inputs)
+        products = unaliased(products, chunk)
+        if graph.create_graph:
+            _nodes.mark_results(products)
+        done = [(start, stop, products)]
+        del products, chunk
         yield done.pop()  # which nothing here holds while the next are made
         start = stop
 
 
 def stacked(
-    ev: Graph, chunks: Iterator[tuple[int, int, list[Tensor]]], count: int, inputs: list[Tensor]
+    graph: OutputGraph, chunks: Iterator[tuple[int, int, list[Tensor]]], count: int, inputs: list[Tensor]
 ) -> list[Tensor]:
-    """All results of `pull_many`, stacked; written in place where nothing needs their graph."""
-    if ev.create_graph:
-        parts = [found for _, _, found in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
+    """All results of `vjps`, stacked; written in place where nothing needs their graph."""
+    if graph.create_graph:
+        parts = [products for _, _, products in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
         whole = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-        return connected(ev, whole)
+        return joined_to_leaves(graph, whole)
     results: list[Tensor] = []
-    for start, stop, found in chunks:
+    for start, stop, products in chunks:
         if stop - start == count:
-            return finite(ev, found)
+            return warned_if_not_finite(graph, products)
         if not results:
-            results = [part.new_empty((count, *part.shape[1:])) for part in found]
-        for result, part in zip(results, found, strict=True):
+            results = [part.new_empty((count, *part.shape[1:])) for part in products]
+        for result, part in zip(results, products, strict=True):
             result[start:stop] = part
             del part  # before the next chunk is made
-        del found
-    return finite(ev, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
+        del products
+    return warned_if_not_finite(graph, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
 
 
 def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
@@ -266,9 +270,9 @@ def fitting(largest: int, elements: int, itemsize: int, device: torch.device) ->
     return fit if fit >= least else 1
 
 
-def has_second_derivatives(ev: Graph) -> bool:
+def has_second_derivatives(graph: OutputGraph) -> bool:
     """Whether all operations have one, as far as is known: no Python Function, none that PyTorch lacks it of."""
-    return ev.kinds <= _cleared[False] or all(_is_harmless(kind, third=False) for kind in ev.kinds)
+    return graph.kinds <= _cleared[False] or all(_is_harmless(kind, third=False) for kind in graph.kinds)
 
 
 def _is_harmless(kind: type, *, third: bool) -> bool:
@@ -277,12 +281,12 @@ def _is_harmless(kind: type, *, third: bool) -> bool:
     return not issubclass(kind, BackwardCFunction) and _messages.way_out(kind.__name__) is None
 
 
-def _keep(ev: Graph, more: bool) -> bool:
+def _keep(graph: OutputGraph, more: bool) -> bool:
     """Whether a pass leaves the graph of the outputs as it is."""
-    return more or ev.create_graph or ev.call.keep or not ev.call.owned
+    return more or graph.create_graph or graph.call.keep or not graph.call.builds_graph
 
 
-def _pull(
+def _engine_pass(
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
@@ -298,8 +302,8 @@ def _pull(
         recorded: Whether it is recorded even where its result is detached (`build` false).
     """
     if recorded and not build:
-        found = _pull(outputs, cotangents, inputs, keep=keep, build=True, device=device)
-        return [part if part is None else part.detach() for part in found]
+        gradients = _engine_pass(outputs, cotangents, inputs, keep=keep, build=True, device=device)
+        return [part if part is None else part.detach() for part in gradients]
     device = device or inputs[0].device.type
     try:
         if torch.is_autocast_enabled(device):
@@ -313,29 +317,29 @@ def _pull(
         raise ours from error
 
 
-def between(
+def vjp_between(
     outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor], *, keep: bool, recorded: bool = False
 ) -> Sequence[Tensor | None]:
     """One bare pass, between tensors or edges of a graph, for `calculus._multi`, which knows what to keep."""
     device = cotangents[0].device.type
-    return _pull(outputs, cotangents, inputs, keep=keep, build=False, device=device, recorded=recorded)
+    return _engine_pass(outputs, cotangents, inputs, keep=keep, build=False, device=device, recorded=recorded)
 
 
-def _pull_batched(
-    ev: Graph, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, keep: bool
+def _vjps_batched(
+    graph: OutputGraph, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, keep: bool
 ) -> list[Tensor]:
     """One pass for several vectors at once."""
 
     def one(*vectors: Tensor) -> tuple[Tensor, ...] | Tensor:
-        bare = _pull(outputs, vectors, inputs, keep=keep, build=ev.create_graph, recorded=ev.recorded)
-        found = filled(bare, inputs)
-        return found[0] if len(found) == 1 else tuple(found)  # vmap is quicker with a bare tensor
+        bare = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
+        products = densified(bare, inputs)
+        return products[0] if len(products) == 1 else tuple(products)  # vmap is quicker with a bare tensor
 
     return batched(one, cotangents)
 
 
-def _pull_each(
-    ev: Graph,
+def _vjps_one_by_one(
+    graph: OutputGraph,
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor],
     inputs: list[Tensor],
@@ -347,9 +351,9 @@ def _pull_each(
     rows = []
     for index in range(count):
         another = more or index < count - 1
-        vectors, keep = [cotangent[index] for cotangent in cotangents], _keep(ev, another)
-        found = _pull(outputs, vectors, inputs, keep=keep, build=ev.create_graph, recorded=ev.recorded)
-        rows.append(filled(found, inputs))
+        vectors, keep = [cotangent[index] for cotangent in cotangents], _keep(graph, another)
+        products = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
+        rows.append(densified(products, inputs))
     if count == 1:
         return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
     return [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -359,7 +363,7 @@ def derivative(output: Tensor, by: Tensor) -> Tensor:
     """The derivative of the sum of `output`, itself differentiable, in a graph that belongs to no evaluation."""
     if not output.requires_grad:
         return torch.zeros_like(by)
-    return filled(_pull([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
+    return densified(_engine_pass([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
 
 
 def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -377,28 +381,33 @@ def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Seque
 
 
 def _search(
-    ev: Graph, outputs: Sequence[Tensor], found: Sequence[Tensor], inputs: Sequence[Tensor], *, product: bool = False
+    graph: OutputGraph,
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    product: bool = False,
 ) -> None:
     """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
-    third = ev.call.order >= 3
-    _refuse_missing(outputs, found, inputs, third=third, product=product)
-    _cleared[third].update(kind for kind in ev.kinds if _is_harmless(kind, third=third))
+    third = graph.call.order >= 3
+    _refuse_missing(outputs, gradients, inputs, third=third, product=product)
+    _cleared[third].update(kind for kind in graph.kinds if _is_harmless(kind, third=third))
 
 
 def _refuse_missing(
     outputs: Sequence[Tensor],
-    found: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     inputs: Sequence[Tensor],
     *,
     third: bool,
     product: bool = False,
 ) -> None:
     """Raise where the graph of a gradient cannot be differentiated (rightly) once more; `product`: for J v."""
-    graph = _nodes.survey(found)
+    survey = _nodes.survey(gradients)
     if third:
-        _refusals.refuse_third_order(graph)
-    _refusals.refuse_without_backward(graph, inputs)
-    bad = list(graph.named("NotImplemented", "Error", *_messages.UNMARKED))
+        _refusals.refuse_third_order(survey)
+    _refusals.refuse_without_backward(survey, inputs)
+    bad = list(survey.named("NotImplemented", "Error", *_messages.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):
         return
     named = [type(node).__name__ for node in bad if _messages.way_out(type(node).__name__)]
@@ -411,13 +420,13 @@ def _refuse_missing(
 # --- results: dense, each in memory of its own, finite, connected to the point ----------------------------------------
 
 
-def filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+def densified(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones).
 
     In memory of their own: the second derivative of a maximum norm is zeros that have none, and nobody can change.
     """
     dense: list[Tensor] = []
-    for part, leaf in zip(found, inputs, strict=True):
+    for part, leaf in zip(gradients, inputs, strict=True):
         if part is None:
             part = torch.zeros_like(leaf)
         elif part._is_zerotensor():
@@ -428,37 +437,37 @@ def filled(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Ten
     return dense
 
 
-def connected(ev: Graph, found: list[Tensor]) -> list[Tensor]:
+def joined_to_leaves(graph: OutputGraph, gradients: list[Tensor]) -> list[Tensor]:
     """A differentiable result that came out constant is still a function of the point: its derivative is zero.
 
     The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
     sum of none of a leaf's entries is 0, and depends on the leaf.
     """
-    if not ev.create_graph:
-        return found
-    for part in found:
+    if not graph.create_graph:
+        return gradients
+    for part in gradients:
         if not part.requires_grad:
             break
     else:
-        return found
-    callers = [leaf for leaf in ev.leaves if not ev.call.owned or leaf.grad_fn is not None]
+        return gradients
+    callers = [leaf for leaf in graph.leaves if not graph.call.builds_graph or leaf.grad_fn is not None]
     if not callers:
-        return found
+        return gradients
     nothing = torch.stack([leaf.reshape(-1)[:0].sum().to(callers[0]) for leaf in callers]).sum()
-    return [part if part.requires_grad else part + nothing.to(part) for part in found]
+    return [part if part.requires_grad else part + nothing.to(part) for part in gradients]
 
 
-def own(found: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
+def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
     """Results that share no memory, so that each may be written into.
 
     The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
     the derivative of a linear function may be the vector itself, or a view of it.
     """
-    if not vectors and len(found) == 1:
-        return [_unspread(found[0])]
+    if not vectors and len(results) == 1:
+        return [_unspread(results[0])]
     taken = {_memory(vector) for vector in vectors}
     result: list[Tensor] = []
-    for part in found:
+    for part in results:
         memory = _memory(part)
         result += [part.clone(memory_format=torch.contiguous_format) if memory in taken else _unspread(part)]
         taken |= {memory}
@@ -481,29 +490,29 @@ def _is_spread(part: Tensor) -> bool:
     return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
 
 
-def agree(found: Tensor, expected: Tensor, size: float) -> bool:
+def agree(result: Tensor, expected: Tensor, size: float) -> bool:
     """Whether two results of that size are equal up to what batches of another size, or another order, may change.
 
     Not where the size is infinite: anything would agree.
     """
-    if not found.numel() or not math.isfinite(size):
-        return not found.numel()
-    eps = torch.finfo(found.dtype).eps ** 0.5
-    return float((found - expected).abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size  # NaN is not
+    if not result.numel() or not math.isfinite(size):
+        return not result.numel()
+    eps = torch.finfo(result.dtype).eps ** 0.5
+    return float((result - expected).abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size  # NaN is not
 
 
-def finite(ev: Graph, found: list[Tensor]) -> list[Tensor]:
+def warned_if_not_finite(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     """The results; with a warning where a derivative of higher order does not exist.
 
     Not on other devices than the processor, where to look is to wait.
     """
-    if not ev.higher or ev.create_graph or torch.compiler.is_compiling():
-        return found
-    if not _are_finite([part for part in found if part.is_cpu]):
-        given = [*ev.leaves, *ev.tensors()]
+    if not graph.higher or graph.create_graph or torch.compiler.is_compiling():
+        return results
+    if not _are_finite([part for part in results if part.is_cpu]):
+        given = [*graph.leaves, *graph.tensors()]
         if all(bool(tensor.detach().isfinite().all()) for tensor in given):
-            _refusals.warn_of_non_finite(ev.kinds)
-    return found
+            _refusals.warn_of_non_finite(graph.kinds)
+    return results
 
 
 _SMALL = 4096
@@ -524,22 +533,22 @@ def _are_finite(parts: Sequence[Tensor]) -> bool:
 
 
 def blocks(
-    ev: Graph,
+    graph: OutputGraph,
     outputs: Sequence[Tensor],
     *,
     chunk_size: int | None,
     inputs: list[Tensor] | None = None,
 ) -> list[list[Tensor]]:
     """The derivative of each output by each input, shaped `(*batch, *output event, *input event)`."""
-    inputs = ev.leaves if inputs is None else inputs
+    inputs = graph.leaves if inputs is None else inputs
     table = []
     for index, output in enumerate(outputs):
-        count, rows = basis(output, ev.call.batch_ndim)
+        count, rows = basis(output, graph.call.batch_ndim)
         more = index < len(outputs) - 1
-        chunks = pull_many(ev, [output], rows, count, chunk_size=chunk_size, more=more, inputs=inputs)
-        found = stacked(ev, chunks, count, inputs)
+        chunks = vjps(graph, [output], rows, count, chunk_size=chunk_size, more=more, inputs=inputs)
+        row = stacked(graph, chunks, count, inputs)
         table.append(
-            [_ordered(part, output, leaf, ev.call.batch_ndim) for part, leaf in zip(found, inputs, strict=True)]
+            [_ordered(part, output, leaf, graph.call.batch_ndim) for part, leaf in zip(row, inputs, strict=True)]
         )
     return table
 
@@ -585,7 +594,7 @@ def basis(output: Tensor, batch_ndim: int) -> tuple[int, Cotangents]:
 
 
 def _ordered(stacked: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> Tensor:
-    """From (rows, *batch, *input event) to (*batch, *output event, *input event)."""
+    """Move the rows: from (rows, *batch, *input event) to (*batch, *output event, *input event)."""
     batch, event = leaf.shape[:batch_ndim], leaf.shape[batch_ndim:]
     if batch_ndim:
         stacked = stacked.movedim(0, batch_ndim)

@@ -217,7 +217,7 @@ def recording() -> Context:
 
 
 def record(undo: Undo) -> None:
-    """The same, until it is undone."""
+    """Turn recording on until it is undone."""
     guards: list[Any] = []
 
     def leave() -> None:
@@ -291,8 +291,8 @@ def take_off(mode: Any) -> None:
     at = next((at for at in range(depth) if _torch._get_function_stack_at(at) is mode), depth)
     if at == depth:
         absent.modes += (weakref.ref(mode),)
-    found = [_torch._pop_torch_function_stack() for _ in range(at, depth)]
-    for other in found[-2::-1]:
+    modes = [_torch._pop_torch_function_stack() for _ in range(at, depth)]
+    for other in modes[-2::-1]:
         _torch._push_on_torch_function_stack(other)
 
 

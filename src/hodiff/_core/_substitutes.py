@@ -153,7 +153,7 @@ def _instance_norm_kernel(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """`torch.instance_norm`, likewise."""
+    """`torch.instance_norm`, written out from its definition."""
     return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
@@ -204,8 +204,8 @@ def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """`torch.linalg.solve` by its two steps."""
     factors, pivots = torch.linalg.lu_factor(A)
     vectors = B.ndim == 1 or (B.ndim == A.ndim - 1 and B.shape == A.shape[:-1])
-    found = torch.linalg.lu_solve(factors, pivots, B.unsqueeze(-1) if vectors else B, left=left)
-    return found.squeeze(-1) if vectors else found
+    solution = torch.linalg.lu_solve(factors, pivots, B.unsqueeze(-1) if vectors else B, left=left)
+    return solution.squeeze(-1) if vectors else solution
 
 
 def _det(A: Tensor) -> Tensor:
@@ -215,13 +215,13 @@ def _det(A: Tensor) -> Tensor:
 
 
 def _slogdet(A: Tensor) -> Any:
-    """`torch.linalg.slogdet`, likewise."""
+    """`torch.linalg.slogdet`, in operations with right second derivatives."""
     diagonal, sign = _diagonal(A)
     return torch.return_types.slogdet((diagonal.sgn().prod(-1) * sign, diagonal.abs().log().sum(-1)))
 
 
 def _logdet(A: Tensor) -> Tensor:
-    """`torch.logdet`, likewise."""
+    """`torch.logdet`, in operations with right second derivatives."""
     sign, size = _slogdet(A)
     return sign.log() + size
 
@@ -245,11 +245,11 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
 def _spellings(name: str) -> Iterator[Callable[..., Any]]:
     """The functions, methods and operators that PyTorch has under a name."""
     for place, prefix in product((torch, torch.linalg, Tensor, torch.ops.aten), ("", "linalg_", "_linalg_")):
-        found = getattr(place, prefix + name, None)
-        if found is not None:
-            yield found
+        function = getattr(place, prefix + name, None)
+        if function is not None:
+            yield function
             if place is torch.ops.aten:
-                yield from (getattr(found, overload) for overload in found.overloads())
+                yield from (getattr(function, overload) for overload in function.overloads())
 
 
 def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -300,8 +300,8 @@ def _power(function: Callable[..., Any], wide: bool, inside: bool) -> Callable[.
         if len(given) != 2 or not all(isinstance(x, Tensor) for x in given) or not varies(given[1]):
             return function(*args, **kwargs)
         pair = [x.to(torch.promote_types(x.dtype, torch.float64)) for x in given] if wide else given
-        found = power(pair[0].clone() if inside else pair[0], pair[1], base_varies=varies(given[0]))
-        return given[0].copy_(found) if inside else found
+        value = power(pair[0].clone() if inside else pair[0], pair[1], base_varies=varies(given[0]))
+        return given[0].copy_(value) if inside else value
 
     return choose
 
@@ -368,11 +368,11 @@ def _switch(index: Any, branches: Sequence[Any], operands: Sequence[Any]) -> Any
 
 
 def _while_loop(cond_fn: Any, body_fn: Any, carried: Sequence[Any], additional: Sequence[Any]) -> Any:
-    found = values = tuple(carried)
+    carry = values = tuple(carried)
     while cond_fn(*values, *additional):
-        found = body_fn(*values, *additional)
-        values = _pytree.tree_leaves(found)
-    return found
+        carry = body_fn(*values, *additional)
+        values = _pytree.tree_leaves(carry)
+    return carry
 
 
 def _map(f: Any, xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
@@ -392,9 +392,9 @@ def _scan(combine_fn: Any, init: Sequence[Any], xs: Sequence[Tensor], additional
     outputs = []
     structure = None
     for row in _rows(xs):
-        found, structure = _pytree.tree_flatten(combine_fn(*carry, *row, *additional_inputs))
-        carry = found[: len(init)]
-        outputs += [found[len(init) :]]
+        leaves, structure = _pytree.tree_flatten(combine_fn(*carry, *row, *additional_inputs))
+        carry = leaves[: len(init)]
+        outputs += [leaves[len(init) :]]
     stacked = [_stacked(*parts) for parts in zip(*outputs, strict=True)]
     return _pytree.tree_unflatten([*carry, *stacked], structure) if structure is not None else carry
 

@@ -113,9 +113,9 @@ def difference(expected: Tree, got: Tree, path: str) -> str | None:
         return f"{path} has {describe(got)}, expected {describe(expected)}"
     order = dict(zip(got.keys, got.children, strict=True))
     for key, child in zip(expected.keys, expected.children, strict=True):
-        found = difference(child, order[key], f"{path}[{key!r}]")
-        if found:
-            return found
+        inner = difference(child, order[key], f"{path}[{key!r}]")
+        if inner:
+            return inner
     return None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _tree
-from hodiff._core._arguments import Probes, as_tensors, check_dense, check_option, listing
+from hodiff._core._arguments import Probes, as_tensors, check_dense, check_option, tree_of_listed_leaves
 from hodiff.errors import InputError
 
 Parts = list[Tensor]
@@ -87,7 +87,7 @@ class Space:
         self._meaning = meaning
 
     def side(self) -> Space:
-        """The same space as one side of an operator or a matrix, which keeps nothing of the user's alive."""
+        """This space as one side of an operator or a matrix, which keeps nothing of the user's alive."""
         devices = {str(like.device) for like in self.likes}
         if len(devices) > 1:
             listed = ", ".join(sorted(devices))
@@ -151,7 +151,7 @@ class Space:
             value = self.as_tensors(value, name)
         tree = self.tree
         if not isinstance(value, Tensor):
-            tree = listing(value, tree, len(self.likes)) or tree
+            tree = tree_of_listed_leaves(value, tree, len(self.likes)) or tree
         elif self._is_flat(value, name):
             return self._parse_flat(value, name)
         parts, count = self.structured(value, name, tree)
@@ -283,11 +283,11 @@ class Space:
                 raise InputError(
                     f"block: got a {type(pattern).__name__}, expected names of leaves: {', '.join(self.names[:6])}."
                 )
-            found = {index for index, name in enumerate(self.names) if _matches(name, pattern)}
-            if not found:
+            result = {index for index, name in enumerate(self.names) if _matches(name, pattern)}
+            if not result:
                 near = difflib.get_close_matches(pattern.rstrip(".*"), self.names, n=3, cutoff=0.4) or self.names[:6]
                 raise InputError(f"block: {pattern!r} matches no leaf. Near: {', '.join(near)}.")
-            chosen |= found
+            chosen |= result
         return sorted(chosen)
 
     def zeros(self, count: int | None = None) -> Parts:
@@ -414,7 +414,7 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
 
 
 def standard_error(estimates: Tensor) -> Tensor | None:
-    """That of the mean of independent estimates, along the first dimension; None of a single one."""
+    """The standard error of the mean of independent estimates, along the first dimension; None of a single one."""
     if len(estimates) < 2:
         return None
     unit = near(estimates.detach().abs().amax(0))  # squares of very small or large numbers have no place in their dtype

@@ -62,7 +62,7 @@ def grad(
 def public(
     outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor | None], *, keep: bool, build: bool
 ) -> Sequence[Tensor | None]:
-    """The same by the public function, which checks everything."""
+    """A pass by the public `torch.autograd.grad`, which checks everything."""
     passing.ours += 1
     try:
         return torch.autograd.grad(
@@ -84,13 +84,13 @@ class _Batches:
 def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """`function` of each of the stacked vectors, in one batch. An error may leave the batch's level on."""
     if not _Batches.direct or torch.compiler.is_compiling() or has_torch_function(tuple(vectors)):
-        found = torch.vmap(function, randomness="same")(*vectors)
+        result = torch.vmap(function, randomness="same")(*vectors)
         _Batches.direct = all(hasattr(_functorch, name) for name in _ENTRIES)
-        return [found] if isinstance(found, Tensor) else list(found)
+        return [result] if isinstance(result, Tensor) else list(result)
     count = len(vectors[0])
     level = _functorch._vmap_increment_nesting(count, "same")
-    found = function(*[_functorch._add_batch_dim(vector, 0, level) for vector in vectors])
-    parts = (found,) if isinstance(found, Tensor) else found
+    result = function(*[_functorch._add_batch_dim(vector, 0, level) for vector in vectors])
+    parts = (result,) if isinstance(result, Tensor) else result
     whole = [_functorch._remove_batch_dim(part, level, count, 0) for part in parts]
     _functorch._vmap_decrement_nesting()
     return whole
@@ -319,15 +319,15 @@ def is_once_differentiable(function: type) -> bool:
 
 def _names(result: Any) -> dict[str, Node]:
     """The nodes below a result, by the names of their classes."""
-    found = [result.grad_fn]
-    for node in found:  # which grows
-        found += [below for below, _ in node.next_functions if below is not None and below not in found]
-    return {node.__class__.__name__: node for node in found}
+    nodes = [result.grad_fn]
+    for node in nodes:  # which grows
+        nodes += [below for below, _ in node.next_functions if below is not None and below not in nodes]
+    return {node.__class__.__name__: node for node in nodes}
 
 
 def _gradient(result: Tensor, x: Tensor) -> Tensor:
-    (found,) = grad([result.sum()], [x], [None], keep=True, build=True)
-    return found  # type: ignore[return-value]
+    (gradient,) = grad([result.sum()], [x], [None], keep=True, build=True)
+    return gradient  # type: ignore[return-value]
 
 
 def _attention(x: Tensor, row: float) -> Node:

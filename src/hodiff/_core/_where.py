@@ -21,7 +21,7 @@ from hodiff._core._vectors import Space
 from hodiff.errors import InputError
 
 
-class Owned(NamedTuple):
+class ModuleSlice(NamedTuple):
     """Some leaves that are parameters of one module: where they start, under which names, and how it is made."""
 
     module: nn.Module
@@ -37,10 +37,10 @@ class Where:
         name: What the point is called in messages.
         tensors: The caller's own tensors, in order.
         names: A readable name for each.
-        owned: The modules among the point, with the slice of `tensors` that is theirs.
+        module_slices: The modules among the point, with the slice of `tensors` that is theirs.
     """
 
-    __slots__ = ("_argument_items", "_argument_tree", "_result_tree", "name", "names", "owned", "tensors")
+    __slots__ = ("_argument_items", "_argument_tree", "_result_tree", "module_slices", "name", "names", "tensors")
 
     def __init__(self, value: Any, name: str = "x") -> None:
         self.name = name
@@ -48,7 +48,7 @@ class Where:
             _arguments.check_real_tensor(value, name)
             self.tensors = [value]
             self.names = [name]
-            self.owned = []
+            self.module_slices = []
             self._argument_items = [None]
             self._argument_tree = _tree.LEAF
             self._result_tree = _tree.LEAF
@@ -57,7 +57,7 @@ class Where:
             raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_arguments.called()}(f, {name}).")
         self.tensors = []
         self.names = []
-        self.owned = []
+        self.module_slices = []
         self._argument_items = []
         if isinstance(value, (nn.Module, Selection)):
             self._argument_items, self._argument_tree = [_given(value)], _tree.LEAF
@@ -73,7 +73,10 @@ class Where:
     def _add(self, item: Any, path: str) -> _tree.Tree:
         """Append the leaves of one item; return the tree of its result."""
         if item.__class__ is Where:  # see `joined`
-            self.owned += [owned._replace(start=owned.start + len(self.tensors)) for owned in item.owned]
+            self.module_slices += [
+                module_slice._replace(start=module_slice.start + len(self.tensors))
+                for module_slice in item.module_slices
+            ]
             self.tensors += item.tensors
             self.names += item.names
             self._argument_items += item._argument_items
@@ -109,17 +112,17 @@ class Where:
                 raise InputError(f"{path}: has uninitialised (lazy) parameters; run one forward pass first.")
             if parameter.is_meta:
                 _arguments.check_real_tensor(parameter, path)
-        self.owned.append(Owned(module, len(self.tensors), names, assembly))
+        self.module_slices.append(ModuleSlice(module, len(self.tensors), names, assembly))
         self.tensors += [parameter for _, parameter in pairs]
         self.names += names if single else [f"{path}.{name}" for name in names]
         return _tree.Branch(dict, names, (_tree.LEAF,) * len(names))
 
     def _check_modules(self) -> None:
-        if len(self.owned) < 2:  # in one module each parameter counts once
+        if len(self.module_slices) < 2:  # in one module each parameter counts once
             return
         claimed: dict[int, str] = {}
-        for owned in self.owned:
-            for index in range(owned.start, owned.start + len(owned.names)):
+        for module_slice in self.module_slices:
+            for index in range(module_slice.start, module_slice.start + len(module_slice.names)):
                 key, name = id(self.tensors[index]), self.names[index]
                 if key in claimed:
                     raise InputError(f"{self.name}: parameter {name!r} is given twice (also as {claimed[key]!r}).")
@@ -135,8 +138,12 @@ class Where:
     def argument(self, leaves: Sequence[Any]) -> Any:
         """What `f` receives: the caller's structure around `leaves`, modules as themselves."""
         if self._argument_tree is _tree.LEAF:
-            return self._argument_items[0] if self.owned else leaves[0]
-        theirs = {i for owned in self.owned for i in range(owned.start, owned.start + len(owned.names))}
+            return self._argument_items[0] if self.module_slices else leaves[0]
+        theirs = {
+            i
+            for module_slice in self.module_slices
+            for i in range(module_slice.start, module_slice.start + len(module_slice.names))
+        }
         free = iter([leaf for index, leaf in enumerate(leaves) if index not in theirs])
         items = [item if isinstance(item, (nn.Module, Selection)) else next(free) for item in self._argument_items]
         return _tree.rebuild(self._argument_tree, iter(items))
@@ -177,8 +184,8 @@ def _given(item: Any) -> Any:
 def _chosen(selection: Selection, assembly: Assembly) -> list[tuple[str, Tensor]]:
     """The parameters of a selection, as the module has them now."""
     wanted = set(selection)
-    found = {path: parameter for _, _, path, parameter in assembly.slots if path in wanted}
-    return [(name, found[name] if name in found else selection[name]) for name in selection]
+    selected = {path: parameter for _, _, path, parameter in assembly.slots if path in wanted}
+    return [(name, selected[name] if name in selected else selection[name]) for name in selection]
 
 
 # --- some parameters of a module, by name: `hodiff.select` ------------------------------------------------------------
@@ -331,7 +338,7 @@ def plain(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
-class Slot(NamedTuple):
+class ParameterSlot(NamedTuple):
     """One place of a parameter in a module; a tied parameter has several."""
 
     module: nn.Module
@@ -344,16 +351,16 @@ class Assembly(NamedTuple):
     """A module taken apart, in one walk: the modules at or below it, and the slots of their parameters."""
 
     modules: dict[nn.Module, None]
-    slots: list[Slot]
+    slots: list[ParameterSlot]
 
     @classmethod
     def of(cls, root: nn.Module) -> Assembly:
         """The parts of a module, read while no other thread has replaced its parameters."""
         with _locks.lock:
             _locks.wait_for(root)
-            found = cls({}, [])
-            found._add(plain(root), "")
-            return found
+            assembly = cls({}, [])
+            assembly._add(plain(root), "")
+            return assembly
 
     def _add(self, module: nn.Module, prefix: str) -> None:
         # Every call with a module pays for this walk: hence its plain look.
@@ -368,7 +375,7 @@ class Assembly(NamedTuple):
         for name in own:
             parameter = own[name]
             if parameter is not None:
-                slots += [Slot(module, name, prefix + name, parameter)]
+                slots += [ParameterSlot(module, name, prefix + name, parameter)]
         for name in below:
             child = below[name]
             if child is not None and child not in modules:
@@ -376,16 +383,16 @@ class Assembly(NamedTuple):
 
     def trainable(self) -> list[tuple[str, Tensor]]:
         """The parameters that require grad, by name; a tied one once, under its first name."""
-        found: dict[int, tuple[str, Tensor]] = {}
+        trainable: dict[int, tuple[str, Tensor]] = {}
         for _, _, path, parameter in self.slots:
-            if parameter.requires_grad and id(parameter) not in found:
-                found[id(parameter)] = path, parameter
-        return [*found.values()]
+            if parameter.requires_grad and id(parameter) not in trainable:
+                trainable[id(parameter)] = path, parameter
+        return [*trainable.values()]
 
 
 def modules_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
     """Every module at or below `roots`, once, in the order of `named_modules`."""
-    found: dict[nn.Module, None] = {}
+    modules: dict[nn.Module, None] = {}
     for root in roots:
-        found.update(Assembly.of(root).modules)
-    return list(found)
+        modules.update(Assembly.of(root).modules)
+    return list(modules)

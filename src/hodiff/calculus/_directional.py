@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _reverse
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 
 
 class Lines(NamedTuple):
@@ -26,7 +26,7 @@ def entries(output: Tensor, batch_ndim: int) -> tuple[Tensor, ...]:
 
 
 def by_entries(
-    ev: Graph,
+    graph: OutputGraph,
     output: Tensor,
     vectors: Tensor,
     *,
@@ -37,7 +37,7 @@ def by_entries(
     """Where a sample has few outputs and many lines: for each output its gradient, then the lines in batches.
 
     Args:
-        ev: An evaluation of two passes, of a single tensor.
+        graph: An evaluation of two passes, of a single tensor.
         output: Its output, with the batch in front.
         vectors: v, `(R, *leaf)`, or with ones for the batch.
         first: Whether first derivatives are wanted; they cost no pass.
@@ -45,33 +45,33 @@ def by_entries(
         chunk_size: How many lines one pass takes; None bounds its memory.
     """
     vectors = vectors.clone() if vectors.is_inference() else vectors
-    columns = entries(output, ev.call.batch_ndim)
+    columns = entries(output, graph.call.batch_ndim)
     seconds = []
     firsts = []
     drifts = []
     for k, entry in enumerate(columns):
-        (gradient,) = _reverse.pull(ev, [entry], [torch.ones_like(entry)], differentiated=True)
-        seconds.append(_seconds(ev, gradient, vectors, chunk_size, more=k < len(columns) - 1))
+        (gradient,) = _reverse.vjp(graph, [entry], [torch.ones_like(entry)], differentiated=True)
+        seconds.append(_seconds(graph, gradient, vectors, chunk_size, more=k < len(columns) - 1))
         if first:
-            firsts.append(_inner(gradient, vectors, ev.call.batch_ndim))
+            firsts.append(_inner(gradient, vectors, graph.call.batch_ndim))
         if drift is not None:
-            drifts.append(_inner(gradient, drift.unsqueeze(0), ev.call.batch_ndim))
+            drifts.append(_inner(gradient, drift.unsqueeze(0), graph.call.batch_ndim))
     shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
     return Lines(shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None)
 
 
-def _seconds(ev: Graph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, more: bool) -> Tensor:
+def _seconds(graph: OutputGraph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, more: bool) -> Tensor:
     """v'∇²f v of each line and sample, from the gradients of one output."""
 
     def rows(start: int, stop: int) -> list[Tensor]:
         return [vectors[start:stop].expand(stop - start, *gradient.shape)]
 
-    found = []
-    chunks = _reverse.pull_many(ev, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
+    seconds = []
+    chunks = _reverse.vjps(graph, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
     for start, stop, (products,) in chunks:
-        found.append(_inner(products, vectors[start:stop], ev.call.batch_ndim))
+        seconds.append(_inner(products, vectors[start:stop], graph.call.batch_ndim))
         del products  # before the next chunk is made
-    return torch.cat(found)
+    return torch.cat(seconds)
 
 
 def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
@@ -81,21 +81,21 @@ def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
     return products.sum(dims) if dims else products
 
 
-def by_lines(ev: Graph, output: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def by_lines(graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Where there are few lines and many outputs: first and second derivatives of all outputs along one line.
 
     Args:
-        ev: An evaluation of four passes.
+        graph: An evaluation of four passes.
         output: Its output.
         vectors: v, a tensor like each leaf.
     """
     vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
-    first = _pushed(ev, output, vectors, differentiated=True)
-    return first, _pushed(ev, first, vectors, differentiated=False)
+    first = _pushed(graph, output, vectors, differentiated=True)
+    return first, _pushed(graph, first, vectors, differentiated=False)
 
 
-def _pushed(ev: Graph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool) -> Tensor:
-    """J v by two passes, as in `_reverse.pushforward`."""
+def _pushed(graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool) -> Tensor:
+    """J v by two passes, as in `_reverse.jvp`."""
     cotangent = torch.ones_like(output, requires_grad=True)
-    pulled = _reverse.transposed(ev, [output], [cotangent])
-    return _reverse.pull(ev, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[0]
+    pulled = _reverse.transposed_product(graph, [output], [cotangent])
+    return _reverse.vjp(graph, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[0]

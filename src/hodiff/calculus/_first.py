@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _independence, _nodes, _reverse, _settings, _tree
-from hodiff._core._arguments import Allowed, Batched, Chunked, ChunkedBatched, ChunkSize, is_set
+from hodiff._core._arguments import Allowed, BatchedOptions, ChunkedBatchedOptions, ChunkedOptions, ChunkSize, is_set
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Space
 from hodiff._core._where import Selection, Where
 from hodiff.errors import InputError
@@ -27,11 +27,11 @@ ByName = dict[str, Tensor]
 
 
 @overload
-def grad(f: What, x: nn.Module | Selection, **options: Unpack[Batched]) -> ByName: ...
+def grad(f: What, x: nn.Module | Selection, **options: Unpack[BatchedOptions]) -> ByName: ...
 
 
 @overload
-def grad(f: What, x: T, **options: Unpack[Batched]) -> T: ...
+def grad(f: What, x: T, **options: Unpack[BatchedOptions]) -> T: ...
 
 
 def grad(
@@ -103,24 +103,24 @@ def grad(
 
 @overload
 def value_and_grad(
-    f: What, x: nn.Module | Selection, *, has_aux: Literal[False] = False, **options: Unpack[Batched]
+    f: What, x: nn.Module | Selection, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]
 ) -> tuple[Tensor, ByName]: ...
 
 
 @overload
 def value_and_grad(
-    f: What, x: T, *, has_aux: Literal[False] = False, **options: Unpack[Batched]
+    f: What, x: T, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]
 ) -> tuple[Tensor, T]: ...
 
 
 @overload
 def value_and_grad(
-    f: What, x: nn.Module | Selection, *, has_aux: bool, **options: Unpack[Batched]
+    f: What, x: nn.Module | Selection, *, has_aux: bool, **options: Unpack[BatchedOptions]
 ) -> tuple[Any, ByName]: ...
 
 
 @overload
-def value_and_grad(f: What, x: T, *, has_aux: bool, **options: Unpack[Batched]) -> tuple[Any, T]: ...
+def value_and_grad(f: What, x: T, *, has_aux: bool, **options: Unpack[BatchedOptions]) -> tuple[Any, T]: ...
 
 
 def value_and_grad(
@@ -169,7 +169,7 @@ def value_and_grad(
     """
     if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
-    with Graph(
+    with OutputGraph(
         call(
             f,
             x,
@@ -182,18 +182,18 @@ def value_and_grad(
             args=args,
             kwargs=kwargs,
         )
-    ) as ev:
-        gradient = _reverse.gradient(ev)
-    value = (ev.value(), ev.extra()) if has_aux else ev.value()
-    return value, ev.call.where.result(gradient)
+    ) as graph:
+        gradient = _reverse.gradient(graph)
+    value = (graph.value(), graph.extra()) if has_aux else graph.value()
+    return value, graph.call.where.result(gradient)
 
 
 @overload
-def vjp(f: Any, x: nn.Module | Selection, u: Any, **options: Unpack[Chunked]) -> ByName: ...
+def vjp(f: Any, x: nn.Module | Selection, u: Any, **options: Unpack[ChunkedOptions]) -> ByName: ...
 
 
 @overload
-def vjp(f: Any, x: T, u: Any, **options: Unpack[Chunked]) -> T: ...
+def vjp(f: Any, x: T, u: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
 def vjp(
@@ -241,32 +241,32 @@ def vjp(
         tensor([1., 2.])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    with Graph(
+    with OutputGraph(
         call(f, x, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
-    ) as ev:
-        outputs = ev.tensors()
-        _, names, tree = _tree.flatten(ev.outputs, "f(x)")
+    ) as graph:
+        outputs = graph.tensors()
+        _, names, tree = _tree.flatten(graph.outputs, "f(x)")
         given = Space(outputs, names, tree, "like f(x)").parse(u, "u")
-        pulled = _reverse.products(ev, outputs, given.parts, given.number, chunk_size=chunk)
-        return given.arranged(pulled, ev.call.where.tree())
+        pulled = _reverse.products(graph, outputs, given.parts, given.number, chunk_size=chunk)
+        return given.arranged(pulled, graph.call.where.tree())
 
 
 @overload
-def jacobian(f: Any, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]) -> Tensor: ...
+def jacobian(f: Any, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]) -> Tensor: ...
 
 
 @overload
 def jacobian(
-    f: OneTensor, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: OneTensor, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> ByName: ...
 
 
 @overload
-def jacobian(f: OneTensor, x: T, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]) -> T: ...
+def jacobian(f: OneTensor, x: T, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]) -> T: ...
 
 
 @overload
-def jacobian(f: Any, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatched]) -> Any: ...
+def jacobian(f: Any, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]) -> Any: ...
 
 
 def jacobian(
@@ -327,7 +327,7 @@ def jacobian(
     chunk = _arguments.check_chunk_size(chunk_size)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with Graph(
+    with OutputGraph(
         call(
             f,
             x,
@@ -339,15 +339,15 @@ def jacobian(
             args=args,
             kwargs=kwargs,
         )
-    ) as ev:
-        outputs = ev.tensors()
-        _check_output_batch(outputs, ev)
-        _reverse.check_fits(outputs, ev.leaves, batch_ndim, JACOBIAN_WAY_OUT)
-        table = tall_jacobian(ev, outputs, chunk_size=chunk) or _reverse.blocks(ev, outputs, chunk_size=chunk)
+    ) as graph:
+        outputs = graph.tensors()
+        _check_output_batch(outputs, graph)
+        _reverse.check_fits(outputs, graph.leaves, batch_ndim, JACOBIAN_WAY_OUT)
+        table = tall_jacobian(graph, outputs, chunk_size=chunk) or _reverse.blocks(graph, outputs, chunk_size=chunk)
     if is_set(matrix, "matrix"):
-        return _reverse.matrix(table, outputs, ev.leaves, batch_ndim)
-    _, _, tree = _tree.flatten(ev.outputs)
-    return _tree.rebuild(tree, iter([ev.call.where.result(row) for row in table]))
+        return _reverse.matrix(table, outputs, graph.leaves, batch_ndim)
+    _, _, tree = _tree.flatten(graph.outputs)
+    return _tree.rebuild(tree, iter([graph.call.where.result(row) for row in table]))
 
 
 JACOBIAN_WAY_OUT = (
@@ -355,12 +355,12 @@ JACOBIAN_WAY_OUT = (
 )
 
 
-def _check_output_batch(outputs: list[Tensor], ev: Graph) -> None:
+def _check_output_batch(outputs: list[Tensor], graph: OutputGraph) -> None:
     for output in outputs:
-        if output.shape[: ev.call.batch_ndim] != torch.Size(ev.call.batch):
+        if output.shape[: graph.call.batch_ndim] != torch.Size(graph.call.batch):
             raise _arguments.InputError(
-                f"f: returned shape {tuple(output.shape)}; with batch_ndim={ev.call.batch_ndim} it must begin with "
-                f"{tuple(ev.call.batch)}, one row per sample."
+                f"f: returned shape {tuple(output.shape)}; with batch_ndim={graph.call.batch_ndim} it must begin with "
+                f"{tuple(graph.call.batch)}, one row per sample."
             )
 
 
@@ -374,11 +374,11 @@ R = TypeVar("R")
 
 
 @overload
-def jvp(f: Callable[..., R], x: Any, v: Any, **options: Unpack[Chunked]) -> R: ...
+def jvp(f: Callable[..., R], x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
 
 
 @overload
-def jvp(f: R, x: Any, v: Any, **options: Unpack[Chunked]) -> R: ...
+def jvp(f: R, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
 
 
 def jvp(
@@ -431,12 +431,12 @@ def jvp(
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
     given = where.space().parse(v)
-    with Graph(
+    with OutputGraph(
         call(f, where, passes=2, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
-    ) as ev:
-        outputs = ev.tensors()
-        pushed = _reverse.pushforward(ev, outputs, given.parts, given.number, chunk_size=chunk)
-        _, _, tree = _tree.flatten(ev.outputs)
+    ) as graph:
+        outputs = graph.tensors()
+        pushed = _reverse.jvp(graph, outputs, given.parts, given.number, chunk_size=chunk)
+        _, _, tree = _tree.flatten(graph.outputs)
         return given.arranged(pushed, tree)
 
 
@@ -447,29 +447,29 @@ SMALL = 2**16
 """Fewer numbers than these, in the cotangents of all rows together, cost less than the pass more."""
 
 
-def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
+def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
     """The Jacobian's blocks by columns, J e for each unit vector e; None where rows are better, or the only right way.
 
     Rows need first derivatives alone, and have whatever a hook or a Python Function makes of a gradient; to columns
     J'u must be linear in u. So they are held against J'u for one u, which also finds what is not finite.
     """
-    batch_ndim = ev.call.batch_ndim
-    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in ev.leaves)
+    batch_ndim = graph.call.batch_ndim
+    columns = sum(leaf.shape[batch_ndim:].numel() for leaf in graph.leaves)
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
     small = MANY_ROWS * columns > rows or rows * sum(output.numel() for output in outputs) < SMALL
-    if small or not columns or ev.create_graph or not _is_linear(ev, outputs):
+    if small or not columns or graph.create_graph or not _is_linear(graph, outputs):
         return None
     weights = [_generic(output, batch_ndim) for output in outputs]
     cotangents = [
         output.new_empty(output.shape).copy_(w).requires_grad_() for output, w in zip(outputs, weights, strict=True)
     ]
-    found = []
+    table = []
     try:
-        for part in _reverse.pull(ev, outputs, cotangents, differentiated=True):
-            blocks = _columns_of(ev, part, weights, cotangents, chunk_size)
+        for part in _reverse.vjp(graph, outputs, cotangents, differentiated=True):
+            blocks = _columns_of(graph, part, weights, cotangents, chunk_size)
             if blocks is None:
                 return None
-            found.append(blocks)
+            table.append(blocks)
     except RuntimeError as error:  # no second derivative, or no room for its graph: rows need neither
         if not isinstance(error, torch.OutOfMemoryError) and not is_fault(error):
             raise
@@ -477,19 +477,19 @@ def tall_jacobian(ev: Graph, outputs: list[Tensor], *, chunk_size: int | None) -
     return [
         [
             blocks[i].to(leaf).reshape((*output.shape, *leaf.shape[batch_ndim:]))
-            for blocks, leaf in zip(found, ev.leaves, strict=True)
+            for blocks, leaf in zip(table, graph.leaves, strict=True)
         ]
         for i, output in enumerate(outputs)
     ]
 
 
-def _is_linear(ev: Graph, outputs: list[Tensor]) -> bool:
+def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:
     """Whether nothing is known that makes J'u another function of u than a linear one, with a derivative.
 
     Of a tensor already computed it is not known: its graph may have hooks, which nothing shows.
     """
-    plain = all(type(tensor) is Tensor for tensor in (*ev.leaves, *outputs))
-    return plain and ev.call.owned and not ev.hooked() and _reverse.has_second_derivatives(ev)
+    plain = all(type(tensor) is Tensor for tensor in (*graph.leaves, *outputs))
+    return plain and graph.call.builds_graph and not graph.hooked() and _reverse.has_second_derivatives(graph)
 
 
 def _generic(output: Tensor, batch_ndim: int) -> Tensor:
@@ -504,19 +504,19 @@ def _generic(output: Tensor, batch_ndim: int) -> Tensor:
 
 
 def _columns_of(
-    ev: Graph, pulled: Tensor, weights: list[Tensor], cotangents: list[Tensor], chunk_size: int | None
+    graph: OutputGraph, pulled: Tensor, weights: list[Tensor], cotangents: list[Tensor], chunk_size: int | None
 ) -> list[Tensor] | None:
     """The derivatives of each output by all entries of one leaf: (samples, entries of the output, of the leaf).
 
     None where they do not add up to J'u for the u that it was computed with, for each sample: no NaN or infinity does.
     """
-    count, units = _reverse.basis(pulled, ev.call.batch_ndim)
-    samples = pulled.shape[: ev.call.batch_ndim].numel()
+    count, units = _reverse.basis(pulled, graph.call.batch_ndim)
+    samples = pulled.shape[: graph.call.batch_ndim].numel()
     whole = [] if count else [w.new_empty((samples, w.numel(), 0)) for w in weights]
     sums, sizes = [], []
     # In memory of their own, small beside the result: products of matrices take one vector for all samples one by one.
     own = lambda start, stop: [unit.contiguous() for unit in units(start, stop)]  # noqa: E731
-    for start, stop, parts in _reverse.pull_many(ev, [pulled], own, count, chunk_size=chunk_size, inputs=cotangents):
+    for start, stop, parts in _reverse.vjps(graph, [pulled], own, count, chunk_size=chunk_size, inputs=cotangents):
         parts = [part.reshape(stop - start, samples, w.numel()) for part, w in zip(parts, weights, strict=True)]
         sums.append(_sum(parts, weights))
         sizes += [torch.linalg.vector_norm(part) for part in parts]
@@ -541,10 +541,10 @@ def _sum(parts: list[Tensor], weights: list[Tensor]) -> Tensor:
 def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
     """Whether that is J'u, (samples, columns), up to rounding."""
     coarse = _coarsest([expected, *sums])
-    found = sums[0] if len(sums) == 1 else torch.cat(sums)
+    total = sums[0] if len(sums) == 1 else torch.cat(sums)
     # How large a sum would be, about, were the signs random.
     size = math.hypot(*map(float, sizes)) / max(1, expected.numel()) ** 0.5
-    return _reverse.agree(found.reshape(expected.T.shape).T.to(coarse), expected.to(coarse), size)
+    return _reverse.agree(total.reshape(expected.T.shape).T.to(coarse), expected.to(coarse), size)
 
 
 def _coarsest(tensors: list[Tensor]) -> torch.dtype:
@@ -556,12 +556,12 @@ def _coarsest(tensors: list[Tensor]) -> torch.dtype:
 
 @overload
 def per_sample_grad(
-    f: Callable[..., Tensor], where: nn.Module | Selection, batch: Any, **options: Unpack[Chunked]
+    f: Callable[..., Tensor], where: nn.Module | Selection, batch: Any, **options: Unpack[ChunkedOptions]
 ) -> dict[str, Tensor]: ...
 
 
 @overload
-def per_sample_grad(f: Callable[..., Tensor], where: T, batch: Any, **options: Unpack[Chunked]) -> T: ...
+def per_sample_grad(f: Callable[..., Tensor], where: T, batch: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
 def per_sample_grad(
@@ -630,17 +630,17 @@ def per_sample_grad(
             f"already computed: hodiff.jacobian(losses, where)."
         )
     samples = Samples(f, batch)
-    with Graph(
+    with OutputGraph(
         call(samples, where, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
-    ) as ev:
-        losses = _losses(ev)
-        found = None
-        if not ev.create_graph and not ev.drew_random() and not _call.nested():
-            found = _by_samples(ev, samples, losses, chunk)
-        if found is None:
-            [rows] = _reverse.blocks(ev, [losses.reshape(-1)], chunk_size=chunk)
-            found = rows
-    return ev.call.where.result(found)
+    ) as graph:
+        losses = _losses(graph)
+        gradients = None
+        if not graph.create_graph and not graph.drew_random() and not _call.nested():
+            gradients = _by_samples(graph, samples, losses, chunk)
+        if gradients is None:
+            [rows] = _reverse.blocks(graph, [losses.reshape(-1)], chunk_size=chunk)
+            gradients = rows
+    return graph.call.where.result(gradients)
 
 
 class Samples:
@@ -655,7 +655,7 @@ class Samples:
         return self._f(where, self._seen, *args, **kwargs)
 
     def tensors(self, count: int) -> list[Tensor]:
-        """Those tensors of the batch that have a row for each sample."""
+        """The tensors of the batch that have a row for each sample."""
         return [leaf for leaf in _tree.flatten(self._whole)[0] if _has_rows(leaf, count)]
 
     def with_rows(self, rows: Sequence[Tensor], count: int) -> None:
@@ -673,8 +673,8 @@ def _has_rows(leaf: Any, count: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
 
 
-def _losses(ev: Graph) -> Tensor:
-    losses = _arguments.check_output(ev.outputs)
+def _losses(graph: OutputGraph) -> Tensor:
+    losses = _arguments.check_output(graph.outputs)
     if losses.ndim == 0 or losses.numel() != losses.shape[0]:
         raise InputError(
             f"f: returned shape {tuple(losses.shape)}, expected one loss for each sample, (N,): "
@@ -683,27 +683,27 @@ def _losses(ev: Graph) -> Tensor:
     return losses
 
 
-def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:
+def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:
     """Each sample with parameters of its own; None where that is not what the whole batch gives."""
     count = losses.shape[0]
     batch = samples.tensors(count)
     if not batch or not count:
         return None
-    size = chunk or _auto(ev, losses)
+    size = chunk or _auto(graph, losses)
     rows: list[Tensor] = []
     expected = losses.detach().reshape(-1)
     usual = float(expected.abs().median())  # not the mean: beside one that is much larger, the others count too
     try:
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
-            values, found = _chunk(ev, samples, [leaf[part] for leaf in batch], count)
+            values, gradients = _chunk(graph, samples, [leaf[part] for leaf in batch], count)
             if not _reverse.agree(values, expected[part], usual):
                 return None
             if len(values) == count:
-                rows = found
+                rows = gradients
                 break
-            rows = rows or [leaf.new_empty((count, *leaf.shape)) for leaf in ev.leaves]
-            for row, gradient in zip(rows, found, strict=True):
+            rows = rows or [leaf.new_empty((count, *leaf.shape)) for leaf in graph.leaves]
+            for row, gradient in zip(rows, gradients, strict=True):
                 row[part] = gradient
     except Exception as error:  # no batching rule, Python that looks at values, a change in place, the batch's length
         if not is_fault(error):
@@ -715,23 +715,23 @@ def _by_samples(ev: Graph, samples: Samples, losses: Tensor, chunk: int | None) 
         return None
     finally:
         samples.whole()
-    return rows if _rows_add_up(ev, losses, rows) else None
+    return rows if _rows_add_up(graph, losses, rows) else None
 
 
-def _chunk(ev: Graph, samples: Samples, batch: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
+def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
     """Some samples' losses, and the gradients of these."""
     number = len(batch[0])
-    own = [leaf.detach().expand(number, *leaf.shape).requires_grad_() for leaf in ev.leaves]
+    own = [leaf.detach().expand(number, *leaf.shape).requires_grad_() for leaf in graph.leaves]
 
     def one(*given: Tensor) -> Tensor:
         samples.with_rows(given[len(own) :], count)
-        return ev.at(given[: len(own)]).reshape(())
+        return graph.at(given[: len(own)]).reshape(())
 
     [values] = _reverse.batched(one, [*own, *batch])
-    return values.detach(), _reverse.pull(ev, [values], [None], inputs=own)
+    return values.detach(), _reverse.vjp(graph, [values], [None], inputs=own)
 
 
-def _rows_add_up(ev: Graph, losses: Tensor, rows: list[Tensor]) -> bool:
+def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool:
     """Whether the rows of all samples, each counted as if of one size, add up to what the whole batch gives."""
     # In the order of memory: a pass may give rows whose dimensions are turned, and their sum takes thirty times longer.
     orders = [sorted(range(1, row.ndim), key=row.stride, reverse=True) for row in rows]
@@ -739,7 +739,7 @@ def _rows_add_up(ev: Graph, losses: Tensor, rows: list[Tensor]) -> bool:
     wide = torch.promote_types(losses.dtype, torch.float32)
     norms = torch.stack([torch.linalg.vector_norm(line, dim=1, dtype=wide).to(losses.device) for line in lines])
     weights = _weights(torch.linalg.vector_norm(norms, dim=0))
-    total = _reverse.pull(ev, [losses], [weights.to(losses).reshape(losses.shape)], more=True)
+    total = _reverse.vjp(graph, [losses], [weights.to(losses).reshape(losses.shape)], more=True)
     sizes = torch.linalg.vector_norm(norms * weights, dim=1)  # about as large is a sum whose signs are random
     for line, whole, order, size in zip(lines, total, orders, sizes, strict=True):
         own = weights.to(line)
@@ -762,11 +762,11 @@ def _weights(norms: Tensor) -> Tensor:
     return (0.5 + drawn.to(norms)) * usual / norms.clamp(min=usual * torch.finfo(norms.dtype).eps ** 0.5)
 
 
-def _auto(ev: Graph, losses: Tensor) -> int:
+def _auto(graph: OutputGraph, losses: Tensor) -> int:
     """How many samples to take at once: as many as keep their gradients and activations within bounds."""
     largest, count = _nodes.largest_output(_nodes.survey([losses])), losses.shape[0]
-    itemsize = max(leaf.element_size() for leaf in ev.leaves)
+    itemsize = max(leaf.element_size() for leaf in graph.leaves)
     if 8 * largest * itemsize <= _reverse.CHUNK_BYTES:
         return count  # the pass writes the result itself: chunks would be copied into it
-    elements = sum(leaf.numel() for leaf in ev.leaves)
+    elements = sum(leaf.numel() for leaf in graph.leaves)
     return max(1, _reverse.CHUNK_BYTES // max(1, (8 * largest // count + 4 * elements) * itemsize))

@@ -13,7 +13,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _reverse, _settings
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
-from hodiff._core._graph import Graph, Watched, detached, memory_of
+from hodiff._core._graph import OutputGraph, Watched, detached, memory_of
 from hodiff._core._settings import InTime, RandomState, Scope, Undo
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _pushforward
@@ -127,27 +127,27 @@ def derivatives(
     given = {"allow": allow, "args": args, "kwargs": kwargs}
     state = RandomState.of(x.device)
     watch = partial(_settings.on, NoConstants()) if n else nullcontext  # where Taylor mode raises from order 3 on
-    with Watched(call(f, x, passes=n, create_graph=create_graph, **given), watch) as ev:
-        value = _check_shape(_arguments.check_output(ev.outputs), x)
+    with Watched(call(f, x, passes=n, create_graph=create_graph, **given), watch) as graph:
+        value = _check_shape(_arguments.check_output(graph.outputs), x)
         weights = _weights(value) if n and value.numel() > 1 else None
-        found, weighted = [value], [value]
+        orders, weighted = [value], [value]
         for order in range(1, n + 1):
             if weights is not None:  # first, for the last pass of the other chain frees the graph
-                weighted.append(_along(ev, weighted[-1], weights, last=order == n))
-            found += _reverse.pull(ev, found[-1:], [torch.ones_like(value)], differentiated=order < n)
+                weighted.append(_along(graph, weighted[-1], weights, last=order == n))
+            orders += _reverse.vjp(graph, orders[-1:], [torch.ones_like(value)], differentiated=order < n)
     if weights is not None:
 
         def again(weights: Tensor) -> list[Tensor]:
-            with _replayed(state), Graph(call(f, x, passes=n, create_graph=False, **given)) as ev:
-                chain = [ev.outputs]
+            with _replayed(state), OutputGraph(call(f, x, passes=n, create_graph=False, **given)) as graph:
+                chain = [graph.outputs]
                 for order in range(1, n + 1):
-                    chain.append(_along(ev, chain[-1], weights, last=order == n))
+                    chain.append(_along(graph, chain[-1], weights, last=order == n))
             return chain
 
-        _check_elementwise(weighted, found, weights, again)
-    if ev.create_graph:
-        return tuple(found)
-    return ev.value(), *_reverse.finite(ev, [part.detach() for part in found[1:]])
+        _check_elementwise(weighted, orders, weights, again)
+    if graph.create_graph:
+        return tuple(orders)
+    return graph.value(), *_reverse.warned_if_not_finite(graph, [part.detach() for part in orders[1:]])
 
 
 def _replayed(state: RandomState) -> Scope[None]:
@@ -165,11 +165,11 @@ def _weights(like: Tensor) -> Tensor:
     return (1 + torch.rand(like.shape, generator=torch.Generator().manual_seed(0), device="cpu")).to(like)
 
 
-def _along(ev: Graph, below: Tensor, weights: Tensor, *, last: bool) -> Tensor:
+def _along(graph: OutputGraph, below: Tensor, weights: Tensor, *, last: bool) -> Tensor:
     """The order above `below` with weights for ones; the last one is only looked at."""
     if not last:
-        return _reverse.pull(ev, [below], [weights], differentiated=True)[0]
-    return _reverse.peek(ev, below, weights) if below.requires_grad else torch.zeros_like(below)
+        return _reverse.vjp(graph, [below], [weights], differentiated=True)[0]
+    return _reverse.vjp_ahead(graph, below, weights) if below.requires_grad else torch.zeros_like(below)
 
 
 def _check_elementwise(
@@ -181,11 +181,11 @@ def _check_elementwise(
     knows nothing of f, only there: both are polynomials in w. At the first order, J w = w J 1. Where all cancels but
     rounding errors, they differ, too; but along other multiples of w (by `again`) then by something else.
     """
-    for order, (found, ones) in enumerate(zip(weighted, plain, strict=True)):
-        apart = found.detach() - weights**order * ones.detach()
-        scale = max(_largest(found.detach()), _largest(weights**order * ones.detach()))
-        mixed = _largest(apart) > torch.finfo(found.dtype).eps ** 0.5 * scale
-        if mixed and all(_repeats(apart, order, weights, again, factor) for factor in MULTIPLES):
+    for order, (weighted_derivative, ones) in enumerate(zip(weighted, plain, strict=True)):
+        difference = weighted_derivative.detach() - weights**order * ones.detach()
+        scale = max(_largest(weighted_derivative.detach()), _largest(weights**order * ones.detach()))
+        mixed = _largest(difference) > torch.finfo(weighted_derivative.dtype).eps ** 0.5 * scale
+        if mixed and all(_repeats(difference, order, weights, again, factor) for factor in MULTIPLES):
             raise InputError(
                 f"f: is not elementwise: entries of f(x) depend on other entries of x (seen at order {order}), so that "
                 f"no single number is the derivative of an entry. Use hodiff.hessian or hodiff.jacobian, with "
@@ -194,12 +194,12 @@ def _check_elementwise(
 
 
 def _repeats(
-    apart: Tensor, order: int, weights: Tensor, again: Callable[[Tensor], Sequence[Tensor]], factor: float
+    difference: Tensor, order: int, weights: Tensor, again: Callable[[Tensor], Sequence[Tensor]], factor: float
 ) -> bool:
     """Whether what is apart along w and ones is so along multiples of them: rounding errors are not."""
-    found, ones = (again(along * factor)[order].detach() for along in (weights, torch.ones_like(weights)))
-    found = found - weights**order * ones
-    return _largest(found / factor**order - apart) <= 0.05 * _largest(apart)
+    weighted_derivative, ones = (again(along * factor)[order].detach() for along in (weights, torch.ones_like(weights)))
+    weighted_derivative = weighted_derivative - weights**order * ones
+    return _largest(weighted_derivative / factor**order - difference) <= 0.05 * _largest(difference)
 
 
 def _largest(values: Tensor) -> float:
@@ -246,10 +246,10 @@ def _by_jets(
         weights = _weights(x)
         _check_elementwise(again(weights), _orders(series, n), weights, again)
     with _settings.grad_mode(record):
-        found = tuple(part * factor[k] if k else part for k, part in enumerate(_orders(series, n)))
+        orders = tuple(part * factor[k] if k else part for k, part in enumerate(_orders(series, n)))
         if record:
-            return _pushforward.connected(found, [x])
-    return found if _jet.is_jet(x) else detached(found, {memory_of(x)})
+            return _pushforward.connected(orders, [x])
+    return orders if _jet.is_jet(x) else detached(orders, {memory_of(x)})
 
 
 def _orders(series: Series, n: int) -> list[Any]:

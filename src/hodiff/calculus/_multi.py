@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _call, _nodes, _refusals, _reverse, _tree
 from hodiff._core._arguments import is_set
 from hodiff._core._call import call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._nodes import Node
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
@@ -24,7 +24,7 @@ Row = list[Tensor]
 """One loss's gradient by each leaf."""
 
 
-class Options(TypedDict, total=False):
+class MultiGradOptions(TypedDict, total=False):
     """What `multi_grad` takes; for overloads alone."""
 
     shared: Callable[[Any], Any] | None
@@ -39,13 +39,13 @@ def multi_grad(
     where: nn.Module | Selection,
     *,
     return_used: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[MultiGradOptions],
 ) -> list[dict[str, Tensor]]: ...
 
 
 @overload
 def multi_grad(
-    losses: Sequence[What], where: T, *, return_used: Literal[False] = False, **options: Unpack[Options]
+    losses: Sequence[What], where: T, *, return_used: Literal[False] = False, **options: Unpack[MultiGradOptions]
 ) -> list[T]: ...
 
 
@@ -55,30 +55,30 @@ def multi_grad(
     where: nn.Module | Selection,
     *,
     return_used: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[MultiGradOptions],
 ) -> dict[K, dict[str, Tensor]]: ...
 
 
 @overload
 def multi_grad(
-    losses: Mapping[K, What], where: T, *, return_used: Literal[False] = False, **options: Unpack[Options]
+    losses: Mapping[K, What], where: T, *, return_used: Literal[False] = False, **options: Unpack[MultiGradOptions]
 ) -> dict[K, T]: ...
 
 
 @overload
 def multi_grad(
-    losses: Sequence[What], where: Any, *, return_used: Literal[True], **options: Unpack[Options]
+    losses: Sequence[What], where: Any, *, return_used: Literal[True], **options: Unpack[MultiGradOptions]
 ) -> tuple[list[Any], list[Any]]: ...
 
 
 @overload
 def multi_grad(
-    losses: Mapping[K, What], where: Any, *, return_used: Literal[True], **options: Unpack[Options]
+    losses: Mapping[K, What], where: Any, *, return_used: Literal[True], **options: Unpack[MultiGradOptions]
 ) -> tuple[dict[K, Any], dict[K, Any]]: ...
 
 
 @overload
-def multi_grad(losses: Any, where: Any, *, return_used: bool, **options: Unpack[Options]) -> Any: ...
+def multi_grad(losses: Any, where: Any, *, return_used: bool, **options: Unpack[MultiGradOptions]) -> Any: ...
 
 
 def multi_grad(
@@ -166,7 +166,7 @@ def multi_grad(
     else:
         rows = _with_shared(named, point, shared, options)
     like = lambda values: dict(zip(names, values, strict=True)) if isinstance(losses, Mapping) else values  # noqa: E731
-    gradients = like([point.result(_reverse.own(row)) for row in rows])
+    gradients = like([point.result(_reverse.unaliased(row)) for row in rows])
     if not return_used:
         return gradients
     return gradients, like([point.result([name not in missing for name in point.names]) for missing in options.unused])
@@ -185,19 +185,19 @@ class _Options(NamedTuple):
         """`strict=` for all losses at once, whose rule is for each by itself."""
         return False if self.strict is False else None
 
-    def look(self, ev: Graph, losses: Mapping[Any, Tensor]) -> None:
+    def look(self, graph: OutputGraph, losses: Mapping[Any, Tensor]) -> None:
         """At what each loss does not depend on, before any pass: where that is wanted, or no pass will tell."""
-        if self.strict or self.noting or (ev.create_graph and self.strict is None and len(losses) > 1):
+        if self.strict or self.noting or (graph.create_graph and self.strict is None and len(losses) > 1):
             for name, loss in losses.items():
-                self.found(ev.unreached([loss]), name, len(ev.leaves))
+                self.note_missing(graph.unreached([loss]), name, len(graph.leaves))
 
-    def filled(self, ev: Graph, row: Sequence[Tensor | None], loss: Tensor, name: Any) -> Row:
+    def filled(self, graph: OutputGraph, row: Sequence[Tensor | None], loss: Tensor, name: Any) -> Row:
         """Zeros for what a pass did not reach; where that is all of it, a look at whether the loss leads there."""
         if self.strict is None and not self.noting and all(part is None for part in row):
-            self.found(ev.unreached([loss]), name, len(row))
-        return _reverse.filled(row, ev.leaves)
+            self.note_missing(graph.unreached([loss]), name, len(row))
+        return _reverse.densified(row, graph.leaves)
 
-    def found(self, missing: list[str], name: Any, count: int) -> None:
+    def note_missing(self, missing: list[str], name: Any, count: int) -> None:
         """Note which of so many leaves are missing in a loss, and raise where they may not be."""
         self.unused.append(missing)
         strict = "" if self.strict is None else "strict=True: "
@@ -242,19 +242,22 @@ def _scalar(loss: Any, name: Any) -> Tensor:
 
 def _of_tensors(losses: dict[Any, Any], point: Where, options: _Options, release: bool) -> list[Row]:
     given = list(losses.values())
-    graph = options.create_graph
+    create_graph = options.create_graph
     strict = options.together
-    with Graph(call(given, point, passes=1, create_graph=graph, strict=strict)) as ev:
+    with OutputGraph(call(given, point, passes=1, create_graph=create_graph, strict=strict)) as graph:
         scalars = {name: _scalar(loss, name) for name, loss in losses.items()}
-        options.look(ev, scalars)
-        return (_released if release else _whole)(ev, scalars, options)
+        options.look(graph, scalars)
+        return (_released if release else _whole)(graph, scalars, options)
 
 
-def _whole(ev: Graph, losses: Mapping[Any, Tensor], options: _Options) -> list[Row]:
+def _whole(graph: OutputGraph, losses: Mapping[Any, Tensor], options: _Options) -> list[Row]:
     """One pass from each loss to the leaves, over a graph that stays."""
-    if ev.create_graph:
-        return [_reverse.pull(ev, [loss], [None]) for loss in losses.values()]
-    return [options.filled(ev, _bare(ev, [loss], ev.leaves, None, keep=True), loss, n) for n, loss in losses.items()]
+    if graph.create_graph:
+        return [_reverse.vjp(graph, [loss], [None]) for loss in losses.values()]
+    return [
+        options.filled(graph, _bare(graph, [loss], graph.leaves, None, keep=True), loss, n)
+        for n, loss in losses.items()
+    ]
 
 
 class _Turn(NamedTuple):
@@ -285,7 +288,7 @@ def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
     return [turn(index) for index in order]
 
 
-def _released(ev: Graph, named: Mapping[Any, Tensor], options: _Options) -> list[Row]:
+def _released(graph: OutputGraph, named: Mapping[Any, Tensor], options: _Options) -> list[Row]:
     """One pass per loss; after each, what no later one needs is released."""
     from hodiff.graph import _saved
 
@@ -294,8 +297,8 @@ def _released(ev: Graph, named: Mapping[Any, Tensor], options: _Options) -> list
         turns = _turns(losses)
     rows: dict[int, Row] = {}
     for turn in turns:
-        found = _bare(ev, [losses[turn.number]], ev.leaves, None, keep=not turn.alone)
-        rows[turn.number] = options.filled(ev, found, losses[turn.number], names[turn.number])
+        gradients = _bare(graph, [losses[turn.number]], graph.leaves, None, keep=not turn.alone)
+        rows[turn.number] = options.filled(graph, gradients, losses[turn.number], names[turn.number])
         with _saved.without_modes():
             for node in turn.nodes:
                 _saved.release(node)
@@ -307,10 +310,12 @@ def _released(ev: Graph, named: Mapping[Any, Tensor], options: _Options) -> list
 
 def _of_function(function: Callable[[Any], Any], point: Where, options: _Options) -> Row:
     """One function's gradient; its graph is gone when the next begins."""
-    with Graph(call(function, point, passes=1, create_graph=options.create_graph, strict=options.strict)) as ev:
+    with OutputGraph(
+        call(function, point, passes=1, create_graph=options.create_graph, strict=options.strict)
+    ) as graph:
         if options.noting:
-            options.unused.append(ev.unreached(ev.tensors()))
-        return _reverse.gradient(ev)
+            options.unused.append(graph.unreached(graph.tensors()))
+        return _reverse.gradient(graph)
 
 
 def _together(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
@@ -320,10 +325,10 @@ def _together(functions: dict[Any, Any], point: Where, shared: Callable[[Any], A
         trunk = shared(argument)
         return [_scalar(function(argument, trunk), name) for name, function in functions.items()]
 
-    with Graph(call(losses, point, passes=1, create_graph=True, strict=options.together)) as ev:
-        named = dict(zip(functions, ev.outputs, strict=True))
-        options.look(ev, named)
-        return _whole(ev, named, options)
+    with OutputGraph(call(losses, point, passes=1, create_graph=True, strict=options.together)) as graph:
+        named = dict(zip(functions, graph.outputs, strict=True))
+        options.look(graph, named)
+        return _whole(graph, named, options)
 
 
 class _Head(NamedTuple):
@@ -335,38 +340,40 @@ class _Head(NamedTuple):
 
 def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
     """The trunk once; then one head at a time on its detached value, and the trunk's pass for each."""
-    with Graph(call(shared, point, passes=1, create_graph=False, strict=options.together)) as ev:
-        trunk = ev.tensors()
-        _, _, tree = _tree.flatten(ev.outputs)
-        argument = point.argument(ev.leaves)
+    with OutputGraph(call(shared, point, passes=1, create_graph=False, strict=options.together)) as graph:
+        trunk = graph.tensors()
+        _, _, tree = _tree.flatten(graph.outputs)
+        argument = point.argument(graph.leaves)
         heads = []
         for name, function in functions.items():
             cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in trunk]
             loss = _scalar(function(argument, _tree.rebuild(tree, iter(cut))), name)
-            ev.unreached([loss], cut)  # which raises where it uses what it was not given
-            heads.append(_head(ev, loss, cut))
+            graph.unreached([loss], cut)  # which raises where it uses what it was not given
+            heads.append(_head(graph, loss, cut))
             del loss  # and its graph, before the next one is made
         rows = []
         for name, head in zip(functions, heads, strict=True):
-            below = _through(ev, trunk, head.by_trunk, keep=head is not heads[-1])
+            below = _through(graph, trunk, head.by_trunk, keep=head is not heads[-1])
             row = [_sum(a, b) for a, b in zip(head.by_leaves, below, strict=True)]
-            options.found([n for n, part in zip(point.names, row, strict=True) if part is None], name, len(row))
-            rows.append(_reverse.filled(row, ev.leaves))
+            options.note_missing([n for n, part in zip(point.names, row, strict=True) if part is None], name, len(row))
+            rows.append(_reverse.densified(row, graph.leaves))
         return rows
 
 
-def _head(ev: Graph, loss: Tensor, cut: list[Tensor]) -> _Head:
-    count = len(ev.leaves)
-    found = _bare(ev, [loss], [*ev.leaves, *(tensor for tensor in cut if tensor.requires_grad)], None, keep=False)
-    by_live = iter(found[count:])
-    return _Head(found[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut])
+def _head(graph: OutputGraph, loss: Tensor, cut: list[Tensor]) -> _Head:
+    count = len(graph.leaves)
+    gradients = _bare(
+        graph, [loss], [*graph.leaves, *(tensor for tensor in cut if tensor.requires_grad)], None, keep=False
+    )
+    by_live = iter(gradients[count:])
+    return _Head(gradients[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut])
 
 
 def _through(
-    ev: Graph, trunk: list[Tensor], by_trunk: Sequence[Tensor | None], *, keep: bool
+    graph: OutputGraph, trunk: list[Tensor], by_trunk: Sequence[Tensor | None], *, keep: bool
 ) -> Sequence[Tensor | None]:
     pairs = [(output, by) for output, by in zip(trunk, by_trunk, strict=True) if by is not None]
-    return _bare(ev, [output for output, _ in pairs], ev.leaves, [by for _, by in pairs], keep=keep)
+    return _bare(graph, [output for output, _ in pairs], graph.leaves, [by for _, by in pairs], keep=keep)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -376,10 +383,10 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _bare(
-    ev: Graph, outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor] | None, *, keep: bool
+    graph: OutputGraph, outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor] | None, *, keep: bool
 ) -> Sequence[Tensor | None]:
     """One pass of the engine; nothing from outputs that carry no graph."""
     if not any(output.requires_grad for output in outputs):
         return [None] * len(inputs)
     ones = cotangents or [torch.ones_like(output) for output in outputs]
-    return _reverse.between(outputs, inputs, ones, keep=keep, recorded=ev.recorded)
+    return _reverse.vjp_between(outputs, inputs, ones, keep=keep, recorded=graph.recorded)

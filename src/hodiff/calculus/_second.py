@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _independence, _reverse
-from hodiff._core._arguments import Allowed, ChunkedBatched, ChunkSize, is_set
+from hodiff._core._arguments import Allowed, ChunkedBatchedOptions, ChunkSize, is_set
 from hodiff._core._call import call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
 
 V = TypeVar("V")
@@ -89,7 +89,7 @@ def hvp(
     given = where.space().parse(v)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with Graph(
+    with OutputGraph(
         call(
             f,
             where,
@@ -101,17 +101,17 @@ def hvp(
             args=args,
             kwargs=kwargs,
         )
-    ) as ev:
-        gradient = _reverse.gradient(ev, differentiated=True)
-        return given.like(_reverse.products(ev, gradient, given.parts, given.number, chunk_size=chunk))
+    ) as graph:
+        gradient = _reverse.gradient(graph, differentiated=True)
+        return given.like(_reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk))
 
 
 @overload
-def hessian_diagonal(f: What, x: nn.Module | Selection, **options: Unpack[ChunkedBatched]) -> ByName: ...
+def hessian_diagonal(f: What, x: nn.Module | Selection, **options: Unpack[ChunkedBatchedOptions]) -> ByName: ...
 
 
 @overload
-def hessian_diagonal(f: What, x: V, **options: Unpack[ChunkedBatched]) -> V: ...
+def hessian_diagonal(f: What, x: V, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
 
 
 def hessian_diagonal(
@@ -161,7 +161,7 @@ def hessian_diagonal(
     chunk = _arguments.check_chunk_size(chunk_size)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with Graph(
+    with OutputGraph(
         call(
             f,
             x,
@@ -173,22 +173,22 @@ def hessian_diagonal(
             args=args,
             kwargs=kwargs,
         )
-    ) as ev:
-        gradient = _reverse.gradient(ev, differentiated=True)
-        pairs = list(zip(gradient, ev.leaves, strict=True))
+    ) as graph:
+        gradient = _reverse.gradient(graph, differentiated=True)
+        pairs = list(zip(gradient, graph.leaves, strict=True))
         diagonals = [
-            _diagonal(ev, part, leaf, chunk, more=index < len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
+            _diagonal(graph, part, leaf, chunk, more=index < len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
         ]
-    return ev.call.where.result(diagonals)
+    return graph.call.where.result(diagonals)
 
 
-def _diagonal(ev: Graph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, more: bool) -> Tensor:
+def _diagonal(graph: OutputGraph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, more: bool) -> Tensor:
     """The diagonal of one leaf's block, keeping of each chunk of rows only the entries wanted."""
-    count, units = _reverse.basis(gradient, ev.call.batch_ndim)
-    samples = leaf.shape[: ev.call.batch_ndim].numel()
+    count, units = _reverse.basis(gradient, graph.call.batch_ndim)
+    samples = leaf.shape[: graph.call.batch_ndim].numel()
     kept = []
-    for start, stop, (rows,) in _reverse.pull_many(
-        ev, [gradient], units, count, chunk_size=chunk, more=more, inputs=[leaf]
+    for start, stop, (rows,) in _reverse.vjps(
+        graph, [gradient], units, count, chunk_size=chunk, more=more, inputs=[leaf]
     ):
         entries = rows.reshape(stop - start, samples, count)[:, :, start:stop]
         kept.append(entries.diagonal(dim1=0, dim2=2).clone())  # (samples, stop - start); the rows may go
@@ -199,11 +199,13 @@ def _diagonal(ev: Graph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, m
 
 
 @overload
-def cross_hvp(f: What, x: nn.Module | Selection, y: Any, v: Any, **options: Unpack[ChunkedBatched]) -> ByName: ...
+def cross_hvp(
+    f: What, x: nn.Module | Selection, y: Any, v: Any, **options: Unpack[ChunkedBatchedOptions]
+) -> ByName: ...
 
 
 @overload
-def cross_hvp(f: What, x: V, y: Any, v: Any, **options: Unpack[ChunkedBatched]) -> V: ...
+def cross_hvp(f: What, x: V, y: Any, v: Any, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
 
 
 def cross_hvp(
@@ -271,7 +273,7 @@ def cross_hvp(
     given = second.space().parse(v)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with Graph(
+    with OutputGraph(
         call(
             f,
             Where.joined(first, second),
@@ -282,13 +284,15 @@ def cross_hvp(
             allow=allow,
             args=args,
             kwargs=kwargs,
-            spread=True,
+            unpack_point=True,
         )
-    ) as ev:
-        split, output = len(first.tensors), ev.scalars()
-        gradient = _reverse.pull(ev, [output], [torch.ones_like(output)], differentiated=True, inputs=ev.leaves[split:])
-        inputs = ev.leaves[:split]
-        products = _reverse.products(ev, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs)
+    ) as graph:
+        split, output = len(first.tensors), graph.scalars()
+        gradient = _reverse.vjp(
+            graph, [output], [torch.ones_like(output)], differentiated=True, inputs=graph.leaves[split:]
+        )
+        inputs = graph.leaves[:split]
+        products = _reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs)
         return given.arranged(products, first.tree())
 
 
@@ -308,43 +312,45 @@ WAY_OUT = (
 
 
 @overload
-def hessian(f: What, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]) -> Tensor: ...
-
-
-@overload
-def hessian(f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]) -> Tensor: ...
+def hessian(f: What, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]) -> Tensor: ...
 
 
 @overload
 def hessian(
-    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+) -> Tensor: ...
+
+
+@overload
+def hessian(
+    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> Blocks: ...
 
 
 @overload
 def hessian(
-    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> list[list[Tensor]]: ...
 
 
 @overload
 def hessian(
-    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> dict[K, dict[K, Tensor]]: ...
 
 
 @overload
 def hessian(
-    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Pair, Pair]: ...
 
 
 @overload
-def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[ChunkedBatched]) -> Tensor: ...
+def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[ChunkedBatchedOptions]) -> Tensor: ...
 
 
 @overload
-def hessian(f: What, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatched]) -> Any: ...
+def hessian(f: What, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]) -> Any: ...
 
 
 def hessian(
@@ -415,49 +421,49 @@ def hessian(
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: nn.Module | Selection, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]
+    f: What, x: nn.Module | Selection, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, ByName, Tensor]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: V, *, matrix: Literal[True], **options: Unpack[ChunkedBatched]
+    f: What, x: V, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, V, Tensor]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, ByName, Blocks]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, dict[K, Tensor], dict[K, dict[K, Tensor]]]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatched]
+    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, Pair, tuple[Pair, Pair]]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatched]
+    f: What, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]
 ) -> tuple[Tensor, Any, Any]: ...
 
 
@@ -517,7 +523,7 @@ def value_grad_and_hessian(
     _reverse.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with Graph(
+    with OutputGraph(
         call(
             f,
             where,
@@ -529,35 +535,35 @@ def value_grad_and_hessian(
             args=args,
             kwargs=kwargs,
         )
-    ) as ev:
-        gradient = _reverse.gradient(ev, differentiated=True)
-        table = _reverse.blocks(ev, gradient, chunk_size=chunk)
-        gradient = _reverse.own(gradient if ev.create_graph else [part.detach() for part in gradient])
+    ) as graph:
+        gradient = _reverse.gradient(graph, differentiated=True)
+        table = _reverse.blocks(graph, gradient, chunk_size=chunk)
+        gradient = _reverse.unaliased(gradient if graph.create_graph else [part.detach() for part in gradient])
     if is_set(matrix, "matrix"):
         second = _reverse.matrix(table, where.tensors, where.tensors, batch_ndim)
     else:
         second = where.result([where.result(row) for row in table])
-    return ev.value(), where.result(gradient), second
+    return graph.value(), where.result(gradient), second
 
 
 @overload
-def cross_hessian(f: What, x: Tensor, y: nn.Module | Selection, **options: Unpack[ChunkedBatched]) -> ByName: ...
+def cross_hessian(f: What, x: Tensor, y: nn.Module | Selection, **options: Unpack[ChunkedBatchedOptions]) -> ByName: ...
 
 
 @overload
-def cross_hessian(f: What, x: nn.Module | Selection, y: Tensor, **options: Unpack[ChunkedBatched]) -> ByName: ...
+def cross_hessian(f: What, x: nn.Module | Selection, y: Tensor, **options: Unpack[ChunkedBatchedOptions]) -> ByName: ...
 
 
 @overload
-def cross_hessian(f: What, x: Tensor, y: V, **options: Unpack[ChunkedBatched]) -> V: ...
+def cross_hessian(f: What, x: Tensor, y: V, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
 
 
 @overload
-def cross_hessian(f: What, x: V, y: Tensor, **options: Unpack[ChunkedBatched]) -> V: ...
+def cross_hessian(f: What, x: V, y: Tensor, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
 
 
 @overload
-def cross_hessian(f: What, x: Any, y: Any, **options: Unpack[ChunkedBatched]) -> Any: ...
+def cross_hessian(f: What, x: Any, y: Any, **options: Unpack[ChunkedBatchedOptions]) -> Any: ...
 
 
 def cross_hessian(
@@ -615,7 +621,7 @@ def cross_hessian(
     _reverse.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with Graph(
+    with OutputGraph(
         call(
             f,
             Where.joined(first, second),
@@ -626,16 +632,16 @@ def cross_hessian(
             allow=allow,
             args=args,
             kwargs=kwargs,
-            spread=True,
+            unpack_point=True,
         )
-    ) as ev:
+    ) as graph:
         split = len(first.tensors)
-        xs, ys = ev.leaves[:split], ev.leaves[split:]
-        output = ev.scalars()
+        xs, ys = graph.leaves[:split], graph.leaves[split:]
+        output = graph.scalars()
         swapped = sum(leaf.numel() for leaf in ys) < sum(leaf.numel() for leaf in xs)
         rows, columns = (ys, xs) if swapped else (xs, ys)
-        gradient = _reverse.pull(ev, [output], [None], differentiated=True, inputs=rows)
-        table = _reverse.blocks(ev, gradient, chunk_size=chunk, inputs=columns)
+        gradient = _reverse.vjp(graph, [output], [None], differentiated=True, inputs=rows)
+        table = _reverse.blocks(graph, gradient, chunk_size=chunk, inputs=columns)
     if swapped:
         table = [[_transposed(table[j][i], ys[j], batch_ndim) for j in range(len(ys))] for i in range(len(xs))]
     return first.result([second.result(row) for row in table])

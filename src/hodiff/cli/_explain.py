@@ -72,7 +72,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:
     """At the end, on stderr: which graphs grew, and what holds them."""
-    said = _growth.report(growth.found(ended=ended))
+    said = _growth.report(growth.growing(ended=ended))
     if said:
         sys.stdout.flush()
         print(f"\n{said}", end="", file=sys.stderr)
@@ -158,15 +158,15 @@ def seen(codes: Sequence[CodeType]) -> list[int]:
 
 def clean(error: BaseException) -> None:
     """Give an exception, and all that it carries, the traceback that it has without a watch."""
-    stack, found = [error], {id(error)}
+    stack, seen = [error], {id(error)}
     error.__traceback__ = _without_command(error.__traceback__)
     while stack:
         each = stack.pop()
         each.__traceback__ = _without_watch(each.__traceback__)
         more = [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
         for other in more:
-            if other is not None and id(other) not in found:
-                found.add(id(other))
+            if other is not None and id(other) not in seen:
+                seen.add(id(other))
                 stack.append(other)
 
 
@@ -225,11 +225,11 @@ class Warnings:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    found = []
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _known(given: FrameType, right: FrameType, message: Warning | str, category: type[Warning]) -> bool:

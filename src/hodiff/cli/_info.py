@@ -70,11 +70,11 @@ def _swept(sweep: Sweep) -> str:
 
 def devices() -> list[str]:
     """The devices that PyTorch can use here."""
-    found = [f"cpu ({torch.backends.cpu.get_cpu_capability()})"]
-    found += [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())]
+    described = [f"cpu ({torch.backends.cpu.get_cpu_capability()})"]
+    described += [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
-        found.append("mps")
-    return found
+        described.append("mps")
+    return described
 
 
 def extras() -> dict[str, str]:
@@ -85,9 +85,9 @@ def extras() -> dict[str, str]:
         return {}
     needed: dict[str, list[str]] = {}
     for requirement in requirements:
-        found = _REQUIREMENT.match(requirement)
-        if found and found["name"] != "hodiff":  # an extra may be made of others
-            needed.setdefault(found["extra"], []).append(found["name"])
+        match = _REQUIREMENT.match(requirement)
+        if match and match["name"] != "hodiff":  # an extra may be made of others
+            needed.setdefault(match["extra"], []).append(match["name"])
     return {extra: _state(names) for extra, names in sorted(needed.items())}
 
 
@@ -136,13 +136,13 @@ class Sweep(NamedTuple):
 def published(release: str) -> Sweep:
     """The sweep of a release, or of the nearest one that was published; of two, the newer."""
     text = resources.files("hodiff.cli").joinpath("operations.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    nearest = min(found, key=lambda name: (abs(_number(name) - _number(release)), -_number(name)))
-    return Sweep(nearest, **found[nearest])
+    values: dict[str, dict[str, Any]] = json.loads(text)
+    nearest = min(values, key=lambda name: (abs(_number(name) - _number(release)), -_number(name)))
+    return Sweep(nearest, **values[nearest])
 
 
 def _number(release: str) -> int:
-    """2.13.1 as 21301."""
+    """A version as one number: 2.13.1 as 21301."""
     major, minor, patch = [*map(int, re.findall(r"\d+", release.partition("+")[0])), 0, 0][:3]
     return 10_000 * major + 100 * minor + patch
 
@@ -210,19 +210,19 @@ def here(spot: Spot) -> str:
             plain = _by_hand(loss, spot.point, v, spot.order)
     except RuntimeError:  # of PyTorch's own, which says something at least
         return "right"
-    apart = float((ours - plain).abs().max() / ours.abs().max())
-    return "right" if apart < 1e-7 else "wrong in plain PyTorch"
+    error = float((ours - plain).abs().max() / ours.abs().max())
+    return "right" if error < 1e-7 else "wrong in plain PyTorch"
 
 
 def _by_hand(loss: Callable[[Tensor], Tensor], point: Tensor, v: Tensor, order: int) -> Tensor:
-    """The same by `autograd.grad` again and again."""
+    """The derivative by `autograd.grad` again and again."""
     leaf = point.clone().requires_grad_()
-    value, found = loss(leaf), leaf
+    value, derivative = loss(leaf), leaf
     for number in range(order):
         (gradient,) = _versions.public([value], [leaf], [None], keep=True, build=number < order - 1)
-        found = torch.zeros_like(leaf) if gradient is None else gradient
-        value = (found * v).sum()
-    return found
+        derivative = torch.zeros_like(leaf) if gradient is None else gradient
+        value = (derivative * v).sum()
+    return derivative
 
 
 def expected(spot: Spot, sweep: Sweep) -> str:
@@ -247,17 +247,17 @@ def lines(sweep: Sweep) -> Iterator[str]:
     yield ""
     yield "operations with a wrong derivative in plain PyTorch, without a word (hodiff is right, or refuses):"
     routes: dict[str, list[str]] = {}
-    for name, found in sorted(sweep.wrong.items()):
-        for route in found:
+    for name, result in sorted(sweep.wrong.items()):
+        for route in result:
             routes.setdefault(route, []).append(name)
     for route, names in sorted(routes.items()):
         yield from _wrapped(route, ", ".join(names))
 
 
-def _grouped(found: dict[str, tuple[str, str]]) -> Iterator[str]:
+def _grouped(values: dict[str, tuple[str, str]]) -> Iterator[str]:
     """Each reason once, with the operations that it is about."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for name, reason in sorted(found.items()):
+    for name, reason in sorted(values.items()):
         reasons.setdefault(reason, []).append(name)
     for (head, why), names in sorted(reasons.items()):
         yield from _wrapped(head, f"{', '.join(names)}: {why}")
@@ -271,6 +271,6 @@ def spot_checks(sweep: Sweep) -> tuple[int, list[str]]:
     """How many operations were tried here, and those that do otherwise than published."""
     tried = [(spot, here(spot), expected(spot, sweep)) for spot in spots()]
     others = [
-        f"{spot.name}, order {spot.order}: {found} (published: {was})" for spot, found, was in tried if found != was
+        f"{spot.name}, order {spot.order}: {result} (published: {was})" for spot, result, was in tried if result != was
     ]
     return len(tried), others

@@ -17,7 +17,7 @@ from hodiff._core._vectors import Parts
 from hodiff.curvature import _records
 from hodiff.curvature._graph_cache import G, GraphCache
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator
-from hodiff.curvature._process_group import Shares
+from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._products import accumulate, say_detached
 from hodiff.errors import GraphError
 
@@ -72,7 +72,7 @@ class Cost:
 ChunkSize = int | Literal["auto"]
 
 
-class Evaluation(Generic[G]):
+class CurrentGraphs(Generic[G]):
     """Where an operator and its blocks find the graphs of the evaluation at hand."""
 
     def __init__(self, graphs: GraphCache[G, Any]) -> None:
@@ -87,7 +87,7 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def __init__(self, graphs: GraphCache[G, Any], chunk_size: ChunkSize) -> None:
         super().__init__()
-        self._evaluation = Evaluation(graphs)
+        self._evaluation = CurrentGraphs(graphs)
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
         self._space = graphs.where.space().side()
@@ -102,8 +102,8 @@ class DataOperator(LinearOperator, Generic[G]):
         return self._graphs.live
 
     @property
-    def _shares(self) -> Shares | None:
-        return self._graphs.shares
+    def _group_sum(self) -> ProcessGroupSum | None:
+        return self._graphs.group_sum
 
     @property
     def _graphs(self) -> GraphCache[G, Any]:
@@ -194,13 +194,13 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def _chunk(self, count: int) -> int:
         graphs = self._graphs
-        if self._shares is not None:
+        if self._group_sum is not None:
             graphs.evaluate()  # all ranks must take as many, which they agree about there
         inner = self._inner_chunk()
         first = graphs.first
         if first is not None and first.everywhere.complete:
             return inner
-        agreed = None if first is None or self._shares is None else int(first.everywhere.free_bytes)
+        agreed = None if first is None or self._group_sum is None else int(first.everywhere.free_bytes)
         free = _memory.free_bytes(self.device) if agreed is None else agreed
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
         one = 3 * (self._domain.size + self._range.size) * self._domain.dtype.itemsize
@@ -241,12 +241,12 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
         for made in graphs:
             graph = made()
             with graph.ready():
-                found = self._apply(graph, parts, count, chunk)
+                products = self._apply(graph, parts, count, chunk)
             # An expanded result cannot be added to.
-            total = accumulate(total, found) if total else [part.contiguous() for part in found]
+            total = accumulate(total, products) if total else [part.contiguous() for part in products]
             del graph  # before the next is built
-        if self._shares is not None:
-            return self._over_all(self._shares, total, parts, count, graphs.weight)
+        if self._group_sum is not None:
+            return self._over_all(self._group_sum, total, parts, count, graphs.weight)
         factor = 1 / graphs.weight
         if factor != 1:
             for part in total:
@@ -256,12 +256,14 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
             for part, given in zip(total, parts, strict=True)
         ]
 
-    def _over_all(self, shares: Shares, total: Parts, parts: Parts, count: int | None, weight: float) -> Parts:
+    def _over_all(
+        self, group_sum: ProcessGroupSum, total: Parts, parts: Parts, count: int | None, weight: float
+    ) -> Parts:
         """The mean over the batches of all processes, from the sum over those of this one."""
         own = total or [torch.zeros_like(part) for part in parts]
-        digest, factor = shares.digest(parts, count), 1 / weight
-        found, _ = shares.sum("multiplies", own, who=self._names(), count=count, digest=digest)
-        return [(part * factor).to(given.dtype) for part, given in zip(found, parts, strict=True)]
+        digest, factor = group_sum.digest(parts, count), 1 / weight
+        products, _ = group_sum.sum("multiplies", own, who=self._names(), count=count, digest=digest)
+        return [(part * factor).to(given.dtype) for part, given in zip(products, parts, strict=True)]
 
     def _names(self) -> Sequence[str]:
         """The leaves that this is a block of."""

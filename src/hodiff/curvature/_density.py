@@ -17,8 +17,8 @@ from hodiff.curvature._krylov import without
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     Callback,
+    EstimatorProgress,
     RandomVectors,
-    Watch,
     check_detached,
     check_finite,
     check_rtol,
@@ -114,21 +114,21 @@ def spectral_density(
     _arguments.check_integer(points, "points", least=2)
     _check_width(width)
 
-    def record(found: Rules, spent: int) -> DensityRecord:
-        low, high = extent(found)
+    def record(quadrature: GaussRules, spent: int) -> DensityRecord:
+        low, high = extent(quadrature)
         # A spectrum of one value has no extent, but for rounding; its own size is then the unit.
         largest = max(abs(low), abs(high))
         sigma = width or (high - low if high - low > 1e-6 * largest else largest) / 50 or 1.0
         grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=torch.float64, device="cpu")
-        exact = found.exact
+        exact = quadrature.exact
         empty = torch.empty(0, device="cpu")
-        bare = DensityRecord(empty, None, grid, found.nodes, found.weights, sigma, exact, spent)
+        bare = DensityRecord(empty, None, grid, quadrature.nodes, quadrature.weights, sigma, exact, spent)
         value, error = bare.at(grid, sigma)
         return dataclasses.replace(bare, value=value, stderr=error)
 
-    with Watch("spectral_density", operator, drawn.number * steps, callback, progress) as watch:
+    with EstimatorProgress("spectral_density", operator, drawn.number * steps, callback, progress) as watch:
 
-        def look(so_far: Rules) -> bool:
+        def look(so_far: GaussRules) -> bool:
             watch(lambda spent: record(so_far, spent))
             return False
 
@@ -211,28 +211,28 @@ def logdet(
     size, dtype = operator.shape[0], sum_dtype(operator.dtype)
     eps = torch.finfo(operator.dtype).eps
 
-    def estimate(found: Rules) -> tuple[Tensor, Tensor | None, Tensor]:
+    def estimate(quadrature: GaussRules) -> tuple[Tensor, Tensor | None, Tensor]:
         """Value, standard error over vectors, and the error of their rules."""
-        logs, error = found.means(lambda nodes, weights: _logs(nodes, weights, shift, eps) * size)
-        spread = torch.zeros((), dtype=torch.float64, device="cpu") if found.exact else standard_error(logs)
+        logs, error = quadrature.means(lambda nodes, weights: _logs(nodes, weights, shift, eps) * size)
+        spread = torch.zeros((), dtype=torch.float64, device="cpu") if quadrature.exact else standard_error(logs)
         return logs.mean(), spread, error
 
-    def record(found: Rules, asked: float | None, spent: int) -> TraceRecord:
-        value, spread, rest = estimate(found)
+    def record(quadrature: GaussRules, rtol_asked: float | None, spent: int) -> TraceRecord:
+        value, spread, rest = estimate(quadrature)
         error = None if spread is None else torch.hypot(spread, rest)
-        converged = reached(value, error, asked)
+        converged = reached(value, error, rtol_asked)
         return TraceRecord(value.to(dtype), None if error is None else error.to(dtype), converged, spent)
 
-    with Watch("logdet", operator, drawn.number * steps, callback, progress) as watch:
+    with EstimatorProgress("logdet", operator, drawn.number * steps, callback, progress) as watch:
 
-        def look(so_far: Rules) -> bool:
+        def look(so_far: GaussRules) -> bool:
             watch(lambda spent: record(so_far, None, spent))
             return rtol is not None and len(so_far.nodes) > 1 and bool(record(so_far, rtol, 0).converged)
 
         exact = not drawn.given and drawn.number * steps >= size
-        found = exact_rules(operator) if exact else rules(operator, drawn, steps, "logdet", look)
-        value, spread, rest = estimate(found)
-        made = record(found, rtol, watch.spent)
+        quadrature = exact_rules(operator) if exact else rules(operator, drawn, steps, "logdet", look)
+        value, spread, rest = estimate(quadrature)
+        made = record(quadrature, rtol, watch.spent)
         allowed = 1e-2 * value.abs() if spread is None else spread.clamp_min(1e2 * eps * float(value.abs()))
         if rest > allowed:
             warn_not_converged(
@@ -261,9 +261,9 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(1)
 
 
-def extent(found: Rules) -> tuple[float, float]:
+def extent(quadrature: GaussRules) -> tuple[float, float]:
     """The outermost nodes that have a weight."""
-    seen = found.nodes[found.weights > 1e-14]
+    seen = quadrature.nodes[quadrature.weights > 1e-14]
     return float(seen.min()), float(seen.max())
 
 
@@ -281,7 +281,7 @@ BASIS_BYTES = 256 * 2**20
 """What the bases of the random vectors that are advanced together may hold."""
 
 
-class Rules(NamedTuple):
+class GaussRules(NamedTuple):
     """One Gauss rule for each random vector: nodes and weights `(K, steps)`, in double precision on the CPU.
 
     Weights are of the mean over eigenvalues: they add up to 1 in expectation. `coarser` are the rules of half and of a
@@ -314,50 +314,52 @@ class Rules(NamedTuple):
         return fine, torch.tensor(last * ratio / (1 - ratio), dtype=torch.float64, device="cpu")
 
 
-def exact_rules(operator: LinearOperator) -> Rules:
+def exact_rules(operator: LinearOperator) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
     matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
     unit = float(matrix.abs().max()) or 1.0
     values = torch.linalg.eigvalsh((matrix + matrix.T) / (2 * unit))[None] * unit
-    return Rules(values, torch.full_like(values, 1 / len(matrix)), torch.ones(1, dtype=torch.bool, device="cpu"), ())
+    return GaussRules(
+        values, torch.full_like(values, 1 / len(matrix)), torch.ones(1, dtype=torch.bool, device="cpu"), ()
+    )
 
 
 def rules(
-    operator: LinearOperator, drawn: RandomVectors, steps: int, name: str, look: Callable[[Rules], bool]
-) -> Rules:
+    operator: LinearOperator, drawn: RandomVectors, steps: int, name: str, look: Callable[[GaussRules], bool]
+) -> GaussRules:
     """The rules of all random vectors, some at a time; `look` sees them as they come, and may end it."""
     size, dtype = operator.shape[0], sum_dtype(operator.dtype)
     steps = min(steps, size)
     together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
     count = min(together, 8)
-    found = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name)
-    while not look(found) and len(found.nodes) < drawn.number:
-        more = drawn.take(min(count, drawn.number - len(found.nodes))).to(dtype)
-        found = _joined(found, _of(operator, more, steps, name))
-    return found
+    quadrature = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name)
+    while not look(quadrature) and len(quadrature.nodes) < drawn.number:
+        more = drawn.take(min(count, drawn.number - len(quadrature.nodes))).to(dtype)
+        quadrature = _joined(quadrature, _of(operator, more, steps, name))
+    return quadrature
 
 
-def _joined(first: Rules, second: Rules) -> Rules:
+def _joined(first: GaussRules, second: GaussRules) -> GaussRules:
     def pair(one: Tensor, other: Tensor) -> Tensor:
         return torch.cat([one, other])
 
     coarser = tuple((pair(a[0], b[0]), pair(a[1], b[1])) for a, b in zip(first.coarser, second.coarser, strict=True))
     nodes, weights = pair(first.nodes, second.nodes), pair(first.weights, second.weights)
-    return Rules(nodes, weights, pair(first.whole, second.whole), coarser)
+    return GaussRules(nodes, weights, pair(first.whole, second.whole), coarser)
 
 
-def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Rules:
-    diagonal, beside, whole, unit = lanczos(operator, rows, steps, name)
+def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> GaussRules:
+    diagonal, offdiagonal, whole, unit = lanczos(operator, rows, steps, name)
     squares = rows.double().square().sum(1).cpu() / operator.shape[0]
     fine, *coarser = (
-        _gauss(diagonal[:, :count], beside[:, : count - 1], squares, unit)
+        _gauss(diagonal[:, :count], offdiagonal[:, : count - 1], squares, unit)
         for count in (steps, -(-steps // 2), -(-steps // 4))
     )
-    return Rules(*fine, whole, tuple(coarser))
+    return GaussRules(*fine, whole, tuple(coarser))
 
 
-def _gauss(diagonal: Tensor, beside: Tensor, squares: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-    T = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+def _gauss(diagonal: Tensor, offdiagonal: Tensor, squares: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+    T = torch.diag_embed(diagonal) + torch.diag_embed(offdiagonal, 1) + torch.diag_embed(offdiagonal, -1)
     nodes, vectors = torch.linalg.eigh(T)
     return nodes * unit, vectors[:, 0].square() * squares[:, None]
 
@@ -379,13 +381,13 @@ class Tridiagonal(NamedTuple):
 
     Attributes:
         diagonal: The α, `(K, steps)`, in double precision on the CPU.
-        beside: The β between them, `(K, steps - 1)`.
+        offdiagonal: The β between them, `(K, steps - 1)`.
         whole: Whether a process has exhausted its space. It goes on with zeros, to which its rule gives no weight.
         unit: What α and β are measured in.
     """
 
     diagonal: Tensor
-    beside: Tensor
+    offdiagonal: Tensor
     whole: Tensor
     unit: float
 
@@ -396,8 +398,8 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     eps = torch.finfo(operator.dtype).eps
     basis = rows.new_empty((count, steps, size))
     diagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
-    beside = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
-    overlaps = Overlaps(diagonal, beside, eps)
+    offdiagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
+    overlaps = Overlaps(diagonal, offdiagonal, eps)
     lengths = rows.norm(dim=1, keepdim=True)
     if not bool(lengths.all()):
         raise InputError("vectors: one of them is zero, from which no Lanczos process begins.")
@@ -413,16 +415,16 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
         w = _next(image, basis[:, max(j - 1, 0) : j + 1], torch.stack([norms, part], 1)[:, 0 if j else 1 :], unit)
         norms = w.norm(dim=1)
         scale = max(scale, float(part.abs().max()), float(norms.max()))
-        diagonal[:, j], beside[:, j] = part.double().cpu(), norms.double().cpu()
-        for lost in overlaps.lost(j, scale):
-            w[lost] = _orthogonalised(w[lost], basis[lost, : j + 1])
-            norms[lost] = w[lost].norm()
+        diagonal[:, j], offdiagonal[:, j] = part.double().cpu(), norms.double().cpu()
+        for previous in overlaps.to_orthogonalise(j, scale):
+            w[previous] = _orthogonalised(w[previous], basis[previous, : j + 1])
+            norms[previous] = w[previous].norm()
         norms = norms.where(norms > 10 * eps * scale, 0.0)
-        beside[:, j] = norms.double().cpu()
+        offdiagonal[:, j] = norms.double().cpu()
         if j + 1 == steps or not bool(norms.any()):
             break
         torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
-    return Tridiagonal(diagonal, beside[:, : steps - 1], (norms == 0).cpu(), unit)
+    return Tridiagonal(diagonal, offdiagonal[:, : steps - 1], (norms == 0).cpu(), unit)
 
 
 def _next(images: Tensor, last: Tensor, parts: Tensor, unit: float) -> Tensor:
@@ -442,9 +444,9 @@ class Overlaps:
         eps: The rounding of products.
     """
 
-    def __init__(self, diagonal: Tensor, beside: Tensor, eps: float) -> None:
+    def __init__(self, diagonal: Tensor, offdiagonal: Tensor, eps: float) -> None:
         self._diagonal = diagonal
-        self._beside = beside
+        self._beside = offdiagonal
         self._eps = eps
         self._now = torch.ones(
             (len(diagonal), 1), dtype=torch.float64, device="cpu"
@@ -452,7 +454,7 @@ class Overlaps:
         self._before = self._now[:, :0]
         self._again = torch.zeros(len(diagonal), dtype=torch.bool, device="cpu")
 
-    def lost(self, j: int, scale: float) -> list[int]:
+    def to_orthogonalise(self, j: int, scale: float) -> list[int]:
         """The processes whose vector j + 1 has to be made orthogonal to those before; that is taken to be done."""
         alpha = self._diagonal[:, : j + 1]
         beta = self._beside[:, : j + 1]
@@ -466,11 +468,11 @@ class Overlaps:
         last = beta[:, j:]
         following = (terms + NOISE * self._eps * scale * torch.where(terms < 0, -1, 1)) / last
         worst = following.abs().amax(1) > self._eps**0.5
-        lost = (worst | self._again) & (last[:, 0] > 10 * self._eps * scale)
-        self._again = worst & lost  # two vectors in a row, since the next one follows from both
-        following[lost] = 0
+        previous = (worst | self._again) & (last[:, 0] > 10 * self._eps * scale)
+        self._again = worst & previous  # two vectors in a row, since the next one follows from both
+        following[previous] = 0
         self._before, self._now = now, torch.cat([following, torch.ones_like(last)], 1)
-        return lost.nonzero()[:, 0].tolist()
+        return previous.nonzero()[:, 0].tolist()
 
 
 def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:

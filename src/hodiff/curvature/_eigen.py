@@ -15,7 +15,7 @@ from hodiff.curvature._krylov import Basis
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     Callback,
-    Watch,
+    EstimatorProgress,
     check_detached,
     check_finite,
     check_rtol,
@@ -105,13 +105,13 @@ def eigsh(
         raise InputError("create_graph: goes with which='largest' or 'smallest', whose order tells how far others are.")
     with _settings.grad_mode(False):  # one pair more, to know the gap
         more = min(k + 1, operator.shape[0])
-        found = _eigenpairs("eigsh", operator, more, which, rtol, products, basis, generator, callback, progress)
+        record = _eigenpairs("eigsh", operator, more, which, rtol, products, basis, generator, callback, progress)
     before = operator.products
-    _check_gaps(found.value, default_rtol(operator.dtype) if rtol is None else rtol, k)
-    rows = found.vectors.T[:k].contiguous()
+    _check_gaps(record.value, default_rtol(operator.dtype) if rtol is None else rtol, k)
+    rows = record.vectors.T[:k].contiguous()
     value = operator._recorded_forms(rows)
-    spent = found.products + operator.products - before
-    return EigenRecord(value, found.vectors[:, :k], found.residual[:k], found.converged, spent)
+    spent = record.products + operator.products - before
+    return EigenRecord(value, record.vectors[:, :k], record.residual[:k], record.converged, spent)
 
 
 def _check_gaps(values: Tensor, rtol: float, k: int) -> None:
@@ -252,10 +252,10 @@ def spectral_radius(
     operator = check_square(operator, "spectral_radius")
     check_detached("spectral_radius", operator, create_graph)
 
-    def of(found: EigenRecord) -> RadiusRecord:
-        return RadiusRecord(found.value[0].abs(), found.residual[0], found.converged, found.products)
+    def of(record: EigenRecord) -> RadiusRecord:
+        return RadiusRecord(record.value[0].abs(), record.residual[0], record.converged, record.products)
 
-    watching = (lambda found: callback(of(found))) if callable(callback) else callback
+    watching = (lambda record: callback(of(record))) if callable(callback) else callback
     return of(
         _eigenpairs("spectral_radius", operator, 1, "magnitude", rtol, products, basis, generator, watching, progress)
     )
@@ -282,7 +282,7 @@ def _eigenpairs(
     size = operator.shape[0]
     if k > size:
         raise InputError(f"k: got {k}, and the operator has {size} columns.")
-    room = _room(size, k, symmetric) if basis is None else _arguments.check_integer(basis, "basis", least=k + 2)
+    max_basis = _room(size, k, symmetric) if basis is None else _arguments.check_integer(basis, "basis", least=k + 2)
     budget = 50 * k + 1000 if products is None else _arguments.check_integer(products, "products", least=2 * k + 2)
     if rtol is None:
         rtol = default_rtol(operator.dtype)
@@ -293,10 +293,10 @@ def _eigenpairs(
         value, vectors, residual = pairs
         return EigenRecord(value.to(kinds[0]), vectors.T.to(kinds[1]), residual.to(dtype), converged, spent)
 
-    with Watch(name, operator, budget, callback, progress) as watch:
+    with EstimatorProgress(name, operator, budget, callback, progress) as watch:
         limit = operator.products + budget - k - (not symmetric)  # the last projection; a conjugate pair is not divided
         search = Search(
-            operator, k, which, rtol, min(room, size), limit, generator,
+            operator, k, which, rtol, min(max_basis, size), limit, generator,
             lambda best: watch(lambda spent: record(best(), None, spent)), symmetric=symmetric, name=name,
         )  # fmt: skip
         search.run()
@@ -313,8 +313,10 @@ def _eigenpairs(
 
 
 def _room(size: int, k: int, symmetric: bool) -> int:
-    room = kept_vectors(size, least=max(2 * k + 10, 30))
-    return room if symmetric else min(room, max(2 * k + 10, 100))  # a restart by Schur vectors takes room⁴ operations
+    max_basis = kept_vectors(size, least=max(2 * k + 10, 30))
+    return (
+        max_basis if symmetric else min(max_basis, max(2 * k + 10, 100))
+    )  # a restart by Schur vectors takes room⁴ operations
 
 
 # --- some eigenpairs of an operator, by restarted Lanczos or Arnoldi iteration; the engine of `eigsh` and `eigs` ------
@@ -345,7 +347,7 @@ class Search:
         k: int,
         which: Which,
         rtol: float,
-        room: int,
+        max_basis: int,
         limit: int,
         generator: torch.Generator | None,
         look: Look,
@@ -357,7 +359,7 @@ class Search:
         self._k = k
         self._which = which
         self._rtol = rtol
-        self._room = room
+        self._max_basis = max_basis
         self._limit = limit
         self._generator = source(operator, generator)
         self._look = look
@@ -375,12 +377,12 @@ class Search:
         """Search, lock what has converged, and search again beside it, until nothing better is left."""
         size = self._operator.shape[0]
         while not self.complete and len(self._locked) < size and self._operator.products < self._limit:
-            room = min(self._room, size - len(self._locked))
+            max_basis = min(self._max_basis, size - len(self._locked))
             basis = Basis(
-                self._multiply, self._draw, room, self._eps, symmetric=self._symmetric, locked=self._locked,
+                self._multiply, self._draw, max_basis, self._eps, symmetric=self._symmetric, locked=self._locked,
                 scale=self.scale,
             )  # fmt: skip
-            self._grow_and_restart(basis, room)
+            self._grow_and_restart(basis, max_basis)
         if len(self._locked) == size:
             self.complete = True
 
@@ -388,8 +390,8 @@ class Search:
         return _vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _multiply(self, v: Tensor) -> Tensor:
-        found = check_finite(self._operator._applied(v.to(self._operator.dtype)).to(v.dtype), self._name)
-        return self._measured(found)
+        product = check_finite(self._operator._applied(v.to(self._operator.dtype)).to(v.dtype), self._name)
+        return self._measured(product)
 
     def _images(self, rows: Tensor) -> Tensor:
         return self._measured(flat_product(self._operator, rows.to(self._operator.dtype)).to(rows.dtype))
@@ -408,13 +410,13 @@ class Search:
     def _pairs(self, square: Tensor) -> tuple[Tensor, Tensor]:
         return torch.linalg.eigh(square) if self._symmetric else torch.linalg.eig(square)
 
-    def _grow_and_restart(self, basis: Basis, room: int) -> None:
+    def _grow_and_restart(self, basis: Basis, max_basis: int) -> None:
         """One search: it ends with new locked vectors, or with the proof that none is missing."""
         first = not len(self._values)
         looked = 0
         while True:
             left = self._limit - self._operator.products
-            looked = min(room, max(basis.size, looked) + 5, basis.size + left)
+            looked = min(max_basis, max(basis.size, looked) + 5, basis.size + left)
             basis.grow(looked)
             self.scale = max(self.scale, basis.scale)
             values, coordinates = self._pairs(basis.square)
@@ -430,15 +432,15 @@ class Search:
                 return
             better = wanted if first else wanted[self._beats(values[wanted], tolerance)]
             done = bool((residuals[better] <= 0.5 * tolerance).all()) and len(better) >= (
-                min(self._k, room) if first else 1
+                min(self._k, max_basis) if first else 1
             )
             if done or whole:
                 self._lock(basis, values, coordinates, better)
                 if basis.exhausted:
                     self.complete = True
                 return
-            if basis.size >= room:
-                keep = order[: min(room - 3, self._k + (room - self._k) // 2)]
+            if basis.size >= max_basis:
+                keep = order[: min(max_basis - 3, self._k + (max_basis - self._k) // 2)]
                 basis.restart(*self._subspace(basis.square, values, coordinates, keep))
                 looked = basis.size
 
@@ -479,8 +481,8 @@ class Search:
         rows = torch.cat([self._locked, basis.combine(inside)])
         self._locked, _ = torch.linalg.qr(rows.T)
         self._locked = self._locked.T.contiguous()
-        found = values[chosen] if self._symmetric else torch.linalg.eigvals(square)
-        self._values = torch.cat([self._values, found])
+        locked = values[chosen] if self._symmetric else torch.linalg.eigvals(square)
+        self._values = torch.cat([self._values, locked])
 
     def polished(self) -> Pairs:
         """The k best pairs, by one more projection on all that were found, and their true residuals.

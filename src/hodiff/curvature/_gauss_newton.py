@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Parts, check_generator, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature import _data
@@ -22,15 +22,15 @@ from hodiff.curvature._graph_cache import BatchGraph, Builder, GraphCache
 from hodiff.curvature._losses import (
     LIKELIHOODS,
     Loss,
+    LossAtOutputs,
     OuterProducts,
     OutputCurvature,
-    Scored,
     check_loss,
     likelihood_names,
-    score,
+    loss_at_outputs,
 )
-from hodiff.curvature._operator import together
-from hodiff.curvature._process_group import ProcessGroup, Shares, shared
+from hodiff.curvature._operator import raise_on_all_ranks
+from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
 from hodiff.errors import InputError
 
 # --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
@@ -55,27 +55,27 @@ class Linearised(BatchGraph):
         """The gradient, as a function of the outputs' gradient."""
         return self.pulled
 
-    def push(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
-        """J v."""
+    def jvp(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
+        """The product J v, for the outputs."""
         pulled = [self.pulled[index] for index in chosen]
-        return _reverse.products(self.ev, pulled, parts, count, chunk_size=chunk, inputs=self.cotangents)
+        return _reverse.products(self.evaluation, pulled, parts, count, chunk_size=chunk, inputs=self.cotangents)
 
-    def pull(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
-        """J' u."""
-        leaves = [self.ev.leaves[index] for index in chosen]
-        return _reverse.products(self.ev, self.outputs, parts, count, chunk_size=chunk, inputs=leaves)
+    def vjp(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
+        """The product J' u, for the point."""
+        leaves = [self.evaluation.leaves[index] for index in chosen]
+        return _reverse.products(self.evaluation, self.outputs, parts, count, chunk_size=chunk, inputs=leaves)
 
 
-def predicted(predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed) -> Graph:
+def predicted(predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed) -> OutputGraph:
     """The evaluation of a batch's outputs, not yet entered."""
     given = () if batch is NONE else (batch,)
-    return Graph(call(predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow))
+    return OutputGraph(call(predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow))
 
 
-def linearise(ev: Graph, outputs: Parts, at: list[Tensor]) -> tuple[Parts, Parts]:
+def linearise(graph: OutputGraph, outputs: Parts, at: list[Tensor]) -> tuple[Parts, Parts]:
     """J' u as a function of u, at a u: `(u, J' u)`."""
     cotangents = [part.detach().clone().requires_grad_() for part in at]
-    return cotangents, _reverse.transposed(ev, outputs, cotangents)
+    return cotangents, _reverse.transposed_product(graph, outputs, cotangents)
 
 
 # --- operators J' B J: a matrix B over the outputs of each batch, pulled back to the parameters -----------------------
@@ -106,18 +106,18 @@ class PullbackBuilder(Builder[CurvedOutputs]):
 
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearise it."""
-        with predicted(self.predict, where, batch, self.allow) as ev:
-            random, outputs = ev.drew_random(), ev.tensors()
+        with predicted(self.predict, where, batch, self.allow) as graph:
+            random, outputs = graph.drew_random(), graph.tensors()
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
-            scored = score(self.loss, self.weigh, ev, batch, number, self.allow)
-            curvature = self.curvature(scored, outputs, number)
-            cotangents, pulled = linearise(ev, outputs, scored.gradient)
+            at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
+            curvature = self.curvature(at_outputs, outputs, number)
+            cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
         gradient = [part.detach() for part in pulled]
-        traits = (scored.value, scored.weight, gradient, random, calls_back)
-        return CurvedOutputs(ev, *traits, outputs, cotangents, pulled, curvature)
+        traits = (at_outputs.value, at_outputs.weight, gradient, random, calls_back)
+        return CurvedOutputs(graph, *traits, outputs, cotangents, pulled, curvature)
 
     @abstractmethod
-    def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OutputCurvature:
         """The matrix B of batch `number`."""
 
 
@@ -131,18 +131,18 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
     def _apply(self, graph: CurvedOutputs, parts: Parts, count: int | None, chunk: int) -> Parts:
         if count is None or count <= chunk:
             return self._through(graph, parts, count, chunk)
-        found: Parts = []
+        products: Parts = []
         for start in range(0, count, chunk):  # the tangents at the outputs are temporaries too
             number = min(chunk, count - start)
             own = self._through(graph, [part[start : start + number] for part in parts], number, chunk)
-            found = found or [part.new_empty((count, *part.shape[1:])) for part in own]
-            for whole, part in zip(found, own, strict=True):
+            products = products or [part.new_empty((count, *part.shape[1:])) for part in own]
+            for whole, part in zip(products, own, strict=True):
                 whole[start : start + number] = part
-        return found
+        return products
 
     def _through(self, graph: CurvedOutputs, parts: Parts, count: int | None, chunk: int) -> Parts:
-        tangents = graph.push(parts, count, self._chosen, chunk)
-        return graph.pull(graph.curvature.times(tangents, count), count, self._chosen, chunk)
+        tangents = graph.jvp(parts, count, self._chosen, chunk)
+        return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
 
 
 def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:
@@ -169,9 +169,9 @@ def _is_loss(value: Any) -> bool:
 class GaussNewtonBuilder(PullbackBuilder):
     """With the Hessian of the loss by the outputs."""
 
-    def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
-        """That of the loss."""
-        return scored.curvature
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OutputCurvature:
+        """The Hessian of the loss by the outputs."""
+        return at_outputs.curvature
 
 
 @final
@@ -252,8 +252,8 @@ class GaussNewtonOperator(PullbackOperator):
         point = Where(where)
         batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)
         builder = GaussNewtonBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
-        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
-        super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
+        group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
+        super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
         self._closed_form = type(loss) in LIKELIHOODS
 
     def _route(self) -> str:
@@ -275,7 +275,7 @@ class FisherBuilder(PullbackBuilder):
         kind: Over what the expectation is taken.
         samples: How many labels are drawn for each position.
         generator: From where.
-        shares: The processes that share the data.
+        group_sum: The processes that share the data.
         device: Where labels are drawn without a generator.
         source: The generator of this evaluation.
         scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
@@ -285,36 +285,40 @@ class FisherBuilder(PullbackBuilder):
     kind: Kind
     samples: int
     generator: torch.Generator | None
-    shares: Shares | None
+    group_sum: ProcessGroupSum | None
     device: torch.device
     source: list[torch.Generator | None] = field(default_factory=list)
     scores: dict[int, Parts] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
 
-    def curvature(self, scored: Scored, outputs: Parts, number: int) -> OutputCurvature:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OutputCurvature:
         """The mean outer product of the scores."""
         if self.kind == "exact":
-            return scored.fisher or scored.curvature
-        found = self._outer(scored, outputs, number)
-        self.ranks[number] = found.rank
-        return found
+            return at_outputs.fisher or at_outputs.curvature
+        fisher = self._outer(at_outputs, outputs, number)
+        self.ranks[number] = fisher.rank
+        return fisher
 
-    def _outer(self, scored: Scored, outputs: Parts, number: int) -> OuterProducts:
+    def _outer(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OuterProducts:
         if self.kind == "empirical":
-            _check_samples(outputs, scored.curvature.dims)
-            return OuterProducts([part.unsqueeze(0) for part in scored.gradient], lambda s: tuple(range(1 - s.ndim, 0)))
+            _check_samples(outputs, at_outputs.curvature.dims)
+            return OuterProducts(
+                [part.unsqueeze(0) for part in at_outputs.gradient], lambda s: tuple(range(1 - s.ndim, 0))
+            )
         if number not in self.scores:
             source = self.source[0] if self.source else torch.Generator()  # for cost() any labels will do
-            self.scores[number] = scored.drawn(self.samples, source)  # pyright: ignore[reportOptionalCall] - see `_check_kind`
-        return OuterProducts(self.scores[number], lambda s: scored.curvature.dims)
+            self.scores[number] = at_outputs.drawn(self.samples, source)  # pyright: ignore[reportOptionalCall] - see `_check_kind`
+        return OuterProducts(self.scores[number], lambda s: at_outputs.curvature.dims)
 
     def begin(self) -> None:
         """Labels of several processes are independent of each other, though all of them may have one seed."""
         if self.kind == "mc":
-            self.source[:] = [self.generator if self.shares is None else self.shares.own(self.generator, self.device)]
+            self.source[:] = [
+                self.generator if self.group_sum is None else self.group_sum.own(self.generator, self.device)
+            ]
 
     def fresh(self) -> FisherBuilder:
-        """Without labels."""
+        """The builder without the labels that it drew."""
         return replace(self, source=[], scores={}, ranks={})
 
 
@@ -411,21 +415,21 @@ class FisherOperator(PullbackOperator):
         device = point.tensors[0].device
         batches = Batches(data, device, keep=keep, progress=progress, shared=others)
         weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
-        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
-        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, shares, device)
-        super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
+        group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
+        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum, device)
+        super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
         self.kind = kind
 
     def _own_diagonal(self) -> Tensor | None:
         """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
-        with together(self):
+        with raise_on_all_ranks(self):
             return self._diagonal_of_scores()
 
     def _diagonal_of_scores(self) -> Tensor | None:
-        shares, graphs = self._shares, self._graphs
+        group_sum, graphs = self._group_sum, self._graphs
         graphs.evaluate()
         own = sum(graphs.builder.ranks.values())
-        rank = own if shares is None else int(sum(facts[0] for facts in shares.facts("sums", [own])))
+        rank = own if group_sum is None else int(sum(facts[0] for facts in group_sum.facts("sums", [own])))
         if not 0 < rank < self.shape[1]:
             return None
         self._count(rank)
@@ -435,8 +439,8 @@ class FisherOperator(PullbackOperator):
             if isinstance(graph.curvature, OuterProducts):
                 total += self._squares(graph, graph.curvature) / graph.curvature.draws
             del graph  # before the next is built
-        if shares is not None:
-            ((total,), _) = shares.sum("takes a diagonal", [total], who=self._names())
+        if group_sum is not None:
+            ((total,), _) = group_sum.sum("takes a diagonal", [total], who=self._names())
         return total / graphs.weight
 
     def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
@@ -445,7 +449,7 @@ class FisherOperator(PullbackOperator):
         for start in range(0, outer.rank, size):
             stop = min(start + size, outer.rank)
             with graph.ready():
-                rows = graph.pull(outer.vectors(start, stop), stop - start, self._chosen, size)
+                rows = graph.vjp(outer.vectors(start, stop), stop - start, self._chosen, size)
             total += torch.cat([part.to(total.dtype).square().sum(0).reshape(-1) for part in rows])
         return total
 

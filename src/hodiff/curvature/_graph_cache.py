@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
 from hodiff._core._vectors import Parts
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, check_total
-from hodiff.curvature._process_group import Shares
+from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._products import accumulate
 from hodiff.curvature._staleness import Modules, Values, buffers_of, culprits, warn_buffers, warn_random
 from hodiff.errors import GraphError, InputError
@@ -32,7 +32,7 @@ class BatchGraph(ABC):
     """One batch, evaluated: its part of every sum, and a graph through which products run.
 
     Attributes:
-        ev: The evaluation; its graph is kept.
+        evaluation: The evaluation; its graph is kept.
         value: The batch's sum, detached.
         weight: What the sums are divided by, its part of it; None: by nothing.
         gradient: The gradient of the sum by each leaf, detached.
@@ -40,7 +40,7 @@ class BatchGraph(ABC):
         calls_back: Whether passes over the graph run Python (activation checkpoints do).
     """
 
-    ev: Graph
+    evaluation: OutputGraph
     value: Tensor
     weight: float | None
     gradient: Parts
@@ -55,7 +55,7 @@ class BatchGraph(ABC):
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which a product may run."""
         if self.calls_back:
-            return self.ev.resumed()
+            return self.evaluation.resumed()
         return _settings.recording() if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -75,7 +75,7 @@ class Builder(ABC, Generic[G]):
         return
 
     def fresh(self) -> Self:
-        """The same builder, as it was before anything was built: itself, where it keeps nothing."""
+        """The builder as it was before anything was built: itself, where it keeps nothing."""
         return self
 
 
@@ -147,11 +147,11 @@ class GraphCache(Generic[G, B]):
     """
 
     def __init__(
-        self, builder: B, point: Any, batches: Batches, memory_budget: float, shares: Shares | None = None
+        self, builder: B, point: Any, batches: Batches, memory_budget: float, group_sum: ProcessGroupSum | None = None
     ) -> None:
         _memory.check_budget(memory_budget)
         self.builder = builder
-        self.shares = shares
+        self.group_sum = group_sum
         self._point = point
         self._batches = batches
         self._budget = memory_budget
@@ -171,20 +171,22 @@ class GraphCache(Generic[G, B]):
         """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
         _call.refuse_transforms(batched=True)
         if self._closed:
-            with self._together():  # others may be about to evaluate theirs
+            with self._raise_on_all_ranks():  # others may be about to evaluate theirs
                 raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         if self.first is None:
-            with _locks.Held(self._batches):  # of several threads one evaluates, and those of later caches wait too
+            with _locks.ThreadClaim(
+                self._batches
+            ):  # of several threads one evaluates, and those of later caches wait too
                 if self.first is None:
-                    with self._together():
+                    with self._raise_on_all_ranks():
                         return self._evaluate()
         first = self.first
         self._modules.check()
         first.point.check_versions()
         return first
 
-    def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.shares is None else self.shares.together()
+    def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.group_sum is None else self.group_sum.raise_on_all_ranks()
 
     def _evaluate(self) -> FirstPass:
         self._modules.check()
@@ -192,8 +194,8 @@ class GraphCache(Generic[G, B]):
         graphs: dict[int, G] = {}
         try:
             first = self._first_pass(builder, graphs)
-            if self.shares is not None:
-                first = self._with_others(first, self.shares)
+            if self.group_sum is not None:
+                first = self._with_others(first, self.group_sum)
             check_total(first.everywhere.weight)
         except BaseException:
             graphs.clear()  # the error's traceback has them too
@@ -250,12 +252,12 @@ class GraphCache(Generic[G, B]):
             return builder.build(self.where, batch, number), 0
         return _memory.measured(lambda: builder.build(self.where, batch, number), self.device)
 
-    def _with_others(self, first: FirstPass, shares: Shares) -> FirstPass:
+    def _with_others(self, first: FirstPass, group_sum: ProcessGroupSum) -> FirstPass:
         """The sums over all processes in place of this one's own."""
         tensors, buffers = self.where.tensors, buffers_of(self.where)
-        seen = shares.digest(buffers) if buffers else 0
+        seen = group_sum.digest(buffers) if buffers else 0
         facts = first.own._replace(free_bytes=_memory.free_bytes(self.device), buffers=seen)
-        gradient, lines = shares.sum("evaluates", first.gradient, digest=shares.digest(tensors), facts=facts)
+        gradient, lines = group_sum.sum("evaluates", first.gradient, digest=group_sum.digest(tensors), facts=facts)
         ranks = [RankFacts(*line.facts) for line in lines]
         odd = [number for number, rank in enumerate(ranks) if rank.buffers != ranks[0].buffers]
         if odd:
@@ -389,7 +391,12 @@ class GraphCache(Generic[G, B]):
 
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
-        if self._graphs and not self._batches.given and not self._bytes and self._graphs[0].ev.call.owned:
+        if (
+            self._graphs
+            and not self._batches.given
+            and not self._bytes
+            and self._graphs[0].evaluation.call.builds_graph
+        ):
             _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self._bytes
 
@@ -408,20 +415,20 @@ class GraphCache(Generic[G, B]):
 
     def anew(self) -> Self:
         """An empty one in its place, whose first product evaluates at the point as it is then."""
-        found = type(self)(self.builder.fresh(), self._point, self._batches, self._budget, self.shares)
-        tensors, now = self.where.tensors, found.where
+        copied = type(self)(self.builder.fresh(), self._point, self._batches, self._budget, self.group_sum)
+        tensors, now = self.where.tensors, copied.where
         if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in tensors]:
             raise InputError(
                 "refresh: the point has other leaves than when the operator was made (parameters were frozen, "
                 "added or resized); make a new operator."
             )
-        return found
+        return copied
 
     def closed(self) -> Self:
         """An empty one in its place, that evaluates nothing."""
-        found = copy.copy(self)
-        found.builder = self.builder.fresh()
-        found.first = None
-        found._graphs = {}
-        found._closed = True
-        return found
+        copied = copy.copy(self)
+        copied.builder = self.builder.fresh()
+        copied.first = None
+        copied._graphs = {}
+        copied._closed = True
+        return copied

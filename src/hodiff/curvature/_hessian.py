@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Parts
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_signature, check_total
@@ -30,7 +30,7 @@ class GradientGraph(BatchGraph):
 
     @property
     def roots(self) -> Parts:
-        """The gradient."""
+        """The tensors of the gradient, where the graph begins."""
         return self.graph
 
 
@@ -55,32 +55,34 @@ class HessianBuilder(Builder[GradientGraph]):
     def build(self, where: Where, batch: Any, number: int) -> GradientGraph:
         """The graph of one batch."""
         computed = isinstance(self.f, Tensor)
-        with self._evaluation(where, batch, number, create_graph=False) as ev:
-            random = not computed and ev.drew_random()
-            calls_back = _nodes.runs_hooks(_nodes.survey(ev.tensors()))
-            graph = _reverse.gradient(ev, differentiated=True)
-        value, gradient = ev.scalars().detach().reshape(()), [part.detach() for part in graph]
-        return GradientGraph(ev, value, 1.0 if computed else ev.aux, gradient, random, calls_back, graph)
+        with self._evaluation(where, batch, number, create_graph=False) as evaluation:
+            random = not computed and evaluation.drew_random()
+            calls_back = _nodes.runs_hooks(_nodes.survey(evaluation.tensors()))
+            graph = _reverse.gradient(evaluation, differentiated=True)
+        value, gradient = evaluation.scalars().detach().reshape(()), [part.detach() for part in graph]
+        return GradientGraph(
+            evaluation, value, 1.0 if computed else evaluation.aux, gradient, random, calls_back, graph
+        )
 
     def forms(
         self, where: Where, batch: Any, number: int, vectors: Parts, count: int, chosen: list[int], chunk: int | None
     ) -> tuple[Tensor, float]:
         """The v'Hv of one batch's sum for `count` vectors, which can be differentiated, and the batch's weight."""
-        with self._evaluation(where, batch, number, create_graph=True) as ev:
-            gradient = _reverse.gradient(ev, differentiated=True)
-            own, leaves = ([values[index] for index in chosen] for values in (gradient, ev.leaves))
-            products = _reverse.products(ev, own, vectors, count, chunk_size=chunk, inputs=leaves)
+        with self._evaluation(where, batch, number, create_graph=True) as graph:
+            gradient = _reverse.gradient(graph, differentiated=True)
+            own, leaves = ([values[index] for index in chosen] for values in (gradient, graph.leaves))
+            products = _reverse.products(graph, own, vectors, count, chunk_size=chunk, inputs=leaves)
         forms = [(v * product).reshape(count, -1).sum(1) for v, product in zip(vectors, products, strict=True)]
-        return torch.stack(forms).sum(0), 1.0 if isinstance(self.f, Tensor) else ev.aux
+        return torch.stack(forms).sum(0), 1.0 if isinstance(self.f, Tensor) else graph.aux
 
-    def _evaluation(self, where: Where, batch: Any, number: int, *, create_graph: bool) -> Graph:
+    def _evaluation(self, where: Where, batch: Any, number: int, *, create_graph: bool) -> OutputGraph:
         f, computed = self.f, isinstance(self.f, Tensor)
 
         def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             given = () if batch is NONE else (batch,)
             return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
-        return Graph(call(
+        return OutputGraph(call(
             f if computed else weighed, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
         ))  # fmt: skip
@@ -185,8 +187,8 @@ class HessianOperator(SummedOperator[GradientGraph]):
         point = Where(where)
         batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)
         builder = HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs)
-        shares = shared(process_group, point, data, type(self).__name__, chunk_size)
-        super().__init__(GraphCache(builder, where, batches, memory_budget, shares), chunk_size)
+        group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
+        super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
 
     @property
     def _passes(self) -> tuple[int, int]:
@@ -196,7 +198,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
         return "double backward"
 
     def _forms(self, parts: Parts, count: int) -> Tensor:
-        if self._shares is not None:
+        if self._group_sum is not None:
             raise InputError(
                 "create_graph: goes without process_group=, since the graph would be that of this rank's data alone. "
                 "Take an operator of them, without process_group=, on each rank, and add up gradients, each times its "
@@ -204,18 +206,18 @@ class HessianOperator(SummedOperator[GradientGraph]):
             )
         self._count(count)
         graphs = self._graphs
-        found = graphs.each(
+        forms = graphs.each(
             lambda batch, number: graphs.builder.forms(
                 graphs.where, batch, number, parts, count, self._chosen, self._chunk_size
             )
         )
-        sums, weights = zip(*found, strict=True)
+        sums, weights = zip(*forms, strict=True)
         check_total(sum(weights))
         return torch.stack(sums).sum(0) / sum(weights)
 
     def _apply(self, graph: GradientGraph, parts: Parts, count: int | None, chunk: int) -> Parts:
-        gradient, leaves = self._of_chosen(graph.graph), self._of_chosen(graph.ev.leaves)
-        return _reverse.products(graph.ev, gradient, parts, count, chunk_size=chunk, inputs=leaves)
+        gradient, leaves = self._of_chosen(graph.graph), self._of_chosen(graph.evaluation.leaves)
+        return _reverse.products(graph.evaluation, gradient, parts, count, chunk_size=chunk, inputs=leaves)
 
 
 def _check_function(f: Any, data: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:

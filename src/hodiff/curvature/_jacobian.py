@@ -108,15 +108,15 @@ class JacobianOperator(DataOperator[Linearised]):
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
-        found = []
+        products = []
         for made in self._graphs:
             graph = made()
             with graph.ready():
-                found.append(graph.push(parts, count, self._chosen, chunk))
+                products.append(graph.jvp(parts, count, self._chosen, chunk))
             del graph  # before the next is built
-        if len(found) == 1:
-            return found[0]
-        return [torch.cat(column, dim=lead) for column in zip(*found, strict=True)]
+        if len(products) == 1:
+            return products[0]
+        return [torch.cat(column, dim=lead) for column in zip(*products, strict=True)]
 
     def _pull(self, parts: Parts, count: int | None) -> Parts:
         """J' u: each batch takes its rows of u."""
@@ -130,8 +130,8 @@ class JacobianOperator(DataOperator[Linearised]):
             graph, stop = made(), start + lengths[number]
             own = parts if single else [part.narrow(lead, start, stop - start) for part in parts]
             with graph.ready():
-                found = graph.pull(own, count, self._chosen, chunk)
-            total = found if total is None else accumulate([part.contiguous() for part in total], found)
+                products = graph.vjp(own, count, self._chosen, chunk)
+            total = products if total is None else accumulate([part.contiguous() for part in total], products)
             start = stop
             del graph  # before the next is built
         leaves = [graphs.where.tensors[index] for index in self._chosen]
@@ -263,18 +263,18 @@ class JacobianBuilder(Builder[Linearised]):
 
     def build(self, where: Where, batch: Any, number: int) -> Linearised:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
-        with predicted(self.predict, where, batch, self.allow) as ev:
-            random, outputs = ev.drew_random(), self.outputs.ordered(ev.tensors(), ev.outputs)
+        with predicted(self.predict, where, batch, self.allow) as graph:
+            random, outputs = graph.drew_random(), self.outputs.ordered(graph.tensors(), graph.outputs)
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
-            cotangents, pulled = linearise(ev, outputs, [torch.ones_like(output) for output in outputs])
+            cotangents, pulled = linearise(graph, outputs, [torch.ones_like(output) for output in outputs])
         self.outputs.note(number, [output.detach() for output in outputs])
         value = sum(
             (part.detach().sum(dtype=sum_dtype(part.dtype)) for part in outputs),
             torch.zeros((), device=where.tensors[0].device),
         )
         gradient = [part.detach() for part in pulled]
-        return Linearised(ev, value, None, gradient, random, calls_back, outputs, cotangents, pulled)
+        return Linearised(graph, value, None, gradient, random, calls_back, outputs, cotangents, pulled)
 
     def fresh(self) -> JacobianBuilder:
-        """Without outputs."""
+        """The builder without the outputs that it noted."""
         return replace(self, outputs=Outputs())

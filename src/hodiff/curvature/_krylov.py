@@ -136,9 +136,9 @@ def gmres(
     left: Callable[[], int],
     show: Show,
     *,
-    room: int,
+    max_basis: int,
 ) -> Run:
-    """A x = b from zero, until |r| <= tolerance: least |r| over the Krylov space of A M, begun anew every `room` steps.
+    """A x = b from zero, until |r| <= tolerance: least |r| over the Krylov space of A M, anew every `max_basis` steps.
 
     The inverse M stands on the right, so the residual is that of the system itself.
     """
@@ -146,9 +146,9 @@ def gmres(
     size = float(r.norm())
     while left() > 0:
         before = size
-        basis = Basis(lambda v: product(inverse(v)), r, room, eps, symmetric=False)
+        basis = Basis(lambda v: product(inverse(v)), r, max_basis, eps, symmetric=False)
         least = LeastSquares(size, eps)
-        while basis.size < room and not basis.exhausted and size > tolerance and left() > 0:
+        while basis.size < max_basis and not basis.exhausted and size > tolerance and left() > 0:
             basis.grow(basis.size + 1)
             size = least.append(basis.projection[: basis.size + 1, basis.size - 1].tolist())
             show(lambda x=x, basis=basis, least=least: x + inverse(basis.combine(least.solution())), size)
@@ -230,7 +230,7 @@ class Basis:
         self,
         multiply: Multiply,
         start: Tensor | Draw,
-        room: int,
+        max_basis: int,
         eps: float,
         *,
         symmetric: bool,
@@ -241,8 +241,8 @@ class Basis:
         self._draw = None if isinstance(start, Tensor) else start
         like = start if isinstance(start, Tensor) else start()
         self._locked = like.new_empty((0, like.numel())) if locked is None else locked
-        self.vectors = torch.empty((room + 1, like.numel()), dtype=like.dtype, device=like.device)
-        self.projection = torch.zeros((room + 1, room + 1), dtype=torch.float64, device="cpu")
+        self.vectors = torch.empty((max_basis + 1, like.numel()), dtype=like.dtype, device=like.device)
+        self.projection = torch.zeros((max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu")
         self._eps = eps  # of the products; the basis may be more precise
         self.size = 0
         self.scale = scale

@@ -47,7 +47,7 @@ def _xtrace(r: Tensor, w: Tensor, h: Tensor, t: Tensor, squares: Tensor | None, 
 
 
 def xnystrace(operator: LinearOperator, rows: Tensor, *, gaussian: bool) -> tuple[Tensor, Tensor | None]:
-    """The same for a positive semidefinite operator, from its Nyström approximation; one product each."""
+    """XNysTrace: the trace of a positive semidefinite operator, from its Nyström approximation; one product each."""
     omega, images, unit = _doubled(operator, rows)
     size = len(omega)
     shift = float(torch.finfo(operator.dtype).eps * images.norm() / size**0.5) or torch.finfo(omega.dtype).tiny
@@ -88,12 +88,12 @@ def _with_error(estimates: Callable[[Tensor], Tensor], number: int) -> tuple[Ten
     theory (Efron and Stein, 1981): 1.3 to 5 times. The geometric mean of both was 1.0 to 1.4 (once 1.9) of it.
     """
     every = torch.arange(number, device="cpu")
-    found = estimates(every)
+    estimate = estimates(every)
     if number == 1:
-        return found[0], None
+        return estimate[0], None
     without = torch.stack([estimates(every[every != i]).mean() for i in range(number)])
     jackknife = ((number - 1) * (without - without.mean()).square().mean()).sqrt()
-    return found.mean(), (jackknife * found.std() / number**0.5).sqrt()
+    return estimate.mean(), (jackknife * estimate.std() / number**0.5).sqrt()
 
 
 def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -111,12 +111,12 @@ def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor | None
     length = (s * r).sum(0)
     known = (q * z).sum(1, keepdim=True)  # diag(Q Q'A)
     mine = omega * p * length  # ω times what the others leave of A ω
-    found = known - p * m + mine
+    diagonals = known - p * m + mine
     number = len(rows)
     means = known + _without_two(p, m, omega * length, mine, s.T @ s) / (number - 1)
     jackknife = (number - 1) / number * (means - means.mean(1, keepdim=True)).square().sum(1)
-    error = (jackknife.sqrt() * found.std(1) / number**0.5).sqrt()
-    return _in_units((found.mean(1), error), unit)
+    error = (jackknife.sqrt() * diagonals.std(1) / number**0.5).sqrt()
+    return _in_units((diagonals.mean(1), error), unit)
 
 
 def _without_two(p: Tensor, m: Tensor, scaled: Tensor, mine: Tensor, cosines: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def _doubled(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor, fl
     return rows.T.to(double), images / unit, unit
 
 
-def _in_units(found: tuple[Tensor, Tensor | None], unit: float) -> tuple[Tensor, Tensor | None]:
-    value, error = found
+def _in_units(estimate: tuple[Tensor, Tensor | None], unit: float) -> tuple[Tensor, Tensor | None]:
+    value, error = estimate
     return value * unit, None if error is None else error * unit
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed, call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Parts, draw, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
 from hodiff.errors import GraphError, InputError
@@ -49,12 +49,12 @@ class DiagonalHessian(OutputCurvature):
         self._diagonal = diagonal
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `OutputCurvature`."""
+        """The product of the diagonal with tangents of the outputs."""
         return [v * self._diagonal for v in tangents]
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class LossAtOutputs:
     """A loss on one batch.
 
     Attributes:
@@ -96,7 +96,7 @@ class SoftmaxHessian(OutputCurvature):
         self.dims = (classes - p.ndim,)
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `OutputCurvature`."""
+        """The product of diag(p) - p p' with tangents of the outputs."""
         (v,) = tangents
         weighted = self._p * v
         return [(weighted - self._p * weighted.sum(self.dims, keepdim=True)) * self._scale]
@@ -112,7 +112,7 @@ class PairHessian(OutputCurvature):
         self._second = second
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `OutputCurvature`."""
+        """The product of the blocks of pairs with tangents of the outputs."""
         a, b = tangents
         return [self._first * a + self._mixed * b, self._mixed * a + self._second * b]
 
@@ -121,12 +121,12 @@ class PairHessian(OutputCurvature):
 class DifferentiatedHessian(OutputCurvature):
     """Of any loss: a second pass through the graph of its gradient by the outputs."""
 
-    def __init__(self, ev: Graph, gradient: Parts) -> None:
-        self._ev, self._gradient = ev, gradient
+    def __init__(self, graph: OutputGraph, gradient: Parts) -> None:
+        self._graph, self._gradient = graph, gradient
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `OutputCurvature`."""
-        return _reverse.products(self._ev, self._gradient, tangents, count, chunk_size=count)
+        """The Hessian's product with tangents, by a derivative of the gradient."""
+        return _reverse.products(self._graph, self._gradient, tangents, count, chunk_size=count)
 
 
 @final
@@ -141,7 +141,7 @@ class OuterProducts(OutputCurvature):
         self._scores, self._dims = scores, dims
 
     def times(self, tangents: Parts, count: int | None) -> Parts:
-        """See `OutputCurvature`."""
+        """The product of the sum of outer products with tangents of the outputs."""
         draws, lead = self._scores[0].shape[0], 0 if count is None else 1
         total = [torch.zeros_like(v, dtype=sum_dtype(v.dtype)) for v in tangents]
         for each in range(draws):
@@ -159,7 +159,7 @@ class OuterProducts(OutputCurvature):
 
     @property
     def draws(self) -> int:
-        """That number."""
+        """The number of draws for each sample."""
         return len(self._scores[0])
 
     def vectors(self, start: int, stop: int) -> Parts:
@@ -227,10 +227,12 @@ def target_of(batch: Any) -> Tensor:
     )
 
 
-def score(loss: Any, weigh: Weighted, ev: Graph, batch: Any, number: int, allow: Allowed) -> Scored:
+def loss_at_outputs(
+    loss: Any, weigh: Weighted, graph: OutputGraph, batch: Any, number: int, allow: Allowed
+) -> LossAtOutputs:
     """The loss of one batch's outputs, its gradient by them, and its output Hessian."""
-    found, _, tree = _tree.flatten(ev.outputs)
-    outputs = [output.detach() for output in found]
+    result, _, tree = _tree.flatten(graph.outputs)
+    outputs = [output.detach() for output in result]
     likelihood = LIKELIHOODS.get(type(loss))
     if likelihood is not None:
         scored = likelihood(loss, outputs, target_of(batch))
@@ -240,14 +242,14 @@ def score(loss: Any, weigh: Weighted, ev: Graph, batch: Any, number: int, allow:
 
     def weighed(values: Any) -> tuple[Any, Any]:
         with told_what_it_got("loss(outputs, batch)", batch):
-            found = loss(values) if batch is NONE else loss(values, batch)
-        return weigh(found, batch, number)
+            returned = loss(values) if batch is NONE else loss(values, batch)
+        return weigh(returned, batch, number)
 
-    with Graph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as at:
-        _refuse_shortcut(ev, at.scalars())
+    with OutputGraph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as at:
+        _refuse_shortcut(graph, at.scalars())
         gradient = _reverse.gradient(at, differentiated=True)
         value = at.scalars().detach().reshape(())
-    return Scored(value, at.aux, [part.detach() for part in gradient], DifferentiatedHessian(at, gradient))
+    return LossAtOutputs(value, at.aux, [part.detach() for part in gradient], DifferentiatedHessian(at, gradient))
 
 
 def _refuse_functional(loss: Any, batch: Any) -> None:
@@ -262,10 +264,10 @@ def _refuse_functional(loss: Any, batch: Any) -> None:
         )
 
 
-def _refuse_shortcut(ev: Graph, value: Tensor) -> None:
+def _refuse_shortcut(graph: OutputGraph, value: Tensor) -> None:
     """Raise where a loss reaches the parameters other than through the outputs."""
     reached = _nodes.survey([value]).visited
-    for leaf, name in zip(ev.leaves, ev.call.where.names, strict=True):
+    for leaf, name in zip(graph.leaves, graph.call.where.names, strict=True):
         if _nodes.node_of(leaf) in reached:
             raise GraphError(
                 f"loss reaches {name} other than through the outputs, and that part would be missing from J' H J. "
@@ -282,7 +284,7 @@ def _single(loss: nn.Module, outputs: Parts) -> Tensor:
     return outputs[0]
 
 
-def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Parts, target: Tensor) -> Scored:
+def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
     r"""Cross-entropy with class weights, ignored positions and label smoothing.
 
     At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so its
@@ -303,7 +305,7 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Parts, target: Tensor) -> 
         scores = flat - F.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
         return [scores.reshape((samples, *rows.shape)).movedim(-1, classes - z.ndim) * (scale > 0)]
 
-    return Scored(-(t * log_p).sum(), weight, [scale * p - t], SoftmaxHessian(p, scale, classes), drawn)
+    return LossAtOutputs(-(t * log_p).sum(), weight, [scale * p - t], SoftmaxHessian(p, scale, classes), drawn)
 
 
 def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> tuple[Tensor, float]:
@@ -327,7 +329,7 @@ def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int)
     return t, float((class_weight[safe] * used).sum())
 
 
-def squared_error(loss: nn.MSELoss, outputs: Parts, target: Tensor) -> Scored:
+def squared_error(loss: nn.MSELoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
     r"""\((z - y)^2\), of a Gaussian of variance 1/2."""
     z = _single(loss, outputs)
     check_shapes(z, target)
@@ -336,10 +338,10 @@ def squared_error(loss: nn.MSELoss, outputs: Parts, target: Tensor) -> Scored:
     def drawn(samples: int, generator: torch.Generator | None) -> Parts:
         return [draw((samples, *z.shape), z, "gaussian", generator) * 2**0.5]
 
-    return Scored(r.square().sum(), float(z.numel()), [2 * r], DiagonalHessian(2.0), drawn)
+    return LossAtOutputs(r.square().sum(), float(z.numel()), [2 * r], DiagonalHessian(2.0), drawn)
 
 
-def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Parts, target: Tensor) -> Scored:
+def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
     r"""\(-y \log p - (1 - y) \log (1 - p)\) of \(p = \sigma(z)\), with weights of entries and of positive ones."""
     z = _single(loss, outputs)
     check_shapes(z, target)
@@ -357,10 +359,10 @@ def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Parts, target: Ten
         return [p - (uniform < p).to(z.dtype)]
 
     gradient = mass * p - weight * positive * target
-    return Scored(value, float(z.numel()), [gradient], DiagonalHessian(mass * p * (1 - p)), drawn)
+    return LossAtOutputs(value, float(z.numel()), [gradient], DiagonalHessian(mass * p * (1 - p)), drawn)
 
 
-def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> Scored:
+def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
     r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as `eps`.
 
     Its Hessian depends on the labels, so the Fisher information, the expectation of that, is another matrix.
@@ -382,10 +384,10 @@ def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> Scored
 
     gradient = [r / v, 0.5 * (1 / v - r**2 / v**2)]
     hessian = PairHessian(1 / v, -r / v**2, r**2 / v**3 - 0.5 / v**2)
-    return Scored(value, float(m.numel()), gradient, hessian, drawn, PairHessian(1 / v, 0.0, 0.5 / v**2))
+    return LossAtOutputs(value, float(m.numel()), gradient, hessian, drawn, PairHessian(1 / v, 0.0, 0.5 / v**2))
 
 
-def poisson(loss: nn.PoissonNLLLoss, outputs: Parts, target: Tensor) -> Scored:
+def poisson(loss: nn.PoissonNLLLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
     r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`, whose Hessian depends on the labels."""
     z = _single(loss, outputs)
     check_shapes(z, target)
@@ -400,20 +402,20 @@ def poisson(loss: nn.PoissonNLLLoss, outputs: Parts, target: Tensor) -> Scored:
         return [rate - counts if loss.log_input else 1 - counts / (z + loss.eps)]
 
     if loss.log_input:
-        return Scored(value, float(z.numel()), [rate - y], DiagonalHessian(rate), drawn)
+        return LossAtOutputs(value, float(z.numel()), [rate - y], DiagonalHessian(rate), drawn)
     safe = z + loss.eps
     hessian, fisher = DiagonalHessian(y / safe**2), DiagonalHessian(z / safe**2)
-    return Scored(value, float(z.numel()), [1 - y / safe], hessian, drawn, fisher)
+    return LossAtOutputs(value, float(z.numel()), [1 - y / safe], hessian, drawn, fisher)
 
 
-LIKELIHOODS: dict[type[Any], Callable[[Any, Parts, Tensor], Scored]] = {
+LIKELIHOODS: dict[type[Any], Callable[[Any, Parts, Tensor], LossAtOutputs]] = {
     nn.CrossEntropyLoss: cross_entropy,
     nn.MSELoss: squared_error,
     nn.BCEWithLogitsLoss: binary_cross_entropy,
     nn.GaussianNLLLoss: gaussian,
     nn.PoissonNLLLoss: poisson,
 }
-"""Of each kind of loss: (loss, outputs, targets) -> what stands in `Scored`, with what a mean is divided by.
+"""Of each kind of loss: (loss, outputs, targets) -> what stands in `LossAtOutputs`, with what a mean is divided by.
 
 To add one is a function above, which checks what it takes, and a line here."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _locks, _messages, _nodes, _settings
 from hodiff._core._call import call
 from hodiff._core._graph import detached
-from hodiff._core._lending import Lending
+from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import RandomState
 from hodiff._core._substitutes import ExactNorms
 from hodiff.curvature._hessian import HessianOperator
@@ -128,7 +128,7 @@ class NewtonCG(torch.optim.Optimizer):
             raise InputError(
                 "closure: is missing; NewtonCG evaluates the loss: optimizer.step(lambda: loss(model(x), y))."
             )
-        with _locks.Held(self):  # of several threads one steps
+        with _locks.ThreadClaim(self):  # of several threads one steps
             return self._stepped(closure)
 
     def _stepped(self, closure: Callable[[], Tensor]) -> Tensor:
@@ -160,19 +160,19 @@ class NewtonCG(torch.optim.Optimizer):
             rtol = min(0.5, math.sqrt(length / first)) if self._rtol is None else self._rtol
             damping = torch.cat([gradient.new_full((t.numel(),), d) for t, d in zip(*point, strict=True)])
             damped = bool(damping.any())
-            found = steihaug(
+            proposal = steihaug(
                 lambda v: torch.addcmul(H @ v, damping, v) if damped else H @ v,
                 gradient, state["radius"], rtol * length, self._limit,
             )  # fmt: skip
-            step = H.unflatten(found.step)
-        return step, NewtonRecord(value, found.decrease, math.nan, False, state["radius"], H.products, found.end)
+            step = H.unflatten(proposal.step)
+        return step, NewtonRecord(value, proposal.decrease, math.nan, False, state["radius"], H.products, proposal.end)
 
     def _taken(
         self,
         closure: Callable[[], Any],
         point: _Point,
         step: Sequence[Tensor],
-        asked: NewtonRecord,
+        record: NewtonRecord,
         random: RandomState,
     ) -> NewtonRecord:
         """Take the step, look at the loss there, and undo it where that is not small enough."""
@@ -190,21 +190,21 @@ class NewtonCG(torch.optim.Optimizer):
                     tensor.add_(change)
             value = _value(closure, point.tensors, random)
             # Near the minimum both decreases are rounding errors; then the step is good.
-            noise = 10 * torch.finfo(before[0].dtype).eps * abs(asked.value)
-            ratio = (asked.value - value + noise) / (asked.decrease + noise) if asked.decrease + noise else 1.0
+            noise = 10 * torch.finfo(before[0].dtype).eps * abs(record.value)
+            ratio = (record.value - value + noise) / (record.decrease + noise) if record.decrease + noise else 1.0
             ratio = ratio if math.isfinite(value) else -math.inf
             accepted = ratio > SUFFICIENT
             if accepted:
                 undo.clear()
         finally:
             _settings.undo_all(undo)
-        radius = asked.radius
+        radius = record.radius
         if ratio < POOR:
             radius = 0.25 * math.sqrt(sum(float(change.double().square().sum()) for change in step))
-        elif ratio > GOOD and asked.end in ("boundary", "negative curvature"):
+        elif ratio > GOOD and record.end in ("boundary", "negative curvature"):
             radius = 2 * radius
-        decrease = asked.value - value if accepted else 0.0
-        return replace(asked, decrease=decrease, ratio=ratio, accepted=accepted, radius=radius)
+        decrease = record.value - value if accepted else 0.0
+        return replace(record, decrease=decrease, ratio=ratio, accepted=accepted, radius=radius)
 
     def _trainable(self) -> _Point:
         """The parameters that require grad, and the damping of each."""
@@ -265,9 +265,9 @@ def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomStat
 
 def _again(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState) -> Tensor:
     """What the closure returns when it is called once more."""
-    with Lending(call(lambda _: closure(), tensors, passes=2, create_graph=False)) as lending:
-        lending.random = random
-        return lending.again(tensors)
+    with EvaluationContext(call(lambda _: closure(), tensors, passes=2, create_graph=False)) as context:
+        context.random = random
+        return context.again(tensors)
 
 
 def _check_positive(value: Any, name: str) -> None:
@@ -278,7 +278,7 @@ def _check_positive(value: Any, name: str) -> None:
 # --- the step of a trust region: where a quadratic model is small, not further than a radius --------------------------
 
 
-class Step(NamedTuple):
+class TrustRegionStep(NamedTuple):
     """Where conjugate gradients left the trust region, or stopped inside.
 
     Attributes:
@@ -294,7 +294,7 @@ class Step(NamedTuple):
 
 def steihaug(
     product: Callable[[Tensor], Tensor], gradient: Tensor, radius: float, tolerance: float, products: int
-) -> Step:
+) -> TrustRegionStep:
     """Minimise g's + s'As/2 over |s| <= radius, roughly: conjugate gradients from zero, in flat vectors.
 
     They stop inside once |g + As| <= tolerance, and where they meet negative curvature, or the radius, they go on along
@@ -326,7 +326,7 @@ def steihaug(
         r = torch.add(r, turned, alpha=length)
         before, rr = rr, dot(r, r)
         d = torch.add(-r, d, alpha=rr / before)
-    return Step(s, max(0.0, -(dot(g, s) + 0.5 * dot(s, image)) * unit), end)
+    return TrustRegionStep(s, max(0.0, -(dot(g, s) + 0.5 * dot(s, image)) * unit), end)
 
 
 def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:

@@ -18,7 +18,7 @@ from hodiff._core import _locks, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._memory import free_bytes, readable
 from hodiff._core._vectors import Parts, Space, sum_dtype
-from hodiff.curvature._process_group import Shares
+from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._products import apply, columns_of, say_detached
 from hodiff.errors import InputError
 
@@ -26,7 +26,7 @@ from hodiff.errors import InputError
 
 
 def to_scipy(operator: Any) -> Any:
-    """See `LinearOperator.to_scipy`."""
+    """An operator as a `scipy.sparse.linalg.LinearOperator`: see `LinearOperator.to_scipy`."""
     try:
         from scipy.sparse.linalg import LinearOperator as ScipyOperator
     except ImportError as error:
@@ -160,11 +160,11 @@ class LinearOperator(ABC):
         return None
 
     @property
-    def _shares(self) -> Shares | None:
+    def _group_sum(self) -> ProcessGroupSum | None:
         """The processes among which its data are shared; None where it has all of them."""
         for part in self._made_of:
-            if part._shares is not None:
-                return part._shares
+            if part._group_sum is not None:
+                return part._group_sum
         return None
 
     def _forms(self, parts: Parts, count: int) -> Tensor:
@@ -175,7 +175,7 @@ class LinearOperator(ABC):
         )
 
     def _recorded_forms(self, rows: Tensor) -> Tensor:
-        """Those of each flat row, in the dtype of sums, with their graph whatever the caller's modes are."""
+        """The forms v'Av of each flat row, in the dtype of sums, with their graph whatever the caller's modes are."""
         with _settings.recording():
             rows = rows.clone() if rows.is_inference() else rows
             return self._forms(self._domain.split(rows), len(rows)).to(sum_dtype(self.dtype))
@@ -184,7 +184,7 @@ class LinearOperator(ABC):
 
     @property
     def shape(self) -> torch.Size:
-        """`(M, D)`."""
+        """The shape of the matrix, `(M, D)`."""
         return torch.Size((self._range.size, self._domain.size))
 
     @property
@@ -207,10 +207,10 @@ class LinearOperator(ABC):
 
     def __copy__(self) -> Self:
         """One that shares what has been computed, and counts its own products."""
-        found = object.__new__(type(self))
-        vars(found).update(vars(self))
-        found._taken = {}
-        return found
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._taken = {}
+        return copied
 
     def _fixed(self, made: dict[int, Any] | None = None) -> Self:
         """A copy for what takes several products: it stays with the evaluation at hand, and counts its own.
@@ -221,13 +221,13 @@ class LinearOperator(ABC):
             return self
         made = {} if made is None else made
         if id(self) not in made:
-            made[id(self)] = found = copy.copy(self)
-            found._block_of = found._fixed_of = None
-            found._made_of = tuple(part._fixed(made) for part in self._made_of)
-            for name, value in list(vars(found).items()):
+            made[id(self)] = copied = copy.copy(self)
+            copied._block_of = copied._fixed_of = None
+            copied._made_of = tuple(part._fixed(made) for part in self._made_of)
+            for name, value in list(vars(copied).items()):
                 if hasattr(value, "_fixed"):
-                    setattr(found, name, value._fixed(made))
-            found._fixed_of = self
+                    setattr(copied, name, value._fixed(made))
+            copied._fixed_of = self
         return made[id(self)]
 
     # --- products
@@ -270,12 +270,12 @@ class LinearOperator(ABC):
 
     def _applied(self, v: Any, live: str | None = None) -> Any:
         """`A @ v`; without `live`, of which nobody is told that it is detached: a step on the way to another result."""
-        with together(self):
+        with raise_on_all_ranks(self):
             return apply(v, self, live)
 
     def _times(self, flat: Tensor) -> Tensor:
-        """That with one flat vector of the operator's own, whose spelling need not be recognised."""
-        with together(self):
+        """The product with one flat vector of the operator's own, whose spelling need not be recognised."""
+        with raise_on_all_ranks(self):
             return self._range.join(self._product(self._domain.split(flat), None), None)
 
     def _product(self, parts: Parts, count: int | None) -> Parts:
@@ -358,23 +358,23 @@ class LinearOperator(ABC):
         return AffineOperator(self, 1.0, as_number(other, "+"))
 
     def __radd__(self, other: Scalar) -> LinearOperator:
-        """`0.1 + A`."""
+        """The operator `0.1 + A`, that is A + 0.1 I."""
         return self + other
 
     def __mul__(self, factor: Scalar) -> LinearOperator:
-        """`A * 2`."""
+        """The multiple `A * 2` of an operator."""
         return AffineOperator(self, as_number(factor, "*"))
 
     def __rmul__(self, factor: Scalar) -> LinearOperator:
-        """`2 * A`."""
+        """The multiple `2 * A` of an operator."""
         return self * factor
 
     def __truediv__(self, factor: Scalar) -> LinearOperator:
-        """`A / 2`."""
+        """The multiple `A / 2` of an operator."""
         return AffineOperator(self, 1 / as_number(factor, "/"))
 
     def __neg__(self) -> LinearOperator:
-        """`-A`."""
+        """The negative `-A` of an operator."""
         return AffineOperator(self, -1.0)
 
     def __sub__(self, other: LinearOperator | Scalar) -> LinearOperator:
@@ -382,7 +382,7 @@ class LinearOperator(ABC):
         return self + (-other if isinstance(other, LinearOperator) else -as_number(other, "-"))
 
     def __rsub__(self, other: Scalar) -> LinearOperator:
-        """`0.1 - A`."""
+        """The operator `0.1 - A`, that is 0.1 I - A."""
         return -self + other
 
     # --- exports
@@ -407,7 +407,7 @@ class LinearOperator(ABC):
             One product for each column (or, where there are fewer, for each row), in chunks.
         """
         say_detached("A.dense()", self._live)
-        with together(self):
+        with raise_on_all_ranks(self):
             return self._fixed()._dense()
 
     def _dense(self) -> Tensor:
@@ -437,10 +437,10 @@ class LinearOperator(ABC):
 _ALONE = nullcontext()
 
 
-def together(operator: LinearOperator) -> AbstractContextManager[None]:
+def raise_on_all_ranks(operator: LinearOperator) -> AbstractContextManager[None]:
     """What one process raises in here, all of those that share the data raise."""
-    shares = operator._shares
-    return _ALONE if shares is None else shares.together()
+    group_sum = operator._group_sum
+    return _ALONE if group_sum is None else group_sum.raise_on_all_ranks()
 
 
 def as_number(value: object, sign: str) -> float:
@@ -483,7 +483,7 @@ class SymmetricOperator(LinearOperator):
 
     @property
     def symmetric(self) -> bool:
-        """Always."""
+        """A symmetric operator is always that."""
         return True
 
     def _transposed(self) -> LinearOperator:
@@ -492,7 +492,7 @@ class SymmetricOperator(LinearOperator):
 
 @final
 class SumOperator(LinearOperator):
-    """A + B."""
+    """The sum A + B of two operators."""
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
         super().__init__(left, right)
@@ -550,13 +550,13 @@ class AffineOperator(LinearOperator):
         return self._inner._range
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
-        found = self._inner._product(parts, count)
+        products = self._inner._product(parts, count)
         if self._factor != 1:
-            found = [part * self._factor for part in found]
+            products = [part * self._factor for part in products]
         if not self._shift:
-            return found
+            return products
         own = self._range.take(parts, count, self._domain)
-        return [torch.add(part, v, alpha=self._shift) for part, v in zip(found, own, strict=True)]
+        return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
 
     def _forms(self, parts: Parts, count: int) -> Tensor:
         squares = self._domain.join(parts, count).square().sum(1)
@@ -598,8 +598,8 @@ class ProductOperator(LinearOperator):
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         left, right = self._left, self._right
         middle = right._product(right._domain.take(parts, count, self._space), count)
-        found = left._product(left._domain.take(middle, count, right._range), count)
-        return self._rows.take(found, count, left._range)
+        products = left._product(left._domain.take(middle, count, right._range), count)
+        return self._rows.take(products, count, left._range)
 
     def _transposed(self) -> LinearOperator:
         return ProductOperator(self._right.T, self._left.T)
@@ -621,8 +621,8 @@ class BlockOperator(LinearOperator):
         padded = self._inner._domain.zeros(count)
         for index, part in zip(self._chosen, parts, strict=True):
             padded[index] = part
-        found = self._inner._multiply(padded, count)  # which `_block_of` counts
-        return [found[index] for index in self._chosen]
+        products = self._inner._multiply(padded, count)  # which `_block_of` counts
+        return [products[index] for index in self._chosen]
 
     def _transposed(self) -> LinearOperator:
         return BlockOperator(self._inner.T, self._chosen)

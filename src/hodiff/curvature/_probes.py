@@ -14,7 +14,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _reverse, _tree, _vectors
 from hodiff._core._arguments import Probes, is_set
 from hodiff._core._vectors import Space, sum_dtype
-from hodiff.curvature._operator import LinearOperator, together
+from hodiff.curvature._operator import LinearOperator, raise_on_all_ranks
 from hodiff.curvature._products import WAYS, say_detached
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
@@ -69,8 +69,8 @@ class RandomVectors:
 
 def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
     """Where to draw from: of several processes that share the data all draw the same."""
-    shares = operator._shares
-    return generator if generator is not None or shares is None else shares.generator(operator.device)
+    group_sum = operator._group_sum
+    return generator if generator is not None or group_sum is None else group_sum.generator(operator.device)
 
 
 def _rows(domain: Space, vectors: Any, *, live: bool) -> Tensor:
@@ -222,7 +222,7 @@ Callback = Callable[[Any], object]
 """`callback=`: is given the record as it stands, again and again; what it returns is ignored."""
 
 
-class Watch:
+class EstimatorProgress:
     """The bar and the callback of one call: `with Watch(...) as watch`, and `watch(record)` at each look.
 
     Attributes:
@@ -240,7 +240,7 @@ class Watch:
         self._before = operator.products
         self._callback = callback
         self._bar = _bar(name, total) if progress else None
-        self._together = together(operator)
+        self._raise_on_all_ranks = raise_on_all_ranks(operator)
 
     @property
     def spent(self) -> int:
@@ -253,14 +253,14 @@ class Watch:
         if self._callback is not None:
             self._callback(record(self.spent))
 
-    def __enter__(self) -> Watch:
-        self._together.__enter__()
+    def __enter__(self) -> EstimatorProgress:
+        self._raise_on_all_ranks.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._together.__exit__(kind, error, at)
+        self._raise_on_all_ranks.__exit__(kind, error, at)
 
 
 def _bar(name: str, total: int | None) -> Any:

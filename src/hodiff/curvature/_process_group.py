@@ -34,7 +34,7 @@ else:
     ProcessGroup = Any  # a build of PyTorch without it
 
 
-class Shares:
+class ProcessGroupSum:
     """The processes among which the data of an operator are shared.
 
     Attributes:
@@ -64,7 +64,7 @@ class Shares:
     # --- steps
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """What one rank raises in here, all raise: that one its own error, the others one that names it."""
         self._in_one_thread()
         if self._inside:
@@ -89,10 +89,10 @@ class Shares:
         count: int | None = None,
         digest: int = 0,
         facts: Sequence[float] = (),
-    ) -> tuple[Parts, list[Line]]:
+    ) -> tuple[Parts, list[RankStatus]]:
         """The sums over all ranks, in the precision of sums, to be copied at once; and what each rank said."""
         self._greet()
-        line = Line(False, STEPS.index(step), self._who(who), count or 0, digest, _eight(facts))
+        line = RankStatus(False, STEPS.index(step), self._who(who), count or 0, digest, _eight(facts))
         size = sum(part.numel() for part in parts)
         buffer = self._room(self._head + max(size, self._size))
         places, at = [], self._head
@@ -112,7 +112,7 @@ class Shares:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """One that draws the same on every rank, from a seed that rank 0 draws from its default generator."""
-        with self.together():
+        with self.raise_on_all_ranks():
             seed = int(torch.randint(2**48, (), device=device))
             return torch.Generator(device).manual_seed(int(self.facts("draws a seed", [seed])[0][0]))
 
@@ -131,7 +131,7 @@ class Shares:
         digest, count = _checksum(repr(self._structure)), self._size
         chunk = float(self._chunk_size) if isinstance(self._chunk_size, int) else 0.0
         options = (chunk, _checksum(self._owner), self._number, torch.get_num_threads())
-        line = Line(False, STEPS.index("begins"), 0, count, digest, _eight(options))
+        line = RankStatus(False, STEPS.index("begins"), 0, count, digest, _eight(options))
         # Of one dtype, whatever the points are: those may differ, too.
         lines = self._exchange(torch.zeros(self._head, dtype=torch.float32, device=self._device), line)
         self._threads = [int(line.facts[3]) for line in lines]
@@ -168,19 +168,19 @@ class Shares:
             raise _told(InputError(f"chunk_size: differs between the ranks: {sizes}; give all of them the same."))
         self._greeted = True
 
-    def _open(self, buffer: Tensor, line: Line) -> list[Line]:
+    def _open(self, buffer: Tensor, line: RankStatus) -> list[RankStatus]:
         """The first collective of a step; raise, on every rank, where the ranks do not mean the same."""
         lines = self._exchange(buffer, line)
         self._judge(lines)
         return lines
 
-    def _exchange(self, buffer: Tensor, line: Line) -> list[Line]:
+    def _exchange(self, buffer: Tensor, line: RankStatus) -> list[RankStatus]:
         buffer[: self._head].zero_()
         own = self.rank * LENGTH
         buffer[own : own + LENGTH] = torch.tensor(line.slots(), dtype=buffer.dtype, device="cpu")
         self._reduce(buffer)
         slots = buffer[: self._head].tolist()
-        return [Line.of(slots[start : start + LENGTH]) for start in range(0, self._head, LENGTH)]
+        return [RankStatus.of(slots[start : start + LENGTH]) for start in range(0, self._head, LENGTH)]
 
     def _in_one_thread(self) -> None:
         """Raise in another thread than the group's first, while that one lives: ranks would take turns otherwise."""
@@ -235,7 +235,7 @@ class Shares:
             self._greet()
             buffer = self._room(self._head + self._size)
             buffer.zero_()
-            lines = self._exchange(buffer, Line(True, 0, 0, 0, 0, _eight(())))
+            lines = self._exchange(buffer, RankStatus(True, 0, 0, 0, 0, _eight(())))
             self._failure([rank for rank, line in enumerate(lines) if line.failed], f"{type(error).__name__}: {error}")
         except (GraphError, InputError) as other:
             error.add_note(f"(The other ranks could not be told: {other})")
@@ -247,7 +247,7 @@ class Shares:
             torch.distributed.broadcast_object_list(said, group=self._group, group_src=failed[0], device=self._device)
         return said[0]
 
-    def _judge(self, lines: list[Line]) -> None:
+    def _judge(self, lines: list[RankStatus]) -> None:
         failed = [rank for rank, line in enumerate(lines) if line.failed]
         if failed:
             text = self._failure(failed, "")
@@ -273,7 +273,7 @@ class Shares:
         return _checksum(repr((self._owner, self._number, list(names))))
 
 
-def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> Shares | None:
+def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> ProcessGroupSum | None:
     """The processes of `process_group=`, checked; None where there is no group, or no other process in it."""
     if process_group is None:
         return None
@@ -288,8 +288,8 @@ def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: 
             "process_group: shares data among processes, and there are none; give each rank its own batches: "
             "data=[...], which may be empty."
         )
-    for owned in where.owned:
-        for module in owned.module.modules():
+    for module_slice in where.module_slices:
+        for module in module_slice.module.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 raise InputError(
                     f"{where.name}: is wrapped in DistributedDataParallel, whose forward communicates by itself, so "
@@ -297,7 +297,7 @@ def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: 
                 )
     if distributed.get_world_size(process_group) == 1:
         return None
-    return Shares(process_group, where, owner, chunk_size)
+    return ProcessGroupSum(process_group, where, owner, chunk_size)
 
 
 _threads: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -355,7 +355,7 @@ Step = Literal["evaluates", "multiplies", "draws a seed", "sums", "takes a diago
 STEPS: tuple[Step, ...] = ("evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "begins")
 
 
-class Line(NamedTuple):
+class RankStatus(NamedTuple):
     """What each rank says of itself at each step.
 
     Attributes:
@@ -380,8 +380,8 @@ class Line(NamedTuple):
         return list(struct.unpack(_SLOTS, packed))
 
     @classmethod
-    def of(cls, slots: Sequence[float]) -> Line:
-        """From such integers."""
+    def of(cls, slots: Sequence[float]) -> RankStatus:
+        """The status that such integers say."""
         failed, step, who, number, digest, *facts = _LINE.unpack(struct.pack(_SLOTS, *map(int, slots)))
         return cls(failed, step, who, number, digest, tuple(facts))
 

@@ -45,16 +45,16 @@ def apply(v: Any, operator: Any, live: str | None = None) -> Any:
         parts = [part.detach() for part in parts]
     back = tree if target is domain or target.like(domain) else target.tree
     if count is None:
-        found = operator._product(parts, None)
-        return target.join(found, None) if kind == "flat" else target.result(found, back)
+        products = operator._product(parts, None)
+        return target.join(products, None) if kind == "flat" else target.result(products, back)
     fixed = operator._fixed()  # for all of them
     with one_look():
         if kind == "columns":
             return _apply_to_columns(parts[0], fixed._chunk(count), fixed._product, domain, target).T
         results = target.empty(count)
         for start, stop in _chunks(count, fixed._chunk(count)):
-            found = _some(parts, start, stop, fixed._product)
-            for result, part in zip(results, found, strict=True):
+            products = _some(parts, start, stop, fixed._product)
+            for result, part in zip(results, products, strict=True):
                 result[start:stop] = part
         return target.result(results, back)
 

@@ -82,7 +82,7 @@ def flat(value: Any) -> Tensor:
 
 
 def after(products: int) -> str:
-    """How many products."""
+    """A number of products, in words."""
     return f"{products} product{'' if products == 1 else 's'}"
 
 
@@ -199,8 +199,8 @@ class EigenRecord(Shown):
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
-        found = f"{len(self.value)} eigenvalue{'s' if len(self.value) != 1 else ''}, {after(self.products)}"
-        return f"{found}: the largest residual is {number(self.residual.max())}, {_running(self.converged)}."
+        text = f"{len(self.value)} eigenvalue{'s' if len(self.value) != 1 else ''}, {after(self.products)}"
+        return f"{text}: the largest residual is {number(self.residual.max())}, {_running(self.converged)}."
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the eigenvalues with their residuals (complex ones in the plane); returns matplotlib's axes."""

@@ -16,7 +16,7 @@ from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, gm
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator
 from hodiff.curvature._probes import (
     Callback,
-    Watch,
+    EstimatorProgress,
     check_detached,
     check_finite,
     check_rtol,
@@ -174,7 +174,7 @@ def attempt(
         along = None if direction is None else _spelled(operator, direction, given)
         return SolveRecord(value, residual, converged, spent, status, along)
 
-    with Watch("solve", operator, limits.steps or limits.products, callback, progress) as watch:
+    with EstimatorProgress("solve", operator, limits.steps or limits.products, callback, progress) as watch:
 
         def show(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
             watch(lambda spent: record(base + current(), least / size, "running", None, spent))
@@ -182,18 +182,18 @@ def attempt(
         looks = show if callback is not None or progress else _unseen
         product = _damped(operator, damping)
         measured = Measured(product) if start is None and preconditioner is None else None
-        system = System(_method(method, operator, restart), measured or product, inverse, eps, looks)
+        system = IterativeSolver(_method(method, operator, restart), measured or product, inverse, eps, looks)
         if size == 0:
-            found = Found(torch.zeros_like(right), 0.0, "converged")
+            solution = Solution(torch.zeros_like(right), 0.0, "converged")
         elif limits.steps is None:
-            found = system.solved(right, x, limits.rtol, lambda: limits.products - watch.spent)
+            solution = system.solved(right, x, limits.rtol, lambda: limits.products - watch.spent)
         else:
-            found = system.stepped(right, x, limits.steps, exact=method != "minres" or preconditioner is None)
-        failed = found.status not in ("converged", "iterations")
-        trouble = _explanation(found, limits, watch.spent) if failed else None
+            solution = system.stepped(right, x, limits.steps, exact=method != "minres" or preconditioner is None)
+        failed = solution.status not in ("converged", "iterations")
+        trouble = _explanation(solution, limits, watch.spent) if failed else None
         if measured and measured.unit != 1:
-            _check_room(found.x, unit / measured.unit, operator.dtype)
-        return record(found.x, found.residual, found.status, found.direction, watch.spent), trouble
+            _check_room(solution.x, unit / measured.unit, operator.dtype)
+        return record(solution.x, solution.residual, solution.status, solution.direction, watch.spent), trouble
 
 
 def _check_room(x: Tensor, unit: float, dtype: torch.dtype) -> None:
@@ -207,7 +207,7 @@ def _check_room(x: Tensor, unit: float, dtype: torch.dtype) -> None:
 
 
 def _unseen(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
-    """Who looks at the iterates, where nobody does."""
+    """Show iterates to nobody."""
 
 
 def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
@@ -283,7 +283,7 @@ def _method(method: Method, operator: LinearOperator, restart: int | None) -> Ca
         return conjugate_gradients if method == "cg" else minres
     size = operator.shape[0]
     room = kept_vectors(size, least=30) if restart is None else _arguments.check_integer(restart, "restart", least=1)
-    return functools.partial(gmres, room=min(room, size))
+    return functools.partial(gmres, max_basis=min(room, size))
 
 
 def _limits(operator: LinearOperator, rtol: Any, products: Any, iterations: Any) -> Limits:
@@ -297,7 +297,7 @@ def _limits(operator: LinearOperator, rtol: Any, products: Any, iterations: Any)
     return Limits(0.0, 0, _arguments.check_integer(iterations, "iterations", least=1))
 
 
-class Found(NamedTuple):
+class Solution(NamedTuple):
     """A solution, and its relative residual."""
 
     x: Tensor
@@ -306,7 +306,7 @@ class Found(NamedTuple):
     direction: Tensor | None = None
 
 
-class System:
+class IterativeSolver:
     """A method on a product and a preconditioner, and who looks at its iterates."""
 
     def __init__(
@@ -330,7 +330,7 @@ class System:
     def _rest(self, b: Tensor, x: Tensor) -> Tensor:
         return b - self._product(x) if bool(x.any()) else b.clone()
 
-    def stepped(self, b: Tensor, x: Tensor, steps: int, *, exact: bool) -> Found:
+    def stepped(self, b: Tensor, x: Tensor, steps: int, *, exact: bool) -> Solution:
         """So many steps from x; the residual is the method's own, where that is `exact`."""
         taken = 0
 
@@ -342,15 +342,15 @@ class System:
         r, whole = self._rest(b, x), self._product
         size = float(b.norm())
         if float(r.norm()) <= self._eps * size:
-            return Found(x, float(r.norm()) / size, "converged")
+            return Solution(x, float(r.norm()) / size, "converged")
         self._product = product
         run = self._run(x, r, self._eps * size, lambda: steps - taken)
         self._product = whole
         x = x + run.x
         left = run.size if run.size is not None and exact else float((b - whole(x)).norm())
-        return Found(x, left / size, "iterations" if run.status == "budget" else run.status, run.direction)
+        return Solution(x, left / size, "iterations" if run.status == "budget" else run.status, run.direction)
 
-    def solved(self, b: Tensor, x: Tensor, rtol: float, left: Callable[[], int]) -> Found:
+    def solved(self, b: Tensor, x: Tensor, rtol: float, left: Callable[[], int]) -> Solution:
         """Run the method, look at the true residual, and begin anew from there while that helps.
 
         Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
@@ -360,7 +360,7 @@ class System:
         residual = float(r.norm()) / size
         while residual > rtol:
             if left() < 2:
-                return Found(x, residual, "budget")
+                return Solution(x, residual, "budget")
             # The last product is kept for the true residual.
             run = self._run(x, r, 0.5 * rtol * size, lambda: left() - 1)
             r = b - self._product(x + run.x)
@@ -370,15 +370,15 @@ class System:
             if residual <= rtol:
                 break
             if run.status == "negative curvature":
-                return Found(x, residual, run.status, run.direction)
+                return Solution(x, residual, run.status, run.direction)
             if not residual < 0.5 * before:
                 if not residual < before:
                     residual = before
-                return Found(x, residual, "budget" if left() < 2 else "stagnation")
-        return Found(x, residual, "converged")
+                return Solution(x, residual, "budget" if left() < 2 else "stagnation")
+        return Solution(x, residual, "converged")
 
 
-def _explanation(found: Found, limits: Limits, products: int) -> str:
+def _explanation(solution: Solution, limits: Limits, products: int) -> str:
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
@@ -389,9 +389,9 @@ def _explanation(found: Found, limits: Limits, products: int) -> str:
             "the residual no longer falls: the system is singular (b lies partly outside its range), rounding allows "
             "no better, or GMRES keeps too few vectors (restart=). Add damping, or use double precision"
         ),
-    }[found.status]
-    asked = f"rtol={limits.rtol:g}" if limits.steps is None else f"iterations={limits.steps}"
-    return f"solve: after {products} products the relative residual is {found.residual:.2g} ({asked}); {advice}."
+    }[solution.status]
+    precision = f"rtol={limits.rtol:g}" if limits.steps is None else f"iterations={limits.steps}"
+    return f"solve: after {products} products the relative residual is {solution.residual:.2g} ({precision}); {advice}."
 
 
 # --- `nystrom`: an approximate inverse of A + μ I from a few products, as a preconditioner ----------------------------
@@ -491,8 +491,8 @@ class NystromOperator(SymmetricOperator):
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         rows = self._space.join(parts, count).to(self._vectors.dtype)
         with as_given(rows):
-            found = self._rest * rows + ((rows @ self._vectors) * self._beyond) @ self._vectors.T
-        return self._space.split(found.to(self._space.dtype))
+            products = self._rest * rows + ((rows @ self._vectors) * self._beyond) @ self._vectors.T
+        return self._space.split(products.to(self._space.dtype))
 
     def _chunk(self, count: int) -> int:
         return max(1, _reverse.CHUNK_BYTES // (4 * self._space.size * self._vectors.element_size()))

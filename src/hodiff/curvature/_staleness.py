@@ -20,7 +20,7 @@ class Modules:
     """The modules of a point, each by its mode, and by its parameters and parts, by identity."""
 
     def __init__(self, where: Where) -> None:
-        roots = [owned.module for owned in where.owned]
+        roots = [module_slice.module for module_slice in where.module_slices]
         with _locks.lock:  # `modules_below` waits for other threads; after it none of them puts leaves in
             self._assemblies = {module: _assembly(module) for module in modules_below(roots)}
 
@@ -72,9 +72,9 @@ class Values:
 
     def check_versions(self) -> None:
         """Raise where PyTorch has seen a tensor change."""
-        found = self._now()
-        if found != self._versions:
-            pairs = zip(found, self._versions, self._names, strict=True)
+        versions = self._now()
+        if versions != self._versions:
+            pairs = zip(versions, self._versions, self._names, strict=True)
             _refuse([name for now, before, name in pairs if now != before])
 
     def check(self) -> None:
@@ -112,13 +112,13 @@ def warn_random(where: Where) -> None:
 
 def culprits(where: Where) -> str:
     """The modules that are known to draw random numbers, or to mix samples, in training mode."""
-    found = [
+    changed = [
         f"{name or 'the model'} ({type(module).__name__})"
-        for owned in where.owned
-        for name, module in owned.module.named_modules()
+        for module_slice in where.module_slices
+        for name, module in module_slice.module.named_modules()
         if module.training and _varies(module)
     ]
-    return f" In training mode: {', '.join(found[:4])}." if found else ""
+    return f" In training mode: {', '.join(changed[:4])}." if changed else ""
 
 
 def _varies(module: nn.Module) -> bool:
@@ -132,8 +132,8 @@ def buffers_of(where: Where) -> list[Tensor]:
     """The buffers that outputs depend on; running statistics only where they are used."""
     return [
         buffer
-        for owned in where.owned
-        for module in owned.module.modules()
+        for module_slice in where.module_slices
+        for module in module_slice.module.modules()
         if not (module.training and isinstance(module, nn.modules.batchnorm._NormBase))
         for buffer in module.buffers(recurse=False)
         if buffer.dtype.is_floating_point

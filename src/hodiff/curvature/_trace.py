@@ -16,8 +16,8 @@ from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
     BLOCK,
     Callback,
+    EstimatorProgress,
     RandomVectors,
-    Watch,
     check_detached,
     check_rtol,
     check_square,
@@ -127,7 +127,7 @@ def trace(
     if recorded:
         return _differentiable(operator, drawn, blocks, method, rtol)
     needed = drawn.number * _PRODUCTS[method] // 2
-    with Watch("trace", operator, needed, callback, progress) as watch:
+    with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
         enough = needed >= operator.shape[0] and not drawn.given
         if enough or (method in ("xtrace", "xnystrace") and drawn.number >= operator.shape[0]):
             parts = operator._domain.pieces(exact_diagonal(operator))
@@ -137,16 +137,18 @@ def trace(
             estimate = xtrace if method == "xtrace" else xnystrace
             gaussian = probes == "gaussian" and not drawn.given
             value, error = estimate(operator, drawn.take(drawn.number), gaussian=gaussian)
-            found = _made(operator, value, error, rtol, watch)
+            record = _made(operator, value, error, rtol, watch)
         else:
-            found = _hutchinson(operator, drawn, method == "hutch++", leaves, rtol, watch)
-        if found.converged is False:
-            error = "unknown" if found.stderr is None else f"{float(found.stderr / found.value.abs()):.2g} of the value"
+            record = _hutchinson(operator, drawn, method == "hutch++", leaves, rtol, watch)
+        if record.converged is False:
+            error = (
+                "unknown" if record.stderr is None else f"{float(record.stderr / record.value.abs()):.2g} of the value"
+            )
             warn_not_converged(
                 f"trace: after {watch.spent} products the standard error is {error}, more than rtol={rtol:g}; allow "
                 f"more samples."
             )
-        return found
+        return record
 
 
 def _differentiable(
@@ -180,13 +182,13 @@ def _hutchinson(
     sketched: bool,
     leaves: dict[str, list[int]],
     rtol: float | None,
-    watch: Watch,
+    watch: EstimatorProgress,
 ) -> TraceRecord:
     """The z'Az of each random vector z, leaf by leaf; with a sketch, of what its projection leaves of z."""
     first = drawn.number // 2 if sketched else 0
     basis = _sketch(operator, drawn.take(first)) if first else None
     known = 0.0 if basis is None else float((basis * flat_product(operator, basis)).sum(dtype=torch.float64))
-    found: list[Tensor] = []
+    estimates: list[Tensor] = []
     number = drawn.number - first
     for start in range(0, number, BLOCK):
         z = drawn.take(min(BLOCK, number - start)).to(sum_dtype(operator.dtype))
@@ -194,8 +196,8 @@ def _hutchinson(
             with as_given(z):
                 z = z - (z @ basis.T) @ basis
         terms = operator._domain.pieces(z * flat_product(operator, z))
-        found.append(torch.stack([part.sum(1, dtype=torch.float64) for part in terms], 1))
-        so_far = torch.cat(found)
+        estimates.append(torch.stack([part.sum(1, dtype=torch.float64) for part in terms], 1))
+        so_far = torch.cat(estimates)
         watch(lambda _, so_far=so_far: _record(operator, so_far, leaves, known, None, watch))
         if (
             rtol is not None
@@ -203,7 +205,7 @@ def _hutchinson(
             and _record(operator, so_far, {}, known, rtol, watch).converged
         ):
             break
-    return _record(operator, torch.cat(found), leaves, known, rtol, watch)
+    return _record(operator, torch.cat(estimates), leaves, known, rtol, watch)
 
 
 def _record(
@@ -212,7 +214,7 @@ def _record(
     leaves: dict[str, list[int]],
     known: float,
     rtol: float | None,
-    watch: Watch,
+    watch: EstimatorProgress,
     *,
     exact: bool = False,
 ) -> TraceRecord:
@@ -231,7 +233,7 @@ def _made(
     value: Tensor,
     error: Tensor | None,
     rtol: float | None,
-    watch: Watch,
+    watch: EstimatorProgress,
     blocks: dict[str, TraceRecord] | None = None,
 ) -> TraceRecord:
     dtype = sum_dtype(operator.dtype)
@@ -326,11 +328,11 @@ def diagonal(
     if method == "xdiag" and not exact:
         _check_signs(drawn, probes)
 
-    def record(value: Tensor, stderr: Tensor | None, asked: float | None, spent: int) -> DiagonalRecord:
+    def record(value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int) -> DiagonalRecord:
         shaped = [None if part is None else operator.unflatten(part.to(operator.dtype)) for part in (value, stderr)]
-        return DiagonalRecord(shaped[0], shaped[1], reached(value, stderr, asked), spent)
+        return DiagonalRecord(shaped[0], shaped[1], reached(value, stderr, rtol_asked), spent)
 
-    with Watch("diagonal", operator, size if exact else needed, callback, progress) as watch:
+    with EstimatorProgress("diagonal", operator, size if exact else needed, callback, progress) as watch:
         if exact or (method == "xdiag" and drawn.number >= size):
             value = exact_diagonal(operator)
             stderr = torch.zeros_like(value)
@@ -369,13 +371,13 @@ def _estimate(
     while done < drawn.number:
         count = min(BLOCK, drawn.number - done)
         z = drawn.take(count)
-        found = z * flat_product(operator, z)
+        forms = z * flat_product(operator, z)
         if not done:
-            unit = near(found.abs().amax(0))  # of each entry, whose square may have no place
-        found = found / unit
-        own = found.mean(0)
+            unit = near(forms.abs().amax(0))  # of each entry, whose square may have no place
+        forms = forms / unit
+        own = forms.mean(0)
         shift = own - mean
-        squares += (found - own).square().sum(0) + shift.square() * (done * count / (done + count))
+        squares += (forms - own).square().sum(0) + shift.square() * (done * count / (done + count))
         mean += shift * (count / (done + count))
         done += count
         error = (squares / (done - 1) / done).sqrt() if done > 1 else None

@@ -20,7 +20,7 @@ from hodiff.calculus import _directional
 from hodiff.errors import GraphError, InputError
 from hodiff.fields._field import FieldCall, choose, push, released
 from hodiff.jets import _jet, _pushforward
-from hodiff.jets._series import TooWide
+from hodiff.jets._series import CoefficientTooLarge
 
 Probes = Literal["rademacher", "gaussian", "coordinates"]
 PROBES = get_args(Probes)
@@ -256,13 +256,13 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any) -> Curves:
         return by_jets(call, directions, drift)
     size = _arguments.check_chunk_size(call.chunk_size)
     if size is not None:
-        found = _by_directions(call, directions, drift, size)
-        if found is None:
+        curves = _by_directions(call, directions, drift, size)
+        if curves is None:
             raise GraphError(
                 "f gave another value when it was evaluated again (does it keep a state, or draw random numbers that "
                 'are not PyTorch\'s?), so its directions cannot be expanded in chunks. Use chunk_size="auto".'
             )
-        return found
+        return curves
     if call.record or _jet.is_jet(call.x) or len(directions.vectors) < WORTHWHILE:
         return by_jets(call, directions, drift)
     return _within_bounds(call, directions, drift)
@@ -280,21 +280,21 @@ def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curve
     cached = divisible and call.x.device.type == "cpu"
     whole, block = (WHOLE_BYTES, BLOCK_BYTES) if cached else (_reverse.CHUNK_BYTES, _reverse.CHUNK_BYTES)
     try:
-        return by_jets(call, directions, drift, limit=whole)
-    except TooWide:
+        return by_jets(call, directions, drift, max_bytes=whole)
+    except CoefficientTooLarge:
         random.restore()
     rehearsal = _rehearse(call, directions)
     drew = random.moved()
     random.restore()
     if divisible and not drew and rehearsal.tells():
-        found = _by_samples(call, directions, drift, block, rehearsal)
-        if found is not None:
-            return found
+        curves = _by_samples(call, directions, drift, block, rehearsal)
+        if curves is not None:
+            return curves
         random.restore()
     if rehearsal.bytes * len(directions.vectors) > _reverse.CHUNK_BYTES:
-        found = _by_directions(call, directions, drift, max(LEAST_CHUNK, _reverse.CHUNK_BYTES // rehearsal.bytes))
-        if found is not None:
-            return found
+        curves = _by_directions(call, directions, drift, max(LEAST_CHUNK, _reverse.CHUNK_BYTES // rehearsal.bytes))
+        if curves is not None:
+            return curves
         random.restore()
     return by_jets(call, directions, drift)
 
@@ -318,9 +318,9 @@ class Rehearsal(NamedTuple):
         """Whether there are numbers to compare with at every order."""
         return all(_truth(order.isfinite().any()) for order in self.orders)
 
-    def agrees(self, found: list[Tensor], rows: slice) -> bool:
+    def agrees(self, derivatives: list[Tensor], rows: slice) -> bool:
         """Whether orders 0, 1, ... of some samples are those of the whole batch, up to rounding."""
-        pairs = zip(found, self.orders, strict=False)
+        pairs = zip(derivatives, self.orders, strict=False)
         return all(_same(part, order[rows], _rounding(order)[rows]) for part, order in pairs)
 
 
@@ -335,7 +335,7 @@ def _rehearse(call: FieldCall, directions: Directions) -> Rehearsal:
 
 def _series_along(call: FieldCall, vector: Tensor) -> tuple[list[Tensor], int]:
     """The coefficients of f along one direction, and the bytes of the largest tensor met."""
-    series, expansion = push(call, [vector], 2, limit=float("inf"))
+    series, expansion = push(call, [vector], 2, max_bytes=float("inf"))
     return [series[0], *(_pushforward.entry(series, k, 1)[0] for k in (1, 2))], expansion.widest
 
 
@@ -356,10 +356,10 @@ def _truth(condition: Tensor) -> bool:
 
 
 def _by_samples(
-    call: FieldCall, directions: Directions, drift: Any, limit: float, rehearsal: Rehearsal
+    call: FieldCall, directions: Directions, drift: Any, max_bytes: float, rehearsal: Rehearsal
 ) -> Curves | None:
     """Block after block; None where `f` takes them for something else than parts of the batch."""
-    size = int(limit * len(call.x) // (len(directions.vectors) * rehearsal.bytes))
+    size = int(max_bytes * len(call.x) // (len(directions.vectors) * rehearsal.bytes))
     blocks = _slices(len(call.x), size)
     mixed = lambda part: [part.value, torch.tensordot(rehearsal.mix, part.first, 1)]  # noqa: E731
     parts: list[Curves] = []
@@ -372,14 +372,14 @@ def _by_samples(
                 return None
             parts.append(part)
         value, first, second = zip(*parts, strict=True)
-        found = Curves(torch.cat(value), torch.cat(first, 1), torch.cat(second, 1))
+        curves = Curves(torch.cat(value), torch.cat(first, 1), torch.cat(second, 1))
         last = _series_along(block, _rows(rehearsal.vector, rows))[0]  # pyright: ignore[reportPossiblyUnboundVariable]
     except Exception as error:  # f cannot take fewer samples: with the whole batch it speaks for itself
         if not is_fault(error):
             error.add_note("hodiff: f was given a part of the batch's samples; chunk_size= keeps the batch whole.")
             raise
         return None
-    return found if rehearsal.agrees(mixed(found), slice(None)) and rehearsal.agrees(last, blocks[-1]) else None
+    return curves if rehearsal.agrees(mixed(curves), slice(None)) and rehearsal.agrees(last, blocks[-1]) else None
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -405,10 +405,10 @@ def _by_directions(call: FieldCall, directions: Directions, drift: Any, size: in
         part = Directions(
             vectors[chunk], None if weights is None else weights[chunk], 1 if groups == 1 else len(vectors[chunk])
         )
-        found = by_jets(call, part, drift if start == 0 else None)
-        if parts and not _same(*(_jet.value_of(each.value).detach() for each in (found, parts[0]))):
+        curves = by_jets(call, part, drift if start == 0 else None)
+        if parts and not _same(*(_jet.value_of(each.value).detach() for each in (curves, parts[0]))):
             return None
-        parts.append(found)
+        parts.append(curves)
     first = torch.cat([part.first for part in parts])
     seconds = [part.second for part in parts]
     return Curves(parts[0].value, first, sum(seconds[1:], seconds[0]) if groups == 1 else torch.cat(seconds))
@@ -425,30 +425,30 @@ class Curves(NamedTuple):
     second: Any
 
 
-def by_jets(call: FieldCall, directions: Directions, drift: Any = None, *, limit: float | None = None) -> Curves:
+def by_jets(call: FieldCall, directions: Directions, drift: Any = None, *, max_bytes: float | None = None) -> Curves:
     """One expansion in all directions; with `drift` b, second ones gain b·∇f."""
     vectors, weights, groups = directions
     rows = vectors.shape[0]
     seeds = [vectors] if drift is None else [vectors, (drift * 0.5).unsqueeze(0)]
-    series, _ = push(call, seeds, 2, groups=groups, weights=weights, limit=limit)
+    series, _ = push(call, seeds, 2, groups=groups, weights=weights, max_bytes=max_bytes)
     return Curves(series[0], _pushforward.entry(series, 1, rows), _pushforward.entry(series, 2, groups) * 2)
 
 
 def by_reverse(call: FieldCall, directions: Directions, drift: Any, *, first: bool = True) -> Curves:
     """Double backward: one pass for each component of f, then the directions in batches."""
     vectors, weights, groups = directions
-    with call.evaluation(passes=2) as ev:
-        output = _arguments.check_output(ev.outputs)
+    with call.evaluation(passes=2) as graph:
+        output = _arguments.check_output(graph.outputs)
         _pushforward.check_batch(output, call.batch)
         size = _arguments.check_chunk_size(call.chunk_size)
-        lines = _directional.by_entries(ev, output, vectors, first=first, drift=drift, chunk_size=size)
-        value, second = ev.value(), lines.second
-        call.note(ev)
+        lines = _directional.by_entries(graph, output, vectors, first=first, drift=drift, chunk_size=size)
+        value, second = graph.value(), lines.second
+        call.note(graph)
     if weights is not None:
         second = second * weights.reshape(-1, *[1] * output.ndim)
     if groups != second.shape[0]:
         second = second.reshape(groups, len(second) // groups, *output.shape).sum(1)
     if lines.drift is not None:
         second = second + lines.drift
-    value, second, *firsts = released(ev, [value, second, *([] if lines.first is None else [lines.first])])
+    value, second, *firsts = released(graph, [value, second, *([] if lines.first is None else [lines.first])])
     return Curves(value, firsts[0] if firsts else None, second)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _settings, _tree
 from hodiff._core._arguments import ChunkSize, check_option, is_set
 from hodiff._core._call import call
-from hodiff._core._graph import Graph, Watched, detached, memory_of, split
+from hodiff._core._graph import OutputGraph, Watched, detached, memory_of, split
 from hodiff._core._where import plain
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _pushforward
@@ -24,8 +24,8 @@ Method = Literal["auto", "jets", "reverse"]
 """`method=`: which route computes."""
 
 
-class Common(TypedDict, total=False):
-    """What every field operator takes.
+class FieldOptions(TypedDict, total=False):
+    """The options of every field operator.
 
     For overloads alone: at run time signatures are spelled out.
     """
@@ -38,8 +38,8 @@ class Common(TypedDict, total=False):
     kwargs: Mapping[str, Any] | None
 
 
-class Chunked(Common, total=False):
-    """And those of second order."""
+class SecondOrderOptions(FieldOptions, total=False):
+    """The options of field operators of second order."""
 
     chunk_size: ChunkSize
 
@@ -107,9 +107,9 @@ class FieldCall:
         """The shape of one sample."""
         return tuple(self.x.shape[self.batch_ndim :])
 
-    def evaluation(self, passes: int) -> Graph:
+    def evaluation(self, passes: int) -> OutputGraph:
         """The evaluation of f at x, for nested reverse mode."""
-        asked = call(
+        request = call(
             self.f.f if self.has_aux else self.f,
             self.x,
             passes=passes,
@@ -119,16 +119,16 @@ class FieldCall:
             args=self.args,
             kwargs=self.kwargs,
         )
-        return Watched(asked, self.watched)
+        return Watched(request, self.watched)
 
     def watched(self) -> Any:
         """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""
         return _settings.on(NoConstants()) if self.method == "auto" else contextlib.nullcontext()
 
-    def note(self, ev: Graph) -> None:
+    def note(self, graph: OutputGraph) -> None:
         """Keep what `f` returned beside its value, of an evaluation for nested reverse mode."""
         if self.has_aux:
-            self.f.extra = ev.extra()
+            self.f.extra = graph.extra()
 
     def with_extra(self, value: Any) -> Any:
         """A value, and beside it what `f` returned beside its own, where it did."""
@@ -185,9 +185,9 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
     return series, expansion
 
 
-def released(ev: Graph, results: list[Tensor]) -> list[Tensor]:
+def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
-    ours = {id(leaf) for leaf in ev.leaves} if ev.call.owned else set()
+    ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _compiled_callers, _reverse, _settings, _tree
 from hodiff._core._arguments import is_set
 from hodiff._core._call import call
-from hodiff._core._graph import Graph, detached
+from hodiff._core._graph import OutputGraph, detached
 from hodiff.calculus._directional import entries
 from hodiff.errors import InputError
-from hodiff.fields._field import Common, FieldCall, Method, choose, released
+from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, released
 from hodiff.jets import _jet, _pushforward
 from hodiff.jets._jet import OTHER_ROUTE, NoRule
 
@@ -27,12 +27,14 @@ REVERSE_UP_TO = 3
 
 @overload
 def partial(
-    f: What, x: Tensor, index: int | Sequence[int], *, has_aux: Literal[False] = False, **options: Unpack[Common]
+    f: What, x: Tensor, index: int | Sequence[int], *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]
 ) -> Tensor: ...
 
 
 @overload
-def partial(f: What, x: Tensor, index: int | Sequence[int], *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
+def partial(
+    f: What, x: Tensor, index: int | Sequence[int], *, has_aux: bool, **options: Unpack[FieldOptions]
+) -> Any: ...
 
 
 @_compiled_callers.traced
@@ -83,7 +85,7 @@ def partial(
     """
     if isinstance(index, (tuple, list)) and not index:
         raise InputError("index: is empty; expected coordinates such as (0, 0, 1). The value itself is f(x).")
-    found = partials(
+    derivatives = partials(
         f,
         x,
         [index],
@@ -95,7 +97,7 @@ def partial(
         args=args,
         kwargs=kwargs,
     )
-    return (*found[0], found[1]) if has_aux else next(iter(found))
+    return (*derivatives[0], derivatives[1]) if has_aux else next(iter(derivatives))
 
 
 @overload
@@ -105,13 +107,13 @@ def partials(
     indices: Sequence[int | Sequence[int]],
     *,
     has_aux: Literal[False] = False,
-    **options: Unpack[Common],
+    **options: Unpack[FieldOptions],
 ) -> Partials: ...
 
 
 @overload
 def partials(
-    f: What, x: Tensor, indices: Sequence[int | Sequence[int]], *, has_aux: bool, **options: Unpack[Common]
+    f: What, x: Tensor, indices: Sequence[int | Sequence[int]], *, has_aux: bool, **options: Unpack[FieldOptions]
 ) -> Any: ...
 
 
@@ -145,7 +147,7 @@ def partials(
 
     Returns:
         The derivatives, each with the shape of `f(x)`, as a tuple in the order of *indices*, which also knows them by
-        multi-index: `u, u_x, u_xy = found`, and `found[0, 1]` is u_xy. With *has_aux* `(that, extra)`.
+        multi-index: `u, u_x, u_xy = found`, and `derivatives[0, 1]` is u_xy. With *has_aux* `(that, extra)`.
 
     Raises:
         InputError: An index names a coordinate that *x* does not have.
@@ -183,19 +185,21 @@ def partials(
     if not wanted:
         raise InputError("indices: is empty; expected derivatives such as [(0,), (0, 1)].")
     with call.grad_mode():
-        found = _found(call, wanted)
-    return call.with_extra(Partials([found[each] for each in wanted], wanted))
+        derivatives = _derivatives(call, wanted)
+    return call.with_extra(Partials([derivatives[each] for each in wanted], wanted))
 
 
-def _found(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
+def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     """By the route that is faster: reverse for low orders of few outputs, which it takes one by one."""
     jets, reverse = (lambda: _by_jets(call, wanted)), (lambda: _by_reverse(call, wanted))
     if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x):
         return choose(call, jets, reverse)
     if call.method != "auto" or isinstance(call.f, Tensor) or torch.compiler.is_compiling():
         return choose(call, jets, reverse, prefer="reverse")
-    found = _by_reverse(call, wanted, most=1 + _expansions(wanted))
-    return choose(call, jets, reverse) if found is None else call.finish(found)  # jets take many outputs together
+    derivatives = _by_reverse(call, wanted, most=1 + _expansions(wanted))
+    return (
+        choose(call, jets, reverse) if derivatives is None else call.finish(derivatives)
+    )  # jets take many outputs together
 
 
 def _expansions(wanted: Sequence[Index]) -> int:
@@ -212,12 +216,12 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
     prefixes = sorted({each[:k] for each in wanted for k in range(len(each) + 1)}, key=len)
     inner = {each[:-1] for each in prefixes if each}
     order = max(len(each) for each in wanted)
-    with call.evaluation(passes=order) as ev:
-        output = _arguments.check_output(ev.outputs)
+    with call.evaluation(passes=order) as graph:
+        output = _arguments.check_output(graph.outputs)
         _pushforward.check_batch(output, call.batch)
         columns = entries(output, call.batch_ndim)
         if most is not None and len(columns) > most and order:
-            ev.restart()
+            graph.restart()
             return None
         tables = []
         for column in columns:
@@ -230,26 +234,26 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
                     highest = max(inner, key=lambda p: (len(p), prefixes.index(p)))
                     more = each != highest or column is not columns[-1]
                     one = torch.ones_like(table[each])
-                    (gradients[each],) = _reverse.pull(
-                        ev, [table[each]], [one], more=more, differentiated=len(each) < order - 1
+                    (gradients[each],) = _reverse.vjp(
+                        graph, [table[each]], [one], more=more, differentiated=len(each) < order - 1
                     )
             tables.append(table)
         results = [torch.stack([t[each] for t in tables], -1).reshape(output.shape) for each in wanted]
-        call.note(ev)
-    return dict(zip(wanted, released(ev, results), strict=True))
+        call.note(graph)
+    return dict(zip(wanted, released(graph, results), strict=True))
 
 
 def _by_jets(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     """Pure derivatives from one expansion in several directions, mixed ones from nested expansions."""
-    found: dict[Index, Any] = {}
+    derivatives: dict[Index, Any] = {}
     pure = [each for each in wanted if len(set(each)) <= 1]
     mixed = sorted((each for each in wanted if len(set(each)) > 1), key=len, reverse=True)
     for index in mixed:
-        if index not in found:
-            found |= _mixed(call, index)
-    if not all(each in found for each in pure):
-        found |= _pure(call, pure)
-    return found
+        if index not in derivatives:
+            derivatives |= _mixed(call, index)
+    if not all(each in derivatives for each in pure):
+        derivatives |= _pure(call, pure)
+    return derivatives
 
 
 def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
@@ -261,11 +265,11 @@ def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
         call.f, [call.x], [[seeds]], order, record=call.record, args=call.args, kwargs=call.kwargs
     )
     series = _pushforward.coefficients(output, expansion, call.batch)
-    found: dict[Index, Any] = {(): series[0]}
+    derivatives: dict[Index, Any] = {(): series[0]}
     for k in range(1, order + 1):
         rows = _pushforward.entry(series, k, len(axes)) * factor[k]
-        found |= {(axis,) * k: rows[i] for i, axis in enumerate(axes)}
-    return found
+        derivatives |= {(axis,) * k: rows[i] for i, axis in enumerate(axes)}
+    return derivatives
 
 
 def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
@@ -357,12 +361,12 @@ def jet(
             other = "Write it with other operations; hodiff.jet has no other route."
             raise NoRule(error.operation, error.why, other) from error
         items, _, tree = _tree.flatten(output)
-        found = [_pushforward.coefficients(item, expansion) for item in items]
+        coefficients = [_pushforward.coefficients(item, expansion) for item in items]
         rows = [
-            _tree.rebuild(tree, iter([_pushforward.entry(each, k, 1)[0] * factor[k] for each in found]))
+            _tree.rebuild(tree, iter([_pushforward.entry(each, k, 1)[0] * factor[k] for each in coefficients]))
             for k in range(1, order + 1)
         ]
-        value = _tree.rebuild(tree, iter([each[0] for each in found]))
+        value = _tree.rebuild(tree, iter([each[0] for each in coefficients]))
     if record:
         return _pushforward.connected((value, rows), (*points, *(c for each in given for c in each)))
     return (detached(value), [detached(row) for row in rows])
@@ -509,30 +513,30 @@ class Derivatives:
         self._u = u
         self._x = x
         self._batch_ndim = batch_ndim
-        self._found: dict[Index, Tensor] = {(): u}
+        self._known: dict[Index, Tensor] = {(): u}
         self._gradients: dict[Index, Tensor] = {}
 
     def __getitem__(self, index: Any) -> Tensor:
         wanted = parsed(index, self._x.shape[-1])
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with _settings.recording():
-            found = self._partial(wanted)
-        return found if recorded else detached(found)
+            derivative = self._partial(wanted)
+        return derivative if recorded else detached(derivative)
 
     def __iter__(self) -> Any:
         raise TypeError("derivatives of any order have no end to iterate to; ask for each: d[0], d[0, 1].")
 
     def __repr__(self) -> str:
-        known = ", ".join(map(str, sorted(index for index in self._found if index)))
+        known = ", ".join(map(str, sorted(index for index in self._known if index)))
         return f"Derivatives(of {tuple(self._u.shape)} by {tuple(self._x.shape)}, computed: {known or 'none'})"
 
     def _partial(self, index: Index) -> Tensor:
-        if index not in self._found:
+        if index not in self._known:
             inner, last = self._lower(index)
             if inner not in self._gradients:
                 self._gradients[inner] = self._gradient(self._partial(inner), len(index))
-            self._found[index] = self._gradients[inner].select(-1, last)
-        return self._found[index]
+            self._known[index] = self._gradients[inner].select(-1, last)
+        return self._known[index]
 
     def _lower(self, index: Index) -> tuple[Index, int]:
         """A derivative of one order less, one whose gradient is known where there is one, and the coordinate left."""
@@ -545,10 +549,10 @@ class Derivatives:
     def _gradient(self, values: Tensor, order: int) -> Tensor:
         """The gradient of each number at each point, `(*values.shape, D)`."""
         # The passes below count too: of the second order on, a differentiable result is a third derivative.
-        asked = call(values, self._x, passes=order, create_graph=True, batch_ndim=self._batch_ndim)
-        with Graph(asked) as ev:
+        request = call(values, self._x, passes=order, create_graph=True, batch_ndim=self._batch_ndim)
+        with OutputGraph(request) as graph:
             columns = entries(values, self._batch_ndim)
-            rows = [_reverse.pull(ev, [column], [torch.ones_like(column)])[0] for column in columns]
+            rows = [_reverse.vjp(graph, [column], [torch.ones_like(column)])[0] for column in columns]
             stacked = torch.stack(rows, -2) if values.ndim > self._batch_ndim else rows[0]
             return stacked.reshape(*values.shape, self._x.shape[-1])
 

@@ -16,7 +16,7 @@ from hodiff._core._vectors import standard_error
 from hodiff.errors import InputError
 from hodiff.fields import _expansions
 from hodiff.fields._expansions import Probes, second_order
-from hodiff.fields._field import Chunked, Common, FieldCall, Method, choose
+from hodiff.fields._field import FieldCall, FieldOptions, Method, SecondOrderOptions, choose
 from hodiff.jets import _jet
 
 What = Callable[..., Any] | Tensor
@@ -39,8 +39,8 @@ class Estimate:
     samples: int
 
 
-class Sampled(Chunked, total=False):
-    """What `laplacian` takes beside; for overloads alone."""
+class LaplacianOptions(SecondOrderOptions, total=False):
+    """The further options of `laplacian`; for overloads alone."""
 
     weight: Tensor | None
     probes: Probes
@@ -55,7 +55,7 @@ def laplacian(
     samples: None = None,
     vectors: None = None,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[LaplacianOptions],
 ) -> Tensor: ...
 
 
@@ -67,7 +67,7 @@ def laplacian(
     samples: int,
     vectors: Any = None,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[LaplacianOptions],
 ) -> Estimate: ...
 
 
@@ -79,7 +79,7 @@ def laplacian(
     samples: int | None = None,
     vectors: Given,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[LaplacianOptions],
 ) -> Estimate: ...
 
 
@@ -91,7 +91,7 @@ def laplacian(
     samples: int | None = None,
     vectors: Any = None,
     has_aux: Literal[True],
-    **options: Unpack[Sampled],
+    **options: Unpack[LaplacianOptions],
 ) -> tuple[Any, Any]: ...
 
 
@@ -103,7 +103,7 @@ def laplacian(
     samples: int | None = None,
     vectors: Any = None,
     has_aux: bool = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[LaplacianOptions],
 ) -> Any: ...
 
 
@@ -217,7 +217,7 @@ def estimate(each: Any, remaining: float) -> Estimate:
     return Estimate(each.mean(0), None if error is None else error * remaining**0.5, count)
 
 
-class Weighted(Chunked, total=False):
+class ValueGradLaplacianOptions(SecondOrderOptions, total=False):
     """What `value_grad_and_laplacian` takes beside; for overloads alone."""
 
     weight: Tensor | None
@@ -225,13 +225,13 @@ class Weighted(Chunked, total=False):
 
 @overload
 def value_grad_and_laplacian(
-    f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Weighted]
+    f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[ValueGradLaplacianOptions]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @overload
 def value_grad_and_laplacian(
-    f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Weighted]
+    f: What, x: Tensor, *, has_aux: bool, **options: Unpack[ValueGradLaplacianOptions]
 ) -> tuple[Any, Tensor, Tensor]: ...
 
 
@@ -324,7 +324,7 @@ def second_order_operator(
     c: Tensor | float | None = None,
     *,
     has_aux: Literal[False] = False,
-    **options: Unpack[Chunked],
+    **options: Unpack[SecondOrderOptions],
 ) -> Tensor: ...
 
 
@@ -337,7 +337,7 @@ def second_order_operator(
     c: Tensor | float | None = None,
     *,
     has_aux: bool,
-    **options: Unpack[Chunked],
+    **options: Unpack[SecondOrderOptions],
 ) -> Any: ...
 
 
@@ -447,11 +447,11 @@ def _drift(b: Any, call: FieldCall) -> Any:
 
 
 @overload
-def biharmonic(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Common]) -> Tensor: ...
+def biharmonic(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]) -> Tensor: ...
 
 
 @overload
-def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
+def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOptions]) -> Any: ...
 
 
 @traced

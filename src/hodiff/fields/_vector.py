@@ -13,7 +13,7 @@ from hodiff._core._compiled_callers import traced
 from hodiff.errors import InputError
 from hodiff.fields import _expansions
 from hodiff.fields._expansions import Probes
-from hodiff.fields._field import Common, FieldCall, Method, choose, push, released
+from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, push, released
 from hodiff.fields._second_order import Estimate, Given, estimate
 from hodiff.jets import _pushforward
 from hodiff.jets._series import full
@@ -21,8 +21,8 @@ from hodiff.jets._series import full
 What = Callable[..., Any] | Tensor
 
 
-class Sampled(Common, total=False):
-    """What the divergences take beside; for overloads alone."""
+class DivergenceOptions(FieldOptions, total=False):
+    """The further options of the divergences; for overloads alone."""
 
     probes: Probes
     generator: torch.Generator | None
@@ -36,7 +36,7 @@ def divergence(
     samples: None = None,
     vectors: None = None,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> Tensor: ...
 
 
@@ -48,7 +48,7 @@ def divergence(
     samples: int,
     vectors: Any = None,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> Estimate: ...
 
 
@@ -60,7 +60,7 @@ def divergence(
     samples: int | None = None,
     vectors: Given,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> Estimate: ...
 
 
@@ -72,7 +72,7 @@ def divergence(
     samples: int | None = None,
     vectors: Any = None,
     has_aux: bool = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> Any: ...
 
 
@@ -139,8 +139,8 @@ def divergence(
         check_independence=check_independence,
         has_aux=has_aux,
     ).checked()
-    _, found = _divergence(call, samples, probes, vectors, generator)
-    return call.with_extra(found)
+    _, estimate = _divergence(call, samples, probes, vectors, generator)
+    return call.with_extra(estimate)
 
 
 @overload
@@ -151,7 +151,7 @@ def value_and_divergence(
     samples: None = None,
     vectors: None = None,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -163,7 +163,7 @@ def value_and_divergence(
     samples: int,
     vectors: Any = None,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> tuple[Tensor, Estimate]: ...
 
 
@@ -175,7 +175,7 @@ def value_and_divergence(
     samples: int | None = None,
     vectors: Given,
     has_aux: Literal[False] = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> tuple[Tensor, Estimate]: ...
 
 
@@ -187,7 +187,7 @@ def value_and_divergence(
     samples: int | None = None,
     vectors: Any = None,
     has_aux: bool = False,
-    **options: Unpack[Sampled],
+    **options: Unpack[DivergenceOptions],
 ) -> tuple[Any, Any]: ...
 
 
@@ -265,8 +265,8 @@ def value_and_divergence(
         check_independence=check_independence,
         has_aux=has_aux,
     ).checked()
-    value, found = _divergence(call, samples, probes, vectors, generator)
-    return call.with_extra(value), found
+    value, estimate = _divergence(call, samples, probes, vectors, generator)
+    return call.with_extra(value), estimate
 
 
 def _divergence(
@@ -299,14 +299,14 @@ def jacobian_products(call: FieldCall, vectors: Any) -> tuple[Any, Any]:
         return series[0], _pushforward.entry(series, 1, vectors.shape[0])
 
     def reverse() -> Any:
-        with call.evaluation(passes=2) as ev:
-            output = _arguments.check_output(ev.outputs)
+        with call.evaluation(passes=2) as graph:
+            output = _arguments.check_output(graph.outputs)
             _check_shape(output, call)
             wide = full(vectors, call.x.shape).contiguous()
-            found = _reverse.pushforward(ev, [output], [wide], len(wide), chunk_size=None)
-            value = ev.value()
-            call.note(ev)
-        return tuple(released(ev, [value, *found]))
+            products = _reverse.jvp(graph, [output], [wide], len(wide), chunk_size=None)
+            value = graph.value()
+            call.note(graph)
+        return tuple(released(graph, [value, *products]))
 
     return choose(call, jets, reverse)
 
@@ -320,11 +320,11 @@ def _check_shape(value: Any, call: FieldCall) -> None:
 
 
 @overload
-def curl(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[Common]) -> Tensor: ...
+def curl(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]) -> Tensor: ...
 
 
 @overload
-def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[Common]) -> Any: ...
+def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOptions]) -> Any: ...
 
 
 @traced

@@ -15,7 +15,7 @@ from hodiff._core import _nodes
 from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._names import Held, Names
+from hodiff.graph._names import NamedVariable, TensorNames
 from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
@@ -83,14 +83,14 @@ class Lost(NamedTuple):
     call: str
 
 
-class Marks(Protocol):
+class TagRecord(Protocol):
     """What passes left on nodes."""
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
         ...
 
-    def held(self, node: Node) -> tuple[Held, ...]:
+    def held(self, node: Node) -> tuple[NamedVariable, ...]:
         """The variables that held a node's output after the last pass that found any."""
         ...
 
@@ -111,15 +111,15 @@ class Marks(Protocol):
         ...
 
 
-class Endings(Protocol):
-    """Where graphs ended."""
+class CutRecord(Protocol):
+    """What a watch knows of where graphs ended."""
 
     def of(self, tensor: Tensor) -> Lost | None:
         """Where a tensor without a graph lost it."""
         ...
 
     def beside(self, tensor: Tensor) -> tuple[Lost, ...]:
-        """The other places, where what a tensor was computed from lost several graphs."""
+        """The other places of cuts, where what a tensor was computed from lost several graphs."""
         ...
 
     def stack(self, lost: Lost) -> tuple[Line, ...]:
@@ -135,13 +135,13 @@ class Record(Protocol):
     """What a watch can tell of a program."""
 
     @property
-    def marks(self) -> Marks:
+    def tags(self) -> TagRecord:
         """What passes left on nodes."""
         ...
 
     @property
-    def endings(self) -> Endings:
-        """Where graphs ended."""
+    def cuts(self) -> CutRecord:
+        """What is known of where graphs ended."""
         ...
 
     def path(self, node: Node) -> tuple[Any, ...]:
@@ -250,7 +250,7 @@ def indented(label: str, text: str) -> list[str]:
 
 
 @dataclass
-class Case:
+class FailedPass:
     """What is known about a failing pass; the modules that tell causes apart read it."""
 
     error: BaseException
@@ -261,10 +261,10 @@ class Case:
     frames: list[FrameType]
     record: Record | None = None
     call: Pass | None = None
-    names: Names = field(init=False)
+    names: TensorNames = field(init=False)
 
     def __post_init__(self) -> None:
-        self.names = Names(self.frames)
+        self.names = TensorNames(self.frames)
 
     @property
     def line(self) -> Line | None:
@@ -281,7 +281,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Part:
+class SharedValue:
     """One value at which the old part of the graph begins.
 
     Attributes:
@@ -322,15 +322,15 @@ class Evidence:
         nodes: All nodes that the failing pass needs.
     """
 
-    case: Case
+    case: FailedPass
     record: Record
     call: Pass
     freed_by: Pass
-    parts: tuple[Part, ...]
+    parts: tuple[SharedValue, ...]
     nodes: list[Node] = field(repr=False)
 
     @property
-    def first(self) -> Part:
+    def first(self) -> SharedValue:
         """The part to speak of."""
         return self.parts[0]
 
@@ -372,7 +372,7 @@ class Evidence:
         if change is not None and change.passes > self.freed_by.number:
             return True
         node = _nodes.node_of(leaf)
-        return self.record.marks.tag(node) == self.freed_by and self.record.marks.version_then(node) != _saved.version(
+        return self.record.tags.tag(node) == self.freed_by and self.record.tags.version_then(node) != _saved.version(
             leaf
         )
 
@@ -388,7 +388,7 @@ class Evidence:
 
     def was_reached(self, leaf: Tensor) -> bool:
         """Whether the freeing pass is the last that reached a leaf."""
-        return self.record.marks.tag(_nodes.node_of(leaf)) == self.freed_by
+        return self.record.tags.tag(_nodes.node_of(leaf)) == self.freed_by
 
     @cached_property
     def others(self) -> tuple[list[Tensor], Pass] | None:
@@ -425,7 +425,7 @@ class Evidence:
         """Whether the gradients of the freeing pass still lie in `.grad`, unread, for the failing one to add to."""
         if self.record.read_since(self.freed_by):
             return False
-        return not self.stepped and all(self.record.marks.untouched(leaf, self.freed_by) for leaf in self.below)
+        return not self.stepped and all(self.record.tags.untouched(leaf, self.freed_by) for leaf in self.below)
 
     def name(self, leaf: Tensor) -> str:
         """A leaf for a sentence."""
@@ -433,8 +433,8 @@ class Evidence:
 
     def names(self, leaves: Sequence[Tensor]) -> str:
         """Some leaves for a sentence."""
-        found = [self.name(leaf) for leaf in leaves]
-        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        names = [self.name(leaf) for leaf in leaves]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     @property
     def fate(self) -> str:
@@ -458,7 +458,7 @@ class Evidence:
 
     @property
     def detached(self) -> str:
-        """All parts, detached."""
+        """All shared values, detached, as code."""
         return " and ".join(f"{name}.detach()" for name in self.variables) or "it, detached"
 
     @property
@@ -480,10 +480,10 @@ class Evidence:
     def line_in(self, call: Pass, code: CodeType | None) -> Line | None:
         """The line of a pass in the frame of some code."""
         pairs = list(zip(call.path[::2], lines_of(call.path), strict=True))
-        return next((line for found, line in pairs if found is code), None)
+        return next((line for at, line in pairs if at is code), None)
 
     @cached_property
-    def together(self) -> tuple[Line, Line] | None:
+    def pass_lines(self) -> tuple[Line, Line] | None:
         """The lines of the two passes, if they are calls in one frame."""
         mine, theirs = self.call.path, self.freed_by.path
         if len(mine) < 2 or mine[0] is not theirs[0] or mine[2:] != theirs[2:]:
@@ -530,7 +530,7 @@ def _leaves(nodes: Any) -> list[Tensor]:
 PARAMETRIZED = "parametrize.cached()"
 
 
-def memoised(case: Case, path: tuple[Any, ...]) -> str:
+def memoised(case: FailedPass, path: tuple[Any, ...]) -> str:
     """The function behind functools' cache that was running when something was made, and has returned."""
     codes = set(path[::2]).difference(case.call.path[::2] if case.call is not None else ())
     for value in [*case.names.values.values(), *map(type, case.names.values.values())]:

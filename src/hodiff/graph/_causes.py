@@ -1,4 +1,4 @@
-"""Why a pass meets a part of the graph that was freed: one `Cause` for each case, with its fixes.
+"""Why a pass meets a part of the graph that was freed: one `FailureCause` for each case, with its fixes.
 
 A fix is a function of evidence: it gives words only where the record shows that, done as they say, the program
 differentiates what it was written to differentiate. What the record cannot show (which gradients are wanted) is
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hodiff.graph import _names, _saved, _source
-from hodiff.graph._case import PARAMETRIZED, Evidence, Part
+from hodiff.graph._case import PARAMETRIZED, Evidence, SharedValue
 from hodiff.graph._inference import SENTENCES
 from hodiff.graph._source import Line, at, lines_of, outside
 
@@ -25,12 +25,12 @@ from hodiff.graph._source import Line, at, lines_of, outside
 
 def summed(e: Evidence) -> str | None:
     """One pass for the sum: the same gradients, where those of the first still lie in `.grad`."""
-    if e.together is None or not e.added or e.changed or e.others:
+    if e.pass_lines is None or not e.added or e.changed or e.others:
         return None
-    first, second = (_source.loss_of(line) for line in e.together)
+    first, second = (_source.loss_of(line) for line in e.pass_lines)
     if not first or not second or first == second:
         return None
-    return f"one pass for both, at {e.together[1]}: ({first} + {second}).backward(), and none at {e.together[0]}."
+    return f"one pass for both, at {e.pass_lines[1]}: ({first} + {second}).backward(), and none at {e.pass_lines[0]}."
 
 
 def kept_for_second(e: Evidence) -> str | None:
@@ -41,9 +41,9 @@ def kept_for_second(e: Evidence) -> str | None:
 
 
 def multi(e: Evidence) -> str | None:
-    if summed(e) is None or e.together is None:
+    if summed(e) is None or e.pass_lines is None:
         return None
-    first, second = (_source.loss_of(line) for line in e.together)
+    first, second = (_source.loss_of(line) for line in e.pass_lines)
     return f"each loss's own gradients, one by one: hodiff.multi_grad([{first}, {second}], parameters)."
 
 
@@ -147,7 +147,7 @@ def computed_again(e: Evidence) -> str | None:
 
 
 def _changer(e: Evidence) -> str:
-    change = next((found for leaf in e.below if (found := e.record.changed(leaf)) is not None), None)
+    change = next((change_below for leaf in e.below if (change_below := e.record.changed(leaf)) is not None), None)
     return at(change.line) if change is not None else "something"
 
 
@@ -258,14 +258,14 @@ def each_time(e: Evidence) -> str | None:
     """Attributes made from leaves alone: whoever reads them can make them."""
     if not _wanted(e):
         return None
-    found: list[str] = []
+    lines: list[str] = []
     for part in e.parts:
         line = part.created
         if line is None or "." not in part.variable or not _from_leaves(e, part.variable, line):
             return None
-        when = " again in each step, where it is read" if not found else ""
-        found.append(f"`{part.variable}`{when}, as at {at(line)}")
-    return "compute " + ";\nand ".join(found) + f".{e.because}"
+        when = " again in each step, where it is read" if not lines else ""
+        lines.append(f"`{part.variable}`{when}, as at {at(line)}")
+    return "compute " + ";\nand ".join(lines) + f".{e.because}"
 
 
 def _from_leaves(e: Evidence, name: str, line: Line) -> bool:
@@ -330,21 +330,21 @@ def cleared(e: Evidence) -> str | None:
     """Empty the cache behind the pass: the guard fills it again."""
     if not e.first.kept or any(part.variable == "" for part in e.parts):
         return None
-    found: dict[str, Line] = {}
+    lines: dict[str, Line] = {}
     for part in e.parts:
         line, text = e.line_in(e.last_pass, part.code), _clearing(e, part)
         if line is None or text is None:
             return None
-        found[text] = line
+        lines[text] = line
     return "\n".join(
         [
-            f"after {at(next(iter(found.values())))}, empty the cache, so that the next step fills it:",
-            *(f"    {text}" for text in found),
+            f"after {at(next(iter(lines.values())))}, empty the cache, so that the next step fills it:",
+            *(f"    {text}" for text in lines),
         ]
     )
 
 
-def _clearing(e: Evidence, part: Part) -> str | None:
+def _clearing(e: Evidence, part: SharedValue) -> str | None:
     file = part.path[0].co_filename if part.path else ""
     if part.variable.endswith("]"):
         holder, _, key = part.variable[:-1].rpartition("[")
@@ -361,7 +361,7 @@ def _clearing(e: Evidence, part: Part) -> str | None:
     return {"is None": f"{part.variable} = None", "hasattr": f"del {part.variable}"}.get(guard)
 
 
-def _fills(part: Part) -> bool:
+def _fills(part: SharedValue) -> bool:
     """Whether an attribute was filled by a function that was running when its value was made: that makes it again."""
     codes = part.path[::2]
     return any(code.co_name in _source.assigned_in(part.variable, code.co_filename) for code in codes)
@@ -420,13 +420,13 @@ def detached_after(e: Evidence) -> str | None:
     """Cut the state right behind the pass that freed its graph: what comes later cannot need that graph."""
     if e.silenced:
         return None
-    found: dict[str, Line] = {}
+    lines: dict[str, Line] = {}
     for part in e.parts:
         line, text = e.line_in(e.last_pass, part.code), _detaching(e, part.variable)
         if line is None or text is None:
             return None
-        found[text] = line
-    return "\n".join([f"after {at(next(iter(found.values())))}, write", *(f"    {text}" for text in found)])
+        lines[text] = line
+    return "\n".join([f"after {at(next(iter(lines.values())))}, write", *(f"    {text}" for text in lines)])
 
 
 def _detaching(e: Evidence, path: str) -> str | None:
@@ -534,10 +534,10 @@ def stored(e: Evidence) -> str | None:
 
 def within(e: Evidence) -> str | None:
     """Where the freed part of what was stored begins, if no pass ran what was stored itself: it can be cut there."""
-    if cut_states(e) is not None or e.record.marks.tag(e.first.node) is not None:
+    if cut_states(e) is not None or e.record.tags.tag(e.first.node) is not None:
         return None
     under = e.under
-    ran = [node for node in under if e.record.marks.tag(node) is not None and _saved.leaf(node) is None]
+    ran = [node for node in under if e.record.tags.tag(node) is not None and _saved.leaf(node) is None]
     inner = {child for node in ran for child in under[node]}
     lines = dict.fromkeys(line for node in ran if node not in inner for line in outside(e.record.path(node)))
     if not lines:
@@ -564,7 +564,7 @@ Words = Callable[[Evidence], str | None]
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """A cause: its name, when it is one, its sentence, its fixes and what it leaves open."""
 
     name: str
@@ -574,12 +574,12 @@ class Cause:
     unknown: tuple[Words, ...] = ()
 
 
-def told(evidence: Evidence) -> Cause:
+def first_cause(evidence: Evidence) -> FailureCause:
     """The first cause that holds."""
     return next(cause for cause in CAUSES if cause.holds(evidence))
 
 
-def words(of: tuple[Words, ...], evidence: Evidence) -> tuple[str, ...]:
+def said(of: tuple[Words, ...], evidence: Evidence) -> tuple[str, ...]:
     """What some functions of evidence have to say."""
     return tuple(text for each in of if (text := each(evidence)) is not None)
 
@@ -599,33 +599,33 @@ def _is_member(e: Evidence) -> bool:
 
 
 CAUSES = (
-    Cause(
+    FailureCause(
         "same loss twice",
         lambda e: e.first.node in e.case.roots,
         lambda e: SENTENCES["same loss twice"],
         (loss_again,),
         (same_unknown,),
     ),
-    Cause(
+    FailureCause(
         "cached",
         lambda e: e.first.variable == PARAMETRIZED,
         lambda e: "the context keeps the computed parameters, and every pass needs their graph again.",
         (parametrized,),
     ),
-    Cause(
+    FailureCause(
         "cached",
         lambda e: bool(e.memo),
         lambda e: "functools keeps what the function returned once; every pass through it needs that graph again.",
         (memo_cleared,),
     ),
-    Cause(
+    FailureCause(
         "carried",
         lambda e: (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e)) and not _at_once(e),
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (detached_after,),
         (silences, unwritten, unrolled),
     ),
-    Cause(
+    FailureCause(
         "stored",
         lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
         lambda e: (
@@ -634,7 +634,7 @@ CAUSES = (
         (cut_states,),
         (within, stored),
     ),
-    Cause(
+    FailureCause(
         "two losses",
         lambda e: not e.rounds and e.call.path != e.freed_by.path,
         lambda e: SENTENCES["two losses"],
@@ -648,14 +648,14 @@ CAUSES = (
         ),
         (whose, computed_again, together_unknown),
     ),
-    Cause(
+    FailureCause(
         "cached",
         lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and is_lazy(e))),
         lambda e: SENTENCES["cached"],
         (cleared, object_again),
         (cache,),
     ),
-    Cause(
+    FailureCause(
         "hoisted",
         lambda e: True,
         lambda e: SENTENCES["hoisted"],

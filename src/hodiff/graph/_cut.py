@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _source
-from hodiff.graph._case import Case, Explanation, Lost
+from hodiff.graph._case import Explanation, FailedPass, Lost
 from hodiff.graph._marks import COPY
 from hodiff.graph._source import Line, at, line_of, lines_of, quoted
 
@@ -71,7 +71,7 @@ def fix_of(kind: str, line: Line | None, call: str) -> str:
     }.get(kind, "")
 
 
-def no_graph(case: Case) -> Explanation | None:
+def no_graph(case: FailedPass) -> Explanation | None:
     """The explanation of "element 0 of tensors does not require grad"."""
     tensor = next((each for each in case.tensors if not each.requires_grad), None)
     if tensor is None and case.inputs:
@@ -80,7 +80,7 @@ def no_graph(case: Case) -> Explanation | None:
         return None
     variable = case.names.of(tensor)
     kind, line, call, certain = _where_lost(case, tensor, variable)
-    beside = case.record.endings.beside(tensor) if case.record is not None and certain else ()
+    beside = case.record.cuts.beside(tensor) if case.record is not None and certain else ()
     text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
     made = _only_line(case, variable) if line is None else None
     if line is not None:
@@ -115,7 +115,7 @@ def no_graph(case: Case) -> Explanation | None:
     )
 
 
-def _fix(case: Case, lost: Lost, beside: tuple[Lost, ...]) -> str:
+def _fix(case: FailedPass, lost: Lost, beside: tuple[Lost, ...]) -> str:
     """What to do where a graph was cut; at each place, if it was cut in the same way at several; else nothing."""
     if any((other.kind, other.call) != (lost.kind, lost.call) for other in beside):
         return ""
@@ -137,8 +137,8 @@ def _is_off() -> bool:
     return not torch.is_grad_enabled()
 
 
-def _recorded(case: Case, lost: Lost) -> str:
-    """From where to where gradients are to be on: a block that one line leaves is entered again by the next."""
+def _recorded(case: FailedPass, lost: Lost) -> str:
+    """The lines between which gradients are to be on: a block that one line leaves is entered again by the next."""
     until = f"\nto {at(case.line)}" if _is_off() else " on"
     block = "inference_mode" if lost.kind == "inference" else "no_grad"
     return (
@@ -147,11 +147,11 @@ def _recorded(case: Case, lost: Lost) -> str:
     )
 
 
-def _switched_off(case: Case, kind: str, line: Line | None) -> Line | None:
+def _switched_off(case: FailedPass, kind: str, line: Line | None) -> Line | None:
     """The line that switched gradients off, if the user's source shows one."""
     if kind not in OFF or line is None or case.record is None:
         return None
-    around = case.record.endings.stack(Lost(kind, line, ""))
+    around = case.record.cuts.stack(Lost(kind, line, ""))
     return next((off for each in around if (off := _source.switched_off(each)) is not None), None)
 
 
@@ -163,7 +163,7 @@ def _which(beside: tuple[Lost, ...]) -> tuple[str, ...]:
     )
 
 
-def within_pass(case: Case) -> Explanation | None:
+def within_pass(case: FailedPass) -> Explanation | None:
     """A value without a graph that was to be differentiated while another pass ran: by its hook, or by a Function."""
     tensor = next((each for each in case.tensors if not each.requires_grad), None)
     if tensor is None or case.line is None:
@@ -184,20 +184,20 @@ def within_pass(case: Case) -> Explanation | None:
     )
 
 
-def _only_line(case: Case, variable: str) -> Line | None:
+def _only_line(case: FailedPass, variable: str) -> Line | None:
     """The line that computed a variable, if it is the only one of its function that does."""
     numbers = _source.assignments(variable, case.line) if variable and case.line is not None else []
     return Line(case.line.file, numbers[0]) if case.line is not None and len(numbers) == 1 else None
 
 
-def _ask(case: Case, kind: str, line: Line | None, made: Line | None) -> str:
+def _ask(case: FailedPass, kind: str, line: Line | None, made: Line | None) -> str:
     if kind == "no graph":
         given = _source.loaded(made) if made is not None else []
         values = {name: case.names.values.get(name) for name in given}
         trained = [name for name, each in values.items() if _requires_grad(each)]
         if trained and made is not None:
-            found = "" if case.record is not None else "\nUnder `hodiff explain` most cuts are recorded."
-            return f"where it was cut off: `{trained[0]}`, which {at(made)} reads, requires grad.{found}"
+            hint = "" if case.record is not None else "\nUnder `hodiff explain` most cuts are recorded."
+            return f"where it was cut off: `{trained[0]}`, which {at(made)} reads, requires grad.{hint}"
         tensors = {name: each for name, each in values.items() if isinstance(each, Tensor) and each.is_floating_point()}
         if tensors:
             listed = " and ".join(f"`{name}`" for name in tensors)
@@ -214,18 +214,18 @@ def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _where_lost(case: Case, tensor: Tensor, variable: str) -> tuple[str, Line | None, str, bool]:
+def _where_lost(case: FailedPass, tensor: Tensor, variable: str) -> tuple[str, Line | None, str, bool]:
     if case.record is not None:
-        lost = case.record.endings.of(tensor)
+        lost = case.record.cuts.of(tensor)
         if lost is not None:
             return lost.kind, lost.line, lost.call, True
-        left = case.record.endings.latest()
+        left = case.record.cuts.latest()
         if left is not None:
             return left.kind, left.line, left.call, False
     name = variable or _source.target_of(case.line) if case.line is not None else variable
-    found = _source.cuts(name, case.line, case.names.values) if name and case.line is not None else []
-    if found:
-        return found[0][1], found[0][0], "", False
+    cuts = _source.cuts(name, case.line, case.names.values) if name and case.line is not None else []
+    if cuts:
+        return cuts[0][1], cuts[0][0], "", False
     return "no graph", None, "", False
 
 
@@ -233,11 +233,11 @@ def _silenced(line: Line | None) -> list[str]:
     """The names in the cut line: what the gradient no longer reaches."""
     if line is None:
         return []
-    found = re.findall(r"([A-Za-z_][\w.]*?)\.(?:detach_?\(|data\b)", line.text)
-    return list(dict.fromkeys(found))
+    names = re.findall(r"([A-Za-z_][\w.]*?)\.(?:detach_?\(|data\b)", line.text)
+    return list(dict.fromkeys(names))
 
 
-def _input_without_grad(case: Case) -> Explanation | None:
+def _input_without_grad(case: FailedPass) -> Explanation | None:
     """An input that no graph leads to, as it required no grad when the loss was computed."""
     given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
     missing = [tensor for tensor in given if not tensor.requires_grad]
@@ -272,7 +272,7 @@ def _input_without_grad(case: Case) -> Explanation | None:
     )
 
 
-def not_used(case: Case) -> Explanation | None:
+def not_used(case: FailedPass) -> Explanation | None:
     """The explanation of "One of the differentiated Tensors appears to not have been used in the graph"."""
     reached = set(_nodes.walk(case.roots))
     given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
@@ -298,7 +298,7 @@ def not_used(case: Case) -> Explanation | None:
     return _not_used(case, names[0], text, (), (_depends(names[0]),))
 
 
-def _made(case: Case, tensor: Tensor) -> Line | None:
+def _made(case: FailedPass, tensor: Tensor) -> Line | None:
     """The line that made a tensor, or that said of a leaf that it requires grad."""
     if case.record is None:
         return None
@@ -308,11 +308,13 @@ def _made(case: Case, tensor: Tensor) -> Line | None:
     return change.line if change is not None and change.call == "requires_grad_" else None
 
 
-def _loss_made(case: Case) -> Line | None:
+def _loss_made(case: FailedPass) -> Line | None:
     return case.record.made(case.roots[0]) if case.record is not None and case.roots else None
 
 
-def _not_used(case: Case, name: str, text: list[str], fixes: tuple[str, ...], unknown: tuple[str, ...]) -> Explanation:
+def _not_used(
+    case: FailedPass, name: str, text: list[str], fixes: tuple[str, ...], unknown: tuple[str, ...]
+) -> Explanation:
     reason = "the loss was computed without it: from another tensor of that name, a copy, or a detached one."
     return case.explanation(
         "not used", variable=name, text=tuple(text), reason=reason, fixes=fixes, unknown=unknown, certain=True
@@ -340,17 +342,17 @@ TEXTS = (
 )
 
 
-def second_derivative(case: Case) -> Explanation | None:
+def second_derivative(case: FailedPass) -> Explanation | None:
     """The explanation of a missing or forbidden double backward."""
     nodes = list(_nodes.walk(case.roots))
     error = str(case.error)
-    found = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", error)
+    match = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", error)
     compiled = "aot_autograd" in error or "donated" in error
     once = list(case.record.once()) if case.record is not None and "once_differentiable" in error else []
     names = [name for name, _ in once]
     operation = "a compiled function" if compiled else (names or _marked(nodes))[0]
-    if found:
-        operation = found.group(1)
+    if match:
+        operation = match.group(1)
     line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
     text = [f"no second derivative: {operation}"]
     if line is not None:
@@ -380,24 +382,24 @@ def _marked(nodes: list[Node]) -> list[str]:
     return sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)}) or ["an operation"]
 
 
-def _line(case: Case, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
+def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
     """The line of the operation: its forward node is in the graph still, beside its derivative's."""
     if case.record is None:
         return None
     key = operation.replace("_", "").lower().removesuffix("backward")
-    found = []
+    lines = []
     for node in nodes:
         name = type(node).__name__.lower().removesuffix("backward0").removesuffix("backward")
         if (compiled and "compiled" in name) or (key and name == key):
             line = (_of_compiled(case, node) if compiled else case.record.made(node)) or _assigned(case, node)
-            found += [(_saved.sequence(node), line)] if line is not None else []
-    if found:  # the first is of the forward; those that a pass made come later
-        return min(found)[1]
+            lines += [(_saved.sequence(node), line)] if line is not None else []
+    if lines:  # the first is of the forward; those that a pass made come later
+        return min(lines)[1]
     made = [case.record.made(node) for node in nodes if _saved.is_raising(node)]
     return next((line for line in made if line is not None), None)
 
 
-def _of_compiled(case: Case, node: Node) -> Line | None:
+def _of_compiled(case: FailedPass, node: Node) -> Line | None:
     """The line of a compiled call, which no watch sees: where what its pass differentiates was assigned, if once."""
     made = case.record.made(node) if case.record is not None else None
     variable = _source.target_of(made) if made is not None else ""
@@ -405,7 +407,7 @@ def _of_compiled(case: Case, node: Node) -> Line | None:
     return Line(made.file, numbers[0]) if made is not None and len(numbers) == 1 else made
 
 
-def _assigned(case: Case, node: Node) -> Line | None:
+def _assigned(case: FailedPass, node: Node) -> Line | None:
     """Where the variable that holds a node's output is assigned, if that is one place."""
     variable = case.names.nodes.get(node, "")
     for frame in case.frames if variable else ():
@@ -415,7 +417,7 @@ def _assigned(case: Case, node: Node) -> Line | None:
     return None
 
 
-def recomputed(case: Case) -> Explanation | None:
+def recomputed(case: FailedPass) -> Explanation | None:
     """The explanation of a checkpoint whose second forward was not like the first."""
     error = str(case.error)
     number = "number" in error and "different number" in error
@@ -441,7 +443,7 @@ def recomputed(case: Case) -> Explanation | None:
     )
 
 
-def _checkpointed(case: Case) -> tuple[Line | None, list[Line]]:
+def _checkpointed(case: FailedPass) -> tuple[Line | None, list[Line]]:
     """The line of the checkpoint, and those within it that leave something in an object for the second run to meet."""
     changes: dict[Line, None] = {}
     outer: Line | None = None
@@ -458,7 +460,7 @@ def _checkpointed(case: Case) -> tuple[Line | None, list[Line]]:
 CHANGES_SHOWN = 4
 
 
-def unpacked_twice(case: Case, line: Line | None) -> Explanation | None:
+def unpacked_twice(case: FailedPass, line: Line | None) -> Explanation | None:
     """The explanation of a Function that reads what it saved twice, under a checkpoint."""
     text = [f"  at           {quoted(line)}"] if line is not None else []
     return case.explanation(

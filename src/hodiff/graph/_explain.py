@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import PASSES, TITLE, Case, Explanation, Pass, Record
+from hodiff.graph._case import PASSES, TITLE, Explanation, FailedPass, Pass, Record
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._source import Line, line_of, quoted
 
@@ -30,7 +30,7 @@ def of_pass(
     if nested is not None:
         return nested
     tensors = _given_tensors(error.__traceback__)
-    return _dispatch(Case(error, call.name, roots, tensors, inputs, frames, record, call))
+    return _dispatch(FailedPass(error, call.name, roots, tensors, inputs, frames, record, call))
 
 
 def _nested(error: BaseException) -> Explanation | None:
@@ -44,7 +44,7 @@ def _nested(error: BaseException) -> Explanation | None:
     frames: list[Any] = [_At(step) for step in steps[:inner] if is_users(step.tb_frame.f_code)][::-1]
     name = _ENTRIES[steps[inner].tb_frame.f_code]
     tensors = _given_tensors(steps[inner])
-    return _cut.within_pass(Case(error, name, [], tensors, None, frames)) if frames else None
+    return _cut.within_pass(FailedPass(error, name, [], tensors, None, frames)) if frames else None
 
 
 def of_operation(
@@ -60,11 +60,11 @@ def of_operation(
         return None
     call = getattr(func, "__name__", "") or "an operation"
     with _saved.without_modes():
-        case = Case(error, call, [], [], None, frames, record)
+        case = FailedPass(error, call, [], [], None, frames, record)
         return _in_place.explain_refused(_in_place.Refused(case, call, arguments, lines))
 
 
-def _dispatch(case: Case) -> Explanation | None:
+def _dispatch(case: FailedPass) -> Explanation | None:
     if isinstance(case.error, GraphError):
         released = case.error._facts.kind == "released"
         return case.explanation("released", reason=str(case.error)) if released else None
@@ -130,9 +130,9 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
     error: BaseException | None = exc
     while error is not None:
         with _saved.without_modes(), _inspect.unchanging():
-            found = _after_the_fact(error)
-        if found is not None:
-            return found
+            explanation = _after_the_fact(error)
+        if explanation is not None:
+            return explanation
         error = error.__cause__
     return None
 
@@ -148,7 +148,7 @@ def _after_the_fact(error: BaseException) -> Explanation | None:
         return nested
     tensors = _given_tensors(error.__traceback__)
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    return _dispatch(Case(error, name, roots, tensors, _given_inputs(error.__traceback__), frames))
+    return _dispatch(FailedPass(error, name, roots, tensors, _given_inputs(error.__traceback__), frames))
 
 
 def left(error: BaseException, record: Record) -> None:
@@ -174,7 +174,7 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
     outer = line_of(frames[0])
     text += [f"  called from  {quoted(outer)}"] if outer != line else []
     text += [f"  freed by     {freed}"] if freed is not None else []
-    case = Case(error, "reading a saved tensor", [], [], None, frames[::-1], record)
+    case = FailedPass(error, "reading a saved tensor", [], [], None, frames[::-1], record)
     return case.explanation(
         "read after freeing",
         variable=variable,
@@ -193,7 +193,7 @@ def _freed_node(frame: Any, record: Record | None) -> tuple[str, Pass | None]:
         if (
             isinstance(value, torch.autograd.graph.Node)
             and record is not None
-            and (call := record.marks.tag(value)) is not None
+            and (call := record.tags.tag(value)) is not None
         ):
             return name, call
     return "", None
@@ -209,11 +209,11 @@ _ENTRIES = {call.__code__: name for call, (name, _) in PASSES.items()}
 
 
 def _trace(traceback: TracebackType | None) -> list[TracebackType]:
-    found = []
+    frames = []
     while traceback is not None:
-        found.append(traceback)
+        frames.append(traceback)
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 class _At:

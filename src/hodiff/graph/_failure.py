@@ -21,9 +21,9 @@ from hodiff._core import _nodes, _settings
 from hodiff._core._messages import Failure
 from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import LIKELY, Case, Explanation, Lost, Pass
+from hodiff.graph._case import LIKELY, Explanation, FailedPass, Lost, Pass
 from hodiff.graph._marks import is_gradient, tensors_in
-from hodiff.graph._names import Names, path_of, user_frames
+from hodiff.graph._names import TensorNames, path_of, user_frames
 from hodiff.graph._source import Line, line_of, quoted
 from hodiff.graph._watch import Watch, recording
 
@@ -101,7 +101,7 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
         missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
         if len(missing) == len(failure.leaves) or (missing and failure.strict):
             return _lost(failure, outputs, missing, frames, record, clues)
-        return _blamed(failure, outputs, Names(), record)
+        return _blamed(failure, outputs, TensorNames(), record)
 
 
 def _bypass(failure: Failure, clues: _Clues) -> str:
@@ -142,7 +142,7 @@ def _lost(
     clues: _Clues,
 ) -> str:
     """Where `f` cut its argument off; or that it never used it, and what the result was computed from."""
-    last = next((lost for output in outputs if (lost := record.endings.of(output)) is not None), None)
+    last = next((lost for output in outputs if (lost := record.cuts.of(output)) is not None), None)
     cuts = sorted(clues.cuts, key=lambda lost: lost != last)[:SHOWN]
     if cuts:
         kind, line = cuts[0].kind, cuts[0].line
@@ -171,7 +171,7 @@ def _lost(
 
 def _others(failure: Failure, outputs: Sequence[Tensor], frames: list[FrameType]) -> list[str]:
     """The names of the leaves that the result was computed from instead."""
-    names = Names(frames, _closure(failure.function))
+    names = TensorNames(frames, _closure(failure.function))
     leaves = [leaf for node in _inspect.executed(_roots(outputs), None) if (leaf := _saved.leaf(node)) is not None]
     return sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
 
@@ -179,13 +179,13 @@ def _others(failure: Failure, outputs: Sequence[Tensor], frames: list[FrameType]
 def _closure(function: Any) -> dict[str, Any]:
     """The variables that a function closes over."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    found = {}
+    variables = {}
     for name, cell in zip(code.co_freevars if code is not None else (), cells or (), strict=False):
         try:
-            found[name] = cell.cell_contents
+            variables[name] = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-    return found
+    return variables
 
 
 # --- the tensor form: what is left ------------------------------------------------------------------------------------
@@ -201,20 +201,20 @@ def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
             return _untracked(_case(failure, untracked[:1], frames, record))
         graph = _nodes.survey(failure.outputs)
         if not all(graph.contains(leaf) for leaf in failure.leaves):
-            found = _cut.not_used(_case(failure, failure.outputs, frames, record))
-            return "\n".join(f"  {line}" for line in found.text) if found is not None else ""
-        return _blamed(failure, failure.outputs, Names(frames), record)
+            explanation = _cut.not_used(_case(failure, failure.outputs, frames, record))
+            return "\n".join(f"  {line}" for line in explanation.text) if explanation is not None else ""
+        return _blamed(failure, failure.outputs, TensorNames(frames), record)
 
 
-def _untracked(case: Case) -> str:
+def _untracked(case: FailedPass) -> str:
     """Where a tensor lost its graph; nothing if that cannot be told."""
-    found = _cut.no_graph(case)
-    if found is None or found.created is None:
+    explanation = _cut.no_graph(case)
+    if explanation is None or explanation.created is None:
         return ""
-    kind = next((kind for kind, cause in _cut.CAUSES.items() if cause == found.cause), found.cause)
+    kind = next((kind for kind, cause in _cut.CAUSES.items() if cause == explanation.cause), explanation.cause)
     if kind == "smooth":
-        return _body(found)
-    return _body(replace(found, fixes=(_way_out(kind, found.created),)))
+        return _body(explanation)
+    return _body(replace(explanation, fixes=(_way_out(kind, explanation.created),)))
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -226,12 +226,12 @@ def _roots(outputs: Sequence[Tensor]) -> list[Node]:
 
 def _case(
     failure: Failure, tensors: Sequence[Tensor], frames: list[FrameType], record: Watch | None, error: Any = None
-) -> Case:
+) -> FailedPass:
     """The failing call of hodiff, as if it were a pass."""
     path = path_of(frames[0]) if frames else ()
     call = None if record is None else Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
     roots, inputs = _roots(tensors), list(failure.leaves)
-    return Case(error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call)
+    return FailedPass(error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call)
 
 
 def _from_engine(
@@ -243,36 +243,36 @@ def _from_engine(
     if kind == "freed":
         if failure.function is not None:
             return _freed_by_f(case)
-        found = _second_time.explain(case)
-        return _body(found) if found is not None else _freed(case)
+        explanation = _second_time.explain(case)
+        return _body(explanation) if explanation is not None else _freed(case)
     if kind == "changed":
-        found = _in_place.explain(case)
-        if found is not None and failure.function is not None:  # what else is said there is about a pass of the caller
-            found = replace(found, fixes=found.fixes[:1])
-        return _body(found) if found is not None else ""
+        explanation = _in_place.explain(case)
+        if (
+            explanation is not None and failure.function is not None
+        ):  # what else is said there is about a pass of the caller
+            explanation = replace(explanation, fixes=explanation.fixes[:1])
+        return _body(explanation) if explanation is not None else ""
     return _blamed(failure, outputs, case.names, record)
 
 
-def _freed_part(case: Case) -> list[Node]:
+def _freed_part(case: FailedPass) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
     nodes = _inspect.executed(case.roots, case.inputs)
     return _nodes.topmost(case.roots, _inspect.having(nodes, "freed"))
 
 
-def _freed(case: Case) -> str:
-    """That part alone, where nothing tells which pass it was."""
+def _freed(case: FailedPass) -> str:
+    """The freed part alone, where nothing tells which pass freed it."""
     given = [f"`{name}`" for tensor in case.tensors if (name := case.names.of(tensor))]
     shown = ", ".join(_inspect.label(node, case.names) for node in _freed_part(case)[:SHOWN])
     whose = f" of {', '.join(given)}" if given else ""
     return f"  the freed part{whose} begins at {shown}" if shown else ""
 
 
-def _freed_by_f(case: Case) -> str:
+def _freed_by_f(case: FailedPass) -> str:
     """The pass that `f` ran itself."""
     tags = [
-        tag
-        for node in _freed_part(case)
-        if case.record is not None and (tag := case.record.marks.tag(node)) is not None
+        tag for node in _freed_part(case) if case.record is not None and (tag := case.record.tags.tag(node)) is not None
     ]
     if not tags:
         return ""
@@ -286,20 +286,20 @@ def _freed_by_f(case: Case) -> str:
     )
 
 
-def _blamed(failure: Failure, outputs: Sequence[Tensor], names: Names, record: Watch | None) -> str:
+def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: Watch | None) -> str:
     """The lines, or the variables, of the nodes that the message is about."""
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for node in _inspect.executed(_roots(outputs), None):
         line = record.made(node) if record is not None else None
         if _is_blamed(failure, node):
             if line is not None:
-                found[f"  recorded at  {quoted(line)}"] = None
+                lines[f"  recorded at  {quoted(line)}"] = None
             elif node in names.nodes:
-                found[f"  recorded as  {_inspect.label(node, names)}"] = None
+                lines[f"  recorded as  {_inspect.label(node, names)}"] = None
         # `Function.apply` is no torch function, which a watch could see: but what is done with its result is.
         elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
-            found[f"  its result is used at  {quoted(line)}"] = None
-    return "\n".join(list(found)[:SHOWN])
+            lines[f"  its result is used at  {quoted(line)}"] = None
+    return "\n".join(list(lines)[:SHOWN])
 
 
 def _is_blamed(failure: Failure, node: Node) -> bool:
@@ -307,5 +307,5 @@ def _is_blamed(failure: Failure, node: Node) -> bool:
     return failure.error._facts.blame(type(node).__name__, _saved.is_function(node))
 
 
-def _body(found: Explanation) -> str:
-    return found.body if found.certain else f"  {LIKELY}:\n{found.body}"
+def _body(explanation: Explanation) -> str:
+    return explanation.body if explanation.certain else f"  {LIKELY}:\n{explanation.body}"

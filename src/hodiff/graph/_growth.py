@@ -34,7 +34,7 @@ from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._case import Pass, indented
-from hodiff.graph._names import USERS, Names, is_users, root, user_frames
+from hodiff.graph._names import USERS, TensorNames, is_users, root, user_frames
 from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _has_graph(leaf: Tensor) -> bool:
 
 
 class Growth:
-    """Listens to the operations and passes under a watch; `found()` is what grows."""
+    """Listens to the operations and passes under a watch; `growing()` is what grows."""
 
     def __init__(self) -> None:
         self._key = f"hodiff growth {next(_serial)}"
@@ -198,8 +198,8 @@ class Growth:
                 stack += _saved.children(node)
 
     def _look(self, record: Watch, line: _Line, call: Pass, frames: list[FrameType], *, again: bool) -> None:
-        """Who holds it?"""
-        names = Names(frames)
+        """Find the variable that holds what grows."""
+        names = TensorNames(frames)
         if again:
             holder = handed_on(names, frames, record, range(line.first.place, line.last.place))
             if holder is not None:
@@ -216,7 +216,7 @@ class Growth:
         cycles = {call for ref, call in self._written.values() if (leaf := ref()) is not None and _has_graph(leaf)}
         if len(cycles) > RISES:  # leaves of so many passes: not those of one model
             latest = max(cycles, key=lambda call: call.number)
-            self._grown[call.path, "held"] = Grown("cycle", Holder("", None, len(cycles), 0), latest)
+            self._grown[call.path, "held"] = Grown("cycle", GrowingVariable("", None, len(cycles), 0), latest)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -233,18 +233,18 @@ class Growth:
             return
         with _saved.without_modes():
             frames = list(user_frames(frame))
-            for holder, nodes in piling_up(Names(frames), frames, record, self._key):
+            for holder, nodes in piling_up(TensorNames(frames), frames, record, self._key):
                 token = _Token()
                 for node in nodes:
                     _saved.tags(node)[self._unused_key] = token
                 self._unused[holder.variable] = (token, Grown("unused", holder))
 
     def cut(self, lost: Any, sources: Any) -> None:
-        """Nothing that grows."""
+        """Note nothing: a cut makes no graph grow."""
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def found(self, *, ended: bool = True) -> list[Grown]:
+    def growing(self, *, ended: bool = True) -> list[Grown]:
         """What grew, each holder once; `ended`: whether the program came to its end, and would have used it."""
         grown = []
         for (path, which), each in self._grown.items():
@@ -413,7 +413,7 @@ ITEMS = 20
 """Values that a container must hold, or steps that a value must reach back, before graphs pile up."""
 
 
-class Holder(NamedTuple):
+class GrowingVariable(NamedTuple):
     """A variable, the line that makes it hold more, how much of what was sought, and the bytes saved in that."""
 
     variable: str
@@ -422,26 +422,28 @@ class Holder(NamedTuple):
     bytes: int
 
 
-def _groups(names: Names) -> dict[str, list[Tensor]]:
+def _groups(names: TensorNames) -> dict[str, list[Tensor]]:
     """The tensors with a graph behind each variable: a tensor, and each container on the way to it."""
-    found: dict[str, list[Tensor]] = {}
+    groups: dict[str, list[Tensor]] = {}
     for tensor in names.all_tensors():
         if tensor.grad_fn is not None:
             for path in names.paths[id(tensor)]:
                 for place in [each.start() for each in re.finditer(r"\[", path)] + [len(path)]:
-                    found.setdefault(path[:place], []).append(tensor)
-    direct = Counter(path[: path.rindex("[")] for path in found if path.endswith("]"))
-    few = [path for path in found if not path.endswith("]") or direct[path[: path.rindex("[")]] < ITEMS]
-    return {path: found[path] for path in few}  # each of many states in a list may lead to all before it
+                    groups.setdefault(path[:place], []).append(tensor)
+    direct = Counter(path[: path.rindex("[")] for path in groups if path.endswith("]"))
+    few = [path for path in groups if not path.endswith("]") or direct[path[: path.rindex("[")]] < ITEMS]
+    return {path: groups[path] for path in few}  # each of many states in a list may lead to all before it
 
 
-def of(names: Names, record: Watch, tag: Callable[[Node], Any], wanted: Collection[Any]) -> Holder | None:
+def of(
+    names: TensorNames, record: Watch, tag: Callable[[Node], Any], wanted: Collection[Any]
+) -> GrowingVariable | None:
     """The variable behind which most of the tags in `wanted` lie; of several, the most exact."""
     counts: dict[str, int] = {}
     groups = _groups(names)
     for path, tensors in groups.items():
         nodes = _nodes.walk([tensor.grad_fn for tensor in tensors])
-        counts[path] = len({id(found) for node in nodes if (found := tag(node)) in wanted})
+        counts[path] = len({id(tagged) for node in nodes if (tagged := tag(node)) in wanted})
     variable = max(counts, key=lambda path: (counts[path], -_source.steps(path)), default="")
     if not variable or not counts[variable]:
         return None
@@ -452,10 +454,10 @@ def of(names: Names, record: Watch, tag: Callable[[Node], Any], wanted: Collecti
         return None
     nodes = _nodes.walk([tensor.grad_fn for tensor in groups[variable]])
     line = _line(names, record, variable, groups[variable])
-    return Holder(variable, line, counts[variable], _inspect.saved_bytes(nodes))
+    return GrowingVariable(variable, line, counts[variable], _inspect.saved_bytes(nodes))
 
 
-def _is_bounded(names: Names, path: str) -> bool:
+def _is_bounded(names: TensorNames, path: str) -> bool:
     """Whether a variable is a `deque` that forgets by itself."""
     value = names.values.get(root(path))
     for name in path.split(".")[1:]:
@@ -463,7 +465,7 @@ def _is_bounded(names: Names, path: str) -> bool:
     return getattr(value, "maxlen", None) is not None
 
 
-def _line(names: Names, record: Watch, variable: str, tensors: list[Tensor]) -> Line | None:
+def _line(names: TensorNames, record: Watch, variable: str, tensors: list[Tensor]) -> Line | None:
     """The line that makes a variable hold more: its last assignment, or what is appended to it."""
     if variable.endswith(".grad"):  # which a pass writes
         return None
@@ -494,7 +496,7 @@ def _filling(variable: str) -> Iterator[Line]:
         )
 
 
-def _assigned(names: Names, variable: str) -> Line | None:
+def _assigned(names: TensorNames, variable: str) -> Line | None:
     owner = names.owners.get(root(variable))
     if owner is None:
         return None
@@ -502,25 +504,27 @@ def _assigned(names: Names, variable: str) -> Line | None:
     return Line(owner.co_filename, numbers[-1]) if numbers else None
 
 
-def handed_on(names: Names, frames: list[FrameType], record: Watch, places: range) -> Holder | None:
+def handed_on(names: TensorNames, frames: list[FrameType], record: Watch, places: range) -> GrowingVariable | None:
     """The variable that hands nodes made at some places to the next iteration: read before it is assigned."""
-    found = []
+    holders = []
     for path, tensors in _groups(names).items():
         if len(tensors) == 1 and (_hands_on(path, frames) or "." in path):
             made = _made(record, path, tensors[0])
             if made is not None:
                 nodes = _nodes.walk([tensors[0].grad_fn])
                 count = sum(_saved.sequence(node) in places for node in nodes if _saved.leaf(node) is None)
-                found.append(Holder(path, made, count, _inspect.saved_bytes(nodes)))
-    found = [holder for holder in found if holder.iterations]
-    return max(found, key=lambda holder: (holder.iterations, -_source.steps(holder.variable)), default=None)
+                holders.append(GrowingVariable(path, made, count, _inspect.saved_bytes(nodes)))
+    holders = [holder for holder in holders if holder.iterations]
+    return max(holders, key=lambda holder: (holder.iterations, -_source.steps(holder.variable)), default=None)
 
 
 def _hands_on(path: str, frames: list[FrameType]) -> bool:
     return any(_source.hands_on(path, line_of(frame)) for frame in frames)
 
 
-def piling_up(names: Names, frames: list[FrameType], record: Watch, key: str) -> Iterator[tuple[Holder, list[Node]]]:
+def piling_up(
+    names: TensorNames, frames: list[FrameType], record: Watch, key: str
+) -> Iterator[tuple[GrowingVariable, list[Node]]]:
     """The variables behind which graphs pile up that no pass has run: each with those nodes.
 
     A container of so many values, each with nodes of its own; or a value that its line makes from itself, again and
@@ -540,7 +544,7 @@ def piling_up(names: Names, frames: list[FrameType], record: Watch, key: str) ->
         if fresh and count >= ITEMS and not _is_bounded(names, path):
             size = _inspect.saved_bytes(fresh)
             if size:
-                yield Holder(path, _line(names, record, path, tensors), count, size), fresh
+                yield GrowingVariable(path, _line(names, record, path, tensors), count, size), fresh
 
 
 def _own(tensor: Tensor, seen: set[Node], key: str) -> list[Node]:
@@ -578,7 +582,7 @@ class Grown:
     """
 
     kind: str
-    holder: Holder
+    holder: GrowingVariable
     call: Pass | None = None
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _marks, _saved, _second_time, _source
-from hodiff.graph._case import Case, Change, Explanation, Pass
+from hodiff.graph._case import Change, Explanation, FailedPass, Pass
 from hodiff.graph._source import Line, at, lines_of, outside, quoted
 
 ACTIVATIONS = frozenset(
@@ -29,7 +29,7 @@ class _Stale(NamedTuple):
     leaf: Tensor | None
 
 
-def explain(case: Case) -> Explanation | None:
+def explain(case: FailedPass) -> Explanation | None:
     """The explanation of "modified by an inplace operation"."""
     stale = _find(case)
     if stale is None:
@@ -64,20 +64,20 @@ def explain(case: Case) -> Explanation | None:
     )
 
 
-def _find(case: Case) -> _Stale | None:
+def _find(case: FailedPass) -> _Stale | None:
     """The first such value; one that a variable holds is preferred."""
-    found: _Stale | None = None
+    stale: _Stale | None = None
     for node in _inspect.executed(case.roots, case.inputs):
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE and slot.value is not None:
                 leaf = _saved.leaf_of(slot.value)
                 variable = (case.names.of(leaf) if leaf is not None else "") or case.names.memory(slot.value)
-                if found is None or (variable and not found.variable):
-                    found = _Stale(node, slot.name, variable, slot.value, leaf)
-    return found
+                if stale is None or (variable and not stale.variable):
+                    stale = _Stale(node, slot.name, variable, slot.value, leaf)
+    return stale
 
 
-def _advice(case: Case, stale: _Stale, change: Change | None, made: Line | None) -> tuple[list[str], list[str]]:
+def _advice(case: FailedPass, stale: _Stale, change: Change | None, made: Line | None) -> tuple[list[str], list[str]]:
     if stale.leaf is not None:
         return _of_leaf(case, stale, change)
     if change is None:
@@ -94,7 +94,7 @@ def _advice(case: Case, stale: _Stale, change: Change | None, made: Line | None)
     ]
 
 
-def _copied(case: Case, stale: _Stale, change: Change) -> str | None:
+def _copied(case: FailedPass, stale: _Stale, change: Change) -> str | None:
     """Change a copy: sound where one variable alone holds the tensor, and that is what the line changes."""
     line = change.line
     targets = [_source.base(name) for name in _source.changed_at(line)]
@@ -109,7 +109,7 @@ def _copied(case: Case, stale: _Stale, change: Change) -> str | None:
     return f"change a copy: before {at(line)}, write\n    {name} = {name}.clone()"
 
 
-def _holders(case: Case) -> list[tuple[str, Tensor]]:
+def _holders(case: FailedPass) -> list[tuple[str, Tensor]]:
     return [(path, tensor) for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]]
 
 
@@ -117,7 +117,7 @@ def _shares(tensor: Tensor, value: Tensor) -> bool:
     return _saved.storage(tensor)[0] == _saved.storage(value)[0]
 
 
-def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str], list[str]]:
+def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[list[str], list[str]]:
     """A parameter has moved on: the loss is computed again, from there on, with all else that is spent."""
     loss = _loss(case)
     change = _last_change(case, change)
@@ -134,14 +134,14 @@ def _of_leaf(case: Case, stale: _Stale, change: Change | None) -> tuple[list[str
     ]
 
 
-def _left(case: Case, stale: _Stale) -> str:
+def _left(case: FailedPass, stale: _Stale) -> str:
     """What an earlier pass left in `.grad` of leaves that no step has moved since, for this one to add to."""
     if case.record is None:
         return ""
     names: dict[str, Pass] = {}
     for node in _inspect.executed(case.roots, case.inputs):
         leaf = _saved.leaf(node)
-        given = case.record.marks.given(node) if leaf is not None and leaf is not stale.leaf else None
+        given = case.record.tags.given(node) if leaf is not None and leaf is not stale.leaf else None
         change = case.record.changed(leaf) if leaf is not None else None
         if given is not None and leaf is not None and (change is None or change.passes <= given.number):
             names.update({name: given} if (name := case.names.of(leaf)) else {})
@@ -158,29 +158,29 @@ def _left(case: Case, stale: _Stale) -> str:
 NAMED = 2
 
 
-def _callers(case: Case, change: Change) -> list[Line]:
+def _callers(case: FailedPass, change: Change) -> list[Line]:
     """How the program came to the change, where that is not how it came to the pass."""
     here = case.call.stack if case.call is not None else ()
     lines = [line for line in lines_of(change.path)[1:] if line not in here]
     return lines[:1]
 
 
-def _last_change(case: Case, change: Change | None) -> Change | None:
+def _last_change(case: FailedPass, change: Change | None) -> Change | None:
     """The last change of any value that the pass needs from before it."""
-    found = [change] if change is not None else []
+    changes = [change] if change is not None else []
     for node in _inspect.executed(case.roots, case.inputs):
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE and slot.value is not None and case.record is not None:
-                found += [other] if (other := case.record.changed(slot.value)) is not None else []
-    return max(found, key=lambda each: each.order, default=None)
+                changes += [other] if (other := case.record.changed(slot.value)) is not None else []
+    return max(changes, key=lambda each: each.order, default=None)
 
 
-def _loss(case: Case) -> str:
+def _loss(case: FailedPass) -> str:
     name = case.names.nodes.get(case.roots[0], "") if case.roots else ""
     return f"`{name or (_source.target_of(case.line) if case.line is not None else '') or 'the loss'}`"
 
 
-def _chain(case: Case) -> str:
+def _chain(case: FailedPass) -> str:
     """What the pass would meet next: all that was freed or changed, by the lines that made it."""
     record = case.record
     lines: dict[Line, None] = {}
@@ -203,7 +203,7 @@ SHOWN = 6
 class Refused(NamedTuple):
     """An operation that was refused: the error, the function, its arguments, and the user's lines."""
 
-    case: Case
+    case: FailedPass
     call: str
     arguments: Any
     lines: tuple[Line, ...]
@@ -214,7 +214,7 @@ class Refused(NamedTuple):
         return self.lines[0]
 
 
-class Rule(NamedTuple):
+class RefusalMeaning(NamedTuple):
     """What a refusal means: the words it is known by, its cause, its sentence, its fix or what is left open."""
 
     words: str
@@ -247,7 +247,7 @@ PLACES_SHOWN = 3
 
 
 RULES = (
-    Rule(
+    RefusalMeaning(
         "leaf Variable that requires grad is being used in an in-place operation",
         "refused in place",
         "a leaf that requires grad was to be changed in place while operations are recorded.",
@@ -255,27 +255,27 @@ RULES = (
         "w = p + ...; an update of a parameter is made under torch.no_grad().",
         _of_refused_leaf,
     ),
-    Rule(
+    RefusalMeaning(
         "nference tensors cannot be saved for backward",
         "inference tensor",
         "it was made under inference_mode, which forbids it in any graph.",
         "where it was made. Make it under torch.no_grad() instead of inference_mode(); a .clone() of it, made\n"
         "outside, is an ordinary constant.",
     ),
-    Rule(
+    RefusalMeaning(
         "nplace update to inference tensor",
         "inference tensor",
         "it was made under inference_mode, and cannot be changed outside.",
         "where it was made. Make it under torch.no_grad() instead of inference_mode(), or change a .clone() of it.",
     ),
-    Rule(
+    RefusalMeaning(
         "BackwardHookFunction",
         "refused in place",
         "a full backward hook makes what its module takes or returns a view that may not be changed in place.",
         "who reads the changed values: make the change to a new tensor, or leave the hook out.",
         _of_view,
     ),
-    Rule(
+    RefusalMeaning(
         "is a view and is being modified inplace",
         "refused in place",
         "it is one of several views that an operation gave, and those may not be changed in place.",
@@ -283,7 +283,7 @@ RULES = (
         "a copy of the view would leave it unchanged.",
         _of_view,
     ),
-    Rule(
+    RefusalMeaning(
         "support the deepcopy protocol",
         "copied",
         "a tensor with a graph was to be copied: an attribute of the object holds a result of its forward.",

@@ -10,7 +10,7 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._case import Case
+from hodiff.graph._case import FailedPass
 from hodiff.graph._names import local_variables
 from hodiff.graph._source import Line, line_of
 
@@ -37,16 +37,16 @@ class Likely(NamedTuple):
 EARLIER = "   (an earlier call on that line)"
 
 
-def _loops(case: Case) -> list[ast.stmt]:
+def _loops(case: FailedPass) -> list[ast.stmt]:
     """The loops around the failing call, in the innermost of the user's frames that has any."""
     for frame in case.frames:
-        found = _source.loops(line_of(frame))
-        if found:
-            return found
+        loops = _source.loops(line_of(frame))
+        if loops:
+            return loops
     return []
 
 
-def _hoisted_or_carried(case: Case, variable: str) -> str:
+def _hoisted_or_carried(case: FailedPass, variable: str) -> str:
     """What the source says of a variable: assigned outside the loop, within it, or nowhere."""
     if not variable:
         return ""
@@ -72,24 +72,24 @@ def _hoisted_or_carried(case: Case, variable: str) -> str:
     return ""
 
 
-def _writers(case: Case, name: str) -> set[str]:
+def _writers(case: FailedPass, name: str) -> set[str]:
     """The functions, in the files of the user's frames, that assign a variable."""
     files = {frame.f_code.co_filename for frame in case.frames}
     return {writer for file in files for writer in _source.assigned_in(name, file)}
 
 
-def infer(case: Case) -> Likely | None:
+def infer(case: FailedPass) -> Likely | None:
     """Nothing was recorded: judge by the variables in sight and the source."""
     if not case.roots or case.line is None:
         return None
-    found = _infer(case)
-    if found is None and _source.number(case.line.file):
+    cause = _infer(case)
+    if cause is None and _source.number(case.line.file):
         with _source.reruns():
-            found = _infer(case)
-    return found
+            cause = _infer(case)
+    return cause
 
 
-def _infer(case: Case) -> Likely | None:
+def _infer(case: FailedPass) -> Likely | None:
     needing = _needing(case.roots)
     twice = _same_twice(case)
     if twice is not None:
@@ -99,7 +99,7 @@ def _infer(case: Case) -> Likely | None:
     judged = [(node, name, _hoisted_or_carried(case, name)) for node, name in spent.items()]
     other = _other_loss(case, needing)
     for cause in ("cached", "hoisted"):
-        chosen = [(node, name) for node, name, found in judged if found == cause]
+        chosen = [(node, name) for node, name, named in judged if named == cause]
         if chosen:
             first = set(_nodes.topmost(case.roots, [node for node, _ in chosen]))
             node, name = next((node, name) for node, name in chosen if node in first)
@@ -110,8 +110,8 @@ def _infer(case: Case) -> Likely | None:
         for name in _source.carried(loop):
             if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in _in_sight(case)):
                 return _shared(case, None, name, "carried")
-    for node, name, found in judged:
-        if found == "carried" and name != _source.base(name):
+    for node, name, named in judged:
+        if named == "carried" and name != _source.base(name):
             return _shared(case, node, name, "carried")
     for held in _in_sight(case):
         name = _source.base(held)
@@ -126,7 +126,7 @@ def _infer(case: Case) -> Likely | None:
     return None
 
 
-def _in_order(case: Case, spent: dict[Node, str]) -> Likely | None:
+def _in_order(case: FailedPass, spent: dict[Node, str]) -> Likely | None:
     """No loop: statements ran as they stand, those of cells in the order of their runs."""
     line = _line_of(case)
     root = _source.target_of(line)
@@ -145,24 +145,24 @@ def _in_order(case: Case, spent: dict[Node, str]) -> Likely | None:
     return None
 
 
-def _in_sight(case: Case) -> list[str]:
+def _in_sight(case: FailedPass) -> list[str]:
     """The variables whose values belong to the failing graph."""
     below = _inspect.below(case.roots)
-    found = [tensor for tensor in case.names.all_tensors() if tensor.grad_fn is not None and tensor.grad_fn in below]
-    return [path for tensor in found for path in case.names.paths[id(tensor)]]
+    tensors = [tensor for tensor in case.names.all_tensors() if tensor.grad_fn is not None and tensor.grad_fn in below]
+    return [path for tensor in tensors for path in case.names.paths[id(tensor)]]
 
 
-def _shared(case: Case, node: Node | None, variable: str, cause: str) -> Likely:
+def _shared(case: FailedPass, node: Node | None, variable: str, cause: str) -> Likely:
     assigned = _source.assignments(_source.base(variable), _line_of(case))
     created = Line(_line_of(case).file, assigned[-1]) if assigned else None
     return Likely(node, variable, created, case.line if cause != "two losses" else None, cause, EARLIER)
 
 
-def _line_of(case: Case) -> Line:
+def _line_of(case: FailedPass) -> Line:
     return case.line or Line("?", 0)
 
 
-def _same_twice(case: Case) -> Likely | None:
+def _same_twice(case: FailedPass) -> Likely | None:
     """Is there an earlier pass of the same variable, or none of its assignments in the loop?"""
     root = case.roots[0]
     variable = case.names.nodes.get(root, "") or _source.target_of(_line_of(case))
@@ -185,7 +185,7 @@ def _same_twice(case: Case) -> Likely | None:
     return Likely(root, variable, created, freed, "same loss twice", "" if earlier else EARLIER)
 
 
-def _other_loss(case: Case, needing: set[Node]) -> Likely | None:
+def _other_loss(case: FailedPass, needing: set[Node]) -> Likely | None:
     """A scalar in sight that shares nodes with this loss, and was differentiated before."""
     for frame in case.frames[:1]:
         for name, value in local_variables(frame).items():

@@ -17,7 +17,7 @@ from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
 from hodiff.graph import _saved
-from hodiff.graph._names import Names, user_frames
+from hodiff.graph._names import TensorNames, user_frames
 from hodiff.graph._saved import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
 
 ROWS = 30
@@ -106,7 +106,7 @@ class Graph:
 
     @property
     def bytes_by_holder(self) -> dict[str, int]:
-        """Those bytes by holder. `graph` is what freeing this graph would give back."""
+        """The saved bytes by holder. `graph` is what freeing this graph would give back."""
         storages: dict[int, Saved] = {}
         for saved in self.saved:  # of several that saved the same, one may be all that Python holds
             if saved.bytes and (saved.storage not in storages or saved.holder != "graph"):
@@ -213,8 +213,8 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
     """
     _check(outputs)
     with _saved.without_modes():
-        found = Names(list(user_frames(sys._getframe(1)))[:1], _roots(names))
-        return _read(outputs, found)
+        by_name = TensorNames(list(user_frames(sys._getframe(1)))[:1], _roots(names))
+        return _read(outputs, by_name)
 
 
 def _check(outputs: Sequence[Any]) -> None:
@@ -233,7 +233,7 @@ def _roots(names: Any) -> dict[str, Any]:
     return dict(names) if isinstance(names, dict) else {"": names}
 
 
-def _read(outputs: Sequence[Tensor], names: Names) -> Graph:
+def _read(outputs: Sequence[Tensor], names: TensorNames) -> Graph:
     """One record per node. The names come first: what they find is held by Python anyhow."""
     below = _nodes.walk(_nodes.node_of(output) for output in outputs)
     place = {node: index for index, node in enumerate(below)}
@@ -256,7 +256,9 @@ _new = tuple.__new__
 """Makes a named tuple at a third of the cost: there are two or three for each node."""
 
 
-def _node(node: Node, place: int, inputs: tuple[int, ...], parameters: dict[int, str], names: Names) -> NodeRecord:
+def _node(
+    node: Node, place: int, inputs: tuple[int, ...], parameters: dict[int, str], names: TensorNames
+) -> NodeRecord:
     """The record of one node."""
     slots = _saved.slots(node)
     state, saved = "", ()
@@ -268,7 +270,9 @@ def _node(node: Node, place: int, inputs: tuple[int, ...], parameters: dict[int,
     return _new(NodeRecord, (place, node.__class__.__name__, _saved.shape(node), inputs, state, saved, variable))
 
 
-def _record(slot: _saved.Slot, slots: list[_saved.Slot], parameters: dict[int, str], names: Names) -> Saved:
+def _record(
+    slot: _saved.SavedTensor, slots: list[_saved.SavedTensor], parameters: dict[int, str], names: TensorNames
+) -> Saved:
     """The record of one saved tensor: what it is, and who holds it."""
     name, state, value = slot
     if value is None:
@@ -367,19 +371,19 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
     losses = tensors(loss, "loss")
     wanted = None if inputs is None else tensors(inputs, "inputs")
     with _saved.without_modes():
-        names = Names(list(user_frames(sys._getframe(1)))[:1])
+        names = TensorNames(list(user_frames(sys._getframe(1)))[:1])
         return judge(losses, wanted, names)
 
 
 def tensors(value: Any, name: str) -> list[Tensor]:
     """A tensor, or a sequence of them, as a list."""
-    found = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not found or not all(isinstance(item, Tensor) for item in found):
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not items or not all(isinstance(item, Tensor) for item in items):
         raise InputError(f"{name}: is a {type(value).__name__}; expected a tensor, or a list or tuple of tensors.")
-    return found
+    return items
 
 
-def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Names | None = None) -> Prediction:
+def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: TensorNames | None = None) -> Prediction:
     """The verdict; `names` only words it."""
     roots = [_nodes.node_of(loss) for loss in losses]
     findings = _about_tensors(losses, roots, inputs, names)
@@ -409,7 +413,7 @@ def trouble(node: Node) -> str:
 
 
 def having(nodes: Iterable[Node], reason: str) -> list[Node]:
-    """Those of some nodes that have this trouble."""
+    """The nodes among some that have this trouble."""
     ask = _asking()
     return [node for node in nodes if ask(node) == reason]
 
@@ -425,12 +429,12 @@ def _trouble(node: Node) -> str:
         return ""
     if _saved.is_raising(node):
         return "missing"
-    found = [state for state in _saved.states(node) if state in _TROUBLES]
-    return min(found, key=_TROUBLES.index) if found else ""
+    states = [state for state in _saved.states(node) if state in _TROUBLES]
+    return min(states, key=_TROUBLES.index) if states else ""
 
 
 def _alike(node: Node) -> str:
-    """The same, told of a node with nothing left by others of its kind."""
+    """The trouble of a node: told of one with nothing left by others of its kind."""
     return _saved.FREED if _saved.is_freed_like_others(node) else _trouble(node)
 
 
@@ -442,19 +446,19 @@ class _Known:
         self._troubles: dict[Node, str] = {}
 
     def trouble(self, node: Node) -> str:
-        found = self._troubles.get(node)
-        if found is None:
-            found = self._troubles[node] = _alike(node)
-        return found
+        trouble = self._troubles.get(node)
+        if trouble is None:
+            trouble = self._troubles[node] = _alike(node)
+        return trouble
 
 
-class _State(threading.local):
+class _InspectionState(threading.local):
     """What this thread has found out. Weak: what an interrupt keeps from its end is forgotten."""
 
     known: Callable[[], _Known | None] = staticmethod(lambda: None)
 
 
-_state = _State()
+_state = _InspectionState()
 
 
 @contextmanager
@@ -474,25 +478,25 @@ def below(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
     if known is None:
         return _nodes.walk(roots)
     key = tuple(root for root in roots if root is not None)
-    found = known.below.get(key)
-    if found is None:
+    reached = known.below.get(key)
+    if reached is None:
         larger = next((graph for graph in known.below.values() if all(root in graph for root in key)), None)
-        found = known.below[key] = _nodes.walk(key) if larger is None else _part(larger, key)
-    return found
+        reached = known.below[key] = _nodes.walk(key) if larger is None else _part(larger, key)
+    return reached
 
 
 def _part(graph: dict[Node, list[Node]], roots: Sequence[Node]) -> dict[Node, list[Node]]:
     """The part of a graph below some of its nodes, without asking PyTorch again."""
-    found: dict[Node, list[Node]] = {}
+    part: dict[Node, list[Node]] = {}
     level = list(roots)
     while level:
         following: list[Node] = []
         for node in level:
-            if node not in found:
-                found[node] = children = graph[node]
+            if node not in part:
+                part[node] = children = graph[node]
                 following += children
         level = following
-    return found
+    return part
 
 
 _TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
@@ -519,7 +523,7 @@ def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list
     return [node for node in nodes if node in needed]
 
 
-def label(node: Node, names: Names | None) -> str:
+def label(node: Node, names: TensorNames | None) -> str:
     """A node for a sentence: its variable, its class, its shape."""
     variable = names.nodes.get(node, "") if names is not None else ""
     leaf = _saved.leaf(node)
@@ -538,7 +542,7 @@ _REASONS = {
 }
 
 
-def _finding(node: Node, reason: str, names: Names | None) -> Finding:
+def _finding(node: Node, reason: str, names: TensorNames | None) -> Finding:
     variable = names.nodes.get(node, "") if names is not None else ""
     text = f"{label(node, names)}: {_REASONS[reason]}"
     if reason == "freed" and _saved.is_function(node):
@@ -547,29 +551,31 @@ def _finding(node: Node, reason: str, names: Names | None) -> Finding:
 
 
 def _about_tensors(
-    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: Names | None
+    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: TensorNames | None
 ) -> list[Finding]:
     """What is wrong before any node is looked at."""
-    found = []
+    sentences = []
     name = lambda tensor: (names.of(tensor) if names else "") or "a tensor"  # noqa: E731
     for loss, root in zip(losses, roots, strict=True):
         if root is None:
-            found.append(Finding("", "no graph", name(loss), f"{name(loss)} does not require grad: it has no graph"))
+            sentences.append(
+                Finding("", "no graph", name(loss), f"{name(loss)} does not require grad: it has no graph")
+            )
         elif loss.numel() != 1:
             text = f"{name(loss)} has {loss.numel()} elements: backward() needs a gradient for them"
-            found.append(Finding("", "not a scalar", name(loss), text))
+            sentences.append(Finding("", "not a scalar", name(loss), text))
         elif loss.is_complex():
             text = f"{name(loss)} is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss"
-            found.append(Finding("", "complex", name(loss), text))
-    reached = set(_nodes.walk(roots)) if inputs is not None and not found else None
+            sentences.append(Finding("", "complex", name(loss), text))
+    reached = set(_nodes.walk(roots)) if inputs is not None and not sentences else None
     for tensor in inputs or ():
         node = _nodes.node_of(tensor)
         if node is None:
-            found.append(Finding("", "no graph", name(tensor), f"{name(tensor)} does not require grad"))
+            sentences.append(Finding("", "no graph", name(tensor), f"{name(tensor)} does not require grad"))
         elif reached is not None and node not in reached:
             text = f"{name(tensor)} is not in the graph: autograd.grad raises, unless allow_unused=True"
-            found.append(Finding("", "unused", name(tensor), text))
-    return found
+            sentences.append(Finding("", "unused", name(tensor), text))
+    return sentences
 
 
 @dataclass(frozen=True)
@@ -629,10 +635,10 @@ def shared(*losses: Tensor) -> Shared:
     if len(losses) < 2:
         raise InputError(f"losses: {len(losses)} given; it takes two or more to share something.")
     with _saved.without_modes():
-        found = tensors(losses, "losses")
-        common, private = split(found)
-        names = Names(list(user_frames(sys._getframe(1)))[:1])
-        edge = _nodes.topmost([_nodes.node_of(loss) for loss in found], common)
+        roots = tensors(losses, "losses")
+        common, private = split(roots)
+        names = TensorNames(list(user_frames(sys._getframe(1)))[:1])
+        edge = _nodes.topmost([_nodes.node_of(loss) for loss in roots], common)
         sizes = [saved_bytes(nodes) for nodes in private]
         labels = tuple(label(node, names) for node in edge)
         return Shared(len(common), saved_bytes(common), tuple(map(len, private)), tuple(sizes), labels)

@@ -68,7 +68,7 @@ class _Spans:
     """Listens to the passes under a watch: what each line saved, until which of them."""
 
     def __init__(self) -> None:
-        self.found: list[Span] = []
+        self.all_spans: list[Span] = []
         self._sizes: dict[Node, int] = {}
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
@@ -95,10 +95,10 @@ class _Spans:
         rows: dict[Line, list[tuple[int, int]]] = {}
         for node, size in sizes.items():
             rows.setdefault(record.made(node) or _UNKNOWN, []).append((_saved.sequence(node), max(size, 0)))
-        for line, found in rows.items():
-            start = min(place for place, _ in found)
-            size = sum(size for _, size in found)
-            self.found.append(Span(line, min(start, call.place), call.number, state, len(found), size))
+        for line, spans in rows.items():
+            start = min(place for place, _ in spans)
+            size = sum(size for _, size in spans)
+            self.all_spans.append(Span(line, min(start, call.place), call.number, state, len(spans), size))
 
 
 class Lifetime:
@@ -120,7 +120,7 @@ class Lifetime:
     def __init__(self, *, also: Growth | None = None) -> None:
         recorder = _Spans()
         self._watch = Watch(operations=[also] if also else [], of_passes=[recorder, *([also] if also else [])])
-        self.spans = recorder.found
+        self.spans = recorder.all_spans
         self.passes = self._watch.passes
 
     def __enter__(self) -> Self:
@@ -312,7 +312,7 @@ def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = (
 
 
 def drop(nodes: Iterable[Node]) -> Released:
-    """Release these nodes."""
+    """Free what these nodes saved."""
     count, sizes = 0, {}
     for node in nodes:
         mine: dict[Any, int] = {}

@@ -18,7 +18,7 @@ from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved
 from hodiff.graph._case import PASSES, Lost, Pass
-from hodiff.graph._names import Held, Key, Names, user_frames
+from hodiff.graph._names import Key, NamedVariable, TensorNames, user_frames
 from hodiff.graph._source import Line, line_of, lines_of
 
 _serial = itertools.count()
@@ -38,7 +38,7 @@ class _Tag(NamedTuple):
 
 
 @final
-class Marks:
+class NodeTags:
     """The marks of one watch. `passes` are the passes that it has seen."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
@@ -50,7 +50,7 @@ class Marks:
     # --- left by passes -----------------------------------------------------------------------------------------------
 
     def freed(self, call: Pass, nodes: Sequence[Node]) -> None:
-        """These nodes were freed by a pass."""
+        """Note that a pass freed these nodes."""
         key, inner = self.key, _Tag(call.number)
         for node in nodes:
             if node.__class__ is not _nodes.ACCUMULATE:
@@ -70,13 +70,13 @@ class Marks:
     def name(self, frame: FrameType) -> None:
         """Note on the nodes that variables hold now which those are: a later step may give the names to others."""
         full = len(self._passes) <= FULL_SEARCHES
-        names = Names(user_frames(frame), budget=2000 if full else NEAR, results=True)
+        names = TensorNames(user_frames(frame), budget=2000 if full else NEAR, results=True)
         with _saved.without_modes():
             for node, held in names.by_node().items():
                 _saved.tags(node)[self._held] = (len(self._passes) - 1, held)
 
     def spent(self, nodes: Mapping[Node, Collection[Node]]) -> list[Node]:
-        """Those that a failing pass ran: what it freed, and all above, as a node waits for those."""
+        """The nodes that a failing pass ran: what it freed, and all above, as a node waits for those."""
         fresh = {node: children for node, children in nodes.items() if self.tag(node) is None}
         return list(_nodes.leading_to(fresh, _inspect.having(fresh, "freed")))
 
@@ -84,22 +84,22 @@ class Marks:
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
-        found = _saved.tags(node).get(self.key)
-        return self._passes[found.number] if found else None
+        tag = _saved.tags(node).get(self.key)
+        return self._passes[tag.number] if tag else None
 
-    def held(self, node: Node) -> tuple[Held, ...]:
+    def held(self, node: Node) -> tuple[NamedVariable, ...]:
         """The variables that held a node's output after the last pass that found any."""
         return _saved.tags(node).get(self._held, (0, ()))[1]
 
     def held_at(self, node: Node) -> Pass | None:
         """The last pass after which a variable held a node's output."""
-        found = _saved.tags(node).get(self._held)
-        return self._passes[found[0]] if found else None
+        tag = _saved.tags(node).get(self._held)
+        return self._passes[tag[0]] if tag else None
 
     def version_then(self, leaf_node: Node) -> int:
         """A leaf's version when the pass that is its tag ran."""
-        found = _saved.tags(leaf_node).get(self.key)
-        return found.version if found else -1
+        tag = _saved.tags(leaf_node).get(self.key)
+        return tag.version if tag else -1
 
     def given(self, node: Node) -> Pass | None:
         """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
@@ -123,7 +123,7 @@ class Marks:
 
 
 @final
-class Endings:
+class Cuts:
     """The tensors without a graph whose sources had one, and where they lost it."""
 
     def __init__(self, path: Callable[[FrameType], Key], tell: Callable[[Lost, Any], None]) -> None:
@@ -139,13 +139,13 @@ class Endings:
 
     def of(self, tensor: Tensor) -> Lost | None:
         """Where a tensor without a graph lost it."""
-        found = self._lost.get(id(tensor))
-        return found[1] if found and found[0]() is tensor else None
+        entry = self._lost.get(id(tensor))
+        return entry[1] if entry and entry[0]() is tensor else None
 
     def beside(self, tensor: Tensor) -> tuple[Lost, ...]:
-        """The other places, where what a tensor was computed from lost several graphs."""
-        found = self._lost.get(id(tensor))
-        return found[2] if found and found[0]() is tensor else ()
+        """The other places of cuts, where what a tensor was computed from lost several graphs."""
+        entry = self._lost.get(id(tensor))
+        return entry[2] if entry and entry[0]() is tensor else ()
 
     def stack(self, lost: Lost) -> tuple[Line, ...]:
         """The user's lines, the innermost first, that led to one where gradients were switched off."""
@@ -169,14 +169,14 @@ class Endings:
                 lost = "smooth"
         if name in _COPIES and isinstance((*arguments[0], None)[0], Tensor):
             name = COPY
-        found = Lost(lost, line or lines_of(self._path(frame))[0], name)
+        place = Lost(lost, line or lines_of(self._path(frame))[0], name)
         if name in LEAVING or name == COPY:
-            self._latest = found
-        self.cut(result, found, arguments)
+            self._latest = place
+        self.cut(result, place, arguments)
 
     def _inherit(self, name: str, sources: list[Tensor], result: Any) -> None:
         """Nothing that went in has a graph: what comes out lost it where those did that had one."""
-        before = [found for tensor in sources if (found := self.of(tensor)) is not None]
+        before = [place for tensor in sources if (place := self.of(tensor)) is not None]
         if before and name in LEAVING:
             self._latest = before[0]
         elif before:
@@ -184,8 +184,8 @@ class Endings:
             self.remember(result, *list(dict.fromkeys(every))[:SHOWN])
 
     def _all(self, tensor: Tensor) -> tuple[Lost, ...]:
-        found = self.of(tensor)
-        return () if found is None else (found, *self.beside(tensor))
+        place = self.of(tensor)
+        return () if place is None else (place, *self.beside(tensor))
 
     def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
         """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""
@@ -286,13 +286,13 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = list(value.values())
     if not isinstance(value, (tuple, list)):
         return []
-    found = []
+    tensors = []
     for item in value:
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, (tuple, list, dict)):
-            found += tensors_in(item)
-    return found
+            tensors += tensors_in(item)
+    return tensors
 
 
 def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:

@@ -29,9 +29,9 @@ BUDGET = 5_000
 
 def _folders() -> tuple[str, ...]:
     """Where the standard library and installed packages lie: what is there is a tool's, not the user's."""
-    found = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
-    found |= {os.path.dirname(os.path.dirname(torch.__file__))} if "-packages" in torch.__file__ else set()
-    return tuple(sorted({form + os.sep for path in found if path for form in (path, os.path.realpath(path))}))
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    folders |= {os.path.dirname(os.path.dirname(torch.__file__))} if "-packages" in torch.__file__ else set()
+    return tuple(sorted({form + os.sep for path in folders if path for form in (path, os.path.realpath(path))}))
 
 
 _TOOLS = (
@@ -82,14 +82,14 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     return copy
 
 
-class Held(NamedTuple):
+class NamedVariable(NamedTuple):
     """A variable: how it is written, and the code in whose frame it can be written so."""
 
     path: str
     code: CodeType | None
 
 
-class Names:
+class TensorNames:
     """The tensors that variables lead to within four steps, by what they are and hold; `results`: no leaves."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Names:
             self._search(deque(start))
 
     def _of_frame(self, frame: FrameType, names: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
-        found = []
+        variables = []
         values = self.values
         owners = self.owners
         code = frame.f_code
@@ -138,8 +138,8 @@ class Names:
             values[name] = value
             owners[name] = code
             if value.__class__ not in _PLAIN:
-                found.append((name, value, 0))
-        return found
+                variables.append((name, value, 0))
+        return variables
 
     def _search(self, queue: deque[tuple[str, Any, int]]) -> None:
         while queue and self._budget > 0:
@@ -180,18 +180,18 @@ class Names:
         """The variable that holds this tensor; empty if none was found."""
         return self.tensors.get(id(tensor), "")
 
-    def held(self, path: str) -> Held:
+    def held(self, path: str) -> NamedVariable:
         """A variable with the frame that it belongs to."""
-        return Held(path, self.owners.get(root(path)))
+        return NamedVariable(path, self.owners.get(root(path)))
 
-    def by_node(self) -> dict[Node, tuple[Held, ...]]:
+    def by_node(self) -> dict[Node, tuple[NamedVariable, ...]]:
         """All variables that hold the output of each node."""
-        found: dict[Node, list[Held]] = {}
+        variables: dict[Node, list[NamedVariable]] = {}
         for tensor in self._kept:
             node = None if tensor.is_leaf else tensor.grad_fn
             if node is not None:
-                found.setdefault(node, []).extend(self.held(path) for path in self.paths[id(tensor)])
-        return {node: tuple(held) for node, held in found.items()}
+                variables.setdefault(node, []).extend(self.held(path) for path in self.paths[id(tensor)])
+        return {node: tuple(held) for node, held in variables.items()}
 
     def all_tensors(self) -> list[Tensor]:
         """Every tensor that was found."""
@@ -207,8 +207,8 @@ _ROOT = re.compile(r"\w*")
 
 def root(path: str) -> str:
     """The variable that a path begins with: `net.cell.h` -> `net`."""
-    found = _ROOT.match(path)
-    return found.group() if found else path
+    match = _ROOT.match(path)
+    return match.group() if match else path
 
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None), ModuleType, type, FunctionType, CodeType, FrameType})
@@ -222,8 +222,8 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, dict):
         if len(value) <= BUDGET:
-            found = list(value.items())
-            yield from ((f"[{key!r}]", item) for key, item in found if item.__class__ not in _PLAIN and _is_plain(key))
+            items = list(value.items())
+            yield from ((f"[{key!r}]", item) for key, item in items if item.__class__ not in _PLAIN and _is_plain(key))
     elif isinstance(value, (list, tuple, deque)):  # copied, as another thread may change it
         names = getattr(value, "_fields", None)
         for index, item in enumerate(list(islice(value, 1000))):
@@ -238,8 +238,8 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
             members = vars(value)
         except TypeError:
             return
-        found = [(name, item) for name, item in list(members.items()) if item.__class__ not in _PLAIN]
-        yield from ((f".{name}", item) for name, item in found if not name.startswith("__"))
+        items = [(name, item) for name, item in list(members.items()) if item.__class__ not in _PLAIN]
+        yield from ((f".{name}", item) for name, item in items if not name.startswith("__"))
         yield from ((f".{name}", item) for name, item in _of_class(value))
 
 
@@ -305,14 +305,14 @@ REMEMBERED = 50_000
 
 def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> Key:
     """The user's frames from `frame` outwards, to `outermost`: codes and line numbers in turn."""
-    found: list[Any] = []
+    path: list[Any] = []
     while frame is not None:
         if is_users(frame.f_code):
-            found += (frame.f_code, frame.f_lineno or 0)
+            path += (frame.f_code, frame.f_lineno or 0)
         if frame is outermost:
             break
         frame = frame.f_back
-    return tuple(found)
+    return tuple(path)
 
 
 class Paths:
@@ -333,17 +333,17 @@ class Paths:
 
     def number(self, frame: FrameType, outermost: FrameType | None) -> int:
         """The number of the path from `frame` to `outermost`; of the frame alone, if none of them is the user's."""
-        found: list[int] = []
+        identities: list[int] = []
         each: FrameType | None = frame
         users = USERS
         while each is not None:
             code = each.f_code
             if users[code.co_filename]:
-                found += (id(code), each.f_lineno or 0)
+                identities += (id(code), each.f_lineno or 0)
             if each is outermost:
                 break
             each = each.f_back
-        key = tuple(found) if found else (id(frame.f_code), frame.f_lineno or 0)
+        key = tuple(identities) if identities else (id(frame.f_code), frame.f_lineno or 0)
         number = self._numbers.get(key)
         return self._add(key, frame, outermost) if number is None else number
 

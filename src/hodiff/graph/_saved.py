@@ -34,13 +34,13 @@ def is_raising(node: Node) -> bool:
     return plan(type(node)).raising
 
 
-def slots(node: Node) -> list[Slot]:
+def slots(node: Node) -> list[SavedTensor]:
     """The saved tensors of a node with their states. Runs no hook."""
     names, function, opaque, _ = plan(node.__class__)
     if not names and not function and not opaque:
         return []
     if opaque or not works():
-        return [Slot("?", UNKNOWN, None)]
+        return [SavedTensor("?", UNKNOWN, None)]
     return read_function(node) if function else read(node, names)
 
 
@@ -70,12 +70,12 @@ def states(node: Node) -> list[str]:
     names = plan(type(node)).names
     if not names or not works():
         return [slot.state for slot in slots(node)]
-    found: list[str] = []
+    states_of_slots: list[str] = []
     for each in names:
-        found += [slot[1] for slot in read(node, (each,))]
-        if found and found[-1] is FREED:
+        states_of_slots += [slot[1] for slot in read(node, (each,))]
+        if states_of_slots and states_of_slots[-1] is FREED:
             break
-    return found
+    return states_of_slots
 
 
 _FREED: set[tuple[Any, ...]] = set()
@@ -113,7 +113,7 @@ def release(node: Node) -> int:
     return drop(node) if works() else 0
 
 
-def held_by_python(slot: Slot, slots: list[Slot]) -> bool:
+def held_by_python(slot: SavedTensor, slots: list[SavedTensor]) -> bool:
     """Whether Python holds that very tensor, besides those slots of a node that hold it now."""
     others = sys.getrefcount(slot.value) - _answers().references - 1
     return others > 0 and others >= [other.value is slot.value for other in slots].count(True)
@@ -163,7 +163,7 @@ _EMPTY = frozenset({"AccumulateGrad", "CopyBackwards", "UndefinedGradBackward", 
 _RAISING = frozenset({"Error", "DelayedError", "NotImplemented"})
 
 
-class Slot(NamedTuple):
+class SavedTensor(NamedTuple):
     """One saved tensor of a node. Do not keep `value`: it is the saved tensor itself."""
 
     name: str
@@ -171,7 +171,7 @@ class Slot(NamedTuple):
     value: Tensor | None
 
 
-class Plan(NamedTuple):
+class NodeLayout(NamedTuple):
     """How to read the nodes of one class."""
 
     names: tuple[tuple[str, str, str], ...] = ()  # (x, _raw_saved_x, _saved_x)
@@ -181,23 +181,23 @@ class Plan(NamedTuple):
 
 
 @cache
-def plan(kind: type) -> Plan:
+def plan(kind: type) -> NodeLayout:
     """How to read the nodes of a class."""
     if issubclass(kind, BackwardCFunction):
-        return Plan(function=True)
+        return NodeLayout(function=True)
     if kind.__name__ in _RAISING:
-        return Plan(raising=True)
+        return NodeLayout(raising=True)
     names = tuple(
         (name.removeprefix("_raw_saved_"), name, name.removeprefix("_raw"))
         for name in dir(kind)
         if name.startswith("_raw_saved_")
     )
-    return Plan(names, opaque=not names and not _BUILTIN.fullmatch(kind.__name__) and kind.__name__ not in _EMPTY)
+    return NodeLayout(names, opaque=not names and not _BUILTIN.fullmatch(kind.__name__) and kind.__name__ not in _EMPTY)
 
 
-def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[Slot]:
+def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]:
     """The saved tensors of these names, of a node that is no Python Function."""
-    found: list[Slot] = []
+    slots: list[SavedTensor] = []
     for name, raw_name, value_name in names:
         # Most slots are alive, and are read without a further call. A list has no `unpack_hook`.
         try:
@@ -206,33 +206,33 @@ def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[Slot]:
                 value = raw.data
                 if value is not None:
                     getattr(node, value_name)  # raises if stale
-                    found += [_slot(Slot, (name, ALIVE, value))]
+                    slots += [_slot(SavedTensor, (name, ALIVE, value))]
                     continue
         except (RuntimeError, AttributeError):
             pass
-        found += _one_slot(node, name, raw_name, value_name)
-    return found
+        slots += _one_slot(node, name, raw_name, value_name)
+    return slots
 
 
 _slot = tuple.__new__
 """Makes a named tuple at a third of the cost; `inspect` and `predict` make one for each saved tensor."""
 
 
-def _one_slot(node: Node, name: str, raw_name: str, value_name: str) -> list[Slot]:
+def _one_slot(node: Node, name: str, raw_name: str, value_name: str) -> list[SavedTensor]:
     """The slot of this name, whatever its state; several, if it is a list."""
     try:
         raw = getattr(node, raw_name)
     except RuntimeError as error:  # the getter of a list raises by itself
-        return [Slot(name, FREED if FREED_TEXT in str(error) else UNKNOWN, None)]
+        return [SavedTensor(name, FREED if FREED_TEXT in str(error) else UNKNOWN, None)]
     if isinstance(raw, tuple):
         several = [state_of(part) for part in raw]
         if any(state == ALIVE for state, _ in several) and not any(state == PACKED for state, _ in several):
             several = [(_check(node, value_name, state), value) for state, value in several]
-        return [Slot(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
+        return [SavedTensor(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
     state, value = state_of(raw)
     if state == ALIVE:
         state = _check(node, value_name, state)
-    return [Slot(name, state, value)]
+    return [SavedTensor(name, state, value)]
 
 
 def state_of(raw: Any) -> tuple[str, Tensor | None]:
@@ -294,20 +294,20 @@ def _check(node: Node, name: str, state: str) -> str:
     return ALIVE
 
 
-def read_function(node: Node) -> list[Slot]:
+def read_function(node: Node) -> list[SavedTensor]:
     """The saved tensors of a Python Function."""
     try:
         raws = node._raw_saved_tensors or ()
     except RuntimeError as error:
-        return [Slot("tensors", FREED if FREED_TEXT in str(error) else UNKNOWN, None)]
+        return [SavedTensor("tensors", FREED if FREED_TEXT in str(error) else UNKNOWN, None)]
     except AttributeError:
-        return [Slot("tensors", UNKNOWN, None)]
-    found = [Slot(f"tensors[{index}]", *state_of(raw)) for index, raw in enumerate(raws)]
-    if not any(slot.state == ALIVE for slot in found) or any(slot.state in (PACKED, RELEASED) for slot in found):
-        return found
+        return [SavedTensor("tensors", UNKNOWN, None)]
+    slots = [SavedTensor(f"tensors[{index}]", *state_of(raw)) for index, raw in enumerate(raws)]
+    if not any(slot.state == ALIVE for slot in slots) or any(slot.state in (PACKED, RELEASED) for slot in slots):
+        return slots
     if _check(node, "saved_tensors", ALIVE) == ALIVE:
-        return found
-    return [slot._replace(state=STALE) if slot.state == ALIVE else slot for slot in found]
+        return slots
+    return [slot._replace(state=STALE) if slot.state == ALIVE else slot for slot in slots]
 
 
 def drop(node: Node) -> int:
@@ -333,7 +333,7 @@ RELEASED_TEXT = (
 
 
 def _forget(tensor: Tensor) -> None:
-    """Pack: nothing."""
+    """Pack a saved tensor as nothing."""
 
 
 def _raise_released(nothing: None) -> Tensor:
@@ -378,9 +378,9 @@ def hooks_before_steps() -> dict[int, Any]:
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """What runs around the steps of an optimizer: its own hooks, and those of all optimizers; None if it is unknown."""
     names = [f"optimizer_step_{when}_hooks" for when in ("pre", "post")]
-    found = [getattr(optimizer, f"_{name}", {0: None}) for name in names]
-    found += [getattr(_optimizer, f"_global_{name.replace('_step', '')}", {0: None}) for name in names]
-    return [hook for hooks in found for hook in hooks.values()]
+    hooks = [getattr(optimizer, f"_{name}", {0: None}) for name in names]
+    hooks += [getattr(_optimizer, f"_global_{name.replace('_step', '')}", {0: None}) for name in names]
+    return [hook for hooks in hooks for hook in hooks.values()]
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -492,19 +492,19 @@ class Answers(NamedTuple):
 
 def answers() -> Answers:
     """Try it all, in a thread of its own, where no mode or hook of the caller is on."""
-    found: list[Answers] = []
+    lines: list[Answers] = []
 
     def run() -> None:
         try:
             states = _states_are_told()
-            found.append(Answers(states, _references() if states else 0, _sequences_agree()))
+            lines.append(Answers(states, _references() if states else 0, _sequences_agree()))
         except Exception:  # whatever is different, it is not what we know
-            found.append(Answers())
+            lines.append(Answers())
 
     thread = threading.Thread(target=run, name="hodiff self-test")
     thread.start()
     thread.join()
-    return found[0]
+    return lines[0]
 
 
 def _states(node: Node) -> dict[str, str]:
@@ -545,7 +545,7 @@ def _states_are_told() -> bool:
 def _references() -> int:
     product = (torch.ones(3, device="cpu").requires_grad_() * 2.0).exp().grad_fn
     (name, raw_name, _), *_ = plan(type(product)).names
-    slot = Slot(name, *state_of(getattr(product, raw_name)))
+    slot = SavedTensor(name, *state_of(getattr(product, raw_name)))
     return sys.getrefcount(slot.value) - 1
 
 

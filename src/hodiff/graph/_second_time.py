@@ -12,27 +12,27 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _causes, _inference, _inspect, _names, _saved, _source
-from hodiff.graph._case import PARAMETRIZED, Case, Evidence, Explanation, Part, Pass, Record, memoised
-from hodiff.graph._names import Held
+from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, Pass, Record, SharedValue, memoised
+from hodiff.graph._names import NamedVariable
 from hodiff.graph._source import Line, line_of, lines_of, quoted
 
 
-def explain(case: Case) -> Explanation | None:
+def explain(case: FailedPass) -> Explanation | None:
     """The explanation of "Trying to backward through the graph a second time"."""
     evidence = gather(case)
     return _recorded(case, evidence) if evidence is not None else _inferred(case)
 
 
-def left_behind(case: Case) -> Explanation | None:
+def left_behind(case: FailedPass) -> Explanation | None:
     """The explanation of a pass that meets what an earlier step left, if that is the cause."""
     evidence = gather(case)
-    if evidence is None or _causes.told(evidence).name not in ("carried", "stored"):
+    if evidence is None or _causes.first_cause(evidence).name not in ("carried", "stored"):
         return None
     return _recorded(case, evidence)
 
 
-def _recorded(case: Case, evidence: Evidence) -> Explanation:
-    cause = _causes.told(evidence)
+def _recorded(case: FailedPass, evidence: Evidence) -> Explanation:
+    cause = _causes.first_cause(evidence)
     part = evidence.first
     freed = evidence.freed_by
     text = [f"shared part: {', '.join(_what(each) for each in evidence.parts[:SHOWN])}"]
@@ -51,8 +51,8 @@ def _recorded(case: Case, evidence: Evidence) -> Explanation:
         freed=freed.stack[0] if freed.path and not freed.retained else None,
         text=tuple(text),
         reason=cause.sentence(evidence) or "",
-        fixes=_causes.words(cause.fixes, evidence),
-        unknown=_causes.words(cause.unknown, evidence),
+        fixes=_causes.said(cause.fixes, evidence),
+        unknown=_causes.said(cause.unknown, evidence),
     )
 
 
@@ -60,7 +60,7 @@ SHOWN = 4
 """Values that a sentence names, where several begin the old part."""
 
 
-def _what(part: Part) -> str:
+def _what(part: SharedValue) -> str:
     name = f"`{part.variable}`" if part.variable else "a value without a name"
     shape = _saved.shape(part.node)
     return f"{name} = {type(part.node).__name__}" + (f" (output shape {shape})" if shape is not None else "")
@@ -87,25 +87,25 @@ def _freed_below(evidence: Evidence) -> str:
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
 
 
-def _inferred(case: Case) -> Explanation | None:
+def _inferred(case: FailedPass) -> Explanation | None:
     """Nothing was recorded: what is likely is said; no fix, as none of its conditions can be checked."""
-    found = _inference.infer(case)
-    if found is None:
+    explanation = _inference.infer(case)
+    if explanation is None:
         return None
-    text = [f"shared part: {_of(found.node, found.variable)}"]
-    if found.created is not None:
-        text.append(f"  created at   {quoted(found.created)}")
-    if found.freed is not None:
-        text.append(f"  freed by     {quoted(found.freed)}{found.earlier}")
+    text = [f"shared part: {_of(explanation.node, explanation.variable)}"]
+    if explanation.created is not None:
+        text.append(f"  created at   {quoted(explanation.created)}")
+    if explanation.freed is not None:
+        text.append(f"  freed by     {quoted(explanation.freed)}{explanation.earlier}")
     if case.line is not None:
         text.append(f"  failing call {quoted(case.line)}")
     return case.explanation(
-        found.cause,
-        variable=found.variable,
-        created=found.created,
-        freed=found.freed,
+        explanation.cause,
+        variable=explanation.variable,
+        created=explanation.created,
+        freed=explanation.freed,
         text=tuple(text),
-        reason=_inference.SENTENCES[found.cause],
+        reason=_inference.SENTENCES[explanation.cause],
         unknown=("which fix is sound here: that takes a record of what changed between the passes.",),
         certain=False,
     )
@@ -119,7 +119,7 @@ def _of(node: Node | None, variable: str) -> str:
 # --- from a record to evidence ----------------------------------------------------------------------------------------
 
 
-def gather(case: Case) -> Evidence | None:
+def gather(case: FailedPass) -> Evidence | None:
     """The facts of a case that was recorded; None if the record does not show which pass freed what."""
     record, call = case.record, case.call
     if record is None or call is None:
@@ -127,15 +127,15 @@ def gather(case: Case) -> Evidence | None:
     nodes = _inspect.executed(case.roots, case.inputs)
     places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
     needing = _Needing(nodes, _inspect.below(case.roots), record)
-    again = [root for root in case.roots if record.marks.tag(root) is not None and root in needing]
+    again = [root for root in case.roots if record.tags.tag(root) is not None and root in needing]
     begin = again[:1] or _begin(case, record, needing, places)
     if not begin:
         return None
-    found: dict[Node, Part] = {}
+    shared: dict[Node, SharedValue] = {}
     for node in begin:
         part = _part(case, record, node, places)
-        found.setdefault(part.node, part)
-    parts = sorted(found.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
+        shared.setdefault(part.node, part)
+    parts = sorted(shared.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
     freed_by = _last_pass(record, parts[0].node)
     return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
 
@@ -147,7 +147,7 @@ def _is_spent(node: Node, record: Record) -> bool:
     trouble = _inspect.trouble(node)
     if not trouble:
         return False
-    return trouble == "stale" or (trouble in ("freed", "unknown") and record.marks.tag(node) is not None)
+    return trouble == "stale" or (trouble in ("freed", "unknown") and record.tags.tag(node) is not None)
 
 
 def _last_pass(record: Record, node: Node) -> Pass | None:
@@ -156,8 +156,8 @@ def _last_pass(record: Record, node: Node) -> Pass | None:
     Only the last may have kept the graph, whose values have changed then.
     """
     inner = (each for each in _inspect.below([node]) if _saved.leaf(each) is None)
-    tags = (tag for each in inner if (tag := record.marks.tag(each)) is not None)
-    return next(tags, None) or record.marks.held_at(node)
+    tags = (tag for each in inner if (tag := record.tags.tag(each)) is not None)
+    return next(tags, None) or record.tags.held_at(node)
 
 
 class _Needing:
@@ -192,7 +192,7 @@ class _Needing:
         return bool(known)
 
 
-def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tensor]) -> list[Node]:
+def _begin(case: FailedPass, record: Record, needing: _Needing, places: dict[str, Tensor]) -> list[Node]:
     """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
 
     What a pass did not run counts as well (the state beside a recurrent module's output), if the variable that
@@ -201,7 +201,7 @@ def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tens
     gradient its way through the others.
     """
     below = _inspect.below(case.roots)
-    found: list[Node] = []
+    nodes: list[Node] = []
     others: list[Node] = []
     seen: set[Node] = set()
     level = [root for root in case.roots if root is not None]
@@ -211,33 +211,31 @@ def _begin(case: Case, record: Record, needing: _Needing, places: dict[str, Tens
             if node in seen or _saved.leaf(node) is not None:
                 continue
             seen.add(node)
-            old = node not in case.roots and (
-                record.marks.tag(node) is not None or _is_left(case, record, node, places)
-            )
+            old = node not in case.roots and (record.tags.tag(node) is not None or _is_left(case, record, node, places))
             if not old:
                 following += below[node]
             elif node in needing:
-                found.append(node)
+                nodes.append(node)
             else:
                 others.append(node)
         level = following
-    if any(_is_left(case, record, node, places) for node in found):
-        found += [node for node in others if _is_left(case, record, node, places)]
-    return [_named(case, record, node) for node in found]
+    if any(_is_left(case, record, node, places) for node in nodes):
+        nodes += [node for node in others if _is_left(case, record, node, places)]
+    return [_named(case, record, node) for node in nodes]
 
 
-def _is_left(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
-    call = record.marks.held_at(node)
+def _is_left(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
+    call = record.tags.held_at(node)
     if call is None:
         return False
-    return record.ran_again(node, call) or any(_replaced(case, one, node, places) for one in record.marks.held(node))
+    return record.ran_again(node, call) or any(_replaced(case, one, node, places) for one in record.tags.held(node))
 
 
-def _named(case: Case, record: Record, node: Node) -> Node:
+def _named(case: FailedPass, record: Record, node: Node) -> Node:
     """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
     here = node
     for _ in range(NEAR):
-        if record.marks.held(here) or here in case.names.nodes or _parametrized(here):
+        if record.tags.held(here) or here in case.names.nodes or _parametrized(here):
             return here
         children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
         if len(children) != 1 or _saved.slots(here):
@@ -249,7 +247,7 @@ def _named(case: Case, record: Record, node: Node) -> Node:
 NEAR = 8
 
 
-def _replaced(case: Case, held: Held, node: Node, places: dict[str, Tensor]) -> bool:
+def _replaced(case: FailedPass, held: NamedVariable, node: Node, places: dict[str, Tensor]) -> bool:
     """Whether the variable that held a node's output holds something else now."""
     if case.names.owners.get(_names.root(held.path)) is not held.code:
         return False
@@ -257,30 +255,30 @@ def _replaced(case: Case, held: Held, node: Node, places: dict[str, Tensor]) -> 
     return now is None or now.grad_fn is not node
 
 
-def _part(case: Case, record: Record, node: Node, places: dict[str, Tensor]) -> Part:
+def _part(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor]) -> SharedValue:
     path, call = record.path(node), _last_pass(record, node)
     again = call is not None and record.ran_again(node, call)
     cached = _parametrized(node)
     if cached:
-        return Part(node, cached, None, True, False, path, again)
+        return SharedValue(node, cached, None, True, False, path, again)
     if not _holding(case, node) and not again and (kept := memoised(case, path)):
-        return Part(node, kept, None, False, False, path, again)
-    now = [Held(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
-    then = [held for held in record.marks.held(node) if _replaced(case, held, node, places)]
+        return SharedValue(node, kept, None, False, False, path, again)
+    now = [NamedVariable(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
+    then = [held for held in record.tags.held(node) if _replaced(case, held, node, places)]
     likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
     if now and (not likely or _among_entries(case, now)):  # the shortest way to it
         best, replaced = min(now, key=lambda held: _steps(held.path)), False
     elif then:
         best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
     else:
-        before = record.marks.held(node)
-        best, replaced = (before[0] if before else Held(*_assigned(path))), False
+        before = record.tags.held(node)
+        best, replaced = (before[0] if before else NamedVariable(*_assigned(path))), False
     if not path and best.path:
         path = _only_assignment(case, best.path)
-    return Part(node, best.path, best.code, bool(now), replaced, path, again)
+    return SharedValue(node, best.path, best.code, bool(now), replaced, path, again)
 
 
-def _only_assignment(case: Case, variable: str) -> tuple[Any, ...]:
+def _only_assignment(case: FailedPass, variable: str) -> tuple[Any, ...]:
     """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
     for frame in case.frames:
         numbers = _source.assignments(variable, line_of(frame))
@@ -289,13 +287,13 @@ def _only_assignment(case: Case, variable: str) -> tuple[Any, ...]:
     return ()
 
 
-def _holding(case: Case, node: Node) -> list[str]:
+def _holding(case: FailedPass, node: Node) -> list[str]:
     """The variables that hold a node's output now."""
-    found = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
-    return [path for tensor in found for path in case.names.paths[id(tensor)]]
+    tensors = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
+    return [path for tensor in tensors for path in case.names.paths[id(tensor)]]
 
 
-def _among_entries(case: Case, now: list[Held]) -> bool:
+def _among_entries(case: FailedPass, now: list[NamedVariable]) -> bool:
     """Whether what holds it is an entry of what a function assigned in this very call, outside of loops: of a batch."""
     pairs = list(zip(case.call.path[::2], lines_of(case.call.path), strict=True)) if case.call is not None else []
     lines = {code: line for code, line in pairs if code.co_name != "<module>" and not _source.loops(line)}
@@ -312,7 +310,7 @@ def _steps(path: str) -> tuple[int, int]:
 HANDED_ON, MEMBER, OTHER = range(3)
 
 
-def _unlikely(held: Held, call: Pass | None) -> tuple[int, int, int]:
+def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
     """How unlikely it is that a variable hands its value to the next step: one that is read first, or is a member."""
     member = held.path != _names.root(held.path)
     if member:
@@ -331,7 +329,7 @@ def _parametrized(node: Node) -> str:
 
 
 def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
-    """The one name that the line that made a value gives it; or that the line gives which called a `return` of it."""
+    """The name that the line that made a value gives it; or that the line gives which called a `return` of it."""
     for number, (code, line) in enumerate(zip(path[::2], lines_of(path), strict=True)):
         if number and not _source.is_call(line):
             return "", None  # the line goes on computing with what it was returned

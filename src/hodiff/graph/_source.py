@@ -88,19 +88,19 @@ def inside(scope: ast.AST | None) -> Iterator[ast.AST]:
 
 def loops(line: Line) -> list[ast.stmt]:
     """The loops around a line within its function, the innermost first."""
-    found: list[ast.stmt] = [
+    loop_statements: list[ast.stmt] = [
         node
         for node in inside(scope_of(line))
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and any(within(part, line.number) for part in node.body)
     ]
-    return found[::-1]
+    return loop_statements[::-1]
 
 
 def statements(line: Line) -> Iterator[ast.stmt]:
     """The simple statements of the function around a line, in order."""
     simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
-    found = [node for node in inside(scope_of(line)) if isinstance(node, simple)]
-    yield from sorted(found, key=lambda node: node.lineno)
+    nodes = [node for node in inside(scope_of(line)) if isinstance(node, simple)]
+    yield from sorted(nodes, key=lambda node: node.lineno)
 
 
 def statement(line: Line) -> ast.stmt | None:
@@ -111,18 +111,18 @@ def statement(line: Line) -> ast.stmt | None:
 def targets(node: ast.AST) -> list[str]:
     """What a statement assigns, as written: `y`, `self.h`."""
     if isinstance(node, ast.Assign):
-        found: list[ast.expr] = list(node.targets)
+        expressions: list[ast.expr] = list(node.targets)
     elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor)):
-        found = [node.target]
+        expressions = [node.target]
     elif isinstance(node, (ast.With, ast.AsyncWith)):
-        found = [item.optional_vars for item in node.items if item.optional_vars is not None]
+        expressions = [item.optional_vars for item in node.items if item.optional_vars is not None]
     else:
         return []
     flat: list[ast.expr] = []
-    while found:
-        target = found.pop(0)
+    while expressions:
+        target = expressions.pop(0)
         if isinstance(target, (ast.Tuple, ast.List)):
-            found = [*target.elts, *found]
+            expressions = [*target.elts, *expressions]
         else:
             flat.append(target.value if isinstance(target, ast.Starred) else target)
     return [ast.unparse(target) for target in flat]
@@ -164,12 +164,12 @@ def calls(line: Line, name: str) -> bool:
 
 def assigned_by(line: Line) -> list[str]:
     """What the statement at a line assigns."""
-    found = [
+    names = [
         node
         for node in nodes_in(line.file)
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and within(node, line.number)
     ]
-    return targets(found[-1]) if found else []
+    return targets(names[-1]) if names else []
 
 
 def given_by(line: Line) -> list[str]:
@@ -223,15 +223,15 @@ def chains(line: Line) -> list[str]:
     """The names and attributes that the statement at a line reads, at their longest: `self.w`, `torch.relu`."""
     node = statement(line)
     value = getattr(node, "value", None)
-    found: list[str] = []
+    texts: list[str] = []
     stack = [value] if value is not None else []
     while stack:
         each = stack.pop()
         if isinstance(each, ast.Name) or (isinstance(each, ast.Attribute) and is_plain(ast.unparse(each))):
-            found.append(ast.unparse(each))
+            texts.append(ast.unparse(each))
         else:
             stack += list(ast.iter_child_nodes(each))
-    return found
+    return texts
 
 
 def extends(line: Line, name: str) -> bool:
@@ -415,8 +415,8 @@ def target_of(line: Line) -> str:
 
 def between(since: int, line: Line) -> list[int]:
     """The lines of a function from one to before another that ask for a pass which frees its graph."""
-    found = [each for each in statements(line) if since <= each.lineno < line.number]
-    return [each.lineno for each in found if (name := target_of(Line(line.file, each.lineno))) and frees(each, name)]
+    lines = [each for each in statements(line) if since <= each.lineno < line.number]
+    return [each.lineno for each in lines if (name := target_of(Line(line.file, each.lineno))) and frees(each, name)]
 
 
 def _called(call: ast.Call) -> str:
@@ -462,7 +462,7 @@ def cuts(name: str, line: Line, values: Mapping[str, Any]) -> list[tuple[Line, s
 
     `values` are the variables in sight: `batch.data` cuts nothing where `batch` is no tensor.
     """
-    wanted, found = {base(name)}, []
+    wanted, places = {base(name)}, []
     blocks = _no_grad_blocks(line)
     for statement in reversed([s for s in statements(line) if s.lineno <= line.number]):
         mine = {base(target) for target in targets(statement)}
@@ -475,10 +475,10 @@ def cuts(name: str, line: Line, values: Mapping[str, Any]) -> list[tuple[Line, s
             if kind == "gradient" and "create_graph=True" in ast.unparse(statement):
                 kind = "constant gradient"
             if kind and statement.lineno != line.number:
-                found.append((Line(line.file, statement.lineno), kind))
+                places.append((Line(line.file, statement.lineno), kind))
         if any(within(block, statement.lineno) for block in blocks):
-            found.append((Line(line.file, statement.lineno), "no_grad"))
-    return list(dict.fromkeys(found))
+            places.append((Line(line.file, statement.lineno), "no_grad"))
+    return list(dict.fromkeys(places))
 
 
 def _cut_by(node: ast.AST, values: Mapping[str, Any]) -> str:
@@ -529,8 +529,8 @@ def switched_off(line: Line) -> Line | None:
         for item in node.items
     ]
     given += [(each, each) for each in getattr(scope, "decorator_list", [])]
-    found = [node for expression, node in given if any(word in ast.unparse(expression) for word in _OFF)]
-    return Line(line.file, found[0].lineno) if found else None
+    nodes = [node for expression, node in given if any(word in ast.unparse(expression) for word in _OFF)]
+    return Line(line.file, nodes[0].lineno) if nodes else None
 
 
 # --- lines: where they are, what they say -----------------------------------------------------------------------------
@@ -600,8 +600,8 @@ def number(file: str) -> int:
     """The number of a cell, by its file; 0 for what is none."""
     shell = _shell()
     name = shell.compile.format_code_name(file) if shell is not None else None
-    found = re.fullmatch(r"In ?\[(\d+)\]", name[1]) if name else None
-    return int(found.group(1)) if found else 0
+    match = re.fullmatch(r"In ?\[(\d+)\]", name[1]) if name else None
+    return int(match.group(1)) if match else 0
 
 
 def before(file: str) -> list[tuple[int, int, str]]:
@@ -610,18 +610,18 @@ def before(file: str) -> list[tuple[int, int, str]]:
     inputs = _shell().user_ns.get("In", []) if last else []
     if last >= len(inputs) or inputs[last].split() != "".join(linecache.getlines(file)).split():
         return []  # another history than we think
-    total, found = 0, []
+    total, cells = 0, []
     for cell in range(last - 1, 0, -1):
         total += inputs[cell].rstrip("\n").count("\n") + 1
-        found.append((total, cell, inputs[cell]))
-    return found
+        cells.append((total, cell, inputs[cell]))
+    return cells
 
 
 def read(file: str) -> tuple[tuple[int, str], ...]:
-    """Those that count, the first first: of the runs of this same cell none, unless in `reruns`."""
+    """The earlier runs that count, the first first: of the runs of this same cell none, unless in `reruns`."""
     text = "".join(linecache.getlines(file)).split()
-    found = [(offset, earlier) for offset, _, earlier in before(file)]
-    return tuple((offset, earlier) for offset, earlier in found[::-1] if _with_reruns.get() or earlier.split() != text)
+    lines = [(offset, earlier) for offset, _, earlier in before(file)]
+    return tuple((offset, earlier) for offset, earlier in lines[::-1] if _with_reruns.get() or earlier.split() != text)
 
 
 @contextmanager
@@ -671,8 +671,8 @@ _BASE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 def base(path: str) -> str:
     """A path without its subscripts: `state[0]` -> `state`, `self.h` as it is."""
-    found = _BASE.match(path)
-    return found.group() if found else path
+    match = _BASE.match(path)
+    return match.group() if match else path
 
 
 def is_plain(text: str) -> bool:

@@ -29,7 +29,7 @@ from hodiff._core._settings import Undo, undo_all
 from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _marks, _saved
 from hodiff.graph._case import PASSES, Change, Lost, Pass
-from hodiff.graph._marks import CUT, GRADIENT, INPLACE, PASS, Endings, Marks, tensors_in
+from hodiff.graph._marks import CUT, GRADIENT, INPLACE, PASS, Cuts, NodeTags, tensors_in
 from hodiff.graph._names import USERS, Key, Paths, user_frames
 from hodiff.graph._source import Line, line_of, lines_of
 
@@ -111,7 +111,7 @@ class _Step(tuple[Any, Any]):
 
 
 @final
-class Steps:
+class OptimizerSteps:
     """Takes a mode off the stack for each step.
 
     `place` numbers the line of a frame; `changed` is told which leaves a step changed, and the number of its line.
@@ -146,7 +146,9 @@ class Steps:
         given = (*args[1:], *kwargs.values())  # a closure asks for passes
         if any(value is not None for value in given) or not _is_plain(optimizer):
             return None
-        if any(not isinstance(getattr(hook, "__self__", None), Steps) for hook in _saved.step_hooks(optimizer)):
+        if any(
+            not isinstance(getattr(hook, "__self__", None), OptimizerSteps) for hook in _saved.step_hooks(optimizer)
+        ):
             return None
         if not _saved.innermost(self._mode):
             return None
@@ -201,7 +203,7 @@ def recording() -> Watch | None:
 
 
 class OperationListener(Protocol):
-    """Who wants to know of each operation under a watch."""
+    """A listener that wants to know of each operation under a watch."""
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """`func` was called with `arguments` (args and kwargs) from `frame`, and gave `result`."""
@@ -213,7 +215,7 @@ class OperationListener(Protocol):
 
 
 class PassListener(Protocol):
-    """Who wants to know of each backward pass under a watch."""
+    """A listener that wants to know of each backward pass under a watch."""
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
         """A pass will run these nodes."""
@@ -240,8 +242,8 @@ class Watch(TorchFunctionMode):
     def __init__(self, *, operations: Sequence[OperationListener] = (), of_passes: Sequence[PassListener] = ()) -> None:
         super().__init__()
         self.passes: list[Pass] = []
-        self.marks = Marks(self.passes)
-        self.endings = Endings(self._path, self._tell)
+        self.tags = NodeTags(self.passes)
+        self.cuts = Cuts(self._path, self._tell)
         self._paths = Paths()
         self._operations = operations
         self._of_passes = of_passes
@@ -254,7 +256,7 @@ class Watch(TorchFunctionMode):
         self._repeats: dict[int, int] = {}
         self._entered: FrameType | None = None
         self._undo: Undo = []
-        self._steps = Steps(self, self._place, self._stepped)
+        self._steps = OptimizerSteps(self, self._place, self._stepped)
 
     def __init_subclass__(cls) -> None:  # its frames would pass for the user's
         raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
@@ -329,7 +331,7 @@ class Watch(TorchFunctionMode):
         if after != before:
             self._log.add(before, after, self._paths.number(frame, self._entered))
         elif kind != INPLACE and (isinstance(result, (Tensor, tuple)) or kind == CUT) and _has_no_graph(result):
-            self.endings.note(func, kind, (args, kwargs or {}), result, frame)
+            self.cuts.note(func, kind, (args, kwargs or {}), result, frame)
         if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
             self._note_change(func, args[0], frame)
         return result
@@ -362,7 +364,7 @@ class Watch(TorchFunctionMode):
         if isinstance(gradient, Tensor):
             self._read[id(gradient)] = len(self.passes)
             if not gradient.requires_grad:
-                self.endings.remember(gradient, Lost("gradient", line_of(frame), "grad"))
+                self.cuts.remember(gradient, Lost("gradient", line_of(frame), "grad"))
 
     def _note_change(self, func: Any, what: Any, frame: FrameType) -> None:
         one = isinstance(what, Tensor)
@@ -380,8 +382,8 @@ class Watch(TorchFunctionMode):
 
     def changed(self, tensor: Tensor) -> Change | None:
         """What last changed a tensor's memory in place."""
-        found = self._changed.get(_saved.memory(tensor))
-        return Change(self._paths[found[0]], *found[1:]) if found is not None else None
+        change = self._changed.get(_saved.memory(tensor))
+        return Change(self._paths[change[0]], *change[1:]) if change is not None else None
 
     def once(self) -> Sequence[tuple[str, Line | None]]:
         """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
@@ -441,17 +443,17 @@ class Watch(TorchFunctionMode):
         if after != before:
             self._log.add(before, after, place)
         if not call.retained:
-            self.marks.freed(call, _inspect.executed(roots, inputs))
+            self.tags.freed(call, _inspect.executed(roots, inputs))
         elif name != "autograd.grad":  # which writes no `.grad`
-            self.marks.reached(call, _inspect.executed(roots, inputs))
+            self.tags.reached(call, _inspect.executed(roots, inputs))
         if not (call.retained and create):  # a kept graph may be met again when what it needs has changed
-            self.marks.name(frame)
+            self.tags.name(frame)
         for listener in self._of_passes:
             listener.after(self, call, failed=False)
         if isinstance(result, tuple) and path:
             for tensor in result:
                 if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                    self.endings.cut(
+                    self.cuts.cut(
                         tensor, Lost("constant gradient" if create else "gradient", call.stack[0], name), args
                     )
         return result
@@ -470,7 +472,7 @@ class Watch(TorchFunctionMode):
             if explained is not None:
                 _explain.attach(error, explained)
             graph = _inspect.below(roots)
-            self.marks.freed(call, self.marks.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
+            self.tags.freed(call, self.tags.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
         for listener in self._of_passes:
             listener.after(self, call, failed=True)
 

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _call, _nodes, _refusals, _reverse, _settings, _tree
 from hodiff._core._arguments import check_option
 from hodiff._core._call import Call, call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
 from hodiff._core._where import Selection, Where
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._solve import Method
 from hodiff.errors import GraphError, InputError
-from hodiff.implicit._system import Chain, Line, System, Transposed
+from hodiff.implicit._system import CallSite, Chain, ImplicitSystem, Transposed
 
 V = TypeVar("V")
 ByName = dict[str, Tensor]
 Function = Callable[..., Any]
 
 
-class Options(TypedDict, total=False):
+class SolutionOptions(TypedDict, total=False):
     """What overloads pass on; at run time signatures are spelled out."""
 
     order: int | None
@@ -41,12 +41,12 @@ class Options(TypedDict, total=False):
 
 @overload
 def argmin(
-    f: Function, x_star: nn.Module | Selection, *, method: Method = "cg", **options: Unpack[Options]
+    f: Function, x_star: nn.Module | Selection, *, method: Method = "cg", **options: Unpack[SolutionOptions]
 ) -> ByName: ...
 
 
 @overload
-def argmin(f: Function, x_star: V, *, method: Method = "cg", **options: Unpack[Options]) -> V: ...
+def argmin(f: Function, x_star: V, *, method: Method = "cg", **options: Unpack[SolutionOptions]) -> V: ...
 
 
 def argmin(
@@ -130,11 +130,11 @@ def argmin(
 
 
 @overload
-def root(F: Function, x_star: nn.Module | Selection, **options: Unpack[Options]) -> ByName: ...
+def root(F: Function, x_star: nn.Module | Selection, **options: Unpack[SolutionOptions]) -> ByName: ...
 
 
 @overload
-def root(F: Function, x_star: V, **options: Unpack[Options]) -> V: ...
+def root(F: Function, x_star: V, **options: Unpack[SolutionOptions]) -> V: ...
 
 
 def root(
@@ -202,11 +202,11 @@ def root(
 
 
 @overload
-def fixed_point(g: Function, x_star: nn.Module | Selection, **options: Unpack[Options]) -> ByName: ...
+def fixed_point(g: Function, x_star: nn.Module | Selection, **options: Unpack[SolutionOptions]) -> ByName: ...
 
 
 @overload
-def fixed_point(g: Function, x_star: V, **options: Unpack[Options]) -> V: ...
+def fixed_point(g: Function, x_star: V, **options: Unpack[SolutionOptions]) -> V: ...
 
 
 def fixed_point(
@@ -274,7 +274,7 @@ def fixed_point(
 
 
 Kind = Literal["argmin", "root", "fixed_point"]
-Parts = list[Tensor]
+Leaves = list[Tensor]
 
 
 class Given(NamedTuple):
@@ -298,7 +298,7 @@ def attached(
         with _settings.recording(), _settings.grad_mode(False):
             return attached(kind, f, x_star, args, kwargs, given)
     _call.refuse_transforms(batched=True)
-    where, line = Where(x_star, "x_star"), Line.now()
+    where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
     order = _order(given.order)
@@ -321,12 +321,12 @@ def attached(
         problem.solved(*problem.residual(plain, _leaves(values)), values)
         return where.result(values)
     x = _leaves(values)
-    ev, residual = problem.residual(linked, x)
+    graph, residual = problem.residual(linked, x)
     # Passes for a first derivative free this graph after their linear system, so that it may serve for both.
-    first = (ev.kept(), residual) if order == 1 else problem.residual(plain, _leaves(values))
+    first = (graph.kept(), residual) if order == 1 else problem.residual(plain, _leaves(values))
     chain = Chain(problem.solved(*first, values), values)
     survey = _nodes.survey([part for part in residual if part.requires_grad])
-    if survey.leaf_ids() <= set(map(id, ev.leaves)):
+    if survey.leaf_ids() <= set(map(id, graph.leaves)):
         if _call.state.running and not _call.inside():
             return where.result(values)  # a value is asked for: by `check_derivatives`, beside the point
         raise GraphError(
@@ -341,7 +341,7 @@ def attached(
     return where.result(x)
 
 
-def _leaves(values: Parts) -> Parts:
+def _leaves(values: Leaves) -> Leaves:
     return [value.clone().requires_grad_() for value in values]
 
 
@@ -354,41 +354,41 @@ def _order(order: int | None) -> int:
 class Problem:
     """The residual whose zero is the solution: a gradient, F(x), or x - g(x)."""
 
-    def __init__(self, kind: Kind, where: Where, given: Given, order: int, line: Line) -> None:
+    def __init__(self, kind: Kind, where: Where, given: Given, order: int, line: CallSite) -> None:
         self.kind: Kind = kind
         self._random = RandomState.of(where.tensors[0].device)  # each evaluation draws what the first one drew
         self._given = given
         self._order = order
         self._line = line
 
-    def residual(self, asked: Call, at: Sequence[Tensor]) -> tuple[Graph, Parts]:
+    def residual(self, request: Call, at: Sequence[Tensor]) -> tuple[OutputGraph, Leaves]:
         """The residual at some leaves, and its graph."""
         self._random.restore()
-        with Graph(asked, at) as ev:
-            return ev, self._residual(ev)
+        with OutputGraph(request, at) as graph:
+            return graph, self._residual(graph)
 
-    def held(self, residual: Parts, x: Parts, values: Parts) -> Parts:
+    def held(self, residual: Leaves, x: Leaves, values: Leaves) -> Leaves:
         """The residual of the solution that `damping` holds near where it is."""
         damping = self._given.damping
         if not damping:
             return residual
         return [r + damping * (part - value) for r, part, value in zip(residual, x, values, strict=True)]
 
-    def _residual(self, ev: Graph) -> Parts:
+    def _residual(self, graph: OutputGraph) -> Leaves:
         if self.kind == "argmin":
-            return _reverse.pull(ev, [ev.scalars()], [None], differentiated=True)
-        outputs = self._like_x(ev)
+            return _reverse.vjp(graph, [graph.scalars()], [None], differentiated=True)
+        outputs = self._like_x(graph)
         if self.kind == "root":
             return outputs
-        return [leaf - output for leaf, output in zip(ev.leaves, outputs, strict=True)]
+        return [leaf - output for leaf, output in zip(graph.leaves, outputs, strict=True)]
 
-    def _like_x(self, ev: Graph) -> Parts:
+    def _like_x(self, graph: OutputGraph) -> Leaves:
         """What `f` returned, in the order of the point's leaves."""
-        tree, name = ev.call.where.tree(), "F(x)" if self.kind == "root" else "g(x)"
-        ev.tensors()
-        different = _tree.difference(tree, _tree.flatten(ev.outputs)[2], name)
-        outputs = [] if different else _tree.leaves_like(tree, ev.outputs)
-        for leaf, output, where in zip(ev.leaves, outputs, ev.call.where.names, strict=False):
+        tree, name = graph.call.where.tree(), "F(x)" if self.kind == "root" else "g(x)"
+        graph.tensors()
+        different = _tree.difference(tree, _tree.flatten(graph.outputs)[2], name)
+        outputs = [] if different else _tree.leaves_like(tree, graph.outputs)
+        for leaf, output, where in zip(graph.leaves, outputs, graph.call.where.names, strict=False):
             if output.shape != leaf.shape or output.dtype != leaf.dtype:
                 different = f"for {where} it is {_kind(output)}, expected {_kind(leaf)}"
         if different:
@@ -398,10 +398,10 @@ class Problem:
             )
         return outputs
 
-    def _system(self, ev: Graph, residual: Parts) -> System:
+    def _system(self, graph: OutputGraph, residual: Leaves) -> ImplicitSystem:
         given = self._given
-        return System(
-            Transposed(ev, residual, symmetric=self.kind == "argmin"),
+        return ImplicitSystem(
+            Transposed(graph, residual, symmetric=self.kind == "argmin"),
             self.kind,
             self._line,
             method=given.method,
@@ -412,19 +412,19 @@ class Problem:
             order=self._order,
         )
 
-    def polished(self, plain: Call, values: Parts) -> Parts:
+    def polished(self, plain: Call, values: Leaves) -> Leaves:
         """A step of Newton's method."""
-        ev, residual = self.residual(plain, _leaves(values))
-        step = self._system(ev, residual).solved(residual, transposed=False)
+        graph, residual = self.residual(plain, _leaves(values))
+        step = self._system(graph, residual).solved(residual, transposed=False)
         return [value - part for value, part in zip(values, step, strict=True)]
 
-    def solved(self, ev: Graph, residual: Parts, values: Parts) -> System:
+    def solved(self, graph: OutputGraph, residual: Leaves, values: Leaves) -> ImplicitSystem:
         """The linear system at a point. Warn where that is not a solution."""
-        system = self._system(ev, residual)
+        system = self._system(graph, residual)
         self._check(system, values, [part.detach() for part in residual])
         return system
 
-    def _check(self, system: System, values: Parts, residual: Parts) -> None:
+    def _check(self, system: ImplicitSystem, values: Leaves, residual: Leaves) -> None:
         """Warn where derivatives are off by about as much as the residual is, relatively."""
         space = system.operator._domain
         r, x = space.join(residual, None), space.join(values, None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse, _settings
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Parts
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import default_rtol
@@ -21,7 +21,7 @@ from hodiff.curvature._solve import Method, attempt
 from hodiff.errors import ConvergenceWarning, GraphError, InputError
 
 
-class Line(NamedTuple):
+class CallSite(NamedTuple):
     """The line of the user's that a call stands in."""
 
     file: str
@@ -30,8 +30,8 @@ class Line(NamedTuple):
     registry: Any
 
     @classmethod
-    def now(cls) -> Line:
-        """That of the call being made."""
+    def now(cls) -> CallSite:
+        """The line of the call being made."""
         frame = inspect.currentframe()
         for _ in range(_arguments.outside() - 1):
             frame = frame.f_back if frame else None
@@ -50,12 +50,12 @@ class Line(NamedTuple):
 class Transposed(LinearOperator):
     """Jᵀ at a solution, by reverse passes through the graph of the residual; J itself by the derivative of those."""
 
-    def __init__(self, ev: Graph, residual: Parts, *, symmetric: bool) -> None:
+    def __init__(self, graph: OutputGraph, residual: Parts, *, symmetric: bool) -> None:
         super().__init__()
-        self._ev = ev
+        self._graph = graph
         self._residual = residual
         self._symmetric = symmetric
-        self._space = ev.call.where.space().side()
+        self._space = graph.call.where.space().side()
         self._linear: tuple[Parts, Parts] | None = None
         self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
 
@@ -66,27 +66,27 @@ class Transposed(LinearOperator):
 
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which passes may run."""
-        return self._ev.resumed() if self._calls_back else _settings.recording()
+        return self._graph.resumed() if self._calls_back else _settings.recording()
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
         with self.ready():
-            return _reverse.products(self._ev, self._residual, parts, count, chunk_size=None)
+            return _reverse.products(self._graph, self._residual, parts, count, chunk_size=None)
 
     def _times(self, flat: Tensor) -> Tensor:
         """As for any operator; but what it gives is read alone, and need not be memory of its own."""
         self._count(1)
         with self.ready():
-            parts = _reverse.writable(self._ev, self._space.split(flat))
-            return self._space.join(_reverse.pull(self._ev, self._residual, parts), None)
+            parts = _reverse.writable(self._graph, self._space.split(flat))
+            return self._space.join(_reverse.vjp(self._graph, self._residual, parts), None)
 
-    def push(self, parts: Parts, count: int | None) -> Parts:
-        """J v."""
+    def jvp(self, parts: Parts, count: int | None) -> Parts:
+        """The product J v, of the matrix that is not transposed."""
         with self.ready():
             if self._linear is None:
                 cotangents = [torch.ones_like(part, requires_grad=True) for part in self._residual]
-                self._linear = cotangents, _reverse.transposed(self._ev, self._residual, cotangents)
+                self._linear = cotangents, _reverse.transposed_product(self._graph, self._residual, cotangents)
             cotangents, pulled = self._linear
-            return _reverse.products(self._ev, pulled, parts, count, chunk_size=None, inputs=cotangents)
+            return _reverse.products(self._graph, pulled, parts, count, chunk_size=None, inputs=cotangents)
 
     def _transposed(self) -> LinearOperator:
         return Jacobian(self)
@@ -105,7 +105,7 @@ class Jacobian(LinearOperator):
         self._space = turned._space
 
     def _multiply(self, parts: Parts, count: int | None) -> Parts:
-        return self._turned.push(parts, count)
+        return self._turned.jvp(parts, count)
 
     def _transposed(self) -> LinearOperator:
         return self._turned
@@ -114,14 +114,14 @@ class Jacobian(LinearOperator):
         return "at a solution"
 
 
-class System:
+class ImplicitSystem:
     """J and Jᵀ at a solution, and how systems with them are solved; what fails is said of the line of the call."""
 
     def __init__(
         self,
         operator: Transposed,
         name: str,
-        line: Line,
+        line: CallSite,
         *,
         method: Method,
         damping: float,
@@ -155,7 +155,7 @@ class System:
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
-            found, trouble = attempt(
+            solution, trouble = attempt(
                 operator,
                 flat,
                 method=self._method,
@@ -165,27 +165,29 @@ class System:
                 products=self._products,
             )
         if trouble:
-            self._report(found)
-        return space.split(found.value)
+            self._report(solution)
+        return space.split(solution.value)
 
-    def _report(self, found: SolveRecord[Tensor]) -> None:
+    def _report(self, record: SolveRecord[Tensor]) -> None:
         """Raise where there is no solution to speak of; warn where it is less exact than asked for."""
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
-        if found.status == "negative curvature":
+        if record.status == "negative curvature":
             raise GraphError(
                 f"{place}: the second derivative of f at x_star has a direction of negative or zero curvature, so "
                 f"x_star is no isolated minimum: a saddle point (method='minres' differentiates it as a stationary "
-                f"point), or a flat direction (damping= adds to the curvature). Relative residual {found.residual:.2g}."
+                f"point), or a flat direction (damping= adds to the curvature). "
+                f"Relative residual {record.residual:.2g}."
             )
-        if found.status == "stagnation" and found.residual > 1e-2:
+        if record.status == "stagnation" and record.residual > 1e-2:
             raise GraphError(
                 f"{place}: the linear system of the derivative is singular: the solution is not isolated, so that its "
-                f"derivative does not exist (relative residual {found.residual:.2g} after {found.products} products). "
+                f"derivative does not exist (relative residual {record.residual:.2g} "
+                f"after {record.products} products). "
                 f"Use damping=, or add a term to f that makes the solution unique."
             )
         self.line.warn(
-            f"{place}: after {found.products} products the linear system of the derivative has a relative residual of "
-            f"{found.residual:.2g} (rtol={self._rtol:g}), and derivatives are off by about that times its condition. "
+            f"{place}: after {record.products} products the linear system of the derivative has a relative residual of "
+            f"{record.residual:.2g} (rtol={self._rtol:g}), and derivatives are off by about that times its condition. "
             f"Allow more by products=, give a preconditioner=, or add damping=."
         )
 
@@ -208,7 +210,7 @@ class Chain:
         scale: Of what links are given.
     """
 
-    def __init__(self, system: System, values: Parts) -> None:
+    def __init__(self, system: ImplicitSystem, values: Parts) -> None:
         self.system = system
         self.values = values
         self.scale = Scale()
@@ -276,7 +278,7 @@ class _Solve(torch.autograd.Function):
     """J⁻ᵀ v, or J⁻¹ v: linear in v, so that its derivative is the other one."""
 
     @staticmethod
-    def forward(ctx: Any, system: System, transposed: bool, scale: Scale, *v: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, system: ImplicitSystem, transposed: bool, scale: Scale, *v: Tensor) -> tuple[Tensor, ...]:
         least = scale.met(v)
         ctx.system = system
         ctx.transposed = transposed
@@ -288,20 +290,20 @@ class _Solve(torch.autograd.Function):
         return None, None, None, *_Solve.apply(ctx.system, not ctx.transposed, ctx.scale, *w)
 
 
-def _limited(system: System, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]) -> Parts:
+def _limited(system: ImplicitSystem, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]) -> Parts:
     """What a differentiable pass gives the innermost residual, itself differentiable so many times more.
 
     With nothing left, everything that the solution depends on is reached through a node that raises.
     """
-    guards = _Beyond.apply(system, *residual) if not left else residual
-    return list(_Counted.apply(system, left, len(u), *u, *guards, *residual))
+    guards = _OrderExceeded.apply(system, *residual) if not left else residual
+    return list(_OrderGuard.apply(system, left, len(u), *u, *guards, *residual))
 
 
-class _Counted(torch.autograd.Function):
+class _OrderGuard(torch.autograd.Function):
     """The identity, which counts the passes through it that are differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, system: System, left: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, system: ImplicitSystem, left: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.system, ctx.left = system, left
         ctx.save_for_backward(*tensors[2 * count :])
         return tuple(part.view_as(part) for part in tensors[:count])
@@ -314,11 +316,11 @@ class _Counted(torch.autograd.Function):
         return None, None, None, *through, *nothing, *nothing
 
 
-class _Beyond(torch.autograd.Function):
+class _OrderExceeded(torch.autograd.Function):
     """Raises where a pass goes through it to what the solution depends on."""
 
     @staticmethod
-    def forward(ctx: Any, system: System, *residual: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, system: ImplicitSystem, *residual: Tensor) -> tuple[Tensor, ...]:
         ctx.system = system
         return tuple(part.view_as(part) for part in residual)
 

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
 from hodiff._core._arguments import is_set
 from hodiff._core._call import Call, call
-from hodiff._core._graph import Graph, memory_of
-from hodiff._core._lending import mark_of
+from hodiff._core._graph import OutputGraph, memory_of
+from hodiff._core._lending import tag_of
 from hodiff._core._settings import RandomState
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
@@ -47,7 +47,7 @@ Count = int | Iterable[Any]
 Segments = int | Literal["auto"] | None
 
 
-class Options(TypedDict, total=False):
+class UnrollOptions(TypedDict, total=False):
     """What overloads pass on; at run time signatures are spelled out."""
 
     segments: Segments
@@ -66,7 +66,7 @@ def unroll(
     steps: Count,
     *,
     return_state: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[UnrollOptions],
 ) -> ByName: ...
 
 
@@ -78,7 +78,7 @@ def unroll(
     steps: Count,
     *,
     return_state: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[UnrollOptions],
 ) -> tuple[ByName, Any]: ...
 
 
@@ -90,13 +90,13 @@ def unroll(
     steps: Count,
     *,
     return_state: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[UnrollOptions],
 ) -> V: ...
 
 
 @overload
 def unroll(
-    f: Inner, where: V, rule: AnyRule, steps: Count, *, return_state: Literal[True], **options: Unpack[Options]
+    f: Inner, where: V, rule: AnyRule, steps: Count, *, return_state: Literal[True], **options: Unpack[UnrollOptions]
 ) -> tuple[V, Any]: ...
 
 
@@ -176,7 +176,7 @@ def unroll(
         raise InputError(f"f: is a {type(f).__name__}; expected a function of the parameters, evaluated at each step.")
     batches = _batches(steps)
     rules = _rules(rule, parsed)
-    inner = Steps(f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order)
+    inner = UnrolledSteps(f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order)
     now = inner.resume(state)
     if rules:
         now = now._replace(state=taken(now.state, rules, parsed.tree(), parsed.tensors))
@@ -242,13 +242,13 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
 
     def update(params: list[Tensor], grads: list[Tensor | None], state: Any, step: int) -> tuple[list[Tensor], Any]:
         whole = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-        found = given(where.result(params), where.result(whole), state, step)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise InputError(f"rule: returned a {type(found).__name__}; expected (params, state).")
-        different = _tree.difference(tree, _tree.flatten(found[0])[2], "params")
+        updated = given(where.result(params), where.result(whole), state, step)
+        if not isinstance(updated, tuple) or len(updated) != 2:
+            raise InputError(f"rule: returned a {type(updated).__name__}; expected (params, state).")
+        different = _tree.difference(tree, _tree.flatten(updated[0])[2], "params")
         if different:
             raise InputError(f"rule: the parameters that it returned are not like where: {different}.")
-        return _tree.leaves_like(tree, found[0]), found[1]
+        return _tree.leaves_like(tree, updated[0]), updated[1]
 
     return update
 
@@ -270,23 +270,23 @@ def _apart(params: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
 # graph of the second time, and raises.
 
 
-def run_segment(steps: Steps, now: Progress, batches: Sequence[Any]) -> Progress:
+def run_segment(steps: UnrolledSteps, now: Progress, batches: Sequence[Any]) -> Progress:
     """Some steps, behind one node."""
-    met, replay = Met(), Replay(steps, now, batches)
+    met, replay = CaptureInputs(), Replay(steps, now, batches)
     ends = steps.under(met).run(now, batches, record=False)
     start, thetas = [*now.params, *_tensors(now.state)], [*met.tensors.values(), *_others(steps.where)]
     replay.number, replay.thetas = len(start), thetas
     outputs = [*ends.params, *_tensors(ends.state)]
     replay.ends = [(output, output._version) for output in outputs]
-    found = Segment.apply(replay, outputs, *start, *thetas)
+    outcome = Segment.apply(replay, outputs, *start, *thetas)
     count = len(now.params)
-    return Progress(list(found[:count]), _replaced(ends.state, found[count:]), ends.step)
+    return Progress(list(outcome[:count]), _replaced(ends.state, outcome[count:]), ends.step)
 
 
 def _others(where: Where) -> list[Tensor]:
-    """The parameters of the point's modules that are not differentiated by: stand-ins hide them from `Met`."""
+    """The parameters of the point's modules that are not differentiated by: stand-ins hide them from the capture."""
     own = set(map(id, where.tensors))
-    slots = [slot.parameter for owned in where.owned for slot in owned.assembly.slots]
+    slots = [slot.parameter for module_slice in where.module_slices for slot in module_slice.assembly.slots]
     return list({id(p): p for p in slots if p.requires_grad and id(p) not in own}.values())
 
 
@@ -299,7 +299,7 @@ class Replay:
         ends: The values that the steps led to, and the versions of those.
     """
 
-    def __init__(self, steps: Steps, now: Progress, batches: Sequence[Any]) -> None:
+    def __init__(self, steps: UnrolledSteps, now: Progress, batches: Sequence[Any]) -> None:
         device = steps.where.tensors[0].device
         self._steps, self._batches = steps, batches
         self._state, self._step = now.state, now.step
@@ -308,11 +308,11 @@ class Replay:
         self.number, self.thetas = 0, []
         self.ends: list[tuple[Tensor, int]] = []
 
-    def pull(self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+    def vjp(self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
         """What the cotangents of the end are, at the start and at everything that the steps met."""
         aliases = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
         start, count = aliases[: self.number], len(self._steps.where.tensors)
-        mode = Instead(self.thetas, aliases[self.number :])
+        mode = SubstituteInputs(self.thetas, aliases[self.number :])
         begin = Progress(start[:count], _replaced(self._state, start[count:]), self._step)
         dtype, enabled = self._autocast
         drawn = RandomState.of(self._random.device)
@@ -327,8 +327,8 @@ class Replay:
         self._refuse_unmet(outputs, aliases, mode)
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
         wanted = [alias for alias in aliases if alias.requires_grad]
-        found = iter(_reverse.between([o for o, _ in pairs], wanted, [c for _, c in pairs], keep=False))
-        return [next(found) if alias.requires_grad else None for alias in aliases]
+        gradients = iter(_reverse.vjp_between([o for o, _ in pairs], wanted, [c for _, c in pairs], keep=False))
+        return [next(gradients) if alias.requires_grad else None for alias in aliases]
 
     def _compare(self, outputs: Sequence[Tensor]) -> None:
         """Raise where the steps led elsewhere than the first time."""
@@ -345,10 +345,10 @@ class Replay:
                 )
 
     @staticmethod
-    def _refuse_unmet(outputs: Sequence[Tensor], aliases: Sequence[Tensor], mode: Instead) -> None:
+    def _refuse_unmet(outputs: Sequence[Tensor], aliases: Sequence[Tensor], mode: SubstituteInputs) -> None:
         known = set(map(id, aliases))
         for leaf in _nodes.survey([o for o in outputs if o.requires_grad]).variables():
-            if id(leaf) not in known and mark_of(leaf) is None and not mode.made(leaf):
+            if id(leaf) not in known and tag_of(leaf) is None and not mode.made(leaf):
                 raise GraphError(
                     f"segments: f reaches a tensor of shape {tuple(leaf.shape)} that requires grad in a way that could "
                     f"not be seen (by an autograd.Function, or past PyTorch's modes), so its part of the derivative "
@@ -374,21 +374,21 @@ class Segment(torch.autograd.Function):
                 "unroll: with segments= only first derivatives are there, and this pass is to be differentiated "
                 "again. Use segments=None."
             )
-        return None, None, *ctx.replay.pull(ctx.saved_tensors, cotangents)
+        return None, None, *ctx.replay.vjp(ctx.saved_tensors, cotangents)
 
 
 def _tensors(state: Any) -> list[Tensor]:
     """The tensors that a rule keeps from step to step."""
-    found = []
+    tensors = []
     for leaf in _tree.flatten(state)[0]:
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif not (leaf is None or isinstance(leaf, (bool, int, float, str))):
             raise InputError(
                 f"rule: its state holds a {type(leaf).__name__}; with segments= it must be made of tensors and "
                 f"numbers, in tuples, lists and dicts, so that it can be kept."
             )
-    return found
+    return tensors
 
 
 def _replaced(state: Any, tensors: Sequence[Tensor]) -> Any:
@@ -413,7 +413,7 @@ class Progress(NamedTuple):
     step: int
 
 
-class Steps:
+class UnrolledSteps:
     """An inner loss and a rule, ready to take steps."""
 
     def __init__(
@@ -429,20 +429,20 @@ class Steps:
         self.where = where
         self._update = update
         self._first_order = first_order
-        self._met: Met | None = None
+        self._met: CaptureInputs | None = None
         self._recorded, self._plain = (
             call(f, where, passes=1, create_graph=create_graph, args=args, kwargs=kwargs)
             for create_graph in (True, False)
         )
 
-    def under(self, mode: TorchFunctionMode) -> Steps:
-        """The same steps, whose function and rule run under a mode."""
+    def under(self, mode: TorchFunctionMode) -> UnrolledSteps:
+        """A copy of the steps, whose function and rule run under a mode."""
         other = copy.copy(self)
         other._recorded, other._plain = (
             given._replace(what=_under(mode, given.what)) for given in (self._recorded, self._plain)
         )
         other._update = _under(mode, self._update)
-        if isinstance(mode, Met):
+        if isinstance(mode, CaptureInputs):
             other._met = mode
         return other
 
@@ -463,13 +463,13 @@ class Steps:
         if self._first_order:
             return self._take(now, batches)
         given, begins = self._recorded, now.params is self.where.tensors
-        with Graph(_with(given, batches[0]), None if begins else _tracked(now.params)) as ev:
+        with OutputGraph(_with(given, batches[0]), None if begins else _tracked(now.params)) as graph:
             for number, batch in enumerate(batches):
                 if number:
-                    ev.move(_tracked(now.params), _with(given, batch).args)
+                    graph.move(_tracked(now.params), _with(given, batch).args)
                 missed: set[int] = set()
-                gradient = _reverse.pull(ev, [ev.scalars()], [None], differentiated=True, missed=missed)
-                now = self._step(ev.leaves, gradient, missed, now)
+                gradient = _reverse.vjp(graph, [graph.scalars()], [None], differentiated=True, missed=missed)
+                now = self._step(graph.leaves, gradient, missed, now)
         return now
 
     def _take(self, now: Progress, batches: Sequence[Any]) -> Progress:
@@ -477,14 +477,14 @@ class Steps:
         recorded = torch.is_grad_enabled()
         given = self._plain
         params = now.params
-        with Graph(_with(given, batches[0]), self._begun(params)) as ev:
+        with OutputGraph(_with(given, batches[0]), self._begun(params)) as graph:
             for number, batch in enumerate(batches):
                 if number:
-                    ev.move(self._begun(params), _with(given, batch).args)
+                    graph.move(self._begun(params), _with(given, batch).args)
                 if self._met is not None:
                     self._met.end()
                 missed: set[int] = set()
-                gradient = _reverse.gradient(ev, missed=missed)
+                gradient = _reverse.gradient(graph, missed=missed)
                 with _settings.grad_mode(recorded):
                     now = self._step(params, gradient, missed, now)
                 params = now.params
@@ -534,7 +534,7 @@ def _detached(state: Any) -> Any:
 # --- what steps reach besides the parameters --------------------------------------------------------------------------
 
 
-class Met(TorchFunctionMode):
+class CaptureInputs(TorchFunctionMode):
     """Inside it, tensors that require grad and come from outside are noted.
 
     Attributes:
@@ -574,11 +574,11 @@ class Met(TorchFunctionMode):
                 for item in _tree.flatten(value)[0]:
                     if isinstance(item, Tensor):
                         self._look(item)
-        found = func(*args, **kwargs)
-        for item in _tree.flatten(found)[0]:
+        result = func(*args, **kwargs)
+        for item in _tree.flatten(result)[0]:
             if isinstance(item, Tensor) and id(item) not in self.tensors:
                 self._inside[id(item)] = item
-        return found
+        return result
 
     def _look(self, tensor: Tensor) -> None:
         key = id(tensor)
@@ -587,7 +587,7 @@ class Met(TorchFunctionMode):
             self._new.append(tensor)
 
 
-class Instead(TorchFunctionMode):
+class SubstituteInputs(TorchFunctionMode):
     """Inside it, operations get stand-ins for some tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> None:
@@ -599,10 +599,10 @@ class Instead(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace the arguments, and call the operation."""
-        found = func(*_tree.tree_map(self._other, args), **_tree.tree_map(self._other, kwargs or {}))
-        if isinstance(found, Tensor) and found.grad_fn is None:
-            self._made[id(found)] = weakref.ref(found)
-        return found
+        result = func(*_tree.tree_map(self._other, args), **_tree.tree_map(self._other, kwargs or {}))
+        if isinstance(result, Tensor) and result.grad_fn is None:
+            self._made[id(result)] = weakref.ref(result)
+        return result
 
     def _other(self, value: Any) -> Any:
         pair = self._pairs.get(id(value)) if isinstance(value, Tensor) else None
@@ -610,8 +610,8 @@ class Instead(TorchFunctionMode):
 
     def made(self, tensor: Tensor) -> bool:
         """Whether a tensor without a graph was made inside."""
-        found = self._made.get(id(tensor))
-        return found is not None and found() is tensor
+        reference = self._made.get(id(tensor))
+        return reference is not None and reference() is tensor
 
 
 # --- a `torch.optim` optimiser read as a description of a rule: its class and its options, nothing else of it ---------

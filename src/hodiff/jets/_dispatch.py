@@ -24,8 +24,8 @@ from hodiff.jets._jet import (
     METADATA,
     RULES,
     Jet,
+    JetRule,
     NoRule,
-    Rule,
     Several,
     is_jet,
     jets_among,
@@ -136,43 +136,43 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         raise NoRule("assignment to an index (h[...] = value)", "use torch.where or torch.cat")
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(name, args, kwargs)
-    found = RULES.known.get(name)
-    if found is None:
+    rule = RULES.known.get(name)
+    if rule is None:
         return _without_rule(name, func, expansion, args, kwargs)
-    return _run(found, name, func, expansion, args, kwargs)
+    return _run(rule, name, func, expansion, args, kwargs)
 
 
 def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
     """The latest expansion among the jets of the arguments: it handles the operation."""
-    found = None
+    latest = None
     for jet in jets_among((*args, *kwargs.values()) if kwargs else args):
         if jet.dtype.is_complex:
             _check_complex(name)
-        if found is None or jet.expansion.number > found.number:
-            found = jet.expansion
-    if found is None:
+        if latest is None or jet.expansion.number > latest.number:
+            latest = jet.expansion
+    if latest is None:
         raise NoRule("an operation without a jet")
-    return found
+    return latest
 
 
-def _run(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
+def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        return wrapped(found.apply(expansion, func, args, kwargs), expansion, name)
-    if found.kind == "composite":  # made of operations on jets, which are counted themselves
-        return _with_shares(_applied(found, name, func, expansion, args, kwargs), args, kwargs)
-    start = time.perf_counter() if expansion.tally is not None else 0.0
+        return wrapped(rule.apply(expansion, func, args, kwargs), expansion, name)
+    if rule.kind == "composite":  # made of operations on jets, which are counted themselves
+        return _with_shares(_applied(rule, name, func, expansion, args, kwargs), args, kwargs)
+    start = time.perf_counter() if expansion.counter is not None else 0.0
     recording = torch.is_grad_enabled()
     inside.rules += 1
     try:
         if not expansion.record:
             torch._C._set_grad_enabled(False)
-        result = _applied(found, name, func, expansion, args, kwargs)
+        result = _applied(rule, name, func, expansion, args, kwargs)
     finally:
         inside.rules -= 1
         torch._C._set_grad_enabled(recording)
-    if expansion.tally is not None:
-        expansion.tally.count(name, found.kind, time.perf_counter() - start)
-    if found.kind in _FRESH and name != "einsum":  # of one operand it may be a view
+    if expansion.counter is not None:
+        expansion.counter.count(name, rule.kind, time.perf_counter() - start)
+    if rule.kind in _FRESH and name != "einsum":  # of one operand it may be a view
         return wrapped(result, expansion, name)
     return _with_shares(wrapped(result, expansion, name), args, kwargs)
 
@@ -204,10 +204,10 @@ def _memory(value: Any) -> int:
     return memory_of(value)
 
 
-def _applied(found: Rule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
+def _applied(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
     """What the rule gives. Where it fails, either the operation does, in the shapes that f knows, or it has no rule."""
     try:
-        return found.apply(expansion, func, args, kwargs)
+        return rule.apply(expansion, func, args, kwargs)
     except Exception as error:
         if isinstance(error, HodiffError) or not is_fault(error):
             raise
@@ -284,7 +284,7 @@ def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs:
             return body(*args, **kwargs)
         finally:
             inside.bodies.pop()
-    return _run(Rule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
+    return _run(JetRule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ class NoConstants(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Rule(NamedTuple):
+class JetRule(NamedTuple):
     """How one operation acts on jets: `apply(expansion, func, args, kwargs)` gives a series (or several)."""
 
     kind: str
@@ -150,7 +150,7 @@ COMPLEX = frozenset(
 """What is known to be right of complex coefficients: what is linear, or a product; and `fft_*`."""
 
 
-class Rules:
+class JetRules:
     """What Taylor mode does with operations: the rules by name, and those who apply them.
 
     Attributes:
@@ -160,7 +160,7 @@ class Rules:
     """
 
     def __init__(self) -> None:
-        self.known: dict[str, Rule] = {}
+        self.known: dict[str, JetRule] = {}
         self.fallback: Callable[..., Any] = _none
         self.dispatch: Callable[[Any, Any, Any], Any] = _none
         self._names: dict[Any, str] = {}
@@ -171,7 +171,7 @@ class Rules:
 
         def register(apply: Callable[..., Any]) -> Callable[..., Any]:
             for name in names:
-                self.known[name] = Rule(kind, apply)
+                self.known[name] = JetRule(kind, apply)
             return apply
 
         return register
@@ -183,14 +183,14 @@ class Rules:
         """
         for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft):
             for name in dir(home):
-                found = getattr(home, name, None)
-                if callable(found) and getattr(found, "__name__", None):
-                    key = operation(found)
+                function = getattr(home, name, None)
+                if callable(function) and getattr(function, "__name__", None):
+                    key = operation(function)
                     if key in self.known or key in METADATA:
-                        if isinstance(found, types.FunctionType):
-                            self._python_names.append((found, key))
+                        if isinstance(function, types.FunctionType):
+                            self._python_names.append((function, key))
                         else:
-                            self._names[found] = key
+                            self._names[function] = key
         for name in OPERATORS:
             self._names[getattr(operator, "truediv" if name == "div" else name)] = name
 
@@ -208,7 +208,7 @@ def _none(*args: Any) -> Any:
     raise NoRule("anything", "hodiff.jets was not imported as a whole")
 
 
-RULES = Rules()
+RULES = JetRules()
 
 rule = RULES.register
 
@@ -282,7 +282,7 @@ class TracedJet:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As for `Jet`."""
+        """Hand an operation to the rules, as `Jet` does."""
         return RULES.dispatch(func, args, kwargs or {})
 
     @property
@@ -368,8 +368,8 @@ def wrap(series: Series, expansion: Expansion) -> Any:
             break
     else:
         return series[0]
-    if expansion.limit is not None:
-        expansion.admit(series[0])
+    if expansion.max_bytes is not None:
+        expansion.check_width(series[0])
     if torch.compiler.is_compiling():
         return TracedJet(series, expansion)
     return Jet(series, expansion)
@@ -394,15 +394,15 @@ def belongs(value: Any, expansion: Expansion) -> bool:
 
 def jets_among(values: Iterable[Any]) -> list[Any]:
     """The jets among arguments, also inside tuples, lists and dicts."""
-    found = []
+    jets = []
     for value in values:
         if isinstance(value, JETS):
-            found.append(value)
+            jets.append(value)
         elif isinstance(value, (tuple, list)):
-            found += jets_among(value)
+            jets += jets_among(value)
         elif isinstance(value, dict):
-            found += jets_among(value.values())
-    return found
+            jets += jets_among(value.values())
+    return jets
 
 
 def replaced(value: Any, by: Callable[[Any], Any]) -> Any:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _refusals, _settings, _tree
 from hodiff._core._call import call
-from hodiff._core._lending import Lending
+from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule
-from hodiff.jets._series import Expansion, Series, TooWide, Turn, full
+from hodiff.jets._series import CoefficientTooLarge, Expansion, ExpansionScope, Series, full
 
 
 def units(x: Any, batch_ndim: int) -> Tensor:
@@ -39,8 +39,8 @@ def push(
     groups: int | None = None,
     weights: Tensor | None = None,
     record: bool = True,
-    tally: Any = None,
-    limit: float | None = None,
+    counter: Any = None,
+    max_bytes: float | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Expansion]:
@@ -54,30 +54,30 @@ def push(
         groups: How many sums over directions the top coefficient keeps; None keeps every direction.
         weights: A weight for each direction in those sums.
         record: Whether the result can be differentiated by reverse mode.
-        tally: Where rules are counted.
-        limit: How many bytes a coefficient may take; `TooWide` is raised where one would take more.
+        counter: Where rules are counted.
+        max_bytes: How many bytes a coefficient may take; `CoefficientTooLarge` is raised where one would take more.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
     """
     rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
-    options = {"groups": groups, "weights": weights, "record": record, "tally": tally, "limit": limit}
+    options = {"groups": groups, "weights": weights, "record": record, "counter": counter, "max_bytes": max_bytes}
     if torch.compiler.is_compiling():
-        with Turn() as number:
+        with ExpansionScope() as number:
             expansion = Expansion(number, order, rows, **options)
             jets, _ = _jets(points, seeds, expansion)
             with _settings.grad_mode(True):
                 return f(*jets, *args, **(kwargs or {})), expansion
     # No leaves and no passes of the road's own: the series is what comes out of it.
     where = points[0] if len(points) == 1 else tuple(points)
-    asked = call(f, where, passes=order, create_graph=False, spread=len(points) > 1, args=args, kwargs=kwargs)
-    with Lending(asked) as lending, Turn() as number:
-        lending.remember()
+    request = call(f, where, passes=order, create_graph=False, unpack_point=len(points) > 1, args=args, kwargs=kwargs)
+    with EvaluationContext(request) as context, ExpansionScope() as number:
+        context.remember()
         expansion = Expansion(number, order, rows, **options)
         jets, bases = _jets(points, seeds, expansion)
         values = [_jet.value_of(point) for point in points]
         loaded = "torch._dynamo" in sys.modules
         try:
-            output = lending.run(jets, [value for value in values if not value.is_inference()])
+            output = context.run(jets, [value for value in values if not value.is_inference()])
         except Exception as error:
             _refuse_in_other_words(error, expansion, loaded)
             raise
@@ -92,7 +92,7 @@ def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool)
     jets what it likes (where it was there before, it is off); and other code speaks of the type,
     or of a tensor without data.
     """
-    if isinstance(error, (HodiffError, TooWide)):
+    if isinstance(error, (HodiffError, CoefficientTooLarge)):
         return
     if expansion.refused is not None:
         raise NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
@@ -244,22 +244,22 @@ class Report:
         return "\n".join(lines)
 
 
-class Tally:
+class RuleCounter:
     """Counts the rules of an expansion."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], list[float]] = {}
+        self._counts: dict[tuple[str, str], list[float]] = {}
 
     def count(self, name: str, kind: str, seconds: float) -> None:
         """One more call of a rule."""
-        entry = self._found.setdefault((name, kind), [0, 0.0])
+        entry = self._counts.setdefault((name, kind), [0, 0.0])
         entry[0] += 1
         entry[1] += seconds
 
     def operations(self) -> tuple[Operation, ...]:
         """What was counted, the dearest first."""
-        found = [Operation(name, kind, int(n), seconds) for (name, kind), (n, seconds) in self._found.items()]
-        return tuple(sorted(found, key=lambda each: -each.seconds))
+        operations = [Operation(name, kind, int(n), seconds) for (name, kind), (n, seconds) in self._counts.items()]
+        return tuple(sorted(operations, key=lambda each: -each.seconds))
 
 
 def report(
@@ -299,10 +299,10 @@ def report(
     _arguments.check_real_tensor(x, "x")
     _arguments.check_batch([x], ["x"], batch_ndim)
     _arguments.check_integer(order, "order", least=1)
-    tally, missing = Tally(), None
+    counter, missing = RuleCounter(), None
     seeds = units(x, batch_ndim)
     try:
-        push(f, [x], [[seeds]], order, record=False, tally=tally, args=args, kwargs=kwargs)
+        push(f, [x], [[seeds]], order, record=False, counter=counter, args=args, kwargs=kwargs)
     except NoRule as error:
         missing = str(error)
-    return Report(order, len(seeds), tally.operations(), missing)
+    return Report(order, len(seeds), counter.operations(), missing)

@@ -34,7 +34,7 @@ TILE_BYTES = 2**18
 """A product of coefficients that is summed at once need not leave the processor's nearer caches."""
 
 
-class TooWide(Exception):
+class CoefficientTooLarge(Exception):
     """A coefficient would take more memory than its expansion allows; fields then expand in parts."""
 
 
@@ -84,7 +84,7 @@ class FunctionDetector:
         return not torch._C._is_fwd_grad_enabled()
 
 
-class Turn:
+class ExpansionScope:
     """The while in which `f` runs on the jets of one expansion; entering it gives that expansion's number.
 
     Later ones have higher numbers. In the outermost the Functions of `f` are detected.
@@ -116,8 +116,8 @@ class Expansion:
         groups: How many sums of the top coefficient over directions are kept; R keeps all.
         weights: A weight per direction in those sums, or None for ones.
         record: Whether rules record a graph for a reverse pass.
-        tally: Where rules are counted, for `hodiff.jets.report`; or None.
-        limit: How many bytes a coefficient may take, or None for any number.
+        counter: Where rules are counted, for `hodiff.jets.report`; or None.
+        max_bytes: How many bytes a coefficient may take, or None for any number.
         widest: The bytes of the largest value met, where there is a limit.
         nests: Whether a later expansion began at a jet of this one.
         constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
@@ -127,16 +127,16 @@ class Expansion:
 
     __slots__ = (
         "constants",
+        "counter",
         "directions",
         "groups",
-        "limit",
+        "max_bytes",
         "nests",
         "number",
         "order",
         "record",
         "refused",
         "surroundings",
-        "tally",
         "weights",
         "widest",
     )
@@ -150,8 +150,8 @@ class Expansion:
         groups: int | None = None,
         weights: Tensor | None = None,
         record: bool = True,
-        tally: Any = None,
-        limit: float | None = None,
+        counter: Any = None,
+        max_bytes: float | None = None,
     ) -> None:
         self.number = number
         self.order = order
@@ -159,8 +159,8 @@ class Expansion:
         self.groups = directions if groups is None else groups
         self.weights = weights
         self.record = record
-        self.tally = tally
-        self.limit = limit
+        self.counter = counter
+        self.max_bytes = max_bytes
         self.widest = 0
         self.nests = False
         self.constants: dict[int, Tensor] = {}
@@ -176,11 +176,11 @@ class Expansion:
             elif isinstance(value, (list, tuple)):
                 self.meet(value)
 
-    def admit(self, value: Any) -> None:
-        """Raise `TooWide` where the coefficients that belong to a value would pass the limit: before they are made."""
+    def check_width(self, value: Any) -> None:
+        """Raise `CoefficientTooLarge` where the coefficients that belong to a value would pass the limit, before."""
         self.widest = max(self.widest, value.numel() * value.element_size())
-        if self.limit is not None and self.widest * self.directions > self.limit:
-            raise TooWide
+        if self.max_bytes is not None and self.widest * self.directions > self.max_bytes:
+            raise CoefficientTooLarge
 
     def collapse(self, product: Any) -> Any:
         """The sums of a top-order product over directions, `(R, *S)` to `(groups, *S)`."""
@@ -197,11 +197,11 @@ class Expansion:
         step = self._step(a, b)
         if step is None:
             return self.collapse(multiply(a, b))
-        found = None
+        total = None
         for start in range(0, self.directions, step):
             part = multiply(a[start : start + step], b[start : start + step]).sum(0, keepdim=True)
-            found = part if found is None else found.add_(part)
-        return found
+            total = part if total is None else total.add_(part)
+        return total
 
     def _step(self, a: Any, b: Any) -> int | None:
         """How many directions of a product to make at once: as many as stay in the cache; None for all."""
@@ -253,13 +253,13 @@ def scaled(coefficient: Any, factor: Any) -> Any:
     )
 
 
-def added(found: Any, coefficient: Any, factor: Any) -> Any:
-    """Found + coefficient · factor, in one kernel where that can be; None is zero."""
-    if found is None or coefficient is None or factor is None:
-        return total(found, scaled(coefficient, factor))
-    if type(found) is type(coefficient) is type(factor) is Tensor:
-        return torch.addcmul(found, coefficient, factor)
-    return found + scaled(coefficient, factor)
+def added(sum_so_far: Any, coefficient: Any, factor: Any) -> Any:
+    """The sum so far + coefficient · factor, in one kernel where that can be; None is zero."""
+    if sum_so_far is None or coefficient is None or factor is None:
+        return total(sum_so_far, scaled(coefficient, factor))
+    if type(sum_so_far) is type(coefficient) is type(factor) is Tensor:
+        return torch.addcmul(sum_so_far, coefficient, factor)
+    return sum_so_far + scaled(coefficient, factor)
 
 
 def ndim_of(value: Any) -> int:
@@ -272,13 +272,13 @@ def linear_combination(terms: Sequence[tuple[Any, Series]], order: int) -> Serie
     ndim = max(ndim_of(series[0]) for _, series in terms)
     out: Series = []
     for k in range(order + 1):
-        found = None
+        combination = None
         for factor, series in terms:
             part = series[k]
             if part is not None and k:
                 part = aligned(part, ndim)
-            found = total(found, scaled(part, factor))
-        out.append(found)
+            combination = total(combination, scaled(part, factor))
+        out.append(combination)
     return out
 
 
@@ -319,16 +319,16 @@ def _adder(expansion: Expansion, k: int, multiply: Callable[[Any, Any], Any] = t
         multiply = functools.partial(expansion.collapsed, multiply=multiply)
     elif multiply is torch.mul:
         return added
-    return lambda found, a, b: total(found, _times(a, b, multiply))
+    return lambda sum_so_far, a, b: total(sum_so_far, _times(a, b, multiply))
 
 
 def _square(a: Series, k: int, add: Adder) -> Any:
     """[(a - a_0)²]_k, each pair of different coefficients once."""
-    found = None
+    square = None
     for j in range(1, (k + 1) // 2):
-        found = add(found, a[j], a[k - j])
-    found = scaled(found, 2)
-    return add(found, a[k // 2], a[k // 2]) if k and k % 2 == 0 else found
+        square = add(square, a[j], a[k - j])
+    square = scaled(square, 2)
+    return add(square, a[k // 2], a[k // 2]) if k and k % 2 == 0 else square
 
 
 def _times(a: Any, b: Any, multiply: Callable[[Any, Any], Any]) -> Any:
@@ -377,11 +377,11 @@ def _next_power(expansion: Expansion, power: Series, x: Series, m: int) -> Serie
     """[(x - x_0)^m] from that to the power of m - 1 (whose top coefficient, summed already, is not needed)."""
     out: Series = [None] * (expansion.order + 1)
     for k in range(m, expansion.order + 1):
-        found, add = None, _adder(expansion, k)
+        coefficient, add = None, _adder(expansion, k)
         if m == 2:
-            found = _square(x, k, add)
+            coefficient = _square(x, k, add)
         else:
             for j in range(1, k - m + 2):
-                found = add(found, x[j], power[k - j])
-        out[k] = found
+                coefficient = add(coefficient, x[j], power[k - j])
+        out[k] = coefficient
     return out

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _settings, _tree
 from hodiff._core._arguments import (
     Allowed,
+    AllowedNames,
     ExtremeReduction,
-    Names,
     PatchReduction,
     Probes,
     allowed,
@@ -25,8 +25,8 @@ from hodiff._core._arguments import (
     check_real_tensor,
 )
 from hodiff._core._call import call
-from hodiff._core._graph import Graph, detached
-from hodiff._core._lending import mark_of
+from hodiff._core._graph import OutputGraph, detached
+from hodiff._core._lending import tag_of
 from hodiff._core._vectors import check_generator, draw
 from hodiff._core._where import Where, plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
@@ -145,7 +145,7 @@ def interpolate(
     """
     check_generator(generator)
     recorded = torch.is_grad_enabled()
-    a, b = apart(a, detach, "a", recorded), apart(b, detach, "b", recorded)
+    a, b = detached_samples(a, detach, "a", recorded), detached_samples(b, detach, "b", recorded)
     batch, firsts, seconds, tree = _pairs(a, b, batch_ndim)
     like = firsts[0]
     alpha = torch.rand(
@@ -165,9 +165,9 @@ def _pairs(a: Any, b: Any, batch_ndim: int) -> tuple[torch.Size, list[Tensor], l
     for first, name in zip(firsts, names, strict=True):
         _arguments.check_real_tensor(first, name)
     batch = _arguments.check_batch(firsts, names, batch_ndim)
-    found = _tree.difference(tree, _tree.flatten(b, "b")[2], "b")
-    if found:
-        raise InputError(f"b: {found}; it must be like a.")
+    different = _tree.difference(tree, _tree.flatten(b, "b")[2], "b")
+    if different:
+        raise InputError(f"b: {different}; it must be like a.")
     seconds = _tree.leaves_like(tree, b)
     for first, second, name in zip(firsts, seconds, names, strict=True):
         _arguments.check_real_tensor(second, f"b{name[1:]}")
@@ -189,7 +189,7 @@ def _pairs(a: Any, b: Any, batch_ndim: int) -> tuple[torch.Size, list[Tensor], l
     return batch, firsts, seconds, tree
 
 
-def apart(samples: Any, detach: bool | None, name: str, recorded: bool) -> Any:
+def detached_samples(samples: Any, detach: bool | None, name: str, recorded: bool) -> Any:
     """The samples as a penalty on the critic takes them: detached, unless `detach=False`.
 
     Where nobody said so and the result is `recorded`, that deserves a word: whoever made them gets no gradient.
@@ -370,12 +370,12 @@ def recording(on: bool) -> AbstractContextManager[Any]:
 _AS_IT_IS = nullcontext()
 
 
-def accepted(allow: Allowed) -> Names:
+def accepted(allow: Allowed) -> AllowedNames:
     """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
-    return Names((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
+    return AllowedNames((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
 
 
-_PASSES_ON = Names(("_DDPSink",))
+_PASSES_ON = AllowedNames(("_DDPSink",))
 
 
 def check_critic(f: Any) -> None:
@@ -399,10 +399,10 @@ def check_function(f: Any) -> None:
 
 def evaluation(
     f: Any, x: Any, *, passes: int, batch_ndim: int, record: bool, allow: Allowed, args: Any, kwargs: Any
-) -> Graph:
+) -> OutputGraph:
     """`f` at `x`, for a loss of its derivatives."""
     check_critic(f)
-    return Graph(
+    return OutputGraph(
         call(
             uncompiled(f),
             x,
@@ -416,13 +416,13 @@ def evaluation(
     )
 
 
-def pulled(ev: Graph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+def pulled(graph: OutputGraph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """Jᵀv for each of the stacked vectors, stacked; one is a plain pass, several go in batches."""
     count = vectors[0].shape[0]
     if count == 1:
-        cotangents = _reverse.writable(ev, [v[0] for v in vectors])
-        return [part.unsqueeze(0) for part in _reverse.pull(ev, outputs, cotangents)]
-    return _reverse.products(ev, outputs, vectors, count, chunk_size=None)
+        cotangents = _reverse.writable(graph, [v[0] for v in vectors])
+        return [part.unsqueeze(0) for part in _reverse.vjp(graph, outputs, cotangents)]
+    return _reverse.products(graph, outputs, vectors, count, chunk_size=None)
 
 
 def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool) -> Tensor:
@@ -465,7 +465,7 @@ def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor
 
 def _is_trained(leaf: Tensor) -> bool:
     """Whether a leaf is the caller's, or an enclosing call differentiates by it."""
-    mark = mark_of(leaf)
+    mark = tag_of(leaf)
     return leaf.requires_grad and (mark is None or mark[0].open)
 
 

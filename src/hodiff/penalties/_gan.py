@@ -12,7 +12,7 @@ from hodiff._core import _arguments, _call, _tree
 from hodiff._core._arguments import Allowed, PatchReduction, Reduction
 from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import check_generator
-from hodiff.penalties._critic import apart, check_number, interpolate
+from hodiff.penalties._critic import check_number, detached_samples, interpolate
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 
 
@@ -130,7 +130,7 @@ def wgan_gp_penalty(
         whole batch; TensorFlow-GAN penalises norm/target - 1. The authors' own code has NaN at a zero gradient.
     """
     recorded = _call.loss_recorded(create_graph)
-    real, fake = apart(real, detach, "real", recorded), apart(fake, detach, "fake", recorded)
+    real, fake = detached_samples(real, detach, "real", recorded), detached_samples(fake, detach, "fake", recorded)
     points = interpolate(real, fake, batch_ndim=batch_ndim, detach=False, generator=generator)
     return gradient_penalty(
         critic,
@@ -240,7 +240,7 @@ def dragan_penalty(
         takes the norm over channels only and draws α per entry; compare_gan uses x + σ (u - ½), clipped to [0, 1].
     """
     check_number(std, "std", least=0)
-    real = apart(real, detach, "real", _call.loss_recorded(create_graph))
+    real = detached_samples(real, detach, "real", _call.loss_recorded(create_graph))
     leaves, names, tree = _tree.flatten(real, "real")
     for leaf, name in zip(leaves, names, strict=True):
         _arguments.check_real_tensor(leaf, name)
@@ -488,4 +488,4 @@ def _zero_centred(critic: Function, samples: Any, name: str, gamma: float, detac
     """Half of `gamma` times the squared norm of the gradient at samples, which errors call `name`."""
     check_number(gamma, "gamma", least=0)
     recorded = _call.loss_recorded(options["create_graph"])
-    return gradient_penalty(critic, apart(samples, detach, name, recorded), weight=gamma / 2, **options)
+    return gradient_penalty(critic, detached_samples(samples, detach, name, recorded), weight=gamma / 2, **options)

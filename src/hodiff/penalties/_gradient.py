@@ -13,7 +13,7 @@ from hodiff._core import _arguments, _call, _independence, _reverse, _settings
 from hodiff._core._arguments import Allowed, PatchReduction, Reduction, check_option, is_set
 from hodiff._core._call import call
 from hodiff._core._compiled_callers import traced
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
@@ -159,7 +159,7 @@ def gradient_penalty(
         and LeCun, Y. (1992). Improving generalization performance using double backpropagation. IEEE
         Trans. Neural Networks 3(6). doi:10.1109/72.165600.
     """
-    rule = Rule(target, one_sided, power, ord, weight, reduction)
+    rule = PenaltyRule(target, one_sided, power, ord, weight, reduction)
     traced = torch.compiler.is_compiling()
     critic = Critic(f if traced else _critic.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
@@ -181,8 +181,8 @@ def gradient_penalty(
     return (penalty, outputs) if return_outputs else penalty
 
 
-class Rule(NamedTuple):
-    """From gradients to a penalty."""
+class PenaltyRule(NamedTuple):
+    """The rule from gradients to a penalty: target, power, norm, weight and reduction."""
 
     target: float | Tensor
     one_sided: bool
@@ -235,7 +235,7 @@ def outputs_and_gradient(
             what = critic.per_sample(critic.f, where.tensors[0].shape[: critic.batch_ndim])
     else:
         what = critic
-    asked = call(
+    request = call(
         what,
         where,
         passes=1,
@@ -247,9 +247,9 @@ def outputs_and_gradient(
         args=args,
         kwargs=kwargs,
     )
-    with Graph(asked) as ev:
-        gradient = _reverse.gradient(ev)
-    return critic.f if tensor else ev.extra(), gradient
+    with OutputGraph(request) as graph:
+        gradient = _reverse.gradient(graph)
+    return critic.f if tensor else graph.extra(), gradient
 
 
 def _to_the(excess: Tensor, power: float) -> Tensor:
@@ -267,8 +267,8 @@ def _to_the(excess: Tensor, power: float) -> Tensor:
 # --- penalties on gradients outside of adversarial training: the eikonal equation, the gradient of a loss -------------
 
 
-class Common(TypedDict, total=False):
-    """What the penalties below share.
+class PenaltyOptions(TypedDict, total=False):
+    """The options that the penalties below share.
 
     For overloads alone: at run time signatures are spelled out.
     """
@@ -282,14 +282,14 @@ class Common(TypedDict, total=False):
     kwargs: Mapping[str, Any] | None
 
 
-class OfPoints(Common, total=False):
+class EikonalOptions(PenaltyOptions, total=False):
     """What `eikonal_penalty` takes beside."""
 
     reduction: Reduction
     check_independence: bool
 
 
-class OfParameters(Common, total=False):
+class GradientNormOptions(PenaltyOptions, total=False):
     """What `gradient_norm_penalty` takes beside."""
 
     strict: bool | None
@@ -297,19 +297,19 @@ class OfParameters(Common, total=False):
 
 @overload
 def eikonal_penalty(
-    f: What, points: Tensor, *, return_outputs: Literal[False] = False, **options: Unpack[OfPoints]
+    f: What, points: Tensor, *, return_outputs: Literal[False] = False, **options: Unpack[EikonalOptions]
 ) -> Tensor: ...
 
 
 @overload
 def eikonal_penalty(
-    f: What, points: Tensor, *, return_outputs: Literal[True], **options: Unpack[OfPoints]
+    f: What, points: Tensor, *, return_outputs: Literal[True], **options: Unpack[EikonalOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def eikonal_penalty(
-    f: What, points: Tensor, *, return_outputs: bool, **options: Unpack[OfPoints]
+    f: What, points: Tensor, *, return_outputs: bool, **options: Unpack[EikonalOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -396,19 +396,19 @@ def eikonal_penalty(
 
 @overload
 def gradient_norm_penalty(
-    f: What, where: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OfParameters]
+    f: What, where: Any, *, return_outputs: Literal[False] = False, **options: Unpack[GradientNormOptions]
 ) -> Tensor: ...
 
 
 @overload
 def gradient_norm_penalty(
-    f: What, where: Any, *, return_outputs: Literal[True], **options: Unpack[OfParameters]
+    f: What, where: Any, *, return_outputs: Literal[True], **options: Unpack[GradientNormOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def gradient_norm_penalty(
-    f: What, where: Any, *, return_outputs: bool, **options: Unpack[OfParameters]
+    f: What, where: Any, *, return_outputs: bool, **options: Unpack[GradientNormOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _independence, _settings
 from hodiff._core._arguments import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
 from hodiff.calculus._directional import by_lines
@@ -182,7 +182,7 @@ class Along(NamedTuple):
     record: bool
     allow: Allowed
 
-    def evaluation(self, leaves: Sequence[Tensor], passes: int) -> Graph:
+    def evaluation(self, leaves: Sequence[Tensor], passes: int) -> OutputGraph:
         """The function at a point."""
         return _critic.evaluation(
             self.f,
@@ -197,11 +197,11 @@ class Along(NamedTuple):
 
     def value(self, leaves: Sequence[Tensor]) -> Tensor:
         """The outputs at a point."""
-        with self.evaluation(leaves, passes=0) as ev:
-            return _arguments.check_output(ev.value())
+        with self.evaluation(leaves, passes=0) as graph:
+            return _arguments.check_output(graph.value())
 
     def difference(self, v: Sequence[Tensor], here: Tensor, step: float) -> Tensor:
-        """By central differences."""
+        """The second derivatives along directions, by central differences."""
         ahead, behind = (
             self.value([leaf + sign * step * part for leaf, part in zip(self.where.tensors, v, strict=True)])
             for sign in (1, -1)
@@ -210,8 +210,8 @@ class Along(NamedTuple):
 
     def second(self, v: Sequence[Tensor]) -> Tensor:
         """The directional derivative of the directional derivative."""
-        with self.evaluation(self.where.tensors, passes=4) as ev:
-            _, second = by_lines(ev, _arguments.check_output(ev.outputs), v)
+        with self.evaluation(self.where.tensors, passes=4) as graph:
+            _, second = by_lines(graph, _arguments.check_output(graph.outputs), v)
             return second
 
 

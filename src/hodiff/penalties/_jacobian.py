@@ -16,7 +16,7 @@ from hodiff.penalties import _critic
 from hodiff.penalties._gradient import What
 
 
-class Options(TypedDict, total=False):
+class JacobianPenaltyOptions(TypedDict, total=False):
     """What `jacobian_penalty` takes; for overloads alone."""
 
     weight: float
@@ -35,18 +35,18 @@ class Options(TypedDict, total=False):
 
 @overload
 def jacobian_penalty(
-    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Options]
+    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[JacobianPenaltyOptions]
 ) -> Tensor: ...
 
 
 @overload
 def jacobian_penalty(
-    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[Options]
+    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[JacobianPenaltyOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
-def jacobian_penalty(f: What, x: Any, *, return_outputs: bool, **options: Unpack[Options]) -> Any: ...
+def jacobian_penalty(f: What, x: Any, *, return_outputs: bool, **options: Unpack[JacobianPenaltyOptions]) -> Any: ...
 
 
 def jacobian_penalty(
@@ -125,19 +125,19 @@ def jacobian_penalty(
         _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _critic.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
-    ) as ev:
-        output = _arguments.check_output(ev.outputs)
-        if output.shape[:batch_ndim] != ev.call.batch:
+    ) as graph:
+        output = _arguments.check_output(graph.outputs)
+        if output.shape[:batch_ndim] != graph.call.batch:
             raise InputError(
-                f"f: returned shape {tuple(output.shape)}, expected {tuple(ev.call.batch)} in front, one row per "
+                f"f: returned shape {tuple(output.shape)}, expected {tuple(graph.call.batch)} in front, one row per "
                 f"sample (batch_ndim={batch_ndim})."
             )
         exact = samples is None and vectors is None
         if exact:
-            [parts] = _reverse.blocks(ev, [output], chunk_size=None)
+            [parts] = _reverse.blocks(graph, [output], chunk_size=None)
         else:
             drawn = _critic.vectors_like(Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator)
-            parts = _critic.pulled(ev, [output], drawn)
+            parts = _critic.pulled(graph, [output], drawn)
     with _critic.recording(record):
         if exact:
             values = _critic.squares(parts, batch_ndim)
@@ -145,4 +145,4 @@ def jacobian_penalty(
             values = _critic.squares(parts, batch_ndim + 1).mean(0)
         loss = _critic.reduce(values, reduction, weight / 2)
         loss = _critic.finished(loss, f, output, parts, record)
-    return (loss, ev.value()) if return_outputs else loss
+    return (loss, graph.value()) if return_outputs else loss

@@ -112,8 +112,8 @@ class PathLengthPenalty(nn.Module):
         record = _call.loss_recorded(create_graph)
         with _critic.evaluation(
             f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs
-        ) as ev:
-            images = _arguments.check_output(ev.outputs)
+        ) as graph:
+            images = _arguments.check_output(graph.outputs)
             if images.ndim < 2 or images.shape[0] != w.shape[0]:
                 raise InputError(f"f: returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
             with _settings.grad_mode(False):
@@ -121,8 +121,8 @@ class PathLengthPenalty(nn.Module):
                 if noise.shape[0] != 1:
                     raise InputError(f"vectors: holds {noise.shape[0]} vectors like the images, expected one.")
                 noise = noise[0] / images.shape[2:].numel() ** 0.5
-            outputs = ev.value()
-            gradient = _reverse.pull(ev, [images], [noise])
+            outputs = graph.value()
+            gradient = _reverse.vjp(graph, [images], [noise])
         with _critic.recording(record):
             layers = w.shape[1] if w.ndim == 3 else 1
             lengths = _critic.norm(gradient, 1) / layers**0.5
@@ -138,5 +138,5 @@ class PathLengthPenalty(nn.Module):
         return (loss, outputs) if return_outputs else loss
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """The settings, for `repr`."""
         return f"weight={self.weight}, decay={self.decay}"

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _independence, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
 from hodiff.penalties._gradient import What
 
 
-class Options(TypedDict, total=False):
+class ScoreMatchingOptions(TypedDict, total=False):
     """What `sliced_score_matching_loss` takes; for overloads alone."""
 
     log_density: bool
@@ -37,18 +37,20 @@ class Options(TypedDict, total=False):
 
 @overload
 def sliced_score_matching_loss(
-    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Options]
+    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[ScoreMatchingOptions]
 ) -> Tensor: ...
 
 
 @overload
 def sliced_score_matching_loss(
-    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[Options]
+    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[ScoreMatchingOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
-def sliced_score_matching_loss(f: What, x: Any, *, return_outputs: bool, **options: Unpack[Options]) -> Any: ...
+def sliced_score_matching_loss(
+    f: What, x: Any, *, return_outputs: bool, **options: Unpack[ScoreMatchingOptions]
+) -> Any: ...
 
 
 def sliced_score_matching_loss(
@@ -132,10 +134,10 @@ def sliced_score_matching_loss(
         _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _critic.evaluation(
         f, where, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
-    ) as ev:
-        score = _reverse.gradient(ev, differentiated=True) if log_density else _score(ev, where)
-        products = _critic.pulled(ev, score, drawn)
-        first = ev.tensors()[0]
+    ) as graph:
+        score = _reverse.gradient(graph, differentiated=True) if log_density else _score(graph, where)
+        products = _critic.pulled(graph, score, drawn)
+        first = graph.tensors()[0]
     with _critic.recording(record):
         score = score if record else [part.detach() for part in score]
         trace = _critic.inner(drawn, products, batch_ndim + 1).mean(0)
@@ -146,13 +148,13 @@ def sliced_score_matching_loss(
         loss = _critic.reduce(trace + size / 2, reduction, 1.0)
         loss = _critic.finished(loss, f, first, score, record)
     _nodes.mark_results([loss])  # which stands on what f returned, not on passes alone
-    return (loss, ev.value()) if return_outputs else loss
+    return (loss, graph.value()) if return_outputs else loss
 
 
-def _score(ev: Graph, where: Where) -> list[Tensor]:
+def _score(graph: OutputGraph, where: Where) -> list[Tensor]:
     """The outputs, checked to be like the point."""
     try:
-        score, count = where.space().structured(ev.outputs, "f(x)", where.tree())
+        score, count = where.space().structured(graph.outputs, "f(x)", where.tree())
     except InputError as error:
         raise InputError(f"{error} A log-density, with one output per sample, needs log_density=True.") from error
     if count is not None:

@@ -91,11 +91,11 @@ def stepped(
 ) -> tuple[list[Tensor], list[State]]:
     """A step by one rule for each leaf; a leaf without a gradient stays as it is, and does not count the step."""
     states = [{} for _ in params] if state is None else state
-    found = [
+    updates = [
         (p, s | {"missed": s.get("missed", 0) + 1}) if g is None else _leaf(rule, p, g, s, step)
         for rule, p, g, s in zip(rules, params, grads, states, strict=True)
     ]
-    return [p for p, _ in found], [s for _, s in found]
+    return [p for p, _ in updates], [s for _, s in updates]
 
 
 def _leaf(rule: Rule, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
@@ -115,19 +115,19 @@ def taken(state: Any, rules: Sequence[Rule], tree: _tree.Tree, params: Sequence[
     if state is None:
         return None
     if isinstance(state, dict):
-        found = state.get(kind)
-        if found is None or len(state) != 1:
+        buffers = state.get(kind)
+        if buffers is None or len(state) != 1:
             raise InputError(f"state: is of {', '.join(map(str, state))}, expected one of {kind}.")
     else:
-        found = dict(zip(names, state, strict=True)) if isinstance(state, list) and len(state) == len(names) else {}
-    if set(found) != set(names) or len(names) != len(found):
-        raise InputError(f"state: is of the parameters {list(found)}, expected {names}.")
+        buffers = dict(zip(names, state, strict=True)) if isinstance(state, list) and len(state) == len(names) else {}
+    if set(buffers) != set(names) or len(names) != len(buffers):
+        raise InputError(f"state: is of the parameters {list(buffers)}, expected {names}.")
     for name, leaf in zip(names, params, strict=True):
-        for key, part in found[name].items():
+        for key, part in buffers[name].items():
             if isinstance(part, Tensor) and part.shape != leaf.shape and key != "product":
                 shapes = f"{tuple(part.shape)}, expected {tuple(leaf.shape)}"
                 raise InputError(f"state: its {key} of {name} has shape {shapes}.")
-    return [found[name] for name in names]
+    return [buffers[name] for name in names]
 
 
 def _spread(value: Any, tree: _tree.Tree, name: str) -> list[Any]:

@@ -133,11 +133,11 @@ def _crowded(degrees: Tensor) -> Tensor:
 def _lists(heads: Tensor, tails: Tensor, count: int) -> list[list[int]]:
     """The tails of each head, from pairs in the order of their heads."""
     flat, ends = tails.tolist(), torch.bincount(heads, minlength=count).cumsum(0).tolist()
-    begin, found = 0, []
+    begin, lists = 0, []
     for end in ends:
-        found.append(flat[begin:end])
+        lists.append(flat[begin:end])
         begin = end
-    return found
+    return lists
 
 
 # --- symmetric matrices
@@ -295,9 +295,9 @@ def _alone(places: Tensor) -> Tensor:
     return torch.bincount(places)[places] == 1 if len(places) else places.bool()
 
 
-def _check(found: Tensor, pattern: Pattern) -> None:
-    if not bool(found.all()):
-        entry = int((~found).nonzero()[0, 0])
+def _check(colours: Tensor, pattern: Pattern) -> None:
+    if not bool(colours.all()):
+        entry = int((~colours).nonzero()[0, 0])
         raise AssertionError(
             f"the colouring does not tell entry ({int(pattern.rows[entry])}, {int(pattern.columns[entry])}) apart"
         )

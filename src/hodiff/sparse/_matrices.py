@@ -13,7 +13,7 @@ from hodiff._core._call import call
 from hodiff._core._where import Where
 
 
-class Options(TypedDict, total=False):
+class SparseMatrixOptions(TypedDict, total=False):
     """For overloads alone: what both take, besides the form of the result."""
 
     pattern: Any
@@ -27,12 +27,12 @@ class Options(TypedDict, total=False):
 
 @overload
 def sparse_hessian(
-    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[Options]
+    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[SparseMatrixOptions]
 ) -> Tensor: ...
 
 
 @overload
-def sparse_hessian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[Options]) -> Any: ...
+def sparse_hessian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[SparseMatrixOptions]) -> Any: ...
 
 
 def sparse_hessian(
@@ -104,12 +104,12 @@ def sparse_hessian(
 
 @overload
 def sparse_jacobian(
-    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[Options]
+    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[SparseMatrixOptions]
 ) -> Tensor: ...
 
 
 @overload
-def sparse_jacobian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[Options]) -> Any: ...
+def sparse_jacobian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[SparseMatrixOptions]) -> Any: ...
 
 
 def sparse_jacobian(
@@ -190,6 +190,6 @@ def _matrix(
     later: dict[str, Any] = {"create_graph": create_graph, "chunk_size": chunk_size}
     if output == "auto" and pattern is None and size < _plan.BREAK_EVEN and order == 2:
         return _second.hessian(f, x, matrix=True, **common, **later)
-    asked = call(f, where, passes=order, create_graph=False, **common)
-    plan = _plan.prepared(asked, where, f, order, pattern, {"output": output, **common})
+    request = call(f, where, passes=order, create_graph=False, **common)
+    plan = _plan.prepared(request, where, f, order, pattern, {"output": output, **common})
     return plan(x, check=check, **later)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core import _reverse, _tree
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import Call, call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import on
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -84,7 +84,7 @@ class Pattern:
         )
 
     def to_scipy(self) -> Any:
-        """A boolean `scipy.sparse.csr_array`."""
+        """The pattern as a boolean `scipy.sparse.csr_array`."""
         import numpy
 
         return scipy_sparse().csr_array(
@@ -133,8 +133,8 @@ def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
     elif isinstance(value, Tensor):
         pattern = _of_tensor(value)
     elif _is_scipys(value):
-        found = value.tocoo()
-        pattern = _of_pairs(found.row, found.col, tuple(found.shape))
+        entries = value.tocoo()
+        pattern = _of_pairs(entries.row, entries.col, tuple(entries.shape))
     elif isinstance(value, (tuple, list)) and len(value) == 2:
         pattern = _of_pairs(value[0], value[1], shape)
     else:
@@ -178,13 +178,13 @@ def _of_tensor(value: Tensor) -> Pattern:
             f"pattern: is a {'dense' if value.layout is torch.strided else 'sparse'} tensor of shape "
             f"{tuple(value.shape)}, expected {GIVEN}; a dense matrix of two dimensions has .to_sparse()."
         )
-    found = value.detach().to_sparse_coo()
-    indices = found._indices().cpu()
+    entries = value.detach().to_sparse_coo()
+    indices = entries._indices().cpu()
     return Pattern(indices[0], indices[1], (value.shape[0], value.shape[1]))
 
 
 def _of_pairs(rows: Any, columns: Any, shape: tuple[int, int]) -> Pattern:
-    found = []
+    entries = []
     for indices, name, size in ((rows, "rows", shape[0]), (columns, "columns", shape[1])):
         try:
             vector = torch.as_tensor(indices)
@@ -202,14 +202,16 @@ def _of_pairs(rows: Any, columns: Any, shape: tuple[int, int]) -> Pattern:
         if len(vector) and not 0 <= int(vector.min()) <= int(vector.max()) < size:
             wrong = int(vector[(vector < 0) | (vector >= size)][0])
             raise InputError(f"pattern: its {name} hold {wrong}, expected numbers from 0 to {size - 1}.")
-        found.append(vector)
-    if len(found[0]) != len(found[1]):
-        raise InputError(f"pattern: has {len(found[0])} rows and {len(found[1])} columns, expected as many of each.")
-    return Pattern(found[0], found[1], shape)
+        entries.append(vector)
+    if len(entries[0]) != len(entries[1]):
+        raise InputError(
+            f"pattern: has {len(entries[0])} rows and {len(entries[1])} columns, expected as many of each."
+        )
+    return Pattern(entries[0], entries[1], shape)
 
 
 def scipy_sparse() -> Any:
-    """The module `scipy.sparse`."""
+    """The module `scipy.sparse`, imported on demand."""
     try:
         import scipy.sparse
     except ImportError as error:
@@ -277,25 +279,25 @@ def sparsity_pattern(
     """
     if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
         raise InputError(f"order: got {order!r}, expected 1 (a Jacobian) or 2 (a Hessian).")
-    asked = call(f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs)
-    return detect(asked, order)
+    request = call(f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs)
+    return detect(request, order)
 
 
-def detect(asked: Call, order: int, noted: list[Any] | None = None) -> Pattern:
+def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern:
     """The pattern of what a call asks for; the structure of what `f` returned is added to `noted`."""
     from hodiff.sparse import rules
 
-    given = [*asked.where.tensors, *tensors_in((list(asked.args), dict(asked.kwargs)))]
-    tracer = Tracer(rules.find, given, anywhere=asked.owned)
-    with exits(tracer), on(tracer), Graph(asked) as ev:
-        outputs = _reverse.gradient(ev, differentiated=True) if order == 2 else ev.tensors()
+    given = [*request.where.tensors, *tensors_in((list(request.args), dict(request.kwargs)))]
+    tracer = Tracer(rules.find, given, anywhere=request.builds_graph)
+    with exits(tracer), on(tracer), OutputGraph(request) as graph:
+        outputs = _reverse.gradient(graph, differentiated=True) if order == 2 else graph.tensors()
         if noted is not None:
-            noted.append(_tree.flatten(ev.outputs)[2])
+            noted.append(_tree.flatten(graph.outputs)[2])
         cotangents = [torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs]
         tracer.begin(cotangents)
         try:
-            found = _reverse.pull(ev, outputs, cotangents)
-            sets = Sets.joined([tracer.read(part) for part in found])
+            gradients = _reverse.vjp(graph, outputs, cotangents)
+            sets = Sets.joined([tracer.read(part) for part in gradients])
             columns, rows = (_everything if tracer.lost else Sets.pairs)(sets)
         except TooMany as error:
             raise _too_many(tracer) from error

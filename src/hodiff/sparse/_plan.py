@@ -11,7 +11,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed, ChunkSize, SparseOutput, check_option, is_set
 from hodiff._core._call import Call, call
-from hodiff._core._graph import Graph
+from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, InputError
@@ -71,7 +71,7 @@ class Plan:
         return self.pattern.without_rule, self.pattern.values_read
 
     def lower(self) -> Plan:
-        """The same plan, of the lower triangle alone: what interior-point solvers take of a Hessian."""
+        """A plan of the lower triangle alone: what interior-point solvers take of a Hessian."""
         held = self.rows >= self.columns
         part = Plan.__new__(Plan)
         part.__dict__.update(self.__dict__)
@@ -148,20 +148,20 @@ class Plan:
         return self._evaluated(made, chunk, compared)
 
     def _evaluated(self, made: Call, chunk: int | None, check: bool) -> Tensor:
-        with Graph(made) as ev:
-            outputs = _reverse.gradient(ev, differentiated=True) if self._order == 2 else self._point.outputs(ev)
+        with OutputGraph(made) as graph:
+            outputs = _reverse.gradient(graph, differentiated=True) if self._order == 2 else self._point.outputs(graph)
             self._check_outputs(outputs)
-            precision = _nodes.coarsest(_nodes.survey(outputs), ev.leaves[0].dtype) if check else None
-            rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in ev.leaves]
-            likes, sizes = (outputs, rows) if self.kind != "columns" else (ev.leaves, columns)
+            precision = _nodes.coarsest(_nodes.survey(outputs), graph.leaves[0].dtype) if check else None
+            rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in graph.leaves]
+            likes, sizes = (outputs, rows) if self.kind != "columns" else (graph.leaves, columns)
             random = _random(len(self.colors)) if check else None
             seeds = self._seeds(likes, sizes, random)
             count = self.products + check
             if self.kind == "columns":
-                found = _reverse.pushforward(ev, outputs, seeds, count, chunk_size=chunk)
+                products = _reverse.jvp(graph, outputs, seeds, count, chunk_size=chunk)
             else:
-                found = _reverse.products(ev, outputs, seeds, count, chunk_size=chunk)
-            flat = [part.reshape(count, part.shape[1:].numel()) for part in found]
+                products = _reverse.products(graph, outputs, seeds, count, chunk_size=chunk)
+            flat = [part.reshape(count, part.shape[1:].numel()) for part in products]
             whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
             values = whole.reshape(-1).index_select(0, self.place.to(whole.device))
         if random is not None and precision is not None:
@@ -268,7 +268,7 @@ class Point:
     def __init__(self, where: Where) -> None:
         self.space = where.space().side()
         self._given = where.given_tree()
-        self._owned = bool(where.owned)
+        self._owned = bool(where.module_slices)
 
     def where(self, x: Any) -> Where:
         """A point of this structure: as such, or as one vector of all its numbers."""
@@ -297,9 +297,9 @@ class Point:
             )
         return where
 
-    def outputs(self, ev: Graph) -> list[Tensor]:
+    def outputs(self, graph: OutputGraph) -> list[Tensor]:
         """The outputs at a point, in the order that they had when the plan was made."""
-        outputs, tree = ev.tensors(), _tree.flatten(ev.outputs)[2]
+        outputs, tree = graph.tensors(), _tree.flatten(graph.outputs)[2]
         different = _tree.difference(self.returned, tree, "f(x)")
         if different:
             raise InputError(f"f: {different}, as when the plan was made.")
@@ -334,7 +334,7 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
         places = (pattern.rows.to(device), pattern.columns.to(device))
         return values.new_zeros(pattern.shape).index_put(places, values)
     if output == "csr":
-        found = torch.sparse_csr_tensor(
+        matrix = torch.sparse_csr_tensor(
             pattern.starts().to(device),
             pattern.columns.to(device),
             values,
@@ -344,11 +344,11 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
         )
     else:
         indices = torch.stack([pattern.rows, pattern.columns]).to(device)
-        found = torch.sparse_coo_tensor(
+        matrix = torch.sparse_coo_tensor(
             indices, values, pattern.shape, device=device, is_coalesced=True, check_invariants=False
         )
-    _nodes.mark_results([found])
-    return found
+    _nodes.mark_results([matrix])
+    return matrix
 
 
 def plan_hessian(
@@ -447,7 +447,7 @@ def plan_jacobian(
 def _plan(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any]) -> Plan:
     check_option(options["output"], SparseOutput, "output")
     where = Where(x)
-    asked = call(
+    request = call(
         f,
         where,
         passes=order,
@@ -456,33 +456,33 @@ def _plan(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any]) -> 
         args=options["args"],
         kwargs=options["kwargs"],
     )
-    if not asked.owned:
+    if not request.builds_graph:
         raise InputError("f: is a tensor already computed; a plan is for many points, and needs the function.")
-    return prepared(asked, where, f, order, pattern, options)
+    return prepared(request, where, f, order, pattern, options)
 
 
-def prepared(asked: Call, where: Where, f: Any, order: int, pattern: Any, options: dict[str, Any]) -> Plan:
+def prepared(request: Call, where: Where, f: Any, order: int, pattern: Any, options: dict[str, Any]) -> Plan:
     """The plan of a call, with the caller's pattern or a detected one."""
     point = Point(where)
     random = RandomState.of(where.tensors[0].device)
     noted: list[Any] = []
     if pattern is None:
-        found = detect(asked, order, noted)
+        detected = detect(request, order, noted)
         random.restore()  # what f draws there, it draws again when it is evaluated
     else:
-        rows = point.space.size if order == 2 else _outputs(asked, noted)
+        rows = point.space.size if order == 2 else _outputs(request, noted)
         random.restore()
-        found = given(pattern, (rows, point.space.size), symmetric=order == 2)
+        detected = given(pattern, (rows, point.space.size), symmetric=order == 2)
     point.returned = noted[0] if noted else _tree.LEAF
-    colors, kind = (_coloring.color(found), "star") if order == 2 else _of_jacobian(found)
-    return Plan(f, point, order, found, colors, kind, options)
+    colors, kind = (_coloring.color(detected), "star") if order == 2 else _of_jacobian(detected)
+    return Plan(f, point, order, detected, colors, kind, options)
 
 
-def _outputs(asked: Call, noted: list[Any]) -> int:
+def _outputs(request: Call, noted: list[Any]) -> int:
     """How many numbers `f` returns; in what structure is added to `noted`."""
-    with Graph(asked) as ev:
-        noted.append(_tree.flatten(ev.outputs)[2])
-        return sum(output.numel() for output in ev.tensors())
+    with OutputGraph(request) as graph:
+        noted.append(_tree.flatten(graph.outputs)[2])
+        return sum(output.numel() for output in graph.tensors())
 
 
 def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:

@@ -56,7 +56,7 @@ class Sets:
 
     @classmethod
     def empty(cls, count: int, width: int) -> Sets:
-        """Empty sets."""
+        """As many empty sets."""
         return cls(_zeros(count), _zeros(2), _zeros(0), width)
 
     @classmethod
@@ -197,10 +197,10 @@ def _zeros(count: int) -> Tensor:
 # --- the pass, followed -----------------------------------------------------------------------------------------------
 
 
-Found = Sequence[Sets | None] | None
+OutputSets = Sequence[Sets | None] | None
 """The sets of each output (None: nothing live in it); None where a rule does not apply after all."""
 
-Rule = Callable[["Operation"], Found]
+Rule = Callable[["OperatorCall"], OutputSets]
 
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -230,7 +230,7 @@ class Memory:
         self.size = size
 
 
-class Operation:
+class OperatorCall:
     """One call of a PyTorch operator.
 
     Attributes:
@@ -370,25 +370,25 @@ class Tracer(DispatchMode):
                 return decomposed
         result = func(*args, **kwargs)
         self._learn(func, args, kwargs, result)
-        operation = Operation(self, func, args, kwargs, result)
+        operation = OperatorCall(self, func, args, kwargs, result)
         written = [t for t in operation.outputs if not self._is_view(t, operation)]
         written += [t for t in written_to(operation) if all(t is not other for other in written)]
         if not written or not operation.live:
             return result
-        found = rule(operation) if rule is not None else None
-        if found is None:
+        of_outputs = rule(operation) if rule is not None else None
+        if of_outputs is None:
             self.unknown[operation.name] = None
             everything = operation.everything()
             for tensor in written:
                 self.write(tensor, everything.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")))
             return result
-        for tensor, sets in zip(operation.outputs, found, strict=True):
+        for tensor, sets in zip(operation.outputs, of_outputs, strict=True):
             if any(tensor is other for other in written):
                 self.write(tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width))
         return result
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The same out of other operations, followed one by one; NotImplemented where that is not known."""
+        """An operation's result out of others, followed one by one; NotImplemented where that is not known."""
         if func._schema.is_mutable:
             return NotImplemented
         table = decompositions()
@@ -400,7 +400,7 @@ class Tracer(DispatchMode):
                 raise
             return NotImplemented
 
-    def _is_view(self, tensor: Tensor, operation: Operation) -> bool:
+    def _is_view(self, tensor: Tensor, operation: OperatorCall) -> bool:
         """Whether an output is the memory of an argument, which the operation did not write to."""
         if operation.function._schema.is_mutable or not _has_memory(tensor):
             return False
@@ -430,7 +430,8 @@ class Tracer(DispatchMode):
             return True
         storages = _storages(tensor)
         return not storages or any(
-            (found := self._variable.get(storage._cdata)) is not None and found() is not None for storage in storages
+            (reference := self._variable.get(storage._cdata)) is not None and reference() is not None
+            for storage in storages
         )
 
     def leaves(self, tensor: Tensor, how: str) -> None:
@@ -447,10 +448,10 @@ class Tracer(DispatchMode):
         """What is known of a tensor's storage, if that is live."""
         if not _has_memory(tensor):
             return None
-        found = self._memory.get(tensor.untyped_storage()._cdata)
-        if found is None or found.storage() is None:
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        if memory is None or memory.storage() is None:
             return None
-        return found
+        return memory
 
     def is_live(self, tensor: Tensor) -> bool:
         """Whether some number in the tensor's memory depends on *u*."""
@@ -468,10 +469,10 @@ class Tracer(DispatchMode):
         if size <= memory.size:
             return memory.sets.take(torch.div(places * size, memory.size, rounding_mode="floor"))
         parts = size // memory.size
-        found = memory.sets.take(places * parts)
+        sets = memory.sets.take(places * parts)
         for part in range(1, parts):
-            found = found | memory.sets.take(places * parts + part)
-        return found
+            sets = sets | memory.sets.take(places * parts + part)
+        return sets
 
     def write(self, tensor: Tensor, sets: Sets) -> None:
         """Let a tensor's elements have these sets."""
@@ -592,7 +593,7 @@ def tensors_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
             yield from tensors_in(item, (*inside, id(value)))
 
 
-def written_to(operation: Operation) -> Iterator[Tensor]:
+def written_to(operation: OperatorCall) -> Iterator[Tensor]:
     """The arguments that an operator writes to."""
     for argument in operation.function._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -37,34 +37,36 @@ from hodiff.verify._differences import (
     inner,
     random_direction,
 )
-from hodiff.verify._evaluation import Evaluation, kinks
+from hodiff.verify._evaluation import ScalarEvaluation, kinks
 from hodiff.verify._trace import KINKS, Called, Place, Site, copied
 
 LAST = 2**-6
 """The last step of the differences, of the first."""
 
 
-def causes(evaluation: Evaluation, path: Sequence[Point], failed: Check, allow: Allowed) -> list[Cause]:
+def causes(evaluation: ScalarEvaluation, path: Sequence[Point], failed: Check, allow: Allowed) -> list[Cause]:
     """The places that explain a disagreement, or why it cannot be told, at the lowest order that has one."""
     near = kinks(evaluation, path[failed.order - 1], LAST * first_step(epsilon(evaluation.point)))
     if failed.verdict == "inconclusive":
         return near
     function = derived(evaluation.scalar, path[: failed.order - 1], allow)
-    found, explained = _cuts(evaluation, function, path, failed)
+    blamed, explained = _cuts(evaluation, function, path, failed)
     if explained:
-        return found
-    found += _hooks(evaluation, function, path, failed, allow)
-    found += near
-    found += functions(evaluation, failed.order, allow)
-    if not found:
-        found += operations(evaluation, failed.order)
-    return found or _inside_transforms(evaluation)
+        return blamed
+    blamed += _hooks(evaluation, function, path, failed, allow)
+    blamed += near
+    blamed += functions(evaluation, failed.order, allow)
+    if not blamed:
+        blamed += operations(evaluation, failed.order)
+    return blamed or _inside_transforms(evaluation)
 
 
 # --- cuts
 
 
-def _cuts(evaluation: Evaluation, function: Scalar, path: Sequence[Point], failed: Check) -> tuple[list[Cause], bool]:
+def _cuts(
+    evaluation: ScalarEvaluation, function: Scalar, path: Sequence[Point], failed: Check
+) -> tuple[list[Cause], bool]:
     """The cuts whose values matter, and whether all of them together explain the disagreement."""
     allowed = {site.key for site in evaluation.allowed}
     sites = [site for site in evaluation.recorded().sites if site.key not in allowed]
@@ -72,17 +74,17 @@ def _cuts(evaluation: Evaluation, function: Scalar, path: Sequence[Point], faile
     for site in sites:
         groups.setdefault((site.place._replace(frames=site.place.frames[:1]), site.kind), []).append(site)
     whole = _held(evaluation, function, path, failed, sites) if sites else None
-    found = []
+    cut_causes = []
     for group in groups.values():
         numeric = whole if len(groups) == 1 else _held(evaluation, function, path, failed, group)
         if numeric is not None and not _agree(evaluation.point, failed.differences, numeric, failed):
-            found.append(_of_cut(group[0], failed.differences - numeric.value, failed))
+            cut_causes.append(_of_cut(group[0], failed.differences - numeric.value, failed))
     explained = whole is not None and _agree(evaluation.point, failed.computed, whole, failed)
-    return found, explained and bool(found)
+    return cut_causes, explained and bool(cut_causes)
 
 
 def _held(
-    evaluation: Evaluation, function: Scalar, path: Sequence[Point], failed: Check, sites: Sequence[Site]
+    evaluation: ScalarEvaluation, function: Scalar, path: Sequence[Point], failed: Check, sites: Sequence[Site]
 ) -> Slope | None:
     """The differences with the values of these cuts held; None where they cannot be."""
     with evaluation.holding({site.key: site.value for site in sites}):
@@ -99,7 +101,7 @@ def _agree(point: Point, expected: float, numeric: Slope, failed: Check) -> bool
     return abs(expected - numeric.value) <= tolerance + 100 * epsilon(point)
 
 
-def _inside_transforms(evaluation: Evaluation) -> list[Cause]:
+def _inside_transforms(evaluation: ScalarEvaluation) -> list[Cause]:
     """The cuts whose values cannot be held."""
     fix = "leave it out, if this value is to be trained through; or check the function that is transformed by itself."
     return [
@@ -140,7 +142,7 @@ def _of_cut(site: Site, part: float, failed: Check) -> Cause:
 
 
 def _hooks(
-    evaluation: Evaluation, function: Scalar, path: Sequence[Point], failed: Check, allow: Allowed
+    evaluation: ScalarEvaluation, function: Scalar, path: Sequence[Point], failed: Check, allow: Allowed
 ) -> list[Cause]:
     """Hooks without which the derivative is what the differences say."""
     places = evaluation.recorded().hooks
@@ -151,7 +153,7 @@ def _hooks(
         if abs(without - failed.differences) <= max(failed.tolerance, 1e-6 * abs(failed.differences)):
             reason = f"a hook on a tensor changes the gradient; without it, it is {without:+.6e}"
             return [cause("hook", place.line, reason, fix) for place in dict.fromkeys(places)]
-    hooked = [module for module in evaluation.lending.borrowed if module._backward_hooks]
+    hooked = [module for module in evaluation.context.borrowed if module._backward_hooks]
     return [
         cause("hook", Line("", 0), f"a backward hook of a {type(module).__name__} may change the gradient", fix)
         for module in hooked[:3]
@@ -170,22 +172,22 @@ def along(function: Scalar, point: Point, direction: Point, allow: Allowed) -> f
     return float(inner(grad(function, point, allow=allow), direction))
 
 
-def functions(evaluation: Evaluation, order: int, allow: Allowed) -> list[Cause]:
+def functions(evaluation: ScalarEvaluation, order: int, allow: Allowed) -> list[Cause]:
     """The Functions in the graph whose backward is wrong, up to an order."""
     leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in evaluation.point)
     with _settings.grad_mode(True):
         output = evaluation.run(leaves)
     kinds = {kind: None for kind, _ in _nodes.survey([output]).functions() if not _is_known(kind)}
-    found = []
+    function_causes = []
     for kind in kinds:
-        with _locks.Held(kind), _watched(kind) as uses, _settings.grad_mode(True):
+        with _locks.ThreadClaim(kind), _watched(kind) as uses, _settings.grad_mode(True):
             evaluation.run(leaves)
         for use in uses[:3]:
             wrong = _first_wrong(kind.apply, use.args, {}, order, (kind,))  # type: ignore[attr-defined]
             if wrong is not None:
-                found.append(_of_function(kind, use.line, wrong))
+                function_causes.append(_of_function(kind, use.line, wrong))
                 break
-    return found
+    return function_causes
 
 
 def _is_known(kind: type) -> bool:
@@ -246,17 +248,17 @@ def _definition(kind: type) -> tuple[str, int, str]:
         return "", 0, ""
 
 
-def operations(evaluation: Evaluation, order: int) -> list[Cause]:
+def operations(evaluation: ScalarEvaluation, order: int) -> list[Cause]:
     """The operations of PyTorch whose derivative is wrong, up to an order, at the arguments that they had."""
-    found: dict[tuple[Line, str], Cause] = {}
+    by_place: dict[tuple[Line, str], Cause] = {}
     for called in evaluation.recorded(operations=True).calls[:CALLS]:
         place = called.place.line, called.name
-        if place in found:
+        if place in by_place:
             continue
         wrong = _first_wrong(called.func, called.args, called.kwargs, order, ())
         if wrong is not None:
-            found[place] = _of_operation(called, wrong)
-    return list(found.values())
+            by_place[place] = _of_operation(called, wrong)
+    return list(by_place.values())
 
 
 def _of_operation(called: Called, wrong: Check) -> Cause:

@@ -18,11 +18,20 @@ from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
 from hodiff._core._faults import interrupts
-from hodiff._core._lending import Lending
+from hodiff._core._lending import EvaluationContext
 from hodiff._core._vectors import check_generator
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError
-from hodiff.verify._differences import Cause, Check, Point, Report, compare, derived, epsilon, random_direction
+from hodiff.verify._differences import (
+    Cause,
+    Check,
+    DerivativeReport,
+    Point,
+    compare,
+    derived,
+    epsilon,
+    random_direction,
+)
 
 
 def check_derivatives(
@@ -35,7 +44,7 @@ def check_derivatives(
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Report:
+) -> DerivativeReport:
     r"""Check derivatives of `f` against central differences, up to an order, along random directions.
 
     It finds what no graph shows: a wrong `backward` of an `autograd.Function`, a `detach` that was
@@ -62,7 +71,7 @@ def check_derivatives(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A `Report`: `.ok`, `.dtype`, `.checks` with both numbers and the tolerance of each comparison,
+        A `DerivativeReport`: `.ok`, `.dtype`, `.checks` with both numbers and the tolerance of each comparison,
         and `.remarks`: state that `f` keeps between calls (attributes are put back for each
         evaluation), samples that it mixes (batch norm), random numbers, kinks at *x*. Comparisons that
         are too rough to tell are marked `"inconclusive"`, with a warning.
@@ -115,11 +124,11 @@ def check_derivatives(
             report,
         )
     if not report.ok:
-        found = _known(report)
+        known = _known(report)
         warnings.warn(
             "some differences are too rough to compare with (is x at a kink of f, or f noisy?):\n"
             + "\n".join(str(check) for check in checks if check.verdict == "inconclusive")
-            + (f"\n{found}" if found else ""),
+            + (f"\n{known}" if known else ""),
             HodiffWarning,
             stacklevel=2,
         )
@@ -136,9 +145,9 @@ def _run(
     generator: torch.Generator | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-) -> Report:
+) -> DerivativeReport:
     from hodiff.verify import _blame, _evaluation  # with what explains graphs: not loaded by `import hodiff`
-    from hodiff.verify._evaluation import Evaluation
+    from hodiff.verify._evaluation import ScalarEvaluation
 
     if not callable(f) or isinstance(f, Tensor):
         raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
@@ -147,15 +156,15 @@ def _run(
     # Autocast would round what is compared to a few digits.
     device = where.tensors[0].device.type
     with (
-        Lending(call(f, where, passes=0, allow=allow, cast=dtype, args=args, kwargs=kwargs)) as lending,
+        EvaluationContext(call(f, where, passes=0, allow=allow, cast=dtype, args=args, kwargs=kwargs)) as context,
         torch.random.fork_rng(),
         _settings.autocast(device),
     ):
-        evaluation = Evaluation(lending, generator)
+        evaluation = ScalarEvaluation(context, generator)
         try:
             remarks = _evaluation.remarks(evaluation, surroundings)
             evaluation.steady()
-            evaluation.allow(lending.call.allow)
+            evaluation.allow(context.call.allow)
             point = evaluation.point
             paths = [[random_direction(point, generator) for _ in range(order)] for _ in range(directions)]
             checks: list[Check] = []
@@ -172,10 +181,10 @@ def _run(
             remarks += [kink for kink in at_x if kink not in causes]
         finally:
             evaluation.attributes.restore()
-        return Report(dtype, tuple(checks), tuple(causes), tuple(remarks))
+        return DerivativeReport(dtype, tuple(checks), tuple(causes), tuple(remarks))
 
 
-def _because(report: Report) -> str:
+def _because(report: DerivativeReport) -> str:
     """The causes in words, or where to look if none was found."""
     return _known(report) or (
         "No cut, Function, hook or operation was found that explains it alone. What remains: values that leave "
@@ -184,10 +193,10 @@ def _because(report: Report) -> str:
     )
 
 
-def _known(report: Report) -> str:
+def _known(report: DerivativeReport) -> str:
     """The causes, and the state that may be one."""
-    found = [*report.causes, *(remark for remark in report.remarks if remark.kind == "state")]
-    return "\n".join(["because of", *map(str, found)]) if found else ""
+    causes = [*report.causes, *(remark for remark in report.remarks if remark.kind == "state")]
+    return "\n".join(["because of", *map(str, causes)]) if causes else ""
 
 
 def _shown(direction: Point, names: Sequence[str]) -> str:

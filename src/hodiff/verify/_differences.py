@@ -65,9 +65,9 @@ def _judged(
         float(norm(gradient) * norm(direction)) / size(point) ** 0.5,
     )
     tolerance = 10 * numeric.error + eps**0.4 * scale + 100 * eps
-    apart = abs(computed - numeric.value)
-    if apart <= max(tolerance, 3 * numeric.spread):
-        clear = apart <= tolerance and numeric.error <= 1e-2 * scale + 100 * eps
+    distance = abs(computed - numeric.value)
+    if distance <= max(tolerance, 3 * numeric.spread):
+        clear = distance <= tolerance and numeric.error <= 1e-2 * scale + 100 * eps
         verdict = "agrees" if clear else "inconclusive"
         return Check(order, computed, numeric.value, tolerance, verdict, direction=direction)
     parts = _parts(function, point, direction, gradient, names) if len(point) > 1 else tuple(names)
@@ -96,13 +96,13 @@ def first_step(eps: float) -> float:
 
 def _parts(function: Scalar, point: Point, direction: Point, gradient: Point, names: Sequence[str]) -> tuple[str, ...]:
     """The leaves along which alone the disagreement shows."""
-    found, eps = [], epsilon(point)
+    parts, eps = [], epsilon(point)
     for index, name in enumerate(names):
         alone = tuple(part if i == index else torch.zeros_like(part) for i, part in enumerate(direction))
         computed, numeric = float(inner(gradient, alone)), difference(function, point, alone)
         if abs(computed - numeric.value) > 10 * numeric.error + eps**0.4 * max(abs(computed), abs(numeric.value)):
-            found.append(name)
-    return tuple(found)
+            parts.append(name)
+    return tuple(parts)
 
 
 def epsilon(point: Point) -> float:
@@ -252,7 +252,7 @@ def cause(kind: Kind, line: Line | None, reason: str, fix: str) -> Cause:
 
 
 @dataclass(frozen=True)
-class Report:
+class DerivativeReport:
     """What `check_derivatives` found; `print` it for a table.
 
     Attributes:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _settings
-from hodiff._core._lending import Lending
+from hodiff._core._lending import EvaluationContext
 from hodiff.graph._names import HIDDEN
 from hodiff.graph._source import Line
 from hodiff.verify._differences import Cause, Point, cause, normal
-from hodiff.verify._trace import Holder, Key, Recorder, Site
+from hodiff.verify._trace import HeldValues, Key, Recorder, Site
 
 
 class Attributes:
@@ -25,7 +25,7 @@ class Attributes:
         self._before = {module: dict(before) for module, before in borrowed.items() if before is not None}
 
     def _others(self) -> Iterator[tuple[nn.Module, str]]:
-        """Those that are others now."""
+        """The attributes that are others now."""
         for module, before in self._before.items():
             for name in {**before, **module.__dict__}:
                 if name in HIDDEN or name.startswith("_flat_weight"):  # what RNNs keep of their parameters
@@ -38,7 +38,7 @@ class Attributes:
         return [f"{type(module).__name__}.{name}" for module, name in self._others()]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Put the attributes back."""
         for module, name in [*self._others()]:
             if name in self._before[module]:
                 module.__dict__[name] = self._before[module][name]
@@ -46,8 +46,8 @@ class Attributes:
                 del module.__dict__[name]
 
 
-class Evaluation:
-    """The function of a lending, as a number: its output times fixed random weights.
+class ScalarEvaluation:
+    """The function of a context, as a number: its output times fixed random weights.
 
     Attributes:
         lending: The state in which it runs.
@@ -58,30 +58,30 @@ class Evaluation:
         allowed: Cuts that the caller means: their values are held always.
     """
 
-    def __init__(self, lending: Lending, generator: torch.Generator | None) -> None:
-        self.lending = lending
-        self.point: Point = tuple(leaf.detach().clone() for leaf in lending.leaves())
+    def __init__(self, context: EvaluationContext, generator: torch.Generator | None) -> None:
+        self.context = context
+        self.point: Point = tuple(leaf.detach().clone() for leaf in context.leaves())
         self._held: dict[Key, Any] = {}
         self._hooks, self._steady = True, False
         self.allowed: list[Site] = []
-        lending.remember()
+        context.remember()
         self.output = _arguments.check_output(self.run(self.point))
-        self.drew, self.attributes = lending.drew_random(), Attributes(lending.borrowed)
+        self.drew, self.attributes = context.drew_random(), Attributes(context.borrowed)
         self._weights = torch.ones((), device="cpu") if self.output.numel() == 1 else normal(self.output, generator)
 
     def run(self, leaves: Point) -> Any:
         """What the function returns: with a graph, for leaves that require grad."""
         if not any(leaf.requires_grad for leaf in leaves):  # f sees such leaves always
             return _detached(self.run(tuple(leaf.detach().clone().requires_grad_() for leaf in leaves)))
-        self.lending.restart()
+        self.context.restart()
         if self._steady:
             self.attributes.restore()
         held = {site.key: site.value for site in self.allowed} | self._held
-        with _settings.on(Holder(held, hooks=self._hooks)) if held or not self._hooks else nullcontext():
-            return self.lending.run(leaves, leaves)
+        with _settings.on(HeldValues(held, hooks=self._hooks)) if held or not self._hooks else nullcontext():
+            return self.context.run(leaves, leaves)
 
     def steady(self) -> None:
-        """From now on begin each run with the attributes that the modules had before the first one."""
+        """Begin each run from now on with the attributes that the modules had before the first one."""
         self._steady = True
 
     def allow(self, places: Iterable[Any]) -> None:
@@ -90,17 +90,17 @@ class Evaluation:
             self.allowed = [site for site in self.recorded().sites if site.place.is_named(places)]
 
     def scalar(self, leaves: Point) -> Tensor:
-        """The same, as a number."""
+        """What the function returns, as a number."""
         return (self.run(leaves) * self._weights).sum()
 
     def recorded(self, leaves: Point | None = None, **what: bool) -> Recorder:
         """What happens in an evaluation, at the point or elsewhere."""
         leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in leaves or self.point)
-        self.lending.restart()
+        self.context.restart()
         self.attributes.restore()
         recorder = Recorder(**what)
         with _settings.grad_mode(True), _settings.on(recorder):
-            self.lending.run(leaves, leaves)
+            self.context.run(leaves, leaves)
         return recorder
 
     @contextmanager
@@ -147,12 +147,12 @@ class Surroundings:
 def _variables(f: Callable[..., Any]) -> dict[str, Any]:
     """For each variable of a closure, and each global that a function reads, what would show a change."""
     try:
-        found = inspect.getclosurevars(f)
+        variables = inspect.getclosurevars(f)
     except TypeError:  # a module, a partial
         return {}
     return {
         name: _state(value)
-        for name, value in {**found.globals, **found.nonlocals}.items()
+        for name, value in {**variables.globals, **variables.nonlocals}.items()
         if not callable(value) or isinstance(value, type)
     }
 
@@ -167,15 +167,15 @@ def _state(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool)) else id(value)
 
 
-def remarks(evaluation: Evaluation, surroundings: Surroundings) -> list[Cause]:
+def remarks(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Cause]:
     """All that can be told, after the first run; `f` runs three times more."""
-    found = _kept(evaluation, surroundings)
+    noted = _kept(evaluation, surroundings)
     if evaluation.drew:
-        found.append(cause("random", None, "it draws random numbers", "each evaluation draws the same ones (dropout)."))
-    return [*found, *_mixing(evaluation)]
+        noted.append(cause("random", None, "it draws random numbers", "each evaluation draws the same ones (dropout)."))
+    return [*noted, *_mixing(evaluation)]
 
 
-def _kept(evaluation: Evaluation, surroundings: Surroundings) -> list[Cause]:
+def _kept(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Cause]:
     """What `f` leaves behind for its next call."""
     names = [f"the variable {name}" for name in surroundings.changed()]
     names += evaluation.attributes.changed()
@@ -192,7 +192,7 @@ def _kept(evaluation: Evaluation, surroundings: Surroundings) -> list[Cause]:
     return [cause("state", None, f"{what}{value}", fix)]
 
 
-def _mixing(evaluation: Evaluation) -> list[Cause]:
+def _mixing(evaluation: ScalarEvaluation) -> list[Cause]:
     """Batch norms in training mode; or rows of the output that move with other rows of x."""
     fix = "with batch_ndim= it has no derivatives of each sample alone: use model.eval(), or another norm."
     norms = dict.fromkeys(place.line for place in evaluation.recorded().batch_norms)
@@ -214,7 +214,7 @@ def _mixing(evaluation: Evaluation) -> list[Cause]:
 # --- kinks and jumps: decisions that fall otherwise right beside a point ----------------------------------------------
 
 
-def kinks(evaluation: Evaluation, direction: Point, step: float) -> list[Cause]:
+def kinks(evaluation: ScalarEvaluation, direction: Point, step: float) -> list[Cause]:
     """The decisions that are others at a step to either side of the point: at most one for a line and a function."""
     right, left = (
         evaluation.recorded(
@@ -222,14 +222,14 @@ def kinks(evaluation: Evaluation, direction: Point, step: float) -> list[Cause]:
         ).choices
         for t in (step, -step)
     )
-    found: dict[tuple[Line, str], Cause] = {}
+    by_place: dict[tuple[Line, str], Cause] = {}
     for key in right.keys() & left.keys():
         (one, name, place), (other, *_) = right[key], left[key]
         if not _same(one, other):
             reason = f"{name} has a kink or a jump here, at x: the derivatives of the two sides differ"
             fix = "check at another point (move x a little), or write a function that is smooth there."
-            found[place.line, name] = cause("kink", place.line, reason, fix)
-    return list(found.values())
+            by_place[place.line, name] = cause("kink", place.line, reason, fix)
+    return list(by_place.values())
 
 
 def _same(one: object, other: object) -> bool:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import hodiff.errors
 from hodiff._core import _messages, _settings
-from hodiff._core._lending import Lending
+from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import tracing
 from hodiff.graph import _marks
 from hodiff.graph._marks import CUT, GRADIENT, PASS, PLAIN, tensors_in
@@ -128,7 +128,7 @@ def _is_ours(frame: FrameType | None) -> bool:
     """Whether a call is the library's own (norms written out, leaves of nested calls), not of an `f` of torch's."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
-    if frame is not None and frame.f_code is Lending.at.__code__:
+    if frame is not None and frame.f_code is EvaluationContext.at.__code__:
         return False
     return frame is not None and frame.f_code.co_filename.startswith(_HODIFF)
 
@@ -190,28 +190,28 @@ class Recorder(_Counting):
     def _look(self, kind: int, key: Key, name: str, result: Any, frame: FrameType) -> None:
         """Note a result that should have a graph, and has none."""
         if kind == GRADIENT:
-            found = "gradient" if isinstance(result, Tensor) and not result.requires_grad else ""
+            kind_of_cut = "gradient" if isinstance(result, Tensor) and not result.requires_grad else ""
         elif kind == PASS:
             lost = isinstance(result, tuple) and not any(t.requires_grad for t in result if isinstance(t, Tensor))
-            found = "gradient" if lost else ""
+            kind_of_cut = "gradient" if lost else ""
         elif kind == CUT:
-            found = "detached" if name in ("detach", "detach_", "__get__") else "constant"
+            kind_of_cut = "detached" if name in ("detach", "detach_", "__get__") else "constant"
         elif name in _COPIES:
-            found = "constant"
+            kind_of_cut = "constant"
         elif not _lost(result):
-            found = ""
+            kind_of_cut = ""
         elif torch.is_grad_enabled():
-            found = "constant"
+            kind_of_cut = "constant"
         else:
-            found = _marks.surroundings(frame)[0] or "no_grad"
-        if found == "constant" and name in _messages.CONSTANTS:
-            found = "smooth"
-        if found and found not in ("inside a Function", "checkpoint"):
-            self.sites.append(Site(key, found, name, self.place(frame), _still(result)))
+            kind_of_cut = _marks.surroundings(frame)[0] or "no_grad"
+        if kind_of_cut == "constant" and name in _messages.CONSTANTS:
+            kind_of_cut = "smooth"
+        if kind_of_cut and kind_of_cut not in ("inside a Function", "checkpoint"):
+            self.sites.append(Site(key, kind_of_cut, name, self.place(frame), _constants(result)))
 
 
 @final
-class Holder(_Counting):
+class HeldValues(_Counting):
     """Gives back, at the calls with the keys of `held`, the values that stand there; `hooks=False` takes hooks off."""
 
     def __init__(self, held: Mapping[Key, Any], *, hooks: bool = True) -> None:
@@ -235,7 +235,7 @@ class Holder(_Counting):
             with _settings.grad_mode(False):
                 changed.copy_(value)
             return result
-        return _still(value)
+        return _constants(value)
 
 
 def _changed(name: str, args: Sequence[Any], result: Any) -> Any:
@@ -255,15 +255,15 @@ def copied(value: Any, recorded: bool = True) -> Any:
     return value
 
 
-def _still(value: Any) -> Any:
-    """The same, as constants."""
+def _constants(value: Any) -> Any:
+    """A value with the tensors in it as constants."""
     return copied(value, recorded=False)
 
 
 def _lost(result: Any) -> bool:
     """Whether a result is, or holds, real numbers and no graph."""
-    found = tensors_in(result)
-    real = [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
+    tensors = tensors_in(result)
+    real = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     return bool(real) and not any(tensor.requires_grad for tensor in real)
 
 
@@ -275,8 +275,8 @@ def _decided(result: Any) -> Any:
     """What a result decides: a truth value, an index; None of real numbers."""
     if isinstance(result, bool):
         return result
-    found = [t.detach().clone() for t in tensors_in(result) if not (t.is_floating_point() or t.is_complex())]
-    return tuple(found) or None
+    values = [t.detach().clone() for t in tensors_in(result) if not (t.is_floating_point() or t.is_complex())]
+    return tuple(values) or None
 
 
 def _sides(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 import hodiff
 from hodiff.graph import _inspect, _names, watch
-from hodiff.graph._names import Names
+from hodiff.graph._names import TensorNames
 from tests.programs import OF_AUTOGRAD
 
 START = "import torch\nfrom torch import nn\n\ntorch.manual_seed(0)\n"
@@ -241,17 +241,17 @@ def test_another_tensor_at_the_same_address_lost_nothing():
     a = torch.ones(2, requires_grad=True)
     with watch() as record:
         cut, other = a.detach(), torch.zeros(2)
-        record.endings._lost[id(other)] = record.endings._lost[id(cut)]
-    assert record.endings.of(cut).kind == "detached"
-    assert record.endings.of(other) is None
+        record.cuts._lost[id(other)] = record.cuts._lost[id(cut)]
+    assert record.cuts.of(cut).kind == "detached"
+    assert record.cuts.of(other) is None
 
 
 def test_what_a_shell_keeps_is_no_name():
     space = {"sys": sys, "_": (t := torch.ones(2)), "_12": t, "Out": {3: t}, "here": t, "get_ipython": None}
     exec("def frame():\n    return sys._getframe()", space)
-    assert Names([space["frame"]()]).paths[id(t)] == ["here"]
+    assert TensorNames([space["frame"]()]).paths[id(t)] == ["here"]
     del space["get_ipython"]
-    assert Names([space["frame"]()]).paths[id(t)] == ["_", "_12", "here", "Out[3]"]
+    assert TensorNames([space["frame"]()]).paths[id(t)] == ["_", "_12", "here", "Out[3]"]
 
 
 def test_a_line_without_source_is_only_placed():
@@ -495,9 +495,9 @@ def test_which_passes_look_for_names():
     with watch() as record:
         built, freed = w.exp(), w.sin()
         torch.autograd.grad(built.sum(), w, create_graph=True)
-        assert record.marks.held_at(built.grad_fn) is None  # the gradient's graph is differentiated at once
+        assert record.tags.held_at(built.grad_fn) is None  # the gradient's graph is differentiated at once
         torch.autograd.grad(freed.sum(), w, create_graph=True, retain_graph=False)
-        assert record.marks.held_at(freed.grad_fn) is record.passes[1]
+        assert record.tags.held_at(freed.grad_fn) is record.passes[1]
 
 
 SUM = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hodiff.graph import _growth, watch
-from hodiff.graph._names import Names
+from hodiff.graph._names import TensorNames
 
 
 @pytest.fixture
@@ -27,20 +27,20 @@ def holder(names, marks):
 def test_the_most_exact_of_those_that_hold_all(made):
     values, marks = made
     other = [values[0].detach().requires_grad_().sin()]
-    found = holder(Names(roots={"one": values[0], "kept": {"loss": values, "other": other}}), marks)
+    found = holder(TensorNames(roots={"one": values[0], "kept": {"loss": values, "other": other}}), marks)
     assert (found.variable, found.iterations) == ("kept['loss']", 3)
 
 
 def test_of_two_ways_to_the_same_the_shorter(made):
     values, marks = made
-    found = holder(Names(roots={"trainer": SimpleNamespace(total=sum(values)), "losses": values}), marks)
+    found = holder(TensorNames(roots={"trainer": SimpleNamespace(total=sum(values)), "losses": values}), marks)
     assert (found.variable, found.iterations) == ("losses", 3)
 
 
 def test_nothing_is_said_where_nothing_holds_them(made):
     _, marks = made
-    assert holder(Names(roots={"other": torch.ones(2, requires_grad=True).sin()}), marks) is None
-    assert holder(Names(), marks) is None
+    assert holder(TensorNames(roots={"other": torch.ones(2, requires_grad=True).sin()}), marks) is None
+    assert holder(TensorNames(), marks) is None
 
 
 @pytest.mark.parametrize("bound", [3, None])
@@ -48,7 +48,7 @@ def test_what_forgets_by_itself_does_not_grow(made, bound):
     def keep(values):
         recent = deque(values, maxlen=bound)
         del values
-        return recent, Names([sys._getframe()])
+        return recent, TensorNames([sys._getframe()])
 
     recent, names = keep(made[0])
     found = holder(names, made[1])

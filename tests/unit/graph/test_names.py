@@ -10,7 +10,7 @@ from torch import nn
 
 import hodiff
 from hodiff.graph import _names
-from hodiff.graph._names import Names, user_frames
+from hodiff.graph._names import TensorNames, user_frames
 from hodiff.graph._source import lines_of
 
 
@@ -25,7 +25,7 @@ def frames():
 def test_the_innermost_variable_of_a_name_is_the_one_that_can_be_written():
     def inner():
         t = torch.ones(2)
-        return t, Names(frames())
+        return t, TensorNames(frames())
 
     t = torch.zeros(2)
     other = t
@@ -38,7 +38,7 @@ def test_the_innermost_variable_of_a_name_is_the_one_that_can_be_written():
 
 def test_callers_are_searched_too_and_a_global_belongs_to_the_innermost_of_its_module():
     def inner():
-        return Names(frames())
+        return TensorNames(frames())
 
     kept = torch.ones(2)
     names = inner()
@@ -66,7 +66,7 @@ def test_a_search_does_not_empty_locals_that_the_user_holds():
 
 
 def of(**roots):
-    return Names(roots=roots)
+    return TensorNames(roots=roots)
 
 
 def test_the_first_of_several_gives_its_name():
@@ -86,7 +86,7 @@ def test_a_gradient_is_named_by_its_leaf():
 def test_results_are_no_leaves_and_no_optimizers_tensors():
     w = torch.ones(2, requires_grad=True)
     y, optimizer = w.exp(), torch.optim.SGD([w], lr=0.1)
-    found = Names(roots={"w": w, "y": y, "optimizer": optimizer}, results=True)
+    found = TensorNames(roots={"w": w, "y": y, "optimizer": optimizer}, results=True)
     assert [id(tensor) for tensor in found.all_tensors()] == [id(y)]
     assert found.optimizers == []
     assert of(optimizer=optimizer).optimizers == [optimizer]

@@ -283,8 +283,8 @@ def test_what_was_cut_is_forgotten_with_its_tensor():
         kept = a.detach()
         for _ in range(100):
             a.exp().detach()
-    assert len(record.endings) == 1
-    assert record.endings.of(kept).kind == "detached"
+    assert len(record.cuts) == 1
+    assert record.cuts.of(kept).kind == "detached"
 
 
 def test_a_subclass_is_refused():

@@ -12,7 +12,7 @@ from torch.func import functional_call
 import hodiff
 from hodiff import ConvergenceWarning, GraphError, InputError
 from hodiff.implicit import _system, _unroll, argmin, fixed_point, root
-from hodiff.implicit._system import System
+from hodiff.implicit._system import ImplicitSystem
 from tests.support.differences import first_difference, relative_error
 
 D = torch.float64
@@ -334,10 +334,10 @@ def test_a_small_right_hand_side_beside_a_large_one(
     """It is solved to what the tolerance is of the large one; below that, zero is the solution."""
     seen, solve = [], _system.attempt
     monkeypatch.setattr(_system, "attempt", lambda *a, **k: (seen.append(k["rtol"]), solve(*a, **k))[1])
-    made: list[System] = []
-    monkeypatch.setattr(System, "_report", lambda self, found: None)
-    init = System.__init__
-    monkeypatch.setattr(System, "__init__", lambda self, *a, **k: (made.append(self), init(self, *a, **k))[1])
+    made: list[ImplicitSystem] = []
+    monkeypatch.setattr(ImplicitSystem, "_report", lambda self, found: None)
+    init = ImplicitSystem.__init__
+    monkeypatch.setattr(ImplicitSystem, "__init__", lambda self, *a, **k: (made.append(self), init(self, *a, **k))[1])
     theta = THETA.clone().requires_grad_()
     x = attached(theta, rtol=1e-6)
     v = size * C / C.norm()
@@ -455,15 +455,15 @@ class Count:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations, self.systems = 0, []
-        solved = System.solved
+        solved = ImplicitSystem.solved
 
-        def counted(system: System, v: object, **options: object) -> list[Tensor]:
+        def counted(system: ImplicitSystem, v: object, **options: object) -> list[Tensor]:
             before = system.operator.products
             found = solved(system, v, **options)
             self.systems += [system.operator.products - before]
             return found
 
-        monkeypatch.setattr(System, "solved", counted)
+        monkeypatch.setattr(ImplicitSystem, "solved", counted)
 
     def f(self, x: Tensor, theta: Tensor) -> Tensor:
         self.evaluations += 1
@@ -586,7 +586,7 @@ def test_many_random_problems(seed: int) -> None:
 
 
 def test_what_was_made_under_stand_ins_is_known_by_itself_not_by_its_place_in_memory():
-    mode = _unroll.Instead([], [])
+    mode = _unroll.SubstituteInputs([], [])
     x = torch.ones(2)
     with mode:
         made = x + 1

@@ -6,8 +6,8 @@ from torch import nn
 
 import hodiff
 from hodiff._core._call import call
-from hodiff._core._lending import Lending
-from hodiff.verify._evaluation import Evaluation
+from hodiff._core._lending import EvaluationContext
+from hodiff.verify._evaluation import ScalarEvaluation
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def evaluation():
         h.register_hook(lambda g: 3 * g)
         return (h * x.detach()).sum()
 
-    with Lending(call(f, torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), passes=0)) as lending:
-        yield Evaluation(lending, torch.Generator().manual_seed(0))
+    with EvaluationContext(call(f, torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), passes=0)) as context:
+        yield ScalarEvaluation(context, torch.Generator().manual_seed(0))
 
 
 def gradient(evaluation):

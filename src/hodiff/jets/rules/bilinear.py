@@ -25,7 +25,7 @@ from hodiff.jets._series import (
 
 @rule("bilinear", "mul", "rmul")
 def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A b."""
+    """The product a b."""
     a, b = [*args, *kwargs.values()]
     if not belongs(a, expansion):
         a, b = b, a
@@ -38,7 +38,7 @@ def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("bilinear", "div", "rdiv")
 def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A / b."""
+    """The quotient a / b."""
     kwargs = dict(kwargs)
     if kwargs.pop("rounding_mode", None) is not None:
         return func(*_jet.replaced(args, _jet.value_of), rounding_mode="floor")
@@ -145,7 +145,7 @@ def add_product(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("composite", "outer", "ger")
 def outer(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A bᵀ."""
+    """The outer product a bᵀ."""
     a, b = [*args, *kwargs.values()]
     return a.unsqueeze(-1) * b
 
@@ -207,8 +207,8 @@ def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         subscripts = [letter + term if orders.get(i) else term for i, term in enumerate(terms)]
         values = [_einsum_operand(series[i], orders[i]) if i in orders else operands[i] for i in range(len(operands))]
         out = right if summed or not any(orders.values()) else letter + right
-        found = torch.einsum(f"{','.join(subscripts)}->{out}", *values)
-        return found.unsqueeze(0) if summed else found
+        result = torch.einsum(f"{','.join(subscripts)}->{out}", *values)
+        return result.unsqueeze(0) if summed else result
 
     return _einsum_series(expansion, places, series, run)
 
@@ -218,7 +218,7 @@ def _einsum_series(
 ) -> Series:
     out: Series = []
     for k in range(expansion.order + 1):
-        found = None
+        coefficient = None
         splits = [{places[0]: k}] if len(places) == 1 else [{places[0]: j, places[1]: k - j} for j in range(k + 1)]
         for orders in splits:
             if any(series[i][order] is None for i, order in orders.items()):
@@ -228,8 +228,8 @@ def _einsum_series(
             term = run(orders, joined)
             if inner and expansion.top(k) and not joined:
                 term = expansion.collapse(term)
-            found = total(found, term)
-        out.append(found)
+            coefficient = total(coefficient, term)
+        out.append(coefficient)
     return out
 
 

@@ -15,7 +15,7 @@ from hodiff.jets._series import Expansion, aligned
 from hodiff.jets.rules.fallback import fallback
 
 
-def _still(x: Any, expansion: Expansion) -> Any:
+def _detached_value(x: Any, expansion: Expansion) -> Any:
     """The value of a jet of this expansion, for shifts that do not change the result."""
     return x.series[0].detach() if _jet.belongs(x, expansion) else x.detach()
 
@@ -28,7 +28,7 @@ def _root(total: Any, power: float = 0.5) -> Any:
 
 
 def _powers(x: Any, p: Any, dims: Any, keep: bool) -> Any:
-    """Σ |x|^p."""
+    """The sum of powers Σ |x|^p."""
     if p == 2:
         return x.square().sum(dims, keepdim=keep)
     size = x if _near_zero.is_even(p) else torch.abs(x)
@@ -39,16 +39,16 @@ def _norm(expansion: Expansion, total: Any, p: Any) -> Any:
     """(Σ |x|^p)^(1/p). At 0 its slope is zero, as in PyTorch; and, as there, the rest is NaN below p = 3, else zero."""
     if p == 1 or p >= 3:
         return total if p == 1 else _root(total, 1 / p)
-    found: Any = torch.sqrt(total) if p == 2 else total ** (1 / p)
-    if not _jet.belongs(found, expansion) or found.series[1] is None:
-        return found
-    value, slope, *rest = found.series
+    norm: Any = torch.sqrt(total) if p == 2 else total ** (1 / p)
+    if not _jet.belongs(norm, expansion) or norm.series[1] is None:
+        return norm
+    value, slope, *rest = norm.series
     slope = torch.where(_jet.value_of(value).detach() == 0, 0.0, aligned(slope, value.ndim))
     return _jet.wrap([value, slope, *rest], expansion)
 
 
 def _softmax_parts(expansion: Expansion, x: Any, dim: int) -> tuple[Any, Any, Any]:
-    shift = torch.amax(_still(x, expansion), dim, keepdim=True)
+    shift = torch.amax(_detached_value(x, expansion), dim, keepdim=True)
     shift = torch.where(torch.isfinite(shift), shift, torch.zeros_like(shift))
     e = torch.exp(x - shift)
     return shift, e, e.sum(dim, keepdim=True)
@@ -80,8 +80,8 @@ def logsumexp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
     dim, keep = names["dim"], names.get("keepdim", False)
     shift, _, total = _softmax_parts(expansion, names["input"], dim)
-    found = torch.log(total) + shift
-    return found if keep else _squeezed(found, dim)
+    result = torch.log(total) + shift
+    return result if keep else _squeezed(result, dim)
 
 
 def _squeezed(x: Any, dim: Any) -> Any:
@@ -95,7 +95,7 @@ def _squeezed(x: Any, dim: Any) -> Any:
 
 @rule("composite", "layer_norm")
 def layer_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """From the definition: PyTorch's own is wrong at third order."""
+    """Layer norm from its definition: PyTorch's own is wrong at third order."""
     return _substitutes.layer_norm(*args, **kwargs)
 
 
@@ -110,7 +110,7 @@ def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("composite", "instance_norm")
 def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """From the definition."""
+    """Instance norm from its definition."""
     return _substitutes.instance_norm(**_named(func, args, kwargs, "use_input_stats"))
 
 
@@ -124,19 +124,19 @@ def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
 
 @rule("composite", "_weight_norm")
 def weight_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """From the definition: PyTorch's own is wrong at second order."""
+    """Weight norm from its definition: PyTorch's own is wrong at second order."""
     return _substitutes.weight_norm(*args, **kwargs)
 
 
 @rule("composite", "sinc")
 def sinc(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """From its series near 0, where PyTorch's derivatives divide by it."""
+    """Sinc from its series near 0, where PyTorch's derivatives divide by it."""
     return _near_zero.sinc(*args, **kwargs)
 
 
 @rule("composite", "i0", *(f"special_{name}" for name in _near_zero.BESSEL))
 def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same, by PyTorch's derivatives elsewhere."""
+    """Bessel functions from their series near 0, by PyTorch's derivatives elsewhere."""
     far = lambda x: _jet.wrap(fallback(expansion, func, (x,), {}), expansion)  # noqa: E731
     return _near_zero.BESSEL[operation(func).removeprefix("special_")](*args, **kwargs, far=far)
 
@@ -186,11 +186,11 @@ def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     correction = names.get("correction", 1 if names.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
     centred = x - x.mean(dims, keepdim=True)
-    found = centred.square().sum(dims, keepdim=keep) * (
+    squares = centred.square().sum(dims, keepdim=keep) * (
         1 / max(count - correction, 0) if count > correction else math.nan
     )
-    found = _root(found) if operation(func).startswith("std") else found
-    return (found, x.mean(dims, keepdim=keep)) if operation(func).endswith("mean") else found
+    squares = _root(squares) if operation(func).startswith("std") else squares
+    return (squares, x.mean(dims, keepdim=keep)) if operation(func).endswith("mean") else squares
 
 
 @rule("composite", "norm", "linalg_vector_norm", "linalg_norm")
@@ -217,18 +217,18 @@ def vector_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("composite", "dist", "pairwise_distance")
 def norm_of_difference(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """From the definition."""
+    """The norm of x1 - x2 from its definition."""
     if operation(func) == "dist":
         names = dict(zip(("input", "other", "p"), args, strict=False)) | kwargs
         return torch.linalg.vector_norm(names["input"] - names["other"], names.get("p", 2))
     names = dict(zip(("x1", "x2", "p", "eps", "keepdim"), args, strict=False)) | kwargs
-    apart = names["x1"] - names["x2"] + names.get("eps", 1e-6)
-    return torch.linalg.vector_norm(apart, names.get("p", 2.0), -1, names.get("keepdim", False))
+    difference = names["x1"] - names["x2"] + names.get("eps", 1e-6)
+    return torch.linalg.vector_norm(difference, names.get("p", 2.0), -1, names.get("keepdim", False))
 
 
 @rule("composite", "cdist", "pdist")
 def distances(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """From the definition: the third derivatives of PyTorch's own are NaN, or not there."""
+    """Distances from their definition: the third derivatives of PyTorch's own are NaN, or not there."""
     pairs = operation(func) == "pdist"
     names = dict(zip(("input", "p") if pairs else ("x1", "x2", "p"), args, strict=False)) | kwargs
     p = names.get("p", 2.0)
@@ -236,10 +236,10 @@ def distances(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         raise NoRule(f"{operation(func)} of this kind")
     if pairs:
         i, j = torch.triu_indices(len(names["input"]), len(names["input"]), 1, device=names["input"].device)
-        apart = names["input"][i] - names["input"][j]
+        difference = names["input"][i] - names["input"][j]
     else:
-        apart = names["x1"].unsqueeze(-2) - names["x2"].unsqueeze(-3)
-    total = _powers(apart, p, -1, False)
+        difference = names["x1"].unsqueeze(-2) - names["x2"].unsqueeze(-3)
+    total = _powers(difference, p, -1, False)
     return total if p == 1 else _root(total, 1 / p)
 
 
@@ -263,7 +263,7 @@ def cosine_similarity(expansion: Expansion, func: Any, args: Any, kwargs: Any) -
 
 def _safe_softmax(expansion: Expansion, scores: Any) -> Any:
     """Softmax whose rows are zero where they are masked in full, as PyTorch has them in attention."""
-    masked = (_still(scores, expansion) == -math.inf).all(-1, keepdim=True)
+    masked = (_detached_value(scores, expansion) == -math.inf).all(-1, keepdim=True)
     return F.softmax(scores.masked_fill(masked, 0.0), dim=-1).masked_fill(masked, 0.0)
 
 
@@ -292,7 +292,7 @@ def attention(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("composite", "mish")
 def mish(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """X tanh(softplus x)."""
+    """Mish: x tanh(softplus x)."""
     return args[0] * torch.tanh(F.softplus(args[0]))
 
 
@@ -310,7 +310,7 @@ def tanhshrink(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("composite", "hardsigmoid")
 def hardsigmoid(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A clamped line."""
+    """The hard sigmoid: a clamped line."""
     return F.hardtanh(args[0] / 6, -0.5, 0.5) + 0.5
 
 
@@ -339,4 +339,4 @@ def logit(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("composite", "frac")
 def frac(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """X minus its whole part."""
-    return args[0] - torch.trunc(_still(args[0], expansion))
+    return args[0] - torch.trunc(_detached_value(args[0], expansion))

@@ -34,8 +34,8 @@ def elementwise(*names: str) -> Callable[[Coefficients], Coefficients]:
             if ((rest or given) and _jet.jets_among((rest, given))) or not _jet.belongs(x, expansion):
                 raise NoRule(names[0], "with a parameter that depends on the variable")
             series = series_of(x, expansion)
-            found = coefficients(series[0], expansion.order, *rest, **given)
-            return composed(expansion, found, series)
+            coefficients_of_y = coefficients(series[0], expansion.order, *rest, **given)
+            return composed(expansion, coefficients_of_y, series)
 
         rule("elementwise", *names)(apply)
         return coefficients
@@ -50,15 +50,15 @@ def integrated(value: Any, derivative: Series) -> Series:
 
 def times(a: Series, b: Series, m: int) -> Any:
     """Coefficient m of a product of primal series."""
-    found = None
+    product = None
     if a is b:
         for j in range((m + 1) // 2):
-            found = added(found, a[j], a[m - j])
-        found = scaled(found, 2)
-        return found if m % 2 else added(found, a[m // 2], a[m // 2])
+            product = added(product, a[j], a[m - j])
+        product = scaled(product, 2)
+        return product if m % 2 else added(product, a[m // 2], a[m // 2])
     for j in range(m + 1):
-        found = added(found, a[j], b[m - j])
-    return found
+        product = added(product, a[j], b[m - j])
+    return product
 
 
 @elementwise("tanh")
@@ -84,7 +84,7 @@ def sigmoid(x: Any, order: int) -> Series:
 
 @elementwise("exp")
 def exp(x: Any, order: int) -> Series:
-    """Y' = y."""
+    """The exponential: y' = y."""
     y = torch.exp(x)
     return [y, *(scaled(y, 1 / math.factorial(m)) for m in range(1, order + 1))]
 
@@ -122,13 +122,13 @@ def cos(x: Any, order: int) -> Series:
 
 @elementwise("sinh")
 def sinh(x: Any, order: int) -> Series:
-    """sinh, cosh, ..."""
+    """The hyperbolic sine: its derivatives are cosh, sinh, ..."""
     return _cycle([torch.sinh(x), torch.cosh(x)], order)
 
 
 @elementwise("cosh")
 def cosh(x: Any, order: int) -> Series:
-    """cosh, sinh, ..."""
+    """The hyperbolic cosine: its derivatives are sinh, cosh, ..."""
     return _cycle([torch.cosh(x), torch.sinh(x)], order)
 
 
@@ -159,7 +159,7 @@ def power_series(x: Any, p: float, order: int) -> Series:
 
 @elementwise("square")
 def square(x: Any, order: int) -> Series:
-    """x², 2x, 1."""
+    """The square: x², 2x, 1."""
     return power_series(x, 2, order)
 
 
@@ -190,7 +190,7 @@ def _falling(value: Any, x: Any, p: float, order: int) -> Series:
 
 @elementwise("log")
 def log(x: Any, order: int) -> Series:
-    """Y' = 1/x."""
+    """The logarithm: y' = 1/x."""
     return integrated(torch.log(x), reciprocal(x, order - 1))
 
 
@@ -216,10 +216,10 @@ def _of_quadratic(p: float, c0: Any, c1: Any, c2: float, order: int) -> Series:
     """q**p for q = c0 + c1 t + c2 t²: m c0 y_m = (p - m + 1) c1 y_{m-1} + (2p - m + 2) c2 y_{m-2}."""
     y = [torch.pow(c0, p)]
     for m in range(1, order + 1):
-        found = c1 * y[m - 1] * (p - m + 1)
+        coefficient = c1 * y[m - 1] * (p - m + 1)
         if m > 1:
-            found = found + y[m - 2] * (c2 * (2 * p - m + 2))
-        y.append(found / (c0 * m))
+            coefficient = coefficient + y[m - 2] * (c2 * (2 * p - m + 2))
+        y.append(coefficient / (c0 * m))
     return y
 
 
@@ -263,8 +263,8 @@ def _gaussian(x: Any, scale: float, rate: float, order: int) -> Series:
     """Scale * exp(-rate x²): y' = -2 rate x y."""
     s = [torch.exp(x * x * -rate) * scale]
     for m in range(order):
-        found = x * s[m] if m == 0 else x * s[m] + s[m - 1]
-        s.append(found * (-2 * rate / (m + 1)))
+        coefficient = x * s[m] if m == 0 else x * s[m] + s[m - 1]
+        s.append(coefficient * (-2 * rate / (m + 1)))
     return s
 
 
@@ -276,7 +276,7 @@ def erf(x: Any, order: int) -> Series:
 
 @elementwise("erfc", "special_erfc")
 def erfc(x: Any, order: int) -> Series:
-    """1 - erf."""
+    """The complementary error function, 1 - erf."""
     return [torch.erfc(x), *(-s for s in erf(x, order)[1:])]
 
 
@@ -307,25 +307,25 @@ def log_ndtr(x: Any, order: int) -> Series:
     low = torch.as_tensor(_jet.value_of(x) < -1)
     below, above = torch.where(low, x, -1.0), torch.where(low, 0.0, x)
     scaled_ = [c * (-math.sqrt(0.5)) ** m for m, c in enumerate(erfcx(below * -math.sqrt(0.5), order))]
-    found = []
+    branches = []
     for s in (scaled_, ndtr(above, order)):
         logarithm: Series = [None]
         for m in range(1, order + 1):
             inner = sum(j * logarithm[j] * s[m - j] for j in range(1, m))
             logarithm.append((s[m] - inner * (1 / m)) / s[0])
-        found.append(logarithm)
-    found[0][1] = found[0][1] - below
+        branches.append(logarithm)
+    branches[0][1] = branches[0][1] - below
     if order > 1:
-        found[0][2] = found[0][2] - 0.5
+        branches[0][2] = branches[0][2] - 0.5
     return [
         torch.special.log_ndtr(x),
-        *(torch.where(low, a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True)),
+        *(torch.where(low, a, b) for a, b in zip(branches[0][1:], branches[1][1:], strict=True)),
     ]
 
 
 @elementwise("special_ndtr", "ndtr")
 def ndtr(x: Any, order: int) -> Series:
-    """Y' = exp(-x²/2)/√(2π)."""
+    """The normal distribution function: y' = exp(-x²/2)/√(2π)."""
     value = torch.erfc(x * -math.sqrt(0.5)) * 0.5
     return integrated(value, _gaussian(x, 1 / math.sqrt(2 * math.pi), 0.5, order - 1))
 
@@ -353,17 +353,17 @@ def _logistic_of(inner: Series, order: int) -> Series:
     w: Series = []
     for k in range(1, order + 1):
         w.append(y[k - 1] - times(y, y, k - 1))
-        found = None
+        coefficient = None
         for j in range(1, k + 1):
             if inner[j] is not None:
-                found = total(found, w[k - j] * inner[j] * (j / k))
-        y.append(found)
+                coefficient = total(coefficient, w[k - j] * inner[j] * (j / k))
+        y.append(coefficient)
     return y
 
 
 @elementwise("silu")
 def silu(x: Any, order: int) -> Series:
-    """X σ(x)."""
+    """The SiLU function: x σ(x)."""
     s = sigmoid(x, order)
     return times_variable(x, s, x * s[0])
 
@@ -374,10 +374,10 @@ def softplus(x: Any, order: int, beta: float = 1.0, threshold: float = 20.0) -> 
     value = F.softplus(x, beta=beta, threshold=threshold)
     s = sigmoid(beta * x, order - 1)
     linear = beta * x > threshold
-    found = [value]
+    y = [value]
     for m in range(1, order + 1):
-        found.append(torch.where(linear, 1.0 if m == 1 else 0.0, s[m - 1] * (beta ** (m - 1) / m)))
-    return found
+        y.append(torch.where(linear, 1.0 if m == 1 else 0.0, s[m - 1] * (beta ** (m - 1) / m)))
+    return y
 
 
 @elementwise("logsigmoid", "log_sigmoid")
@@ -389,7 +389,7 @@ def logsigmoid(x: Any, order: int) -> Series:
 
 @elementwise("lgamma", "special_gammaln")
 def lgamma(x: Any, order: int) -> Series:
-    """Polygamma functions."""
+    """The logarithm of the gamma function: its derivatives are polygamma functions."""
     return [torch.lgamma(x), *(torch.polygamma(m - 1, x) * (1 / math.factorial(m)) for m in range(1, order + 1))]
 
 
@@ -432,8 +432,8 @@ def _power_of_both(expansion: Expansion, base: Any, exponent: Any) -> Series:
     start = _jet.value_of(exponent).detach()
     still = _jet.value_of(base).detach() == 0
     logarithm = torch.log(torch.where(still, 1.0, base))
-    found = series_of(torch.pow(base, start) * torch.exp((exponent - start) * logarithm), expansion)
-    return [_substitutes.power(series_of(base, expansion)[0], series_of(exponent, expansion)[0]), *found[1:]]
+    power = series_of(torch.pow(base, start) * torch.exp((exponent - start) * logarithm), expansion)
+    return [_substitutes.power(series_of(base, expansion)[0], series_of(exponent, expansion)[0]), *power[1:]]
 
 
 def _tensor_power(expansion: Expansion, series: Series, exponent: Any) -> Series:
@@ -458,11 +458,11 @@ def elu(x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale:
     """An exponential below zero, linear above."""
     below = torch.exp(torch.clamp(x, max=0) * input_scale)
     value = torch.where(x > 0, x * scale, (below - 1) * (alpha * scale))
-    found = [value]
+    y = [value]
     for m in range(1, order + 1):
         part = below * (alpha * scale * input_scale**m / math.factorial(m))
-        found.append(torch.where(x > 0, scale, part) if m == 1 else torch.where(x < 0, part, 0.0))
-    return found
+        y.append(torch.where(x > 0, scale, part) if m == 1 else torch.where(x < 0, part, 0.0))
+    return y
 
 
 @elementwise("celu")
@@ -502,7 +502,7 @@ def hardtanh(x: Any, order: int, min_val: float = -1.0, max_val: float = 1.0) ->
 
 @elementwise("leaky_relu")
 def leaky_relu(x: Any, order: int, negative_slope: float = 0.01) -> Series:
-    """Two slopes."""
+    """Leaky ReLU: a line with two slopes."""
     slope = torch.where(x > 0, torch.ones_like(x), negative_slope)
     return _piecewise_linear(x * slope, slope, order)
 
@@ -530,7 +530,7 @@ def softshrink(x: Any, order: int, lambd: float = 0.5) -> Series:
 
 @elementwise("abs", "fabs")
 def absolute(x: Any, order: int) -> Series:
-    """|x|."""
+    """The absolute value |x|."""
     return _piecewise_linear(torch.abs(x), torch.sign(x), order)
 
 

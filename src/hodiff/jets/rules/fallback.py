@@ -88,19 +88,19 @@ def _coefficients(
     order, summed = expansion.order, expansion.top(expansion.order)
     orders = range(1, order if summed else order + 1)
     try:
-        found = _along(one, [_path(jet.series, orders, expansion.directions) for jet in jets], order, value)
-        if found is None:
+        coefficients = _along(one, [_path(jet.series, orders, expansion.directions) for jet in jets], order, value)
+        if coefficients is None:
             return expansion.constant(value)
         if summed:
-            found[-1] = expansion.collapse(found[-1])
+            coefficients[-1] = expansion.collapse(coefficients[-1])
             if any(jet.series[order] is not None for jet in jets):
                 top = [jet.series[order] for jet in jets if jet.series[order] is not None]
                 steps = [[jet.series[0], jet.series[order]] for jet in jets]
                 linear = _along(one, [_path(step, range(1, 2), len(top[0])) for step in steps], 1, value)
-                found[-1] = found[-1] + linear[0] if linear else found[-1]
+                coefficients[-1] = coefficients[-1] + linear[0] if linear else coefficients[-1]
     except GraphError as error:
         raise NoRule(name, str(error)) from error
-    out = [value, *found]
+    out = [value, *coefficients]
     return out if expansion.record else [part.detach() for part in out]
 
 
@@ -139,11 +139,11 @@ def _along(one: Callable[..., tuple[Tensor, ...]], paths: list[Path], order: int
         _refusals.judge(_nodes.survey([output]), [t], order, ())
     u = torch.ones_like(output, requires_grad=True)
     g = (u * output).sum()
-    found = []
+    derivatives = []
     for k in range(1, order + 1):
         g = _reverse.derivative(g, t).sum()
-        found.append(_reverse.derivative(g, u) / float(math.factorial(k)))
-    return found
+        derivatives.append(_reverse.derivative(g, u) / float(math.factorial(k)))
+    return derivatives
 
 
 RULES.fallback = fallback

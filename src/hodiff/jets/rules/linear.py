@@ -45,7 +45,7 @@ def _sum(a: Any, b: Any, ndim: int) -> Any:
 
 @rule("linear", "subtract_operator")
 def subtract(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A - b."""
+    """The difference a - b."""
     a, b = args
     return linear_combination([(1, series_of(a, expansion)), (-1, series_of(b, expansion))], expansion.order)
 
@@ -128,12 +128,12 @@ def along_dim(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         call = lambda c, d: getattr(torch, name)(c, d, *_leading(name, behind, c, series))  # noqa: E731
     value = func(*((series[0], *args[1:]) if args else ()), **({**kwargs, "input": series[0]} if not args else kwargs))
     ndim = series[0].ndim
-    found = [None if c is None else call(full(c, series[0].shape), shifted(dim, ndim)) for c in series[1:]]
+    coefficients = [None if c is None else call(full(c, series[0].shape), shifted(dim, ndim)) for c in series[1:]]
     if kwargs.get("dtype") is not None:  # of a running sum
         if not value.is_floating_point():
             return value
-        found = [None if c is None else c.to(value.dtype) for c in found]
-    return assembled(value, found)
+        coefficients = [None if c is None else c.to(value.dtype) for c in coefficients]
+    return assembled(value, coefficients)
 
 
 def _leading(name: str, behind: tuple[Any, ...], c: Any, series: Series) -> tuple[Any, ...]:
@@ -203,8 +203,8 @@ def _folded(x: Series, function: Callable[[Any], Any], spatial: int) -> list[Any
             continue
         c = full(c, x[0].shape)
         lead = c.shape[: c.ndim - spatial - 1]
-        found = function(c.reshape(-1, *c.shape[c.ndim - spatial - 1 :]))
-        out.append(found.reshape(*lead, *found.shape[1:]))
+        folded = function(c.reshape(-1, *c.shape[c.ndim - spatial - 1 :]))
+        out.append(folded.reshape(*lead, *folded.shape[1:]))
     return out
 
 
@@ -244,11 +244,11 @@ def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     zeros = [jet.series[0].new_zeros(()).expand(jet.series[0].shape) for jet in jets]
     offset = at(zeros)  # constants among the arguments: the operation is affine, and coefficients are linear
     single = isinstance(value, torch.Tensor) or _jet.is_jet(value)
-    found: list[Any] = []
+    coefficients: list[Any] = []
     for k in range(1, expansion.order + 1):
         present = [jet.series[k] for jet in jets if jet.series[k] is not None]
         if not present:
-            found.append(None)
+            coefficients.append(None)
             continue
         rows = present[0].shape[0]
         points = [
@@ -257,10 +257,12 @@ def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             else full(jet.series[k], jet.series[0].shape)
             for jet in jets
         ]
-        found.append(_batched(at, points, single))
+        coefficients.append(_batched(at, points, single))
     if single:
-        return [value, *(None if c is None else c[0] - offset for c in found)]
-    return Several([[part, *(None if c is None else c[i] - offset[i] for c in found)] for i, part in enumerate(value)])
+        return [value, *(None if c is None else c[0] - offset for c in coefficients)]
+    return Several(
+        [[part, *(None if c is None else c[i] - offset[i] for c in coefficients)] for i, part in enumerate(value)]
+    )
 
 
 def _batched(function: Callable[[Any], Any], points: list[Any], single: bool) -> list[Any]:
@@ -348,8 +350,8 @@ def lifted(*names: str) -> Callable[[Lifted], Lifted]:
             if isinstance(value, torch.Tensor):
                 rest["value"] = value
             shape = series[0].shape
-            found = [None if c is None else function(full(c, shape), shape, others, rest) for c in series[1:]]
-            return assembled(value, found)
+            coefficients = [None if c is None else function(full(c, shape), shape, others, rest) for c in series[1:]]
+            return assembled(value, coefficients)
 
         rule("linear", *names)(apply)
         return function
@@ -357,12 +359,12 @@ def lifted(*names: str) -> Callable[[Lifted], Lifted]:
     return register
 
 
-def assembled(value: Any, found: list[Any]) -> Any:
+def assembled(value: Any, coefficients: list[Any]) -> Any:
     """A series from its value and other coefficients, or one for each part of them."""
     if isinstance(value, (tuple, list)):
-        parts = [[part, *(None if c is None else c[i] for c in found)] for i, part in enumerate(value)]
+        parts = [[part, *(None if c is None else c[i] for c in coefficients)] for i, part in enumerate(value)]
         return Several(parts)
-    return [value, *found]
+    return [value, *coefficients]
 
 
 def named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[str, Any]:

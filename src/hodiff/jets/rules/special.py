@@ -93,7 +93,7 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             raise NoRule(name, "where several entries are equal")
         return [value, *(None if c is None else full(c, x[0].shape).reshape(len(c), -1)[:, index] for c in x[1:])]
     names = dict(zip(("k", "dim") if name in ("topk", "kthvalue") else ("dim",), args[1:], strict=False)) | kwargs
-    values, indices, *_ = found = func(x[0], *args[1:], **kwargs)
+    values, indices, *_ = result = func(x[0], *args[1:], **kwargs)
     dim = names.get("dim", -1) % max(1, x[0].ndim)
     keep = indices if indices.ndim == x[0].ndim else indices.unsqueeze(dim)
     out: Series = [values]
@@ -104,7 +104,7 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             part = torch.gather(wide, dim + 1, keep.unsqueeze(0).expand(len(c), *keep.shape)) if x[0].ndim else wide
             part = part if indices.ndim == x[0].ndim else part.squeeze(dim + 1)
         out.append(part)
-    return Several([out, indices], type(found))
+    return Several([out, indices], type(result))
 
 
 def _amax(expansion: Expansion, func: Any, x: Series, args: Any, kwargs: Any) -> Series:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hodiff.sparse._tracer import Found, Operation, Rule, Sets
+from hodiff.sparse._tracer import OperatorCall, OutputSets, Rule, Sets
 
 # --- operators that compute each entry from the corresponding entries of their (broadcast) arguments ------------------
 
 
-def pointwise(op: Operation) -> Found:
+def pointwise(op: OperatorCall) -> OutputSets:
     """The union over the arguments, entry by entry."""
-    found: list[Sets | None] = []
+    of_outputs: list[Sets | None] = []
     for output in op.outputs:
         total: Sets | None = None
         for tensor in op.inputs:
@@ -23,16 +23,16 @@ def pointwise(op: Operation) -> Found:
                 return None
             sets = sets.take(broadcast(tensor, output.shape))
             total = sets if total is None else total | sets
-        found.append(total)
-    return found
+        of_outputs.append(total)
+    return of_outputs
 
 
-def product(op: Operation) -> Found:
+def product(op: OperatorCall) -> OutputSets:
     """A product: nothing passes where a constant factor is zero."""
-    found = pointwise(op)
-    if found is None or len(op.outputs) != 1 or found[0] is None:
-        return found
-    (output,), sets = op.outputs, found[0]
+    of_outputs = pointwise(op)
+    if of_outputs is None or len(op.outputs) != 1 or of_outputs[0] is None:
+        return of_outputs
+    (output,), sets = op.outputs, of_outputs[0]
     for factor in op.inputs:
         if factor is not output and factor.ndim and is_constant(op, factor) and not bool(factor.all()):
             passes = (factor != 0).reshape(-1).cpu()[broadcast(factor, output.shape)]
@@ -40,12 +40,12 @@ def product(op: Operation) -> Found:
     return [sets]
 
 
-def nothing(op: Operation) -> Found:
+def nothing(op: OperatorCall) -> OutputSets:
     """Outputs that take no more than a shape from their arguments."""
     return [None] * len(op.outputs)
 
 
-def is_constant(op: Operation, tensor: Tensor) -> bool:
+def is_constant(op: OperatorCall, tensor: Tensor) -> bool:
     """Whether a tensor is one of the user's, and the same at each evaluation."""
     return op.sets(tensor) is None and not op.is_variable(tensor)
 
@@ -65,7 +65,7 @@ def broadcast(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def listed(names: str, rule: Rule) -> dict[str, Rule]:
-    """The same rule under several names."""
+    """Register one rule under several names."""
     return dict.fromkeys(names.split(), rule)
 
 
@@ -94,13 +94,13 @@ POINTWISE_RULES: dict[str, Rule] = {
 # --- matrix products: a linear operator whose matrix is known to the entry where it is a constant of the user's -------
 
 
-def matrix_product(op: Operation) -> Found:
+def matrix_product(op: OperatorCall) -> OutputSets:
     """`a @ b` of vectors, matrices, or stacks of matrices of the same length."""
     a, b = op.inputs[0], op.inputs[1]
     return [_matmul(op, a, b)] if len(op.outputs) == 1 and len(op.inputs) == 2 else None
 
 
-def product_added_to(op: Operation) -> Found:
+def product_added_to(op: OperatorCall) -> OutputSets:
     """`c + a @ b`."""
     if len(op.inputs) != 3 or len(op.outputs) != 1:
         return None
@@ -113,7 +113,7 @@ def product_added_to(op: Operation) -> Found:
     return [total if sets is None else total | sets.take(broadcast(c, output.shape))]
 
 
-def _matmul(op: Operation, a: Tensor, b: Tensor) -> Sets | None:
+def _matmul(op: OperatorCall, a: Tensor, b: Tensor) -> Sets | None:
     if a.ndim > 3 or b.ndim > 3 or (a.ndim == 3) != (b.ndim == 3):
         return None
     rows = a.shape[-2] if a.ndim > 1 else 1
@@ -128,8 +128,8 @@ def _matmul(op: Operation, a: Tensor, b: Tensor) -> Sets | None:
         total = total | _times(op, left, (stack, rows, inner, columns), b)
     if right is not None:  # b' @ a', with the last two dimensions of everything exchanged
         swapped = right.take(_transposed(stack, inner, columns))
-        found = _times(op, swapped, (stack, columns, inner, rows), a, turned=True)
-        total = total | found.take(_transposed(stack, columns, rows))
+        sets = _times(op, swapped, (stack, columns, inner, rows), a, turned=True)
+        total = total | sets.take(_transposed(stack, columns, rows))
     return total
 
 
@@ -139,7 +139,7 @@ def _transposed(stack: int, rows: int, columns: int) -> Tensor:
 
 
 def _times(
-    op: Operation, left: Sets, sizes: tuple[int, int, int, int], matrix: Tensor, *, turned: bool = False
+    op: OperatorCall, left: Sets, sizes: tuple[int, int, int, int], matrix: Tensor, *, turned: bool = False
 ) -> Sets:
     """Live matrices times others: along their rows, to the columns that a constant does not hold a zero for."""
     stack, rows, inner, columns = sizes
@@ -156,7 +156,7 @@ def _times(
 
 
 def _entries(
-    op: Operation, matrix: Tensor, sizes: tuple[int, int, int, int], *, turned: bool
+    op: OperatorCall, matrix: Tensor, sizes: tuple[int, int, int, int], *, turned: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Stack, row and column of the entries of a matrix that are not zero; None where all may be."""
     stack, _, inner, columns = sizes

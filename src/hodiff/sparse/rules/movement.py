@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hodiff.sparse._tracer import Found, Operation, Rule, Sets, tensors_in
+from hodiff.sparse._tracer import OperatorCall, OutputSets, Rule, Sets, tensors_in
 from hodiff.sparse.rules.contraction import broadcast, broadcasts, listed
 
 # --- operators that couple the entries along some dimensions ----------------------------------------------------------
@@ -39,7 +39,7 @@ def along(shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None 
     return count, first.expand(tuple(part)).reshape(-1)
 
 
-def reduction(op: Operation) -> Found:
+def reduction(op: OperatorCall) -> OutputSets:
     """One number from each line."""
     tensor = op.inputs[0]
     sets = op.sets(tensor)
@@ -52,9 +52,9 @@ def reduction(op: Operation) -> Found:
     return [union] * len(op.outputs)
 
 
-def line(op: Operation) -> Found:
+def line(op: OperatorCall) -> OutputSets:
     """As many numbers as there were, each from all of its line."""
-    found: list[Sets | None] = []
+    of_outputs: list[Sets | None] = []
     for output in op.outputs:
         count, of_entry = along(output.shape, _dims(op, output))
         total = Sets.empty(count, op.tracer.width)
@@ -64,11 +64,11 @@ def line(op: Operation) -> Found:
                 if not broadcasts(tensor, output):
                     return None
                 total = total | sets.take(broadcast(tensor, output.shape)).grouped(of_entry, count)
-        found.append(total.take(of_entry))
-    return found
+        of_outputs.append(total.take(of_entry))
+    return of_outputs
 
 
-def transform(op: Operation) -> Found:
+def transform(op: OperatorCall) -> OutputSets:
     """A Fourier transform: all of a line, whatever its length afterwards."""
     tensor, output = op.inputs[0], op.outputs[0]
     sets, dims = op.sets(tensor), _dims(op, tensor)
@@ -79,7 +79,7 @@ def transform(op: Operation) -> Found:
     return [sets.grouped(of_entry, count).take(of_output)] if count == after else None
 
 
-def matrices(op: Operation) -> Found:
+def matrices(op: OperatorCall) -> OutputSets:
     """Linear algebra on the last two dimensions: each matrix by itself."""
     batch = op.inputs[0].shape[:-2]
     if any(t.ndim < 2 or t.shape[:-2] != batch for t in op.inputs):
@@ -98,7 +98,7 @@ def matrices(op: Operation) -> Found:
     ]
 
 
-def _dims(op: Operation, tensor: Tensor) -> list[int]:
+def _dims(op: OperatorCall, tensor: Tensor) -> list[int]:
     dim = op.argument("dim")
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(tensor.ndim))
@@ -129,7 +129,7 @@ LINE_RULES: dict[str, Rule] = {
 # --- movement, and its adjoints, which add entries where they came from -----------------------------------------------
 
 
-def moved(op: Operation) -> Found:
+def moved(op: OperatorCall) -> OutputSets:
     """Each entry of the output is one of some argument, or a constant."""
     if _has_variable_index(op):
         return None
@@ -166,12 +166,12 @@ def moved(op: Operation) -> Found:
     return [whole.take(n.reshape(-1).long() - 1) for n in numbers]
 
 
-def _has_variable_index(op: Operation) -> bool:
+def _has_variable_index(op: OperatorCall) -> bool:
     """Whether an index follows from the point: at another one it would lead elsewhere."""
     return any(not (t.is_floating_point() or t.is_complex()) and op.is_variable(t) for t in op.inputs)
 
 
-def along_dim(op: Operation) -> Found:
+def along_dim(op: OperatorCall) -> OutputSets:
     """A gather along one dimension: where its index follows from the point, whichever entry of the line."""
     if not _has_variable_index(op):
         return moved(op)
@@ -188,7 +188,7 @@ def along_dim(op: Operation) -> Found:
 # --- writes into places
 
 
-def scattered(op: Operation) -> Found:
+def scattered(op: OperatorCall) -> OutputSets:
     """The sets of `self`, and where something is written or added, those as well."""
     base, source = op.argument("self"), op.argument("src", op.argument("source", op.argument("values")))
     if not isinstance(base, Tensor):
@@ -196,15 +196,15 @@ def scattered(op: Operation) -> Found:
     kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
     if not isinstance(source, Tensor) or op.sets(source) is None:
         return [kept]
-    found = _targets(op, base, source)
-    if found is None:
+    places = _targets(op, base, source)
+    if places is None:
         return None
-    written, targets, count, back = found
+    written, targets, count, back = places
     union = written.grouped(targets, count)
     return [kept | (union if back is None else union.take(back))]
 
 
-def _targets(op: Operation, base: Tensor, source: Tensor) -> tuple[Sets, Tensor, int, Tensor | None] | None:
+def _targets(op: OperatorCall, base: Tensor, source: Tensor) -> tuple[Sets, Tensor, int, Tensor | None] | None:
     """The sets written, the group of each, how many groups, and for each entry of `self` its group (None: itself)."""
     sets = op.sets(source)
     places = torch.arange(base.numel(), device="cpu").reshape(base.shape)
@@ -237,7 +237,7 @@ def _numbers(tensor: Tensor, shape: Any) -> Tensor:
     return torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape).expand(shape).reshape(-1)
 
 
-def masked_scatter(op: Operation) -> Found:
+def masked_scatter(op: OperatorCall) -> OutputSets:
     """The entries of the source go where a mask is set, in order."""
     base = op.argument("self")
     mask = op.argument("mask")
@@ -252,7 +252,7 @@ def masked_scatter(op: Operation) -> Found:
     return [kept | sets.spread(torch.arange(len(hit), device="cpu"), hit, base.numel())]
 
 
-def masked_scatter_backward(op: Operation) -> Found:
+def masked_scatter_backward(op: OperatorCall) -> OutputSets:
     """What a mask selects, and zeros up to the size of the source."""
     gradient, mask = op.argument("grad_output"), op.argument("mask")
     sets, (output,) = op.sets(gradient), op.outputs
@@ -265,10 +265,10 @@ def masked_scatter_backward(op: Operation) -> Found:
 # --- adjoints: run the movement itself on numbers, and send each entry back
 
 
-def adjoint(shape: Callable[[Operation], Any], movement: Callable[[Operation, Tensor], Tensor]) -> Rule:
+def adjoint(shape: Callable[[OperatorCall], Any], movement: Callable[[OperatorCall, Tensor], Tensor]) -> Rule:
     """The rule of the adjoint of a movement of a tensor of that shape."""
 
-    def rule(op: Operation) -> Found:
+    def rule(op: OperatorCall) -> OutputSets:
         gradient = next(iter(op.inputs))
         sets, size = op.sets(gradient), shape(op)
         if sets is None or len(op.live) != 1 or _has_variable_index(op):
@@ -284,15 +284,15 @@ def adjoint(shape: Callable[[Operation], Any], movement: Callable[[Operation, Te
     return rule
 
 
-def _own_shape(op: Operation) -> Any:
+def _own_shape(op: OperatorCall) -> Any:
     return op.argument("self").shape
 
 
-def _padded(op: Operation, numbers: Tensor) -> Tensor:
+def _padded(op: OperatorCall, numbers: Tensor) -> Tensor:
     return getattr(torch.ops.aten, op.name.removesuffix("_backward"))(numbers, op.argument("padding"))
 
 
-def embedding_backward(op: Operation) -> Found:
+def embedding_backward(op: OperatorCall) -> OutputSets:
     """Each row goes to the word that it stands for."""
     gradient = op.argument("grad_output")
     indices = op.argument("indices")
@@ -305,7 +305,7 @@ def embedding_backward(op: Operation) -> Found:
     return [sets.grouped(targets, int(words) * width)]
 
 
-def col2im(op: Operation) -> Found:
+def col2im(op: OperatorCall) -> OutputSets:
     """The adjoint of `unfold`."""
     columns, output = op.argument("self"), op.outputs[0]
     sets = op.sets(columns)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff.sparse._tracer import Found, Operation, Rule, Sets
+from hodiff.sparse._tracer import OperatorCall, OutputSets, Rule, Sets
 from hodiff.sparse.rules.contraction import is_constant, listed
 
 
@@ -29,21 +29,21 @@ class Windows(NamedTuple):
         padding: Sequence[int],
         dilation: Sequence[int],
     ) -> Windows:
-        """Those of a convolution from the large grid to the small one."""
-        found = cls(*[torch.zeros(1, dtype=torch.int64, device="cpu")] * 3)
+        """The windows of a convolution from the large grid to the small one."""
+        windows = cls(*[torch.zeros(1, dtype=torch.int64, device="cpu")] * 3)
         for a, b, k, step, pad, spread in zip(small, large, kernel, stride, padding, dilation, strict=True):
             at = torch.arange(a, device="cpu").reshape(-1, 1).expand(a, k)
             within = torch.arange(k, device="cpu").expand(a, k)
             seen = at * step - pad + within * spread
             inside = (seen >= 0) & (seen < b)
             parts = at[inside], seen[inside], within[inside]
-            found = cls(
+            windows = cls(
                 *[
                     (whole.reshape(-1, 1) * size + part).reshape(-1)
-                    for whole, part, size in zip(found, parts, (a, b, k), strict=True)
+                    for whole, part, size in zip(windows, parts, (a, b, k), strict=True)
                 ]
             )
-        return found
+        return windows
 
 
 def _many(sets: Sets, images: int, source: Tensor, sources: int, target: Tensor, targets: int) -> Sets:
@@ -63,7 +63,7 @@ class _Convolution(NamedTuple):
     large: int
 
 
-def _convolution(op: Operation, weight: Tensor, input: Sequence[int], output: Sequence[int]) -> _Convolution:
+def _convolution(op: OperatorCall, weight: Tensor, input: Sequence[int], output: Sequence[int]) -> _Convolution:
     """The windows of a convolution between an input and an output of these shapes."""
     transposed = bool(op.argument("transposed"))
     small, large = (input[2:], output[2:]) if transposed else (output[2:], input[2:])
@@ -79,7 +79,7 @@ def _convolution(op: Operation, weight: Tensor, input: Sequence[int], output: Se
 
 
 def _through(sets: Sets, shape: Sequence[int], channels: int, conv: _Convolution, *, forth: bool) -> Sets:
-    """From all channels of a group to all channels of that group, along the windows: forth, or back."""
+    """Sets passed on from all channels of a group to all channels of that group, along the windows: forth, or back."""
     images = shape[0] * conv.groups
     large_first = forth != conv.transposed  # whether it goes from the large grid to the small one
     source, sources, target, targets = (
@@ -95,7 +95,7 @@ def _through(sets: Sets, shape: Sequence[int], channels: int, conv: _Convolution
     return seen.take(place.reshape(-1))
 
 
-def convolution(op: Operation) -> Found:
+def convolution(op: OperatorCall) -> OutputSets:
     """A convolution, or a transposed one."""
     input = op.argument("input")
     weight = op.argument("weight")
@@ -113,7 +113,7 @@ def convolution(op: Operation) -> Found:
     return [total]
 
 
-def convolution_backward(op: Operation) -> Found:
+def convolution_backward(op: OperatorCall) -> OutputSets:
     """What reaches the input goes back through the windows; each entry of a weight sees everything."""
     gradient = op.argument("grad_output")
     input = op.argument("input")
@@ -122,7 +122,7 @@ def convolution_backward(op: Operation) -> Found:
     if sets is None or len(op.live) != 1 or input.ndim != weight.ndim:
         return None
     needed = op.argument("output_mask")
-    found: list[Sets | None] = []
+    of_outputs: list[Sets | None] = []
     outputs = iter(op.outputs)
     for index, wanted in enumerate(needed):
         if not wanted:
@@ -130,16 +130,16 @@ def convolution_backward(op: Operation) -> Found:
         output = next(outputs)
         if index == 0:
             conv = _convolution(op, weight, input.shape, gradient.shape)
-            found.append(_through(sets, gradient.shape, input.shape[1], conv, forth=False))
+            of_outputs.append(_through(sets, gradient.shape, input.shape[1], conv, forth=False))
         else:
-            found.append(op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu")))
-    return found if len(found) == len(op.outputs) else None
+            of_outputs.append(op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu")))
+    return of_outputs if len(of_outputs) == len(op.outputs) else None
 
 
 # --- pooling
 
 
-def _pooling(op: Operation, large: Sequence[int], small: Sequence[int]) -> Windows:
+def _pooling(op: OperatorCall, large: Sequence[int], small: Sequence[int]) -> Windows:
     kernel_size, dims = op.argument("kernel_size"), _dims(op.name)
     kernel = _each(kernel_size, dims)
     stride = _each(op.argument("stride") or kernel_size, dims)
@@ -147,7 +147,7 @@ def _pooling(op: Operation, large: Sequence[int], small: Sequence[int]) -> Windo
     return Windows.of(small[-dims:], large[-dims:], kernel, stride, padding, dilation)
 
 
-def pooled(op: Operation) -> Found:
+def pooled(op: OperatorCall) -> OutputSets:
     """An average over each window."""
     tensor = op.argument("self")
     sets = op.sets(tensor)
@@ -159,7 +159,7 @@ def pooled(op: Operation) -> Found:
     return [_many(sets, tensor.shape[:-dims].numel(), windows.large, large, windows.small, small)]
 
 
-def pooled_backward(op: Operation) -> Found:
+def pooled_backward(op: OperatorCall) -> OutputSets:
     """Back to every place of the window: where the largest was follows from the point."""
     gradient, tensor = op.argument("grad_output"), op.argument("self")
     sets = op.sets(gradient)
@@ -182,7 +182,7 @@ def _each(value: Any, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
-def image(op: Operation) -> Found:
+def image(op: OperatorCall) -> OutputSets:
     """Each image by itself: all of it."""
     tensor = op.inputs[0]
     sets, (output,) = op.sets(tensor), op.outputs
