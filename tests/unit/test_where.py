@@ -48,7 +48,7 @@ def test_joined_points_keep_their_parts():
     both = Where.joined(Where(x), Where(m, "y"))
     assert both.names == ["x", "0.weight", "0.bias", "2.weight", "2.bias"]
     assert both.argument(["leaf", *both.tensors[1:]]) == ("leaf", m)
-    assert both.owned[0].start == 1
+    assert both.module_slices[0].start == 1
 
 
 def test_tied_parameters_count_once():
@@ -202,3 +202,21 @@ def test_modules_that_share_a_parameter_are_not_two_variables() -> None:
             call(lambda p: p[1](p[0](torch.ones(2))).sum(), (a, b))
     with pytest.raises(hodiff.InputError, match="given twice"):
         hodiff.cross_hessian(lambda p, q: p(q(torch.ones(2))).sum(), a, a)
+
+
+def test_a_call_inside_a_selection_takes_all_that_is_trained() -> None:
+    """Parameters that are not selected are constants of the call around; to one inside they are what they were."""
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    m[0].bias.requires_grad_(False)
+    x = torch.rand(3, 2, dtype=D)
+    trained = [p for p in m.parameters() if p.requires_grad]
+    by_hand = torch.autograd.grad(m(x).square().mean(), trained, create_graph=True)
+    penalty = torch.cat([part.flatten() for part in by_hand]).norm() ** 2
+    expected = torch.autograd.grad(penalty, m[2].weight)[0]
+    inner = lambda s: sum(part.square().sum() for part in hodiff.grad(loss, s.module).values())
+    loss = lambda m: m(x).square().mean()
+    got = hodiff.value_and_grad(inner, hodiff.select(m, "2.*"))
+    torch.testing.assert_close(got[0], penalty.detach())
+    torch.testing.assert_close(got[1]["2.weight"], expected)
+    assert [p.requires_grad for p in m.parameters()] == [True, False, True, True]

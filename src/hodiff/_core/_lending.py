@@ -35,7 +35,7 @@ from hodiff._core import (
 from hodiff._core._call import Call
 from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._settings import RandomState
-from hodiff._core._where import Where
+from hodiff._core._where import TRAINABLE, Where, is_trainable
 from hodiff.errors import InputError
 
 _substitutes.install()
@@ -238,6 +238,8 @@ class EvaluationContext:
         """A parameter that is not differentiated in: its value, unrecorded."""
         value = cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
         _mark_as_parameter(value, parameter)
+        if is_trainable(parameter):  # to calls inside `f` it still is
+            setattr(value, TRAINABLE, True)
         return value
 
     def borrow(self, module: nn.Module, *, root: bool = False) -> None:

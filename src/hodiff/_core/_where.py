@@ -245,7 +245,9 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
     Returns:
         A mapping from name to parameter, in the module's order; a tied parameter appears once, under
         its first name. Give it as *x* to any function; `f` receives the mapping, and its `.module`
-        is the module. Results are dicts of the same names; each has its parameter's shape.
+        is the module. Results are dicts of the same names; each has its parameter's shape. While
+        `f` runs, the parameters that are not selected are constants: their `requires_grad` is
+        False, except to calls of hodiff inside.
 
     Raises:
         InputError: A pattern that matches nothing (near matches are listed), or only frozen parameters.
@@ -385,9 +387,18 @@ class Assembly(NamedTuple):
         """The parameters that require grad, by name; a tied one once, under its first name."""
         trainable: dict[int, tuple[str, Tensor]] = {}
         for _, _, path, parameter in self.slots:
-            if parameter.requires_grad and id(parameter) not in trainable:
+            if is_trainable(parameter) and id(parameter) not in trainable:
                 trainable[id(parameter)] = path, parameter
         return [*trainable.values()]
+
+
+TRAINABLE = "_hodiff_trainable"
+"""An attribute of what stands, unrecorded, in the place of a parameter that requires grad."""
+
+
+def is_trainable(parameter: Tensor) -> bool:
+    """Whether a parameter requires grad, or stands in the place of one that does."""
+    return parameter.requires_grad or hasattr(parameter, TRAINABLE)
 
 
 def modules_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
