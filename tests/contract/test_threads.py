@@ -393,6 +393,7 @@ GROWS = "only grows, one entry at a time; who misses one looks again"
 CACHE = "functools keeps a result once it is whole, and the same again is as good"
 IMPORT = "filled while its module is imported"
 ONE_STEP = "changed in one step of the interpreter"
+SAME = "worked out once from what does not change: whoever comes second finds the same"
 
 DISCIPLINE = {
     "_core._locks.lock": "the lock",
@@ -420,6 +421,7 @@ DISCIPLINE = {
     "_core._versions.load_forward_mode": CACHE,
     "_core._versions.prove": CACHE,
     "_core._messages._state": OWN,
+    **dict.fromkeys([f"_core._vectors.{name}" for name in ("_sizes", "dtype", "shapes", "size")], SAME),
     "curvature._process_group._made": LOCKED,
     "curvature._process_group._threads": LOCKED,
     "curvature._staleness._look": OWN,
