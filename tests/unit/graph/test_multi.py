@@ -35,7 +35,11 @@ def compare(seed: int, options: dict) -> int:
         return 0
     if all(not part.any() for row in expected for part in row):
         return 0
-    got = hodiff.multi_grad(graphs.losses, where, strict=False, **options)
+    try:
+        got = hodiff.multi_grad(graphs.losses, where, strict=False, **options)
+    except hodiff.GraphError as error:  # a product with an entry of 1e-9 has no second derivative of PyTorch's
+        assert options.get("create_graph") and "near 0 (it divides by the entries)" in str(error)
+        return 0
     for row, right in zip(got, expected, strict=True):
         for part, other in zip(row, right, strict=True):
             torch.testing.assert_close(part, other, rtol=1e-12, atol=1e-12)

@@ -171,7 +171,7 @@ def test_the_surroundings_of_the_call_are_no_door() -> None:
 CELL = nn.GRUCell(3, 3).to(D)
 FALLBACKS: dict[str, Callable[[Tensor], Tensor]] = {
     "ndtri": lambda z: torch.special.ndtri(z / 2),
-    "cumprod": lambda z: z.cumprod(0),
+    "i0": torch.special.i0,
     "cummax": lambda z: z.cummax(0)[0] ** 2,
     "atan2": lambda z: torch.atan2(z, z.flip(0)),
     "inv": lambda z: torch.linalg.inv(z[:, None] * z + torch.eye(3, dtype=D)),
