@@ -22,7 +22,7 @@ from hodiff._core import _arguments, _settings, _tree
 from hodiff._core._arguments import Probes, as_tensors, check_dense, check_option, tree_of_listed_leaves
 from hodiff.errors import InputError
 
-Parts = list[Tensor]
+Leaves = list[Tensor]
 """A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
 TURNED_BYTES = 16 * 2**20
 _TILE = 4096
@@ -44,7 +44,7 @@ class Vectors(NamedTuple):
     """
 
     kind: Literal["flat", "columns", "structure"]
-    parts: Parts
+    parts: Leaves
     number: int | None
     tree: _tree.Tree
 
@@ -60,7 +60,7 @@ class Vectors(NamedTuple):
             return join(results, self.number, promoted(results)).T.contiguous()
         return _tree.rebuild(tree, iter(results))
 
-    def stacked(self) -> Parts:
+    def stacked(self) -> Leaves:
         """The parts of several, a single one being a stack of one; raise where there is none."""
         if self.number == 0:
             raise InputError("vectors: holds no vector, expected at least one.")
@@ -161,7 +161,7 @@ class Space:
         """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
         return as_tensors(value, self.dtype, self.device, name)
 
-    def structured(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Parts, int | None]:
+    def structured(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Leaves, int | None]:
         """The parts of vectors with some structure, and how many they are, told by one dimension more in front."""
         if tree is _tree.LEAF and isinstance(value, Tensor):
             return [value], _count(value, self.likes[0], name)
@@ -226,7 +226,7 @@ class Space:
 
     # --- parts and flat vectors
 
-    def split(self, flat: Tensor) -> Parts:
+    def split(self, flat: Tensor) -> Leaves:
         """The parts of flat vectors, `(D,)` or rows `(K, D)`: views, unless dtypes are mixed."""
         lead = flat.shape[:-1]
         return [
@@ -234,11 +234,11 @@ class Space:
             for piece, like in zip(self.pieces(flat), self.likes, strict=True)
         ]
 
-    def pieces(self, flat: Tensor) -> Parts:
+    def pieces(self, flat: Tensor) -> Leaves:
         """The entries of each leaf in flat vectors, `(D,)` or rows `(K, D)`, as they are: views."""
         return [flat] if len(self.likes) == 1 else list(flat.split(self._sizes, dim=-1))
 
-    def rows(self, columns: Tensor) -> Parts:
+    def rows(self, columns: Tensor) -> Leaves:
         """The parts of columns `(D, K)`."""
         pieces = columns.split(self._sizes, dim=0)
         return [
@@ -271,7 +271,7 @@ class Space:
         rows[:, start:stop].fill_diagonal_(1)
         return rows
 
-    def take(self, parts: Parts, count: int | None, source: Space) -> Parts:
+    def take(self, parts: Leaves, count: int | None, source: Space) -> Leaves:
         """The parts of vectors of another space of the same size as parts of this one."""
         return parts if source.shapes == self.shapes else self.split(source.join(parts, count))
 
@@ -290,7 +290,7 @@ class Space:
             chosen |= result
         return sorted(chosen)
 
-    def zeros(self, count: int | None = None) -> Parts:
+    def zeros(self, count: int | None = None) -> Leaves:
         """The parts of a zero vector, or of `count` of them."""
         lead = () if count is None else (count,)
         return [torch.zeros((*lead, *like.shape), dtype=like.dtype, device=like.device) for like in self.likes]
@@ -299,7 +299,7 @@ class Space:
         """A line of zeros, in the dtype of flat vectors."""
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
-    def empty(self, count: int) -> Parts:
+    def empty(self, count: int) -> Leaves:
         """Room for the parts of `count` vectors."""
         return [torch.empty((count, *like.shape), dtype=like.dtype, device=like.device) for like in self.likes]
 

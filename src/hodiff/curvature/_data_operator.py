@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _memory
 from hodiff._core._memory import readable
-from hodiff._core._vectors import Parts
+from hodiff._core._vectors import Leaves
 from hodiff.curvature import _records
 from hodiff.curvature._graph_cache import G, GraphCache
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator
@@ -231,12 +231,12 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     """A symmetric operator that is a weighted mean over batches."""
 
     @abstractmethod
-    def _apply(self, graph: G, parts: Parts, count: int | None, chunk: int) -> Parts:
+    def _apply(self, graph: G, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         """The product of one batch's sum."""
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk = 1 if count is None else self._inner_chunk()
-        total: Parts = []
+        total: Leaves = []
         graphs = self._graphs
         for made in graphs:
             graph = made()
@@ -257,8 +257,8 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
         ]
 
     def _over_all(
-        self, group_sum: ProcessGroupSum, total: Parts, parts: Parts, count: int | None, weight: float
-    ) -> Parts:
+        self, group_sum: ProcessGroupSum, total: Leaves, parts: Leaves, count: int | None, weight: float
+    ) -> Leaves:
         """The mean over the batches of all processes, from the sum over those of this one."""
         own = total or [torch.zeros_like(part) for part in parts]
         digest, factor = group_sum.digest(parts, count), 1 / weight
@@ -269,5 +269,5 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
         """The leaves that this is a block of."""
         return self._space.names if len(self._chosen) < len(self._graphs.where.tensors) else ()
 
-    def _of_chosen(self, values: Sequence[Tensor]) -> Parts:
+    def _of_chosen(self, values: Sequence[Tensor]) -> Leaves:
         return [values[index] for index in self._chosen]

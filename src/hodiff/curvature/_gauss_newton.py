@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Parts, check_generator, sum_dtype
+from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature import _data
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
@@ -46,21 +46,21 @@ class Linearised(BatchGraph):
         pulled: J' u as a function of u; its derivative by u in the direction v is J v.
     """
 
-    outputs: Parts
-    cotangents: Parts
-    pulled: Parts
+    outputs: Leaves
+    cotangents: Leaves
+    pulled: Leaves
 
     @property
-    def roots(self) -> Parts:
+    def roots(self) -> Leaves:
         """The gradient, as a function of the outputs' gradient."""
         return self.pulled
 
-    def jvp(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
+    def jvp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
         """The product J v, for the outputs."""
         pulled = [self.pulled[index] for index in chosen]
         return _reverse.products(self.evaluation, pulled, parts, count, chunk_size=chunk, inputs=self.cotangents)
 
-    def vjp(self, parts: Parts, count: int | None, chosen: list[int], chunk: int) -> Parts:
+    def vjp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
         """The product J' u, for the point."""
         leaves = [self.evaluation.leaves[index] for index in chosen]
         return _reverse.products(self.evaluation, self.outputs, parts, count, chunk_size=chunk, inputs=leaves)
@@ -72,7 +72,7 @@ def predicted(predict: Callable[..., Any], where: Where, batch: Any, allow: Allo
     return OutputGraph(call(predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow))
 
 
-def linearise(graph: OutputGraph, outputs: Parts, at: list[Tensor]) -> tuple[Parts, Parts]:
+def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Leaves, Leaves]:
     """J' u as a function of u, at a u: `(u, J' u)`."""
     cotangents = [part.detach().clone().requires_grad_() for part in at]
     return cotangents, _reverse.transposed_product(graph, outputs, cotangents)
@@ -117,7 +117,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         return CurvedOutputs(graph, *traits, outputs, cotangents, pulled, curvature)
 
     @abstractmethod
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OutputCurvature:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature:
         """The matrix B of batch `number`."""
 
 
@@ -128,10 +128,10 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
     def _passes(self) -> tuple[int, int]:
         return 2, 1
 
-    def _apply(self, graph: CurvedOutputs, parts: Parts, count: int | None, chunk: int) -> Parts:
+    def _apply(self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         if count is None or count <= chunk:
             return self._through(graph, parts, count, chunk)
-        products: Parts = []
+        products: Leaves = []
         for start in range(0, count, chunk):  # the tangents at the outputs are temporaries too
             number = min(chunk, count - start)
             own = self._through(graph, [part[start : start + number] for part in parts], number, chunk)
@@ -140,7 +140,7 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
                 whole[start : start + number] = part
         return products
 
-    def _through(self, graph: CurvedOutputs, parts: Parts, count: int | None, chunk: int) -> Parts:
+    def _through(self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         tangents = graph.jvp(parts, count, self._chosen, chunk)
         return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
 
@@ -169,7 +169,7 @@ def _is_loss(value: Any) -> bool:
 class GaussNewtonBuilder(PullbackBuilder):
     """With the Hessian of the loss by the outputs."""
 
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OutputCurvature:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature:
         """The Hessian of the loss by the outputs."""
         return at_outputs.curvature
 
@@ -288,10 +288,10 @@ class FisherBuilder(PullbackBuilder):
     group_sum: ProcessGroupSum | None
     device: torch.device
     source: list[torch.Generator | None] = field(default_factory=list)
-    scores: dict[int, Parts] = field(default_factory=dict)
+    scores: dict[int, Leaves] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
 
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OutputCurvature:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature:
         """The mean outer product of the scores."""
         if self.kind == "exact":
             return at_outputs.fisher or at_outputs.curvature
@@ -299,7 +299,7 @@ class FisherBuilder(PullbackBuilder):
         self.ranks[number] = fisher.rank
         return fisher
 
-    def _outer(self, at_outputs: LossAtOutputs, outputs: Parts, number: int) -> OuterProducts:
+    def _outer(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OuterProducts:
         if self.kind == "empirical":
             _check_samples(outputs, at_outputs.curvature.dims)
             return OuterProducts(
@@ -482,7 +482,7 @@ def _check_kind(kind: Any, loss: Any) -> None:
         )
 
 
-def _check_samples(outputs: Parts, classes: tuple[int, ...]) -> None:
+def _check_samples(outputs: Leaves, classes: tuple[int, ...]) -> None:
     """Raise unless every output has samples, and not its classes, in its leading dimension."""
     lengths = {output.shape[0] if output.ndim and -output.ndim not in classes else None for output in outputs}
     if None in lengths or len(lengths) != 1:

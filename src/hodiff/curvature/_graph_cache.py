@@ -16,7 +16,7 @@ from torch import Tensor
 from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings
 from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
-from hodiff._core._vectors import Parts
+from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, check_total
 from hodiff.curvature._process_group import ProcessGroupSum
@@ -43,13 +43,13 @@ class BatchGraph(ABC):
     evaluation: OutputGraph
     value: Tensor
     weight: float | None
-    gradient: Parts
+    gradient: Leaves
     random: bool
     calls_back: bool
 
     @property
     @abstractmethod
-    def roots(self) -> Parts:
+    def roots(self) -> Leaves:
         """The tensors whose graph a product runs through."""
 
     def ready(self) -> AbstractContextManager[Any]:
@@ -128,7 +128,7 @@ class FirstPass:
     """
 
     value: Tensor
-    gradient: Parts
+    gradient: Leaves
     own: RankFacts
     everywhere: RankFacts
     point: Values
@@ -211,7 +211,7 @@ class GraphCache(Generic[G, B]):
         precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self._batches.given and keeping else 0
-        sums: Parts = []
+        sums: Leaves = []
         weight, undivided = 0.0, False
         largest = self._probed or 0
         dtype = 0
@@ -288,7 +288,7 @@ class GraphCache(Generic[G, B]):
         first = self.check()
         return (first.value / self.weight).to(_VALUES[int(first.everywhere.dtype) - 1])
 
-    def mean_gradient(self, chosen: Sequence[int]) -> Parts:
+    def mean_gradient(self, chosen: Sequence[int]) -> Leaves:
         """The gradient of that by some of the leaves."""
         first, tensors = self.check(), self.where.tensors
         return [(first.gradient[index] / self.weight).to(tensors[index].dtype) for index in chosen]

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Parts
+from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_signature, check_total
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
@@ -26,10 +26,10 @@ from hodiff.errors import InputError
 class GradientGraph(BatchGraph):
     """The gradient of one batch's sum, with its graph."""
 
-    graph: Parts
+    graph: Leaves
 
     @property
-    def roots(self) -> Parts:
+    def roots(self) -> Leaves:
         """The tensors of the gradient, where the graph begins."""
         return self.graph
 
@@ -65,7 +65,7 @@ class HessianBuilder(Builder[GradientGraph]):
         )
 
     def forms(
-        self, where: Where, batch: Any, number: int, vectors: Parts, count: int, chosen: list[int], chunk: int | None
+        self, where: Where, batch: Any, number: int, vectors: Leaves, count: int, chosen: list[int], chunk: int | None
     ) -> tuple[Tensor, float]:
         """The v'Hv of one batch's sum for `count` vectors, which can be differentiated, and the batch's weight."""
         with self._evaluation(where, batch, number, create_graph=True) as graph:
@@ -197,7 +197,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
     def _route(self) -> str:
         return "double backward"
 
-    def _forms(self, parts: Parts, count: int) -> Tensor:
+    def _forms(self, parts: Leaves, count: int) -> Tensor:
         if self._group_sum is not None:
             raise InputError(
                 "create_graph: goes without process_group=, since the graph would be that of this rank's data alone. "
@@ -215,7 +215,7 @@ class HessianOperator(SummedOperator[GradientGraph]):
         check_total(sum(weights))
         return torch.stack(sums).sum(0) / sum(weights)
 
-    def _apply(self, graph: GradientGraph, parts: Parts, count: int | None, chunk: int) -> Parts:
+    def _apply(self, graph: GradientGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         gradient, leaves = self._of_chosen(graph.graph), self._of_chosen(graph.evaluation.leaves)
         return _reverse.products(graph.evaluation, gradient, parts, count, chunk_size=chunk, inputs=leaves)
 

@@ -10,7 +10,7 @@ import torch
 
 from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
-from hodiff._core._vectors import Parts, Space, sum_dtype
+from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._data import Batches, check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
@@ -106,7 +106,7 @@ class JacobianOperator(DataOperator[Linearised]):
         """A Jacobian has none."""
         raise AttributeError("a JacobianOperator has no gradient; J.T @ u is the gradient of the inner product u'f.")
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         products = []
         for made in self._graphs:
@@ -118,7 +118,7 @@ class JacobianOperator(DataOperator[Linearised]):
             return products[0]
         return [torch.cat(column, dim=lead) for column in zip(*products, strict=True)]
 
-    def _pull(self, parts: Parts, count: int | None) -> Parts:
+    def _pull(self, parts: Leaves, count: int | None) -> Leaves:
         """J' u: each batch takes its rows of u."""
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         graphs = self._graphs
@@ -178,7 +178,7 @@ class TransposedJacobianOperator(LinearOperator):
     def _range(self) -> Space:
         return self._jacobian._domain
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         return self._jacobian._pull(parts, count)
 
     def _transposed(self) -> LinearOperator:
@@ -195,12 +195,12 @@ class Outputs:
     """The outputs of each batch, detached: their values, and where their rows lie in the whole."""
 
     def __init__(self) -> None:
-        self._values: dict[int, Parts] = {}
+        self._values: dict[int, Leaves] = {}
         self._tree: _tree.Tree = _tree.LEAF
         self._space: Space | None = None
         self.lengths: dict[int, int] = {}
 
-    def ordered(self, outputs: Parts, value: Any) -> Parts:
+    def ordered(self, outputs: Leaves, value: Any) -> Leaves:
         """The outputs of a batch, in the order of the first batch's: dicts are matched by key."""
         _, _, tree = _tree.flatten(value)
         if not self._values:
@@ -210,7 +210,7 @@ class Outputs:
             raise InputError(f"predict: its outputs are put together, but {different}, as for the first batch.")
         return _tree.reordered(outputs, tree, self._tree)
 
-    def note(self, number: int, outputs: Parts) -> None:
+    def note(self, number: int, outputs: Leaves) -> None:
         """The outputs of a batch, in order; a second time changes nothing."""
         if number in self._values:
             return
@@ -220,7 +220,7 @@ class Outputs:
         self._values[number] = outputs
         self.lengths[number] = outputs[0].shape[0] if outputs[0].ndim else 1
 
-    def whole(self) -> Parts:
+    def whole(self) -> Leaves:
         """The outputs of all batches."""
         if len(self._values) == 1:
             return self._values[0]
@@ -234,7 +234,7 @@ class Outputs:
         return self._space
 
 
-def _check_alike(first: Parts, outputs: Parts) -> None:
+def _check_alike(first: Leaves, outputs: Leaves) -> None:
     shapes = [tuple(part.shape) for part in outputs]
     alike = len(first) == len(outputs) and all(
         a.ndim and b.ndim and a.shape[1:] == b.shape[1:] for a, b in zip(first, outputs, strict=True)

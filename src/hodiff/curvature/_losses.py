@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Parts, draw, sum_dtype
+from hodiff._core._vectors import Leaves, draw, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
 from hodiff.errors import GraphError, InputError
 
@@ -37,7 +37,7 @@ class OutputCurvature(ABC):
     dims: tuple[int, ...] = ()
 
     @abstractmethod
-    def times(self, tangents: Parts, count: int | None) -> Parts:
+    def times(self, tangents: Leaves, count: int | None) -> Leaves:
         """The product with one vector like the outputs, or with `count` stacked ones."""
 
 
@@ -48,7 +48,7 @@ class DiagonalHessian(OutputCurvature):
     def __init__(self, diagonal: Tensor | float) -> None:
         self._diagonal = diagonal
 
-    def times(self, tangents: Parts, count: int | None) -> Parts:
+    def times(self, tangents: Leaves, count: int | None) -> Leaves:
         """The product of the diagonal with tangents of the outputs."""
         return [v * self._diagonal for v in tangents]
 
@@ -69,9 +69,9 @@ class LossAtOutputs:
 
     value: Tensor
     weight: float | None
-    gradient: Parts
+    gradient: Leaves
     curvature: OutputCurvature
-    drawn: Callable[[int, torch.Generator | None], Parts] | None = None
+    drawn: Callable[[int, torch.Generator | None], Leaves] | None = None
     fisher: OutputCurvature | None = None
 
 
@@ -95,7 +95,7 @@ class SoftmaxHessian(OutputCurvature):
         self._scale = scale
         self.dims = (classes - p.ndim,)
 
-    def times(self, tangents: Parts, count: int | None) -> Parts:
+    def times(self, tangents: Leaves, count: int | None) -> Leaves:
         """The product of diag(p) - p p' with tangents of the outputs."""
         (v,) = tangents
         weighted = self._p * v
@@ -111,7 +111,7 @@ class PairHessian(OutputCurvature):
         self._mixed = mixed
         self._second = second
 
-    def times(self, tangents: Parts, count: int | None) -> Parts:
+    def times(self, tangents: Leaves, count: int | None) -> Leaves:
         """The product of the blocks of pairs with tangents of the outputs."""
         a, b = tangents
         return [self._first * a + self._mixed * b, self._mixed * a + self._second * b]
@@ -121,10 +121,10 @@ class PairHessian(OutputCurvature):
 class DifferentiatedHessian(OutputCurvature):
     """Of any loss: a second pass through the graph of its gradient by the outputs."""
 
-    def __init__(self, graph: OutputGraph, gradient: Parts) -> None:
+    def __init__(self, graph: OutputGraph, gradient: Leaves) -> None:
         self._graph, self._gradient = graph, gradient
 
-    def times(self, tangents: Parts, count: int | None) -> Parts:
+    def times(self, tangents: Leaves, count: int | None) -> Leaves:
         """The Hessian's product with tangents, by a derivative of the gradient."""
         return _reverse.products(self._graph, self._gradient, tangents, count, chunk_size=count)
 
@@ -137,10 +137,10 @@ class OuterProducts(OutputCurvature):
     end, belong to one sample. The others tell the samples apart.
     """
 
-    def __init__(self, scores: Parts, dims: Callable[[Tensor], tuple[int, ...]]) -> None:
+    def __init__(self, scores: Leaves, dims: Callable[[Tensor], tuple[int, ...]]) -> None:
         self._scores, self._dims = scores, dims
 
-    def times(self, tangents: Parts, count: int | None) -> Parts:
+    def times(self, tangents: Leaves, count: int | None) -> Leaves:
         """The product of the sum of outer products with tangents of the outputs."""
         draws, lead = self._scores[0].shape[0], 0 if count is None else 1
         total = [torch.zeros_like(v, dtype=sum_dtype(v.dtype)) for v in tangents]
@@ -162,7 +162,7 @@ class OuterProducts(OutputCurvature):
         """The number of draws for each sample."""
         return len(self._scores[0])
 
-    def vectors(self, start: int, stop: int) -> Parts:
+    def vectors(self, start: int, stop: int) -> Leaves:
         """Some of these vectors, stacked: the scores of one sample of one draw, and zeros elsewhere."""
         groups = [self._groups(score[0]) for score in self._scores]
         which = torch.arange(start, stop, device=groups[0].device)
@@ -278,13 +278,13 @@ def _refuse_shortcut(graph: OutputGraph, value: Tensor) -> None:
 # --- likelihoods: losses of `torch.nn`, written out -------------------------------------------------------------------
 
 
-def _single(loss: nn.Module, outputs: Parts) -> Tensor:
+def _single(loss: nn.Module, outputs: Leaves) -> Tensor:
     if len(outputs) != 1:
         raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
     return outputs[0]
 
 
-def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
+def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""Cross-entropy with class weights, ignored positions and label smoothing.
 
     At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so its
@@ -296,7 +296,7 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Parts, target: Tensor) -> 
     log_p = F.log_softmax(z, classes)
     p, scale = log_p.exp(), t.sum(classes, keepdim=True)
 
-    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+    def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         """The scores p - e_y of labels y, zero at ignored positions."""
         rows = p.movedim(classes, -1)
         flat = rows.reshape(-1, rows.shape[-1])
@@ -329,19 +329,19 @@ def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int)
     return t, float((class_weight[safe] * used).sum())
 
 
-def squared_error(loss: nn.MSELoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
+def squared_error(loss: nn.MSELoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\((z - y)^2\), of a Gaussian of variance 1/2."""
     z = _single(loss, outputs)
     check_shapes(z, target)
     r = z - target
 
-    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+    def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         return [draw((samples, *z.shape), z, "gaussian", generator) * 2**0.5]
 
     return LossAtOutputs(r.square().sum(), float(z.numel()), [2 * r], DiagonalHessian(2.0), drawn)
 
 
-def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
+def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\(-y \log p - (1 - y) \log (1 - p)\) of \(p = \sigma(z)\), with weights of entries and of positive ones."""
     z = _single(loss, outputs)
     check_shapes(z, target)
@@ -352,7 +352,7 @@ def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Parts, target: Ten
     value = F.binary_cross_entropy_with_logits(z, target, loss.weight, reduction="sum", pos_weight=loss.pos_weight)
     mass = weight * (positive * target + 1 - target)
 
-    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+    def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         device = z.device if generator is None else generator.device
         dtype = sum_dtype(z.dtype)
         uniform = torch.rand((samples, *z.shape), generator=generator, device=device, dtype=dtype).to(z.device)
@@ -362,7 +362,7 @@ def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Parts, target: Ten
     return LossAtOutputs(value, float(z.numel()), [gradient], DiagonalHessian(mass * p * (1 - p)), drawn)
 
 
-def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
+def gaussian(loss: nn.GaussianNLLLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as `eps`.
 
     Its Hessian depends on the labels, so the Fisher information, the expectation of that, is another matrix.
@@ -378,7 +378,7 @@ def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> LossAt
     value = F.gaussian_nll_loss(m, target, v, loss.full, loss.eps, reduction="sum")
     v = v.clamp(min=loss.eps)
 
-    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+    def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         normal = draw((samples, *m.shape), m, "gaussian", generator)
         return [-normal / v.sqrt(), 0.5 * (1 - normal**2) / v]
 
@@ -387,7 +387,7 @@ def gaussian(loss: nn.GaussianNLLLoss, outputs: Parts, target: Tensor) -> LossAt
     return LossAtOutputs(value, float(m.numel()), gradient, hessian, drawn, PairHessian(1 / v, 0.0, 0.5 / v**2))
 
 
-def poisson(loss: nn.PoissonNLLLoss, outputs: Parts, target: Tensor) -> LossAtOutputs:
+def poisson(loss: nn.PoissonNLLLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`, whose Hessian depends on the labels."""
     z = _single(loss, outputs)
     check_shapes(z, target)
@@ -395,7 +395,7 @@ def poisson(loss: nn.PoissonNLLLoss, outputs: Parts, target: Tensor) -> LossAtOu
     value = F.poisson_nll_loss(z, y, loss.log_input, loss.full, eps=loss.eps, reduction="sum")
     rate = z.exp() if loss.log_input else z
 
-    def drawn(samples: int, generator: torch.Generator | None) -> Parts:
+    def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         device = z.device if generator is None else generator.device
         wide = rate.to(device, sum_dtype(z.dtype)).expand(samples, *z.shape).contiguous()
         counts = torch.poisson(wide, generator=generator).to(z)
@@ -408,7 +408,7 @@ def poisson(loss: nn.PoissonNLLLoss, outputs: Parts, target: Tensor) -> LossAtOu
     return LossAtOutputs(value, float(z.numel()), [1 - y / safe], hessian, drawn, fisher)
 
 
-LIKELIHOODS: dict[type[Any], Callable[[Any, Parts, Tensor], LossAtOutputs]] = {
+LIKELIHOODS: dict[type[Any], Callable[[Any, Leaves, Tensor], LossAtOutputs]] = {
     nn.CrossEntropyLoss: cross_entropy,
     nn.MSELoss: squared_error,
     nn.BCEWithLogitsLoss: binary_cross_entropy,

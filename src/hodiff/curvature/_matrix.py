@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _call, _reverse
 from hodiff._core._arguments import check_real_tensor, is_set
-from hodiff._core._vectors import Parts, Space
+from hodiff._core._vectors import Leaves, Space
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._products import as_given
 from hodiff.errors import InputError
@@ -82,7 +82,7 @@ class MatrixOperator(LinearOperator):
         """Whether the matrix is its own transpose."""
         return self._symmetric
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         (rows,) = parts
         if self._matrix.ndim == 1:
             return [rows * self._matrix]

@@ -17,7 +17,7 @@ from torch import Tensor
 from hodiff._core import _locks, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._memory import free_bytes, readable
-from hodiff._core._vectors import Parts, Space, sum_dtype
+from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._products import apply, columns_of, say_detached
 from hodiff.errors import InputError
@@ -113,7 +113,7 @@ class LinearOperator(ABC):
     _space: Space
 
     @abstractmethod
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         """A v, for the parts of one vector or of `count` stacked ones."""
 
     @abstractmethod
@@ -167,7 +167,7 @@ class LinearOperator(ABC):
                 return part._group_sum
         return None
 
-    def _forms(self, parts: Parts, count: int) -> Tensor:
+    def _forms(self, parts: Leaves, count: int) -> Tensor:
         """The v'Av of each of `count` stacked vectors, `(count,)`, differentiable in what the operator is made of."""
         raise InputError(
             f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those of a "
@@ -278,7 +278,7 @@ class LinearOperator(ABC):
         with raise_on_all_ranks(self):
             return self._range.join(self._product(self._domain.split(flat), None), None)
 
-    def _product(self, parts: Parts, count: int | None) -> Parts:
+    def _product(self, parts: Leaves, count: int | None) -> Leaves:
         self._count(1 if count is None else count)
         return self._multiply(parts, count)
 
@@ -508,14 +508,14 @@ class SumOperator(LinearOperator):
     def _range(self) -> Space:
         return _structured(self._left._range, self._right._range)
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         left, right = (
             self._range.take(A._product(A._domain.take(parts, count, self._domain), count), count, A._range)
             for A in (self._left, self._right)
         )
         return [a + b for a, b in zip(left, right, strict=True)]
 
-    def _forms(self, parts: Parts, count: int) -> Tensor:
+    def _forms(self, parts: Leaves, count: int) -> Tensor:
         left, right = (A._forms(A._domain.take(parts, count, self._domain), count) for A in (self._left, self._right))
         return left + right
 
@@ -549,7 +549,7 @@ class AffineOperator(LinearOperator):
     def _range(self) -> Space:
         return self._inner._range
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         products = self._inner._product(parts, count)
         if self._factor != 1:
             products = [part * self._factor for part in products]
@@ -558,7 +558,7 @@ class AffineOperator(LinearOperator):
         own = self._range.take(parts, count, self._domain)
         return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
 
-    def _forms(self, parts: Parts, count: int) -> Tensor:
+    def _forms(self, parts: Leaves, count: int) -> Tensor:
         squares = self._domain.join(parts, count).square().sum(1)
         return self._factor * self._inner._forms(parts, count) + self._shift * squares
 
@@ -595,7 +595,7 @@ class ProductOperator(LinearOperator):
         left, right = self._left, self._right
         return (left is right and left.symmetric) or left._transpose_of is right or right._transpose_of is left
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         left, right = self._left, self._right
         middle = right._product(right._domain.take(parts, count, self._space), count)
         products = left._product(left._domain.take(middle, count, right._range), count)
@@ -617,7 +617,7 @@ class BlockOperator(LinearOperator):
         self._inner, self._chosen = inner, chosen
         self._space = inner._domain.only(chosen)
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         padded = self._inner._domain.zeros(count)
         for index, part in zip(self._chosen, parts, strict=True):
             padded[index] = part

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _locks
 from hodiff._core._faults import interrupts
-from hodiff._core._vectors import Parts, sum_dtype
+from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
 from hodiff.errors import GraphError, InputError
 
@@ -83,13 +83,13 @@ class ProcessGroupSum:
     def sum(
         self,
         step: Step,
-        parts: Parts,
+        parts: Leaves,
         *,
         who: Sequence[str] = (),
         count: int | None = None,
         digest: int = 0,
         facts: Sequence[float] = (),
-    ) -> tuple[Parts, list[RankStatus]]:
+    ) -> tuple[Leaves, list[RankStatus]]:
         """The sums over all ranks, in the precision of sums, to be copied at once; and what each rank said."""
         self._greet()
         line = RankStatus(False, STEPS.index(step), self._who(who), count or 0, digest, _eight(facts))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _settings
-from hodiff._core._vectors import Parts, Space, sum_dtype
+from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._staleness import one_look
 from hodiff.errors import GraphError, HodiffWarning
 
-Product = Callable[[Parts, "int | None"], Parts]
+Product = Callable[[Leaves, "int | None"], Leaves]
 """A v, for the parts of one vector (the number is None), or of so many stacked ones."""
 Chunk = Callable[[int], int]
 """How many of so many vectors one product should take."""
@@ -25,7 +25,7 @@ def as_given(tensor: Tensor) -> _settings.Context:
     return _settings.autocast(tensor.device.type)
 
 
-def accumulate(total: Parts, terms: Sequence[Tensor]) -> Parts:
+def accumulate(total: Leaves, terms: Sequence[Tensor]) -> Leaves:
     """A running sum, which is the caller's own, in the precision of sums from the second term on."""
     return [sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
 
@@ -75,7 +75,7 @@ def _chunks(count: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _some(parts: Parts, start: int, stop: int, product: Product) -> Parts:
+def _some(parts: Leaves, start: int, stop: int, product: Product) -> Leaves:
     """Products of some of the vectors. One that stands alone is not stacked."""
     if stop - start == 1:
         return [part.unsqueeze(0) for part in product([part[start] for part in parts], None)]

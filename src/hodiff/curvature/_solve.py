@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _reverse, _vectors
 from hodiff._core._arguments import check_option
-from hodiff._core._vectors import Parts, Space, Vectors, sum_dtype
+from hodiff._core._vectors import Leaves, Space, Vectors, sum_dtype
 from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, gmres, minres
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator
 from hodiff.curvature._probes import (
@@ -488,7 +488,7 @@ class NystromOperator(SymmetricOperator):
         self._rest = 1 / (float(values[-1]) + shift)
         self._beyond = (1 / (values + shift) - self._rest).to(dtype)
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         rows = self._space.join(parts, count).to(self._vectors.dtype)
         with as_given(rows):
             products = self._rest * rows + ((rows @ self._vectors) * self._beyond) @ self._vectors.T

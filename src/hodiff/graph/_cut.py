@@ -383,7 +383,7 @@ def _marked(nodes: list[Node]) -> list[str]:
 
 
 def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
-    """The line of the operation: its forward node is in the graph still, beside its derivative's."""
+    """The line of the operation: its forward node is in the graph still."""
     if case.record is None:
         return None
     key = operation.replace("_", "").lower().removesuffix("backward")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse, _settings
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Parts
+from hodiff._core._vectors import Leaves
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import default_rtol
 from hodiff.curvature._records import SolveRecord
@@ -50,13 +50,13 @@ class CallSite(NamedTuple):
 class Transposed(LinearOperator):
     """Jᵀ at a solution, by reverse passes through the graph of the residual; J itself by the derivative of those."""
 
-    def __init__(self, graph: OutputGraph, residual: Parts, *, symmetric: bool) -> None:
+    def __init__(self, graph: OutputGraph, residual: Leaves, *, symmetric: bool) -> None:
         super().__init__()
         self._graph = graph
         self._residual = residual
         self._symmetric = symmetric
         self._space = graph.call.where.space().side()
-        self._linear: tuple[Parts, Parts] | None = None
+        self._linear: tuple[Leaves, Leaves] | None = None
         self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
 
     @property
@@ -68,7 +68,7 @@ class Transposed(LinearOperator):
         """The state in which passes may run."""
         return self._graph.resumed() if self._calls_back else _settings.recording()
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         with self.ready():
             return _reverse.products(self._graph, self._residual, parts, count, chunk_size=None)
 
@@ -79,7 +79,7 @@ class Transposed(LinearOperator):
             parts = _reverse.writable(self._graph, self._space.split(flat))
             return self._space.join(_reverse.vjp(self._graph, self._residual, parts), None)
 
-    def jvp(self, parts: Parts, count: int | None) -> Parts:
+    def jvp(self, parts: Leaves, count: int | None) -> Leaves:
         """The product J v, of the matrix that is not transposed."""
         with self.ready():
             if self._linear is None:
@@ -104,7 +104,7 @@ class Jacobian(LinearOperator):
         self._turned = turned
         self._space = turned._space
 
-    def _multiply(self, parts: Parts, count: int | None) -> Parts:
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         return self._turned.jvp(parts, count)
 
     def _transposed(self) -> LinearOperator:
@@ -142,7 +142,7 @@ class ImplicitSystem:
         default = default_rtol(operator.dtype) * (1 if order == 1 else 1e-2)
         self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if rtol is None else rtol
 
-    def solved(self, v: Sequence[Tensor], *, transposed: bool, least: float = 0.0) -> Parts:
+    def solved(self, v: Sequence[Tensor], *, transposed: bool, least: float = 0.0) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v; to a tolerance relative to |v|, or to `least` where that is larger."""
         space = self.operator._domain
         flat = space.join([part.detach() for part in v], None)
@@ -210,12 +210,12 @@ class Chain:
         scale: Of what links are given.
     """
 
-    def __init__(self, system: ImplicitSystem, values: Parts) -> None:
+    def __init__(self, system: ImplicitSystem, values: Leaves) -> None:
         self.system = system
         self.values = values
         self.scale = Scale()
 
-    def link(self, number: int, before: Sequence[Tensor], residual: Sequence[Tensor]) -> Parts:
+    def link(self, number: int, before: Sequence[Tensor], residual: Sequence[Tensor]) -> Leaves:
         """The next x, from the last one and the residual there."""
         return list(_Link.apply(self, number, *before, *residual))
 
@@ -290,7 +290,7 @@ class _Solve(torch.autograd.Function):
         return None, None, None, *_Solve.apply(ctx.system, not ctx.transposed, ctx.scale, *w)
 
 
-def _limited(system: ImplicitSystem, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]) -> Parts:
+def _limited(system: ImplicitSystem, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]) -> Leaves:
     """What a differentiable pass gives the innermost residual, itself differentiable so many times more.
 
     With nothing left, everything that the solution depends on is reached through a node that raises.
