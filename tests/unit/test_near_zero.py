@@ -256,22 +256,6 @@ def test_norms_of_zeros_and_of_great_numbers_are_those_of_the_kernel() -> None:
     assert torch.autograd.grad(written(x, 4), x)[0].equal(torch.zeros(2))
 
 
-@pytest.mark.parametrize(("x", "refused"), [(1e-8, True), (0.0, False), (0.5, False)])
-def test_determinants_of_matrices_that_are_nearly_singular(x: float, refused: bool) -> None:
-    f = lambda x: torch.linalg.det(stack(stack(x, x * x), stack(x, torch.full_like(x, 2))))
-    point = torch.tensor(x, dtype=D)
-    if not refused:
-        assert float(hodiff.nth_derivative(f, point, 3)) == pytest.approx(-6)
-        return
-    for run in (
-        lambda: hodiff.nth_derivative(f, point, 3),
-        lambda: hodiff.grad(lambda z: hodiff.hessian(f, z), point),
-        lambda: hodiff.jet(f, point, 3 * [point]),
-    ):
-        with pytest.raises(hodiff.GraphError, match=r"det has few right digits .*nearly singular"):
-            run()
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_jets_of_tails_of_the_normal_distribution(n: int) -> None:
     points = [-5.0, -1.0, 0.0, 0.7, 1.9, 2.1, 5.0, 30.0, 100.0]
@@ -307,7 +291,7 @@ def test_a_graph_that_was_freed_says_so(f: Callable[[Tensor], Tensor]) -> None:
 def test_a_checkpoint_of_what_is_written_out_says_so() -> None:
     f = lambda p: checkpoint(lambda a, b: a**b, p[0], p[1], use_reentrant=False)
     with pytest.raises(
-        hodiff.GraphError, match=r"activation checkpoint .* writes norm layers out .* powers and products"
+        hodiff.GraphError, match=r"activation checkpoint .* writes norm layers out .* powers, products and determinants"
     ):
         hodiff.hessian(f, torch.tensor([2.0, 0.0], dtype=D))
     found = hodiff.hessian(f, torch.tensor([2.0, 0.5], dtype=D))

@@ -1,4 +1,7 @@
-"""The first derivative of a determinant that is 0: PyTorch's, without a graph, is 0 whatever it should be."""
+"""Derivatives of a determinant that is 0, or nearly: PyTorch divides by pivots or differences of singular values.
+
+Its first, without a graph, is 0 whatever it should be.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff._core import _near_zero
 from tests.support.differences import first_difference, gradient_by_differences, relative_error
 
 D = torch.float64
@@ -88,3 +93,123 @@ def test_through_steps_of_an_optimizer() -> None:
 def test_others_are_as_they_were() -> None:
     f: Callable[[Tensor], Tensor] = lambda z: torch.det(z + torch.eye(2, dtype=D))
     torch.testing.assert_close(hodiff.grad(f, A), torch.tensor([[5.0, -2.0], [-2.0, 2.0]], dtype=D))
+
+
+V = torch.tensor([[0.5, -0.3], [0.8, 0.2]], dtype=D)
+W = torch.linspace(-1, 1.3, 9, dtype=D).reshape(3, 3).cos()
+REFUSED = r"det has few right digits, or none, at a matrix that is singular or nearly singular"
+
+
+def cofactors(a: Tensor) -> Tensor:
+    """Of two rows: linear, and so the second derivative as well."""
+    return torch.stack([torch.stack([a[1, 1], -a[1, 0]]), torch.stack([-a[0, 1], a[0, 0]])])
+
+
+def polynomial(a: Tensor) -> Tensor:
+    """The determinant of three rows, term by term."""
+    even = [(0, 1, 2), (1, 2, 0), (2, 0, 1)]
+    odd = [(2, 1, 0), (1, 0, 2), (0, 2, 1)]
+    term = lambda i, j, k: a[..., 0, i] * a[..., 1, j] * a[..., 2, k]
+    return sum(term(*p) for p in even) - sum(term(*p) for p in odd)  # type: ignore[return-value]
+
+
+def checkpointed(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda z: checkpoint(f, z, use_reentrant=False)  # type: ignore[return-value]
+
+
+def offloaded(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def run(z: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return f(z)
+
+    return run
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, offloaded])
+def test_where_a_hook_hides_the_value(wrap: Callable[..., Any]) -> None:
+    """A determinant that cannot be read may be 0, so the pass is recorded."""
+    ones = torch.ones(2, 2, dtype=D)
+    f: Callable[[Tensor], Tensor] = lambda z: torch.linalg.det(z) * z.sum()
+    expected = cofactors(ones) * V.sum() + (cofactors(ones) * V).sum() + cofactors(V) * ones.sum()
+    torch.testing.assert_close(hodiff.hvp(wrap(f), ones, V), expected)
+    found = hodiff.grad(wrap(torch.linalg.det), torch.diag(torch.tensor([1.0, 1, 0], dtype=D)))
+    torch.testing.assert_close(found, torch.diag(torch.tensor([0.0, 0, 1], dtype=D)))
+
+
+@pytest.mark.parametrize("function", [torch.linalg.det, torch.det, Tensor.det])
+@pytest.mark.parametrize("distance", [0.0, 1e-12, 1e-9, 1e-5, 1.0])
+def test_third_derivatives_near_a_singular_matrix(function: Callable[[Tensor], Tensor], distance: float) -> None:
+    """The third derivative of det(B + t E) is 6 det E; that of two rows is 0."""
+    two, three = A + distance * torch.eye(2, dtype=D), torch.ones(3, 3, dtype=D) + distance * torch.eye(3, dtype=D)
+    for matrix, v, last in ((two, V, 0.0), (three, W, 6 * float(polynomial(W)))):
+        zero = torch.zeros_like(v)
+        along = lambda t, matrix=matrix, v=v: function(matrix + t * v)
+        again = lambda z, v=v: (hodiff.hvp(function, z, v) * v).sum()
+        found = [
+            hodiff.jet(function, matrix, [v, zero, zero])[1][2],
+            hodiff.nth_derivative(along, torch.zeros((), dtype=D), 3),
+            (hodiff.grad(again, matrix) * v).sum(),
+        ]
+        torch.testing.assert_close(torch.stack(found), torch.full((3,), last, dtype=D), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1e-5, 1e-5, 1e-5], [2.0, 1.0, 1e-13]])
+@pytest.mark.parametrize("turned", [False, True])
+def test_second_derivatives_where_singular_values_are_equal_or_a_pivot_is_small(
+    values: list[float], turned: bool
+) -> None:
+    turn = torch.linalg.qr(W + torch.eye(3, dtype=D))[0] if turned else torch.eye(3, dtype=D)
+    matrix = turn @ torch.diag(torch.tensor(values, dtype=D)) @ turn.mT
+    v = W + 2 * torch.eye(3, dtype=D)
+    torch.testing.assert_close(
+        hodiff.hvp(torch.linalg.det, matrix, v), hodiff.hvp(polynomial, matrix, v), rtol=1e-10, atol=1e-15
+    )
+    x = matrix.clone().requires_grad_()
+    with pytest.raises(hodiff.GraphError, match=f"order 2 .*{REFUSED}"):
+        hodiff.hvp(torch.linalg.det(x), x, v)
+
+
+def test_second_derivatives_of_a_complex_matrix() -> None:
+    """The rule of complex singular values is wrong; here the real part is twice the determinant of x."""
+    f: Callable[[Tensor], Tensor] = lambda z: torch.linalg.det(torch.complex(z, z.flip(0))).real
+    ones = torch.ones(2, 2, dtype=D)
+    torch.testing.assert_close(hodiff.hvp(f, ones, V), 2 * cofactors(V))
+    torch.testing.assert_close(hodiff.hvp(f, ones + V, V), 2 * cofactors(V))
+    x = ones.clone().requires_grad_()
+    with pytest.raises(hodiff.GraphError, match=f"order 2 .*{REFUSED}"):
+        hodiff.hvp(f(x), x, V)
+
+
+@pytest.mark.parametrize("distance", [0.0, 1e-12])
+def test_larger_ones_and_tensors_are_refused_from_the_third_on(distance: float) -> None:
+    four = torch.eye(4, dtype=D).index_fill(0, torch.tensor([3]), 0.0) + distance * torch.eye(4, dtype=D)
+    t = torch.zeros((), dtype=D)
+    along: Callable[[Tensor], Tensor] = lambda t: torch.linalg.det(four + t)
+    x = (A + distance * torch.eye(2, dtype=D)).requires_grad_()
+    for run in (
+        lambda: hodiff.nth_derivative(along, t, 3),
+        lambda: hodiff.grad(lambda z: hodiff.hessian(along, z), t),
+        lambda: hodiff.jet(along, t, 3 * [t]),
+        lambda: hodiff.hvp(torch.linalg.det(x), x, V, create_graph=True),
+    ):
+        with pytest.raises(hodiff.GraphError, match=f"order 3 .*{REFUSED}.*expand a larger one"):
+            run()
+    regular = torch.eye(4, dtype=D) + 1
+    assert float(hodiff.nth_derivative(lambda t: torch.linalg.det(regular * t), t + 1, 3)) == pytest.approx(5 * 24)
+
+
+def test_a_checkpoint_of_one_that_is_written_out_says_so() -> None:
+    f = checkpointed(torch.linalg.det)
+    with pytest.raises(hodiff.GraphError, match=r"activation checkpoint .* products and determinants"):
+        hodiff.hvp(f, torch.zeros(3, 3, dtype=D), W)
+    torch.testing.assert_close(hodiff.hvp(f, W, W), 2 * hodiff.grad(polynomial, W))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D, torch.complex128])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4])
+def test_values_are_those_of_the_kernel(n: int, dtype: torch.dtype) -> None:
+    x = torch.linspace(-1, 2, 2 * n * n).cos().reshape(2, n, n).to(dtype)
+    written: Callable[..., Tensor] = _near_zero.det(torch.linalg.det)
+    torch.testing.assert_close(written(x), torch.linalg.det(x))
+    torch.testing.assert_close(written(A=x[0]), torch.linalg.det(x[0]))
+    torch.testing.assert_close(_near_zero.det(torch.det)(input=x), torch.det(x))

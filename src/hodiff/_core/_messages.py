@@ -67,7 +67,8 @@ UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
 POWER = "PowBackward1"  # of two tensors
 PRODUCTS = ("ProdBackward0", "ProdBackward1", "CumprodBackward0")
-WRITTEN_AT_SOME = {POWER, *PRODUCTS}  # arguments: at second order; at third always
+DET = "LinalgDetBackward0"
+WRITTEN_AT_SOME = {POWER, *PRODUCTS, DET}  # arguments: at second order; at third always
 WRITTEN_OUT = {
     WEIGHT_NORM,
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
@@ -213,8 +214,8 @@ _REENTRANT = (
 )
 _RECOMPUTED = (
     "an activation checkpoint recomputed something else than its forward pass. A third or higher derivative, and any "
-    "of a function that uses forward mode, writes norm layers out from their definition, and powers and products, "
-    "which a recomputation does not repeat: switch checkpointing off for this call."
+    "of a function that uses forward mode, writes norm layers out from their definition, and powers, products and "
+    "determinants, which a recomputation does not repeat: switch checkpointing off for this call."
 )
 _SELECTIVE = (
     "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "

@@ -2,9 +2,11 @@
 
 PyTorch differentiates `sinc` and the Bessel functions J and I by formulas that divide by x: their second, third or
 fourth derivatives lose all digits near 0 (the second of sinc at 1e-7 is 176882 where it should be 6e-7) and are NaN or
-a wrong constant at 0, without a word: here they are their series there. Products are differentiated by dividing the
-result by each entry, so that the derivative of order n loses digits as eps / x^(n - 1). Norms of an even power p are
-taken of |x|, and |x|^p has lost its p-th derivative at 0.
+a wrong constant at 0, without a word: here they are their series there.
+Determinants are differentiated by dividing by pivots, or by differences of singular values.
+Products are differentiated by dividing the result by each entry, so that the derivative of order n
+loses digits as eps / x^(n - 1). Norms of an even power p are taken of |x|, and |x|^p has lost its
+p-th derivative at 0.
 """
 
 from __future__ import annotations
@@ -105,6 +107,25 @@ def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
     if not x.ndim or not x.shape[dim] or not (x.is_floating_point() or x.is_complex()):
         return torch.cumprod(x, dim)
     return torch.stack([*accumulate(x.unbind(dim), torch.mul)], dim)
+
+
+def det(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A spelling of `det`: of up to three rows, multiplied out."""
+
+    def written(*args: Any, **kwargs: Any) -> Tensor:
+        x: Any = args[0] if args else kwargs.get("A", kwargs.get("input"))
+        given = len(args) + len(kwargs) == 1 and (x.is_floating_point() or x.is_complex())
+        rows = x.shape[-1] if given and x.ndim >= 2 and x.shape[-2] == x.shape[-1] else 0
+        if rows not in (1, 2, 3):
+            return function(*args, **kwargs)
+        if rows == 3:
+            a, b, c = x.unbind(-2)
+            return (a * (b.roll(-1, -1) * c.roll(-2, -1) - b.roll(-2, -1) * c.roll(-1, -1))).sum(-1)
+        if rows == 2:
+            return x[..., 0, 0] * x[..., 1, 1] - x[..., 0, 1] * x[..., 1, 0]
+        return x[..., 0, 0].clone()
+
+    return written
 
 
 def is_even(p: Any) -> bool:

@@ -305,14 +305,16 @@ def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> Non
 
 
 def loses_digits(graph: _nodes.Survey) -> bool:
-    """Whether a second derivative of a power or a product must be written out, for what their arguments are."""
+    """Whether second derivatives of powers, products or determinants must be written out here."""
     with _disable_current_modes():  # as there
         for node in graph.named(_messages.POWER):
             kept = _versions.power(node)
             # At a base of 0 the second derivative by the exponent is not a number.
             if kept is not None and (bool((kept[0] == 0).any()) or _loses_part(node, 0)):
                 return True
-        return any(_divides(node, 2) for node in graph.named(*_messages.PRODUCTS))
+        return any(_divides(node, 2) for node in graph.named(*_messages.PRODUCTS)) or any(
+            _inverts(node, 2) for node in graph.named(_messages.DET)
+        )
 
 
 def _divides(node: Any, order: int) -> bool:
@@ -334,15 +336,32 @@ def _refuse_product(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> N
         )
 
 
-def _refuse_nearly_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
-    ratios = [(node, _versions.pivots(node).detach().abs()) for node in nodes]
-    bounds = {node: torch.finfo(size.dtype).eps ** (0.75 / (order - 1)) for node, size in ratios}
-    near = [node for node, size in ratios if bool(((size != 0) & (size < bounds[node] * size.amax(-1, True))).any())]
-    if order >= 3 and _nodes.reaches(near, leaves):
+def _inverts(node: Any, order: int) -> bool:
+    """Whether few digits are left of a derivative of that order of a determinant.
+
+    PyTorch divides by the pivots; where the determinant is below a bound of its own, by differences
+    of singular values, which is wrong for complex matrices, and from the third order on for all.
+    """
+    matrix, pivots, value = (part.detach() for part in _versions.determinant(node))
+    size, eps = pivots.abs(), torch.finfo(pivots.dtype).eps
+    least = eps ** (0.75 / (order - 1))
+    tiny = value.abs() < 100 * eps
+    if bool((~tiny & (size < least * size.amax(-1, True)).any(-1)).any()):
+        return True
+    if order >= 3 or matrix.is_complex() or not bool(tiny.any()):
+        return bool(tiny.any())
+    values = torch.linalg.svdvals(matrix[tiny])
+    return bool((values.diff() >= -least * values[..., :-1]).any())
+
+
+def _refuse_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+    if _nodes.reaches([node for node in nodes if _inverts(node, order)], leaves):
         raise GraphError.about(
-            f"a derivative of order {order} through PyTorch's det has few right digits at a matrix that is nearly "
-            f"singular (it divides by the pivots), and here is one. Expand it along a row: det = a * d - b * c of two "
-            f"rows.",
+            f"a derivative of order {order} through PyTorch's det has few right digits, or none, at a "
+            f"matrix that is singular or nearly singular (it divides by pivots, or by differences of "
+            f"singular values), and here is one. Give hodiff the function instead of its value, which "
+            f"multiplies determinants of up to three rows out; or expand a larger one along a row: "
+            f"det = a * d - b * c of two rows.",
             operations=["linalgdet"],
         )
     return _are_singular(nodes, leaves)
@@ -386,15 +405,15 @@ def _refuse_power(most: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None
         )
 
 
-SCATTER, DET = "AsStridedScatterBackward0", "LinalgDetBackward0"
+SCATTER = "AsStridedScatterBackward0"
 ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"  # the kernels of other devices have not been tried
 _IS_WRONG: dict[str, Callable[[Any], bool]] = {
     SCATTER: lambda node: True,
-    DET: _versions.is_singular,
+    _messages.DET: _versions.is_singular,
     ATTENTION: lambda node: _versions.rounds_rows(node) is not False,
 }
 WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(node).__name__](node))
-"""What has a wrong first gradient, or may have one, where that cannot be seen; `DET`, in a pass without a graph."""
+"""What has a wrong first gradient, or may, where that cannot be seen; `det`, in a pass not recorded."""
 
 
 def rounds_attention(graph: _nodes.Survey) -> bool:
@@ -414,7 +433,7 @@ _ORDERS = range(9, 1, -1)  # the highest first, for the first that fits is taken
 
 REMARKS: list[tuple[str, int, Remark]] = [
     (SCATTER, 2, _refuse_strided_scatter),
-    *((DET, order, partial(_refuse_nearly_singular, order)) for order in _ORDERS),
+    *((_messages.DET, order, partial(_refuse_singular, order)) for order in _ORDERS),
     ("NativeLayerNormBackwardBackward0", 2, _refuse_norm),
     ("NativeBatchNormBackwardBackward0", 2, _refuse_norm),
     (_messages.WEIGHT_NORM, 2, _refuse_weight_norm),
@@ -439,7 +458,7 @@ def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
         return False
     for name, remark in ((SCATTER, _refuse_strided_scatter), (ATTENTION, _refuse_rounded_attention)):
         remark([node for node in nodes if type(node).__name__ == name], leaves)
-    return any(type(node).__name__ == DET for node in nodes)
+    return any(type(node).__name__ == _messages.DET for node in nodes)
 
 
 def changed_in_place(name: str) -> GraphError:

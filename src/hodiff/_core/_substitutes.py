@@ -268,6 +268,8 @@ def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[...,
 for _name in _messages.WRONG_TANGENTS:
     for _function in _spellings(_name):
         _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
+for _function in (torch.linalg.det, torch.det, Tensor.det):
+    _REPLACED[_function] = _near_zero.det(_REPLACED.get(_function, _function))
 
 
 def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True) -> Tensor:

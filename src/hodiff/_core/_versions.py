@@ -225,9 +225,11 @@ def rounds_rows(node: Node) -> bool | None:
 
 
 def is_singular(node: Node) -> bool:
-    """Whether a node of det has a matrix whose determinant came out as 0; not told where a hook packed it."""
+    """Whether a node of det has a determinant that came out as 0, or may have: a hook packed it."""
     kept = node._raw_saved_result
-    if kept.unpack_hook is not None or kept.data.__class__ is not Tensor:
+    if kept.unpack_hook is not None:
+        return True
+    if kept.data.__class__ is not Tensor:  # a tracer's; or the graph was freed
         return False
     with _disable_current_modes():  # it is we who look, not `f`
         return bool((kept.data == 0).any())
@@ -244,9 +246,9 @@ def power(node: Node) -> tuple[Tensor, Tensor, bool] | None:
     return node._saved_self, node._saved_exponent, node.next_functions[0][0] is not None
 
 
-def pivots(node: Node) -> Tensor:
-    """The diagonal of the triangular factor that a node of det has kept; their product is the determinant."""
-    return node._saved_LU.diagonal(dim1=-2, dim2=-1)
+def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:
+    """What a node of det has kept: the matrix, its pivots, and its determinant."""
+    return node._saved_A, node._saved_LU.diagonal(dim1=-2, dim2=-1), node._saved_result
 
 
 def norm_of(node: Node) -> tuple[float, Tensor]:
@@ -523,8 +525,14 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
         power((x ** x.detach()).grad_fn) is None
         and [getattr(part, "shape", part) for part in power((x ** x[0]).grad_fn) or ()] == [x.shape, x.shape[1:], True]
     ),
-    "the pivots of a determinant": lambda x: (
-        [pivots(torch.linalg.det(matrix).grad_fn).prod() for matrix in (_triangle(x), 2 * _triangle(x))] == [6.0, 48.0]
+    "of what a determinant was taken": lambda x: (
+        [
+            part
+            for matrix in (_triangle(x), 2 * _triangle(x))
+            for kept in (determinant(torch.linalg.det(matrix).grad_fn),)
+            for part in (kept[0].trace(), kept[1].prod(), kept[2])
+        ]
+        == [6.0, 6.0, 6.0, 12.0, 48.0, 48.0]
     ),
     "of what a norm was taken": lambda x: (
         [norm_of(f(x).grad_fn)[0] for f in (GRAPHS[name] for name in NORMS)] == [4.0] * len(NORMS)

@@ -249,6 +249,13 @@ def products(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return (_near_zero.prod if operation(func) == "prod" else _near_zero.cumprod)(*args, **kwargs)
 
 
+@rule("composite", "det", "linalg_det")
+def det(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """By multiplying it out, up to three rows; larger ones by PyTorch's derivatives."""
+    larger = lambda *given, **named: _jet.wrap(fallback(expansion, func, given, named), expansion)  # noqa: E731
+    return _near_zero.det(larger)(*args, **kwargs)
+
+
 @rule("composite", "cosine_similarity")
 def cosine_similarity(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The inner product of unit vectors."""
