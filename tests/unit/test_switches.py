@@ -233,14 +233,10 @@ def test_a_mode_that_comes_back_after_its_end_goes_with_the_next_call():
 
 
 def test_cudnn_is_switched_back():
-    before = torch.backends.cudnn.enabled
-    try:
-        for wanted in (True, False):
-            torch.backends.cudnn.enabled = wanted
+    for wanted in (True, False):
+        with torch.backends.cudnn.flags(enabled=wanted):
             undo = []
             _settings.no_cudnn.enter(undo)
             assert not torch.backends.cudnn.enabled
             _settings.undo_all(undo)
             assert torch.backends.cudnn.enabled is wanted
-    finally:
-        torch.backends.cudnn.enabled = before
