@@ -234,7 +234,7 @@ def test_a_mode_that_comes_back_after_its_end_goes_with_the_next_call():
 
 def test_cudnn_is_switched_back(monkeypatch):
     # PyTorch's database of operations, once imported, forbids what every user may do.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     for wanted in (True, False):
         with torch.backends.cudnn.flags(enabled=wanted):
             undo = []
