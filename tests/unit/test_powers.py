@@ -165,3 +165,23 @@ def test_a_cumulative_product_with_zeros_in_forward_mode_of_f() -> None:
         return torch.func.jvp(product, (x,), (x.cos(),))[1]
 
     assert float(hodiff.hessian(tangent, torch.tensor(0.3, dtype=D))) == pytest.approx(-float(torch.tensor(0.3).cos()))
+
+
+class Plain(Tensor):
+    """A subclass that overrides nothing."""
+
+
+@pytest.mark.parametrize("name", [name for name in SPELLINGS if "in place" not in name and name != "**="])
+def test_a_hessian_of_a_subclass_at_an_exponent_of_zero(name: str) -> None:
+    f, point = SPELLINGS[name], torch.tensor([2.0, 0.0], dtype=D)
+    expected = torch.tensor([[0.0, 0.5], [0.5, exact(2, 0, 0, 2)]], dtype=D)
+    given = hodiff.hessian(lambda p: f(p[0], p[1]), point.as_subclass(Plain))
+    torch.testing.assert_close(given.as_subclass(Tensor), expected)
+    inside = hodiff.hessian(lambda p: f(p.as_subclass(Plain)[0], p.as_subclass(Plain)[1]), point)
+    torch.testing.assert_close(inside.as_subclass(Tensor), expected)
+
+
+def test_a_graph_of_parameters_is_refused() -> None:
+    a, b = (torch.nn.Parameter(torch.tensor(value, dtype=D)) for value in (2.0, 0.0))
+    with pytest.raises(GraphError, match=r"order 2 of a \*\* b is wrong .* where b is 0"):
+        hodiff.hessian(a**b, [a, b])

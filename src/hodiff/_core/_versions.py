@@ -219,7 +219,7 @@ def rounds_rows(node: Node) -> bool | None:
         return None
     if mask.data is None or kept.data is None:  # no mask; or the graph was freed, which the pass will say
         return False
-    if kept.data.__class__ is not Tensor:  # one without numbers: a tracer's
+    if not _has_numbers(kept):  # a tracer's
         return None
     return bool((kept.data.abs() > LARGEST).any())
 
@@ -229,7 +229,7 @@ def is_singular(node: Node) -> bool:
     kept = node._raw_saved_result
     if kept.unpack_hook is not None:
         return True
-    if kept.data.__class__ is not Tensor:  # a tracer's; or the graph was freed
+    if not _has_numbers(kept):  # a tracer's; or the graph was freed
         return False
     with _disable_current_modes():  # it is we who look, not `f`
         return bool((kept.data == 0).any())
@@ -241,9 +241,15 @@ def power(node: Node) -> tuple[Tensor, Tensor, bool] | None:
     None also where the graph was freed, which the pass will say, and where a tracer keeps the numbers.
     """
     kept = node._raw_saved_exponent
-    if node.next_functions[1][0] is None or (kept.unpack_hook is None and kept.data.__class__ is not Tensor):
+    if node.next_functions[1][0] is None or (kept.unpack_hook is None and not _has_numbers(kept)):
         return None
     return node._saved_self, node._saved_exponent, node.next_functions[0][0] is not None
+
+
+def _has_numbers(kept: Any) -> bool:
+    """Whether what a node has saved is there and has numbers, as a parameter has; a tracer's has none."""
+    plain: Any = Tensor
+    return getattr(kept.data.__class__, "__torch_dispatch__", None) is plain.__torch_dispatch__
 
 
 def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:
