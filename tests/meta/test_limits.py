@@ -10,7 +10,7 @@ from tests.support.limits import in_threads, limited
 
 
 def test_a_test_that_hangs_ends_the_run_by_its_name() -> None:
-    stands = r"the one takes longer than 1 seconds\nMainThread:\n[\s\S]*threading\.Event\(\)\.wait\(20\)"
+    stands = r"the one takes longer than 1 seconds\n[\s\S]*MainThread:\n[\s\S]*threading\.Event\(\)\.wait\(20\)"
     try:
         with pytest.raises(pytest.exit.Exception, match=stands), limited("the one", 1, 2):
             threading.Event().wait(20)
