@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 START = """
-import sys, threading, torch, hodiff
+import sys, threading, time, torch, hodiff
 def chain(x, count=20_000):
     for _ in range(count):
         x = x * (1 + 1e-6)
@@ -43,6 +43,7 @@ threading.stack_size(2 * 2**20)  # enough for 10,000 nodes, as the usual 8 MiB a
 thread = threading.Thread(target=run)
 thread.start()
 thread.join()
+time.sleep(0.5)  # what the thread takes down after its Python has ended may not meet the end of the process
 """
 
 
