@@ -200,7 +200,7 @@ class DataOperator(LinearOperator, Generic[G]):
         first = graphs.first
         if first is not None and first.everywhere.complete:
             return inner
-        agreed = None if first is None or self._group_sum is None else int(first.everywhere.free_bytes)
+        agreed = None if first is None else first.everywhere.free_bytes
         free = _memory.free_bytes(self.device) if agreed is None else agreed
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
         one = 3 * (self._domain.size + self._range.size) * self._domain.dtype.itemsize

@@ -429,7 +429,7 @@ class FisherOperator(PullbackOperator):
         group_sum, graphs = self._group_sum, self._graphs
         graphs.evaluate()
         own = sum(graphs.builder.ranks.values())
-        rank = own if group_sum is None else int(sum(facts[0] for facts in group_sum.facts("sums", [own])))
+        rank = own if group_sum is None else sum(group_sum.sum("sums", [], fact=own)[1])
         if not 0 < rank < self.shape[1]:
             return None
         self._count(rank)

@@ -85,12 +85,8 @@ class Builder(ABC, Generic[G]):
 B = TypeVar("B", bound=Builder[Any])
 R = TypeVar("R")
 
-_VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of values."""
-
-
 class RankFacts(NamedTuple):
-    """What a process says of its own first pass, or what all say together, in numbers, as a line carries them.
+    """What a process says of its own first pass, or what all say together.
 
     Attributes:
         value: The sum over its batches.
@@ -98,19 +94,19 @@ class RankFacts(NamedTuple):
         undivided: Whether it is divided by nothing.
         largest: Elements of the largest tensor that a pass handles, 0 without data.
         complete: Whether the graphs of all its batches are kept.
-        free_bytes: The memory that is free.
-        dtype: The place of the value's dtype in `_VALUES`, from 1 on; 0 without data.
+        dtype: The dtype of the value; None without data.
+        free_bytes: The memory that is free, where processes agree about it.
         buffers: A checksum of the buffers that outputs depend on.
     """
 
     value: float
     weight: float
-    undivided: float
-    largest: float
-    complete: float
-    free_bytes: float
-    dtype: float
-    buffers: float
+    undivided: bool
+    largest: int
+    complete: bool
+    dtype: torch.dtype | None
+    free_bytes: int | None = None
+    buffers: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +210,7 @@ class GraphCache(Generic[G, B]):
         sums: Leaves = []
         weight, undivided = 0.0, False
         largest = self._probed or 0
-        dtype = 0
+        dtype = None
         self._bytes = 0
         random: dict[int, RandomState] = {}
         builder.begin()
@@ -222,7 +218,7 @@ class GraphCache(Generic[G, B]):
             state = RandomState.of(self.device)
             graph, size = self._measured(builder, batch, number)
             terms = [graph.value, *graph.gradient]
-            dtype = dtype or 1 + _VALUES.index(graph.value.dtype)
+            dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
             weight = 1.0 if graph.weight is None else weight + graph.weight
             undivided = graph.weight is None
@@ -242,7 +238,7 @@ class GraphCache(Generic[G, B]):
             warn_random(self.where)
         value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
         complete = len(graphs) == self._batches.count
-        own = RankFacts(float(value), weight, undivided, largest, complete, 0, dtype, 0)
+        own = RankFacts(float(value), weight, undivided, largest, complete, dtype)
         autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
         return FirstPass(value, gradient, own, own, point, autocast, random)
 
@@ -257,8 +253,7 @@ class GraphCache(Generic[G, B]):
         tensors, buffers = self.where.tensors, buffers_of(self.where)
         seen = group_sum.digest(buffers) if buffers else 0
         facts = first.own._replace(free_bytes=_memory.free_bytes(self.device), buffers=seen)
-        gradient, lines = group_sum.sum("evaluates", first.gradient, digest=group_sum.digest(tensors), facts=facts)
-        ranks = [RankFacts(*line.facts) for line in lines]
+        gradient, ranks = group_sum.sum("evaluates", first.gradient, digest=group_sum.digest(tensors), fact=facts)
         odd = [number for number, rank in enumerate(ranks) if rank.buffers != ranks[0].buffers]
         if odd:
             warn_buffers(odd)
@@ -268,7 +263,7 @@ class GraphCache(Generic[G, B]):
             largest=max(rank.largest for rank in ranks),
             complete=all(rank.complete for rank in ranks),
             free_bytes=min(rank.free_bytes for rank in ranks),
-            dtype=next((rank.dtype for rank in ranks if rank.dtype), 0),  # one without data rounds as the others do
+            dtype=next((rank.dtype for rank in ranks if rank.dtype), None),  # one without data rounds as the others do
         )
         value = torch.tensor(everywhere.value, dtype=torch.float64, device=self.device)
         return replace(first, value=value, gradient=[part.clone() for part in gradient], everywhere=everywhere)
@@ -286,7 +281,7 @@ class GraphCache(Generic[G, B]):
     def mean(self) -> Tensor:
         """The value: the sum over all batches by their weight."""
         first = self.check()
-        return (first.value / self.weight).to(_VALUES[int(first.everywhere.dtype) - 1])
+        return (first.value / self.weight).to(first.everywhere.dtype)
 
     def mean_gradient(self, chosen: Sequence[int]) -> Leaves:
         """The gradient of that by some of the leaves."""
@@ -372,7 +367,7 @@ class GraphCache(Generic[G, B]):
         """Elements of the largest tensor that a pass handles; of a batch that was only measured, if need be."""
         if self.first is None and self._probed is not None:
             return self._probed or 1
-        return int((self.first or self.evaluate()).everywhere.largest) or 1
+        return (self.first or self.evaluate()).everywhere.largest or 1
 
     @property
     def weight(self) -> float:

@@ -1,8 +1,9 @@
 """Several processes, each with its share of the data: sums over all, by one collective for each product.
 
-What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, which step is it at, what does
-it multiply. A rank fills its own line and leaves zeros in those of the others, so that the sum of all buffers holds
-every line, exactly. Whatever is decided then, each rank decides by the same lines, and so all of them raise, or none.
+What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, and a checksum of what it says of
+itself, which step it is at and what it multiplies. A rank fills its own line and leaves zeros in those of the others, so
+that the sum of all buffers holds every line, exactly. Where the lines differ, all ranks see it, and send each other what
+they said in full; what is decided then, each rank decides by the same, and so all of them raise, or none.
 
 A collective whose ranks disagree about its size ends a process of gloo without an exception. So each step opens with
 a buffer of one size, that of one vector like the point; what several vectors take beyond it follows in a second one,
@@ -11,7 +12,7 @@ once the lines have shown that all ranks mean the same. A rank that fails before
 
 from __future__ import annotations
 
-import struct
+import math
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -45,10 +46,11 @@ class ProcessGroupSum:
     def __init__(self, group: ProcessGroup, where: Where, owner: str, chunk_size: object) -> None:
         self._group = group
         self.rank, self.world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-        self._owner, self._chunk_size = owner, 0 if chunk_size == "auto" else chunk_size
+        self._owner, self._chunk_size = owner, chunk_size
         with _locks.lock:
             self._number = _made[group] = _made.get(group, 0) + 1
-        self._structure = [(name, tuple(t.shape), str(t.dtype)) for name, t in _named(where)]
+        pairs = zip(where.names, where.tensors, strict=True)
+        self._structure = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in pairs]
         self._size = sum(tensor.numel() for tensor in where.tensors)
         self._device = where.tensors[0].device
         dtype = torch.float32
@@ -83,16 +85,15 @@ class ProcessGroupSum:
     def sum(
         self,
         step: Step,
-        parts: Leaves,
+        parts: Sequence[Tensor],
         *,
         who: Sequence[str] = (),
         count: int | None = None,
         digest: int = 0,
-        facts: Sequence[float] = (),
-    ) -> tuple[Leaves, list[RankStatus]]:
-        """The sums over all ranks, in the precision of sums, to be copied at once; and what each rank said."""
+        fact: Any = None,
+    ) -> tuple[Leaves, list[Any]]:
+        """The sums over all ranks, in the precision of sums, to be copied at once; and the fact that each rank gave."""
         self._greet()
-        line = RankStatus(False, STEPS.index(step), self._who(who), count or 0, digest, _eight(facts))
         size = sum(part.numel() for part in parts)
         buffer = self._room(self._head + max(size, self._size))
         places, at = [], self._head
@@ -101,20 +102,18 @@ class ProcessGroupSum:
             at += part.numel()
         buffer[at:].zero_()
         opening = self._head + self._size
-        lines = self._open(buffer[:opening], line)
+        status = RankStatus(step, (self._owner, self._number, *who), count or 1, digest, fact)
+        said = self._exchange(buffer[:opening], status)
+        self._judge(said)
         if at > opening:
             self._reduce(buffer[opening:at])
-        return places, lines
-
-    def facts(self, step: Step, facts: Sequence[float]) -> list[tuple[float, ...]]:
-        """What each rank says, in the order of the ranks."""
-        return [line.facts for line in self.sum(step, [], facts=facts)[1]]
+        return places, [other.fact for other in said]
 
     def generator(self, device: torch.device) -> torch.Generator:
         """One that draws the same on every rank, from a seed that rank 0 draws from its default generator."""
         with self.raise_on_all_ranks():
             seed = int(torch.randint(2**48, (), device=device))
-            return torch.Generator(device).manual_seed(int(self.facts("draws a seed", [seed])[0][0]))
+            return torch.Generator(device).manual_seed(self.sum("draws a seed", [], fact=seed)[1][0])
 
     def own(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
         """One that draws other numbers on each rank; what seeds it is drawn, alike on every rank, from a generator."""
@@ -128,23 +127,16 @@ class ProcessGroupSum:
         """Once: raise where the ranks' points differ, for then the sizes of the buffers would."""
         if self._greeted:
             return
-        digest, count = _checksum(repr(self._structure)), self._size
-        chunk = float(self._chunk_size) if isinstance(self._chunk_size, int) else 0.0
-        options = (chunk, _checksum(self._owner), self._number, torch.get_num_threads())
-        line = RankStatus(False, STEPS.index("begins"), 0, count, digest, _eight(options))
-        # Of one dtype, whatever the points are: those may differ, too.
-        lines = self._exchange(torch.zeros(self._head, dtype=torch.float32, device=self._device), line)
-        self._threads = [int(line.facts[3]) for line in lines]
-        mine = f"rank {self.rank} has "
-        if _differ([line.facts[1] for line in lines]):
+        mine = (self._owner, self._number, self._structure, self._chunk_size, torch.get_num_threads())
+        owners, numbers, structures, chunks, self._threads = map(list, zip(*self._all_of(mine), strict=True))
+        if _differ(owners):
             raise _told(
                 InputError(
-                    f"process_group: the ranks use operators of different kinds at the same time; "
-                    f"{mine}a {self._owner}."
+                    f"process_group: the ranks use operators of different kinds at the same time; rank {self.rank} has "
+                    f"a {self._owner}."
                 )
             )
-        if _differ([line.facts[2] for line in lines]):
-            numbers = [int(line.facts[2]) for line in lines]
+        if _differ(numbers):
             raise _told(
                 InputError(
                     f"process_group: the ranks use different operators at the same time; counted in the order in which "
@@ -152,35 +144,36 @@ class ProcessGroupSum:
                     f"and use them in the same order (one that is for a single rank goes without process_group=)."
                 )
             )
-        if _differ([(line.number, line.digest) for line in lines]):
-            sizes = [line.number for line in lines]
+        if _differ(structures):
+            sizes = [sum(math.prod(shape) for _, shape, _ in structure) for structure in structures]
             names = ", ".join(
                 f"{name} {shape} {dtype.removeprefix('torch.')}" for name, shape, dtype in self._structure[:4]
             )
             raise _told(
                 InputError(
-                    f"process_group: the points of the ranks differ in names, shapes or dtypes (sizes {sizes}); {mine}"
-                    f"{names}{', ...' if len(self._structure) > 4 else ''}. Build the same model on every rank."
+                    f"process_group: the points of the ranks differ in names, shapes or dtypes (sizes {sizes}); rank "
+                    f"{self.rank} has {names}{', ...' if len(self._structure) > 4 else ''}. Build the same model on "
+                    f"every rank."
                 )
             )
-        if _differ([line.facts[0] for line in lines]):
-            sizes = [int(line.facts[0]) or "auto" for line in lines]
-            raise _told(InputError(f"chunk_size: differs between the ranks: {sizes}; give all of them the same."))
+        if _differ(chunks):
+            raise _told(InputError(f"chunk_size: differs between the ranks: {chunks}; give all of them the same."))
         self._greeted = True
 
-    def _open(self, buffer: Tensor, line: RankStatus) -> list[RankStatus]:
-        """The first collective of a step; raise, on every rank, where the ranks do not mean the same."""
-        lines = self._exchange(buffer, line)
-        self._judge(lines)
-        return lines
-
-    def _exchange(self, buffer: Tensor, line: RankStatus) -> list[RankStatus]:
-        buffer[: self._head].zero_()
-        own = self.rank * LENGTH
-        buffer[own : own + LENGTH] = torch.tensor(line.slots(), dtype=buffer.dtype, device="cpu")
+    def _exchange(self, buffer: Tensor, status: RankStatus) -> list[RankStatus]:
+        """The first collective of a step; and what each rank says in full, where they differ or tell a fact."""
+        lines = buffer[: self._head].zero_().view(self.world, LENGTH)
+        lines[self.rank] = torch.tensor(status.line(), dtype=buffer.dtype, device="cpu")
         self._reduce(buffer)
-        slots = buffer[: self._head].tolist()
-        return [RankStatus.of(slots[start : start + LENGTH]) for start in range(0, self._head, LENGTH)]
+        said = lines.tolist()
+        return self._all_of(status) if said[0][0] or _differ(said) or status.fact is not None else []
+
+    def _all_of(self, mine: Any) -> list[Any]:
+        """What each rank gives."""
+        given: list[Any] = [None] * self.world
+        with self._exchanging(), torch.accelerator.device_index(self._device.index):
+            torch.distributed.all_gather_object(given, mine, group=self._group)
+        return given
 
     def _in_one_thread(self) -> None:
         """Raise in another thread than the group's first, while that one lives: ranks would take turns otherwise."""
@@ -230,31 +223,26 @@ class ProcessGroupSum:
 
     def _tell(self, error: Exception) -> None:
         """Take part in the step that the others are at, or come to next, and say that this one has failed."""
-        setattr(error, _TOLD, True)
+        _told(error)
         try:
             self._greet()
-            buffer = self._room(self._head + self._size)
-            buffer.zero_()
-            lines = self._exchange(buffer, RankStatus(True, 0, 0, 0, 0, _eight(())))
-            self._failure([rank for rank, line in enumerate(lines) if line.failed], f"{type(error).__name__}: {error}")
+            buffer = self._room(self._head + self._size).zero_()
+            self._exchange(buffer, RankStatus("fails", (), 1, 0, f"{type(error).__name__}: {error}"))
         except (GraphError, InputError) as other:
             error.add_note(f"(The other ranks could not be told: {other})")
 
-    def _failure(self, failed: list[int], text: str) -> str:
-        """What the first of the ranks that failed says."""
-        said = [text]
-        with self._exchanging():
-            torch.distributed.broadcast_object_list(said, group=self._group, group_src=failed[0], device=self._device)
-        return said[0]
-
-    def _judge(self, lines: list[RankStatus]) -> None:
-        failed = [rank for rank, line in enumerate(lines) if line.failed]
+    def _judge(self, said: list[RankStatus]) -> None:
+        """Raise, on every rank, where one has failed or the ranks do not mean the same."""
+        failed = [rank for rank, status in enumerate(said) if status.step == "fails"]
         if failed:
-            text = self._failure(failed, "")
-            ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {failed}"
-            raise _told(GraphError(f"process_group: {ranks} failed, so there is no sum over all ranks. {text}"))
-        if _differ([(line.step, line.who) for line in lines]):
-            steps = ", ".join(f"rank {rank} {STEPS[line.step]}" for rank, line in enumerate(lines[:8]))
+            raise _told(
+                GraphError(
+                    f"process_group: {_ranks(failed)} failed, so there is no sum over all ranks. "
+                    f"{said[failed[0]].fact}"
+                )
+            )
+        if _differ([(status.step, status.who) for status in said]):
+            steps = ", ".join(f"rank {rank} {status.step}" for rank, status in enumerate(said[:8]))
             raise _told(
                 InputError(
                     f"process_group: the ranks are at different steps, operators or blocks ({steps}). Call the same "
@@ -262,15 +250,12 @@ class ProcessGroupSum:
                     f"among them."
                 )
             )
-        if _differ([line.number for line in lines]):
-            counts = [line.number or 1 for line in lines]
+        counts = [status.count for status in said]
+        if _differ(counts):
             raise _told(InputError(f"v: the ranks multiply different numbers of vectors: {counts}."))
-        if _differ([line.digest for line in lines]):
-            odd = [rank for rank, line in enumerate(lines) if line.digest != lines[0].digest]
-            raise _told(InputError(_different(STEPS[lines[0].step], odd, self._threads)))
-
-    def _who(self, names: Sequence[str]) -> int:
-        return _checksum(repr((self._owner, self._number, list(names))))
+        odd = [rank for rank, status in enumerate(said) if status.digest != said[0].digest]
+        if odd:
+            raise _told(InputError(_different(said[0].step, odd, self._threads)))
 
 
 def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> ProcessGroupSum | None:
@@ -315,24 +300,16 @@ def _told(error: Any) -> Any:
     return error
 
 
-def _named(where: Where) -> Iterator[tuple[str, Tensor]]:
-    return zip(where.names, where.tensors, strict=True)
-
-
-def _checksum(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def _eight(facts: Sequence[float]) -> tuple[float, ...]:
-    return (*facts, *[0.0] * (8 - len(facts)))
-
-
 def _differ(values: Sequence[object]) -> bool:
     return any(value != values[0] for value in values)
 
 
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers}"
+
+
 def _different(step: Step, odd: list[int], threads: list[int]) -> str:
-    ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
+    ranks = _ranks(odd)
     if step == "evaluates":
         return (
             f"process_group: the parameters of {ranks} differ from those of rank 0, so that there is no operator at "
@@ -348,47 +325,34 @@ def _different(step: Step, odd: list[int], threads: list[int]) -> str:
     )
 
 
-# --- what each process says of itself: a line of numbers, sent as small integers --------------------------------------
+# --- what each process says of itself ---------------------------------------------------------------------------------
 
 
-Step = Literal["evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "begins"]
-STEPS: tuple[Step, ...] = ("evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "begins")
+Step = Literal["evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "fails"]
+LENGTH = 5
 
 
 class RankStatus(NamedTuple):
     """What each rank says of itself at each step.
 
     Attributes:
-        failed: Whether it will raise.
-        step: The number of the step in `STEPS`.
-        who: A checksum of the operator, by the order in which they were made, and of the leaves that it is a block of.
-        number: Of how many vectors.
+        step: The step.
+        who: The operator, by the order in which they were made, and the leaves that it is a block of.
+        count: Of how many vectors.
         digest: A checksum of these vectors, or of the parameters.
-        facts: Eight numbers of this rank's own.
+        fact: What is this rank's own, or why it fails.
     """
 
-    failed: bool
-    step: int
-    who: int
-    number: int
+    step: Step
+    who: tuple[object, ...]
+    count: int
     digest: int
-    facts: tuple[float, ...]
+    fact: Any = None
 
-    def slots(self) -> list[int]:
-        """As small integers, which any dtype of sums holds exactly."""
-        packed = _LINE.pack(self.failed, self.step, self.who, self.number, self.digest, *self.facts)
-        return list(struct.unpack(_SLOTS, packed))
-
-    @classmethod
-    def of(cls, slots: Sequence[float]) -> RankStatus:
-        """The status that such integers say."""
-        failed, step, who, number, digest, *facts = _LINE.unpack(struct.pack(_SLOTS, *map(int, slots)))
-        return cls(failed, step, who, number, digest, tuple(facts))
-
-
-_LINE = struct.Struct("<?BIqq8d")
-_SLOTS = f"<{_LINE.size}B"
-LENGTH = _LINE.size
+    def line(self) -> list[int]:
+        """Whether it fails, and a checksum of the rest, as small integers, which any dtype of sums holds exactly."""
+        said = zlib.crc32(repr(self[:-1]).encode())
+        return [self.step == "fails", *said.to_bytes(LENGTH - 1, "little")]
 
 
 # --- do all processes have the same? A checksum, exact and quick, that also sees entries exchanged --------------------

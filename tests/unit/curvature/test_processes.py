@@ -128,18 +128,22 @@ def test_the_answers_of_one_process(three: Ranks, kind: str, of: Any) -> None:
 class Counted:
     """The collectives of a block of code, with their sizes."""
 
-    def __enter__(self) -> list[tuple[int, torch.dtype]]:
-        self._reduce, found = dist.all_reduce, []
+    def __enter__(self) -> list[tuple[int, torch.dtype | None]]:
+        self._reduce, self._gather, found = dist.all_reduce, dist.all_gather_object, []
 
         def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             found.append((tensor.numel(), tensor.dtype))
             return self._reduce(tensor, *args, **kwargs)
 
-        dist.all_reduce = all_reduce
+        def all_gather_object(*args: Any, **kwargs: Any) -> Any:
+            found.append((0, None))
+            return self._gather(*args, **kwargs)
+
+        dist.all_reduce, dist.all_gather_object = all_reduce, all_gather_object
         return found
 
     def __exit__(self, *exc: object) -> None:
-        dist.all_reduce = self._reduce
+        dist.all_reduce, dist.all_gather_object = self._reduce, self._gather
 
 
 def collectives(rank: int) -> dict[str, int]:
@@ -165,7 +169,7 @@ def test_one_collective_for_each_product(three: Ranks) -> None:
     for outcome in three(collectives):
         assert outcome.value == {
             "repr and cost": 0,
-            "first product": 3,  # the points are compared, once; the first pass; the product
+            "first product": 4,  # the points are compared, once; the first pass, with its facts; the product
             "product": 1,
             "eight": 2,  # the first vector, with which the ranks find out what they agree about; the others
             "block": 1,
@@ -184,7 +188,7 @@ def in_half_precision(rank: int) -> tuple[Tensor, Tensor, set[torch.dtype]]:
     v = draw(39).to(torch.bfloat16)
     with Counted() as found:
         got = H @ v
-    return got, whole @ v, {dtype for _, dtype in found}
+    return got, whole @ v, {dtype for size, dtype in found if size}
 
 
 def test_half_precision_is_added_in_single(three: Ranks) -> None:
