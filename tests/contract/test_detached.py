@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import hodiff
-import hodiff.curvature._products as detaching
+import hodiff.curvature._operator as detaching
 
 D = torch.float64
 K = torch.tensor([[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 2.0]], dtype=D)

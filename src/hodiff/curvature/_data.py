@@ -10,7 +10,7 @@ import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ class Batches:
     Attributes:
         fixed: Whether every pass gives the same batches in the same order.
         count: How many there are; None while that is unknown.
+        given: Whether there are data at all.
         shared: Whether they are this process's share, and others have theirs.
     """
 
@@ -39,7 +40,7 @@ class Batches:
         self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False, shared: bool = False
     ) -> None:
         check_data(data)
-        self._data = data
+        self._data, self.given = data, data is not None
         self._device = device
         self._progress = progress
         self.shared = shared
@@ -49,22 +50,22 @@ class Batches:
         self.fixed = data is None or keep or listed
         self.count: int | None = 1 if data is None else _length(data)
 
-    @property
-    def given(self) -> bool:
-        """Whether there are data at all."""
-        return self._data is not None
-
     def __iter__(self) -> Iterator[Any]:
         if self._data is None:
             yield NONE
             return
+        batches = self._data if self._kept is None else self._kept
+        if self._progress:
+            from tqdm import tqdm
+
+            batches = tqdm(batches, total=self.count, desc="hodiff: batches", leave=False)
         if self._kept is not None:
-            yield from self._shown(self._kept)
+            yield from batches
             return
         kept, count = [], 0
-        for batch in self._shown(self._data):
+        for batch in batches:
             count += 1
-            moved = self._moved(batch)
+            moved = _tree.tree_map(self._move, batch)
             if self._keep:
                 kept.append(moved)
             yield moved
@@ -73,17 +74,6 @@ class Batches:
         self.count = count
         if self._keep:
             self._kept = kept
-
-    def _shown(self, batches: Iterable[Any]) -> Iterable[Any]:
-        if not self._progress:
-            return batches
-        from tqdm import tqdm
-
-        return tqdm(batches, total=self.count, desc="hodiff: batches", leave=False)
-
-    def _moved(self, batch: Any) -> Any:
-        """The batch with its tensors on the parameters' device."""
-        return _tree.tree_map(self._move, batch)
 
     def _move(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self
 
 import torch
-from torch import Tensor
 
 from hodiff._core import _arguments, _memory
 from hodiff._core._memory import readable
 from hodiff._core._vectors import Leaves
 from hodiff.curvature import _records
-from hodiff.curvature._graph_cache import G, GraphCache
-from hodiff.curvature._operator import LinearOperator, SymmetricOperator
+from hodiff.curvature._graph_cache import G, GraphCache, accumulate
+from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
 from hodiff.curvature._process_group import ProcessGroupSum
-from hodiff.curvature._products import accumulate, say_detached
 from hodiff.errors import GraphError
 
 # --- what an operator takes: `H.cost()` -------------------------------------------------------------------------------
@@ -87,7 +85,7 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def __init__(self, graphs: GraphCache[G, Any], chunk_size: ChunkSize) -> None:
         super().__init__()
-        self._evaluation = CurrentGraphs(graphs)
+        self._evaluation, self._group_sum = CurrentGraphs(graphs), graphs.group_sum
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
         self._space = graphs.where.space().side()
@@ -100,10 +98,6 @@ class DataOperator(LinearOperator, Generic[G]):
     @property
     def _live(self) -> str:
         return self._graphs.live
-
-    @property
-    def _group_sum(self) -> ProcessGroupSum | None:
-        return self._graphs.group_sum
 
     @property
     def _graphs(self) -> GraphCache[G, Any]:
@@ -162,14 +156,14 @@ class DataOperator(LinearOperator, Generic[G]):
         """
         graphs = self._graphs
         through, build = self._passes
-        batches = graphs.batches
+        batches = graphs.batches.count
         count = 1 if batches is None else batches
         first = graphs.first
         if graphs.kept or (first is not None and first.own.complete):
-            cache = graphs.cached_bytes() * count // max(1, graphs.kept)
+            cache = graphs.cached_bytes() * count // max(1, len(graphs.kept))
         else:
             cache = graphs.first_batch_bytes() * count
-        again = 0 if first is None else count - graphs.kept
+        again = 0 if first is None else count - len(graphs.kept)
         itemsize = self._domain.dtype.itemsize
         rows, columns = self.shape
         chunk = self._chunk_size or graphs.auto_chunk(self._domain.size)
@@ -181,7 +175,7 @@ class DataOperator(LinearOperator, Generic[G]):
             cache_bytes=cache,
             free_bytes=_memory.free_bytes(self.device),
             batches=batches,
-            kept=graphs.kept,
+            kept=len(graphs.kept),
             evaluations=again,
             passes=count * through + again * build,
             dense_passes=count * through * chunks + again * build,
@@ -215,11 +209,12 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def _about(self) -> str:
         graphs = self._graphs
-        batches = f", {graphs.batches} batches" if graphs.batches not in (None, 1) else ""
+        batches = f", {graphs.batches.count} batches" if graphs.batches.count not in (None, 1) else ""
         if graphs.first is None:
             return f"{self._route()}{batches}, not evaluated"
         held = f"cached {_memory.readable(graphs.cached_bytes())}" if graphs.kept else "nothing cached"
-        some = f" ({graphs.kept} of {graphs.batches})" if graphs.kept and not graphs.first.own.complete else ""
+        partly = graphs.kept and not graphs.first.own.complete
+        some = f" ({len(graphs.kept)} of {graphs.batches.count})" if partly else ""
         return f"{self._route()}{batches}, {held}{some}"
 
     @abstractmethod
@@ -268,6 +263,3 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     def _names(self) -> Sequence[str]:
         """The leaves that this is a block of."""
         return self._space.names if len(self._chosen) < len(self._graphs.where.tensors) else ()
-
-    def _of_chosen(self, values: Sequence[Tensor]) -> Leaves:
-        return [values[index] for index in self._chosen]

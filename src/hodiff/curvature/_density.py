@@ -14,7 +14,7 @@ from hodiff._core import _arguments
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import standard_error, sum_dtype
 from hodiff.curvature._krylov import without
-from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._operator import LinearOperator, as_given
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -28,7 +28,6 @@ from hodiff.curvature._probes import (
     reached,
     warn_not_converged,
 )
-from hodiff.curvature._products import as_given
 from hodiff.curvature._records import DensityRecord, TraceRecord
 from hodiff.errors import InputError
 

@@ -29,8 +29,7 @@ from hodiff.curvature._losses import (
     likelihood_names,
     loss_at_outputs,
 )
-from hodiff.curvature._operator import raise_on_all_ranks
-from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
+from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, raise_on_all_ranks, shared
 from hodiff.errors import InputError
 
 # --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
@@ -43,21 +42,15 @@ class Linearised(BatchGraph):
     Attributes:
         outputs: The outputs, with their graph.
         cotangents: A point in the space of the outputs' gradients: u.
-        pulled: J' u as a function of u; its derivative by u in the direction v is J v.
+        roots: J' u as a function of u; its derivative by u in the direction v is J v.
     """
 
     outputs: Leaves
     cotangents: Leaves
-    pulled: Leaves
-
-    @property
-    def roots(self) -> Leaves:
-        """The gradient, as a function of the outputs' gradient."""
-        return self.pulled
 
     def jvp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
         """The product J v, for the outputs."""
-        pulled = [self.pulled[index] for index in chosen]
+        pulled = [self.roots[index] for index in chosen]
         return _reverse.products(self.evaluation, pulled, parts, count, chunk_size=chunk, inputs=self.cotangents)
 
     def vjp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
@@ -113,8 +106,8 @@ class PullbackBuilder(Builder[CurvedOutputs]):
             curvature = self.curvature(at_outputs, outputs, number)
             cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
         gradient = [part.detach() for part in pulled]
-        traits = (at_outputs.value, at_outputs.weight, gradient, random, calls_back)
-        return CurvedOutputs(graph, *traits, outputs, cotangents, pulled, curvature)
+        traits = (at_outputs.value, at_outputs.weight, gradient, pulled, random, calls_back)
+        return CurvedOutputs(graph, *traits, outputs, cotangents, curvature)
 
     @abstractmethod
     def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature:
@@ -422,7 +415,7 @@ class FisherOperator(PullbackOperator):
 
     def _own_diagonal(self) -> Tensor | None:
         """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
-        with raise_on_all_ranks(self):
+        with raise_on_all_ranks(self._group_sum):
             return self._diagonal_of_scores()
 
     def _diagonal_of_scores(self) -> Tensor | None:

@@ -16,11 +16,10 @@ from torch import Tensor
 from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings
 from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
-from hodiff._core._vectors import Leaves
+from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, check_total
-from hodiff.curvature._process_group import ProcessGroupSum
-from hodiff.curvature._products import accumulate
+from hodiff.curvature._process_group import ProcessGroupSum, raise_on_all_ranks
 from hodiff.curvature._staleness import Modules, Values, buffers_of, culprits, warn_buffers, warn_random
 from hodiff.errors import GraphError, InputError
 
@@ -28,7 +27,7 @@ from hodiff.errors import GraphError, InputError
 
 
 @dataclass(frozen=True, eq=False)
-class BatchGraph(ABC):
+class BatchGraph:
     """One batch, evaluated: its part of every sum, and a graph through which products run.
 
     Attributes:
@@ -36,6 +35,7 @@ class BatchGraph(ABC):
         value: The batch's sum, detached.
         weight: What the sums are divided by, its part of it; None: by nothing.
         gradient: The gradient of the sum by each leaf, detached.
+        roots: The tensors whose graph a product runs through.
         random: Whether the function drew random numbers.
         calls_back: Whether passes over the graph run Python (activation checkpoints do).
     """
@@ -44,13 +44,9 @@ class BatchGraph(ABC):
     value: Tensor
     weight: float | None
     gradient: Leaves
+    roots: Leaves
     random: bool
     calls_back: bool
-
-    @property
-    @abstractmethod
-    def roots(self) -> Leaves:
-        """The tensors whose graph a product runs through."""
 
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which a product may run."""
@@ -79,11 +75,17 @@ class Builder(ABC, Generic[G]):
         return self
 
 
+def accumulate(total: Leaves, terms: Sequence[Tensor]) -> Leaves:
+    """A running sum, which is the caller's own, in the precision of sums from the second term on."""
+    return [sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
+
+
 # --- all batches ------------------------------------------------------------------------------------------------------
 
 
 B = TypeVar("B", bound=Builder[Any])
 R = TypeVar("R")
+
 
 class RankFacts(NamedTuple):
     """What a process says of its own first pass, or what all say together.
@@ -149,7 +151,7 @@ class GraphCache(Generic[G, B]):
         self.builder = builder
         self.group_sum = group_sum
         self._point = point
-        self._batches = batches
+        self.batches = batches
         self._budget = memory_budget
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
@@ -157,7 +159,7 @@ class GraphCache(Generic[G, B]):
         self._closed = False
         self._modules = Modules(self.where)
         self.first: FirstPass | None = None
-        self._graphs: dict[int, G] = {}
+        self.kept: dict[int, G] = {}
         self._bytes = 0
         self._probed: int | None = None
 
@@ -166,25 +168,18 @@ class GraphCache(Generic[G, B]):
     def evaluate(self) -> FirstPass:
         """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
         _call.refuse_transforms(batched=True)
-        if self._closed:
-            with self._raise_on_all_ranks():  # others may be about to evaluate theirs
-                raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         if self.first is None:
-            with _locks.ThreadClaim(
-                self._batches
-            ):  # of several threads one evaluates, and those of later caches wait too
-                if self.first is None:
-                    with self._raise_on_all_ranks():
-                        return self._evaluate()
+            # Of several threads one evaluates, and those of later caches wait too.
+            with _locks.ThreadClaim(self.batches), raise_on_all_ranks(self.group_sum):
+                return self.first or self._evaluate()
         first = self.first
         self._modules.check()
         first.point.check_versions()
         return first
 
-    def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.group_sum is None else self.group_sum.raise_on_all_ranks()
-
     def _evaluate(self) -> FirstPass:
+        if self._closed:
+            raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         self._modules.check()
         builder = self.builder.fresh()
         graphs: dict[int, G] = {}
@@ -197,7 +192,7 @@ class GraphCache(Generic[G, B]):
             graphs.clear()  # the error's traceback has them too
             raise
         self.builder: B = builder
-        self._graphs = graphs
+        self.kept = graphs
         self.first = first  # others look here
         return first
 
@@ -206,7 +201,7 @@ class GraphCache(Generic[G, B]):
         point, kind = Values(self.where), self.device.type
         precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         keeping = self._budget > 0
-        limit = _memory.budget(self._budget, self.device) if self._batches.given and keeping else 0
+        limit = _memory.budget(self._budget, self.device) if self.batches.given and keeping else 0
         sums: Leaves = []
         weight, undivided = 0.0, False
         largest = self._probed or 0
@@ -214,9 +209,10 @@ class GraphCache(Generic[G, B]):
         self._bytes = 0
         random: dict[int, RandomState] = {}
         builder.begin()
-        for number, batch in enumerate(self._batches):
+        for number, batch in enumerate(self.batches):
             state = RandomState.of(self.device)
-            graph, size = self._measured(builder, batch, number)
+            build = partial(builder.build, self.where, batch, number)
+            graph, size = _memory.measured(build, self.device) if self.batches.given else (build(), 0)
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
@@ -225,9 +221,9 @@ class GraphCache(Generic[G, B]):
             largest = largest or _nodes.largest_output(_nodes.survey(graph.roots))
             if graph.random:
                 random[number] = state
-            if keeping and self._batches.given and self._bytes + size > limit:
+            if self._bytes + size > limit:
                 keeping = False
-                if not self._batches.fixed:
+                if not self.batches.fixed:
                     graphs.clear()
                     self._bytes = 0
             if keeping:
@@ -237,16 +233,10 @@ class GraphCache(Generic[G, B]):
         if random:
             warn_random(self.where)
         value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
-        complete = len(graphs) == self._batches.count
+        complete = len(graphs) == self.batches.count
         own = RankFacts(float(value), weight, undivided, largest, complete, dtype)
         autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
         return FirstPass(value, gradient, own, own, point, autocast, random)
-
-    def _measured(self, builder: Builder[G], batch: Any, number: int) -> tuple[G, int]:
-        """A new graph, and its bytes (they matter only where there are several batches)."""
-        if not self._batches.given:
-            return builder.build(self.where, batch, number), 0
-        return _memory.measured(lambda: builder.build(self.where, batch, number), self.device)
 
     def _with_others(self, first: FirstPass, group_sum: ProcessGroupSum) -> FirstPass:
         """The sums over all processes in place of this one's own."""
@@ -295,12 +285,12 @@ class GraphCache(Generic[G, B]):
         """
         first = self.check()
         if first.own.complete:
-            return iter([partial(self._graphs.__getitem__, number) for number in self._graphs])
+            return iter([partial(self.kept.__getitem__, number) for number in self.kept])
         return self._one_by_one(first)
 
     def _one_by_one(self, first: FirstPass) -> Iterator[Callable[[], G]]:
         value, weight, scale = 0.0, 0.0, 1e-30
-        for number, batch in enumerate(self._batches):
+        for number, batch in enumerate(self.batches):
             seen: list[Any] = []
             yield partial(self._seen, batch, number, seen)
             own, some = seen
@@ -309,14 +299,12 @@ class GraphCache(Generic[G, B]):
         self._compare(first, value, weight, scale)
 
     def _seen(self, batch: Any, number: int, seen: list[Any]) -> G:
-        graph = self._graphs.get(number)
-        if graph is None:
-            graph = self._again(batch, number)
+        graph = self.kept.get(number) or self._again(batch, number)
         seen += [float(graph.value), graph.weight]
         return graph
 
     def _again(self, batch: Any, number: int) -> G:
-        return self._replayed(number, lambda: self.builder.build(self.where, batch, number))
+        return self._replayed(number, partial(self.builder.build, self.where, batch, number))
 
     def _replayed(self, number: int, make: Callable[[], R]) -> R:
         """A batch evaluated as in the first pass, if there was one: with its precision, and its random numbers."""
@@ -339,10 +327,7 @@ class GraphCache(Generic[G, B]):
             self.check()
         else:
             self._modules.check()
-        return [
-            self._replayed(number, lambda batch=batch, number=number: make(batch, number))
-            for number, batch in enumerate(self._batches)
-        ]
+        return [self._replayed(number, partial(make, batch, number)) for number, batch in enumerate(self.batches)]
 
     def _compare(self, first: FirstPass, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""
@@ -374,31 +359,16 @@ class GraphCache(Generic[G, B]):
         """What sums are divided by, once there are any."""
         return 0.0 if self.first is None else self.first.everywhere.weight
 
-    @property
-    def kept(self) -> int:
-        """How many batches have their graph kept."""
-        return len(self._graphs)
-
-    @property
-    def batches(self) -> int | None:
-        """How many batches there are, if that is known."""
-        return self._batches.count
-
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
-        if (
-            self._graphs
-            and not self._batches.given
-            and not self._bytes
-            and self._graphs[0].evaluation.call.builds_graph
-        ):
+        if self.kept and not (self.batches.given or self._bytes) and self.kept[0].evaluation.call.builds_graph:
             _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self._bytes
 
     def first_batch_bytes(self) -> int:
         """Bytes of one batch's graph, by evaluating it."""
-        batch = next(iter(self._batches), None)
-        if batch is None and self._batches.shared:  # an empty share
+        batch = next(iter(self.batches), None)
+        if batch is None and self.batches.shared:  # an empty share
             self._probed = self._probed or 1
             return 0
         builder = self.builder.fresh()  # it may be another batch than the one that comes first later
@@ -410,7 +380,7 @@ class GraphCache(Generic[G, B]):
 
     def anew(self) -> Self:
         """An empty one in its place, whose first product evaluates at the point as it is then."""
-        copied = type(self)(self.builder.fresh(), self._point, self._batches, self._budget, self.group_sum)
+        copied = type(self)(self.builder.fresh(), self._point, self.batches, self._budget, self.group_sum)
         tensors, now = self.where.tensors, copied.where
         if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in tensors]:
             raise InputError(
@@ -424,6 +394,6 @@ class GraphCache(Generic[G, B]):
         copied = copy.copy(self)
         copied.builder = self.builder.fresh()
         copied.first = None
-        copied._graphs = {}
+        copied.kept = {}
         copied._closed = True
         return copied

@@ -22,21 +22,8 @@ from hodiff.errors import InputError
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class GradientGraph(BatchGraph):
-    """The gradient of one batch's sum, with its graph."""
-
-    graph: Leaves
-
-    @property
-    def roots(self) -> Leaves:
-        """The tensors of the gradient, where the graph begins."""
-        return self.graph
-
-
-@final
 @dataclass(frozen=True)
-class HessianBuilder(Builder[GradientGraph]):
+class HessianBuilder(Builder[BatchGraph]):
     """Evaluates one batch, and its gradient with a graph.
 
     Attributes:
@@ -52,7 +39,7 @@ class HessianBuilder(Builder[GradientGraph]):
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
 
-    def build(self, where: Where, batch: Any, number: int) -> GradientGraph:
+    def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
         computed = isinstance(self.f, Tensor)
         with self._evaluation(where, batch, number, create_graph=False) as evaluation:
@@ -60,9 +47,8 @@ class HessianBuilder(Builder[GradientGraph]):
             calls_back = _nodes.runs_hooks(_nodes.survey(evaluation.tensors()))
             graph = _reverse.gradient(evaluation, differentiated=True)
         value, gradient = evaluation.scalars().detach().reshape(()), [part.detach() for part in graph]
-        return GradientGraph(
-            evaluation, value, 1.0 if computed else evaluation.aux, gradient, random, calls_back, graph
-        )
+        weight = 1.0 if computed else evaluation.aux
+        return BatchGraph(evaluation, value, weight, gradient, graph, random, calls_back)
 
     def forms(
         self, where: Where, batch: Any, number: int, vectors: Leaves, count: int, chosen: list[int], chunk: int | None
@@ -89,7 +75,7 @@ class HessianBuilder(Builder[GradientGraph]):
 
 
 @final
-class HessianOperator(SummedOperator[GradientGraph]):
+class HessianOperator(SummedOperator[BatchGraph]):
     r"""The Hessian \(H = \nabla^2 f(x)\) as an operator, without the matrix.
 
     With `data`, of a mean over all batches: \(f(x) = \sum_b s_b(x) \,/\, \sum_b w_b\), where the function
@@ -215,8 +201,9 @@ class HessianOperator(SummedOperator[GradientGraph]):
         check_total(sum(weights))
         return torch.stack(sums).sum(0) / sum(weights)
 
-    def _apply(self, graph: GradientGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
-        gradient, leaves = self._of_chosen(graph.graph), self._of_chosen(graph.evaluation.leaves)
+    def _apply(self, graph: BatchGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
+        ends = (graph.roots, graph.evaluation.leaves)
+        gradient, leaves = ([values[index] for index in self._chosen] for values in ends)
         return _reverse.products(graph.evaluation, gradient, parts, count, chunk_size=chunk, inputs=leaves)
 
 

@@ -15,9 +15,8 @@ from hodiff._core._where import Where
 from hodiff.curvature._data import Batches, check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
 from hodiff.curvature._gauss_newton import Linearised, linearise, predicted
-from hodiff.curvature._graph_cache import Builder, GraphCache
-from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._products import accumulate, say_detached
+from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
+from hodiff.curvature._operator import LinearOperator, say_detached
 from hodiff.errors import InputError
 
 
@@ -122,7 +121,7 @@ class JacobianOperator(DataOperator[Linearised]):
         """J' u: each batch takes its rows of u."""
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         graphs = self._graphs
-        single = graphs.batches == 1
+        single = graphs.batches.count == 1
         start = 0
         total = None
         lengths = _outputs(graphs).lengths
@@ -273,7 +272,7 @@ class JacobianBuilder(Builder[Linearised]):
             torch.zeros((), device=where.tensors[0].device),
         )
         gradient = [part.detach() for part in pulled]
-        return Linearised(graph, value, None, gradient, random, calls_back, outputs, cotangents, pulled)
+        return Linearised(graph, value, None, gradient, pulled, random, calls_back, outputs, cotangents)
 
     def fresh(self) -> JacobianBuilder:
         """The builder without the outputs that it noted."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff.curvature._products import as_given
+from hodiff.curvature._operator import as_given
 from hodiff.curvature._records import Status
 from hodiff.errors import InputError
 

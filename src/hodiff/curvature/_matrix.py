@@ -11,8 +11,7 @@ from torch import Tensor
 from hodiff._core import _call, _reverse
 from hodiff._core._arguments import check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space
-from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._products import as_given
+from hodiff.curvature._operator import LinearOperator, as_given
 from hodiff.errors import InputError
 
 LARGEST_VIEW = 2**36

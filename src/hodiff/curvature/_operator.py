@@ -7,52 +7,21 @@ from __future__ import annotations
 
 import copy
 import numbers
+import warnings
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, final, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _locks, _settings
+from hodiff._core import _arguments, _call, _locks, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._memory import free_bytes, readable
 from hodiff._core._vectors import Leaves, Space, sum_dtype
-from hodiff.curvature._process_group import ProcessGroupSum
-from hodiff.curvature._products import apply, columns_of, say_detached
-from hodiff.errors import InputError
-
-# --- operators for SciPy ----------------------------------------------------------------------------------------------
-
-
-def to_scipy(operator: Any) -> Any:
-    """An operator as a `scipy.sparse.linalg.LinearOperator`: see `LinearOperator.to_scipy`."""
-    try:
-        from scipy.sparse.linalg import LinearOperator as ScipyOperator
-    except ImportError as error:
-        raise ImportError("to_scipy() needs SciPy: pip install 'hodiff[scipy]'") from error
-    if operator.dtype is torch.bfloat16:
-        raise InputError("to_scipy: NumPy has no bfloat16; make the operator in float32.")
-    numpy_dtype = torch.empty((), dtype=operator.dtype, device="cpu").numpy().dtype
-
-    def tensor(array: Any) -> torch.Tensor:
-        return torch.from_numpy(array.astype(numpy_dtype, copy=True)).to(operator.device)
-
-    def product(turned: bool, straight: bool) -> Any:
-        def apply(array: Any) -> Any:
-            v = tensor(array.reshape(-1) if straight else array)  # SciPy may spell a vector as one column
-            return (operator.T if turned else operator)._applied(v, "").cpu().numpy()
-
-        return apply
-
-    products = {
-        "matvec": product(False, True),
-        "rmatvec": product(True, True),
-        "matmat": product(False, False),
-        "rmatmat": product(True, False),
-    }
-    return ScipyOperator(shape=tuple(operator.shape), dtype=numpy_dtype, **products)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
+from hodiff.curvature._process_group import ProcessGroupSum, raise_on_all_ranks
+from hodiff.curvature._staleness import one_look
+from hodiff.errors import GraphError, HodiffWarning, InputError
 
 # --- `LinearOperator` -------------------------------------------------------------------------------------------------
 
@@ -104,6 +73,9 @@ class LinearOperator(ABC):
     def __init__(self, *made_of: LinearOperator) -> None:
         self._taken: dict[int, int] = {}  # of each thread, which alone adds to it
         self._made_of, self._own = made_of, ""
+        self._group_sum: ProcessGroupSum | None = next(
+            (part._group_sum for part in made_of if part._group_sum is not None), None
+        )
         self._transpose_of: LinearOperator | None = None
         self._block_of: LinearOperator | None = None
         self._fixed_of: LinearOperator | None = None
@@ -157,14 +129,6 @@ class LinearOperator(ABC):
 
     def _own_diagonal(self) -> Tensor | None:
         """The diagonal, flat, where there is a cheaper way to it than a product for each column."""
-        return None
-
-    @property
-    def _group_sum(self) -> ProcessGroupSum | None:
-        """The processes among which its data are shared; None where it has all of them."""
-        for part in self._made_of:
-            if part._group_sum is not None:
-                return part._group_sum
         return None
 
     def _forms(self, parts: Leaves, count: int) -> Tensor:
@@ -270,12 +234,55 @@ class LinearOperator(ABC):
 
     def _applied(self, v: Any, live: str | None = None) -> Any:
         """`A @ v`; without `live`, of which nobody is told that it is detached: a step on the way to another result."""
-        with raise_on_all_ranks(self):
-            return apply(v, self, live)
+        domain, target = self._domain, self._range
+        with raise_on_all_ranks(self._group_sum):
+            kind, parts, count, tree = domain.parse(v)
+            requiring = any(part.requires_grad for part in parts)
+            if live is not None:
+                say_detached("A @ v", live or ("v requires grad" if requiring else ""))
+            if requiring:
+                _call.refuse_transforms()
+                parts = [part.detach() for part in parts]
+            back = tree if target is domain or target.like(domain) else target.tree
+            if count is not None:
+                fixed = self._fixed()  # for all of them
+                return fixed._columns(parts[0]) if kind == "columns" else target.result(fixed._stacked(parts), back)
+            products = self._product(parts, None)
+            return target.join(products, None) if kind == "flat" else target.result(products, back)
+
+    def _stacked(self, parts: Leaves) -> Leaves:
+        """Products with stacked vectors, some at a time."""
+        count = len(parts[0])
+        size, results = self._chunk(count), self._range.empty(count)
+        with one_look():
+            for start in range(0, count, size):
+                for result, part in zip(results, self._some(parts, start, size), strict=True):
+                    result[start : start + size] = part
+        return results
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        """Products with columns `(D, K)`, as columns."""
+        count = columns.shape[1]
+        size, rows = self._chunk(count), columns.new_empty((count, self._range.size), dtype=self._range.dtype)
+        block = self._domain.turned_at_once(size)
+        with one_look():
+            for first in range(0, count, block):
+                parts = self._domain.rows(columns[:, first : first + block])
+                for start in range(0, len(parts[0]), size):
+                    products = self._some(parts, start, size)
+                    self._range.join_into(rows[first + start :][: len(products[0])], products)
+        return rows.T
+
+    def _some(self, parts: Leaves, start: int, size: int) -> Leaves:
+        """Products with some of the stacked vectors. One that stands alone is not stacked."""
+        some = [part[start : start + size] for part in parts]
+        if len(some[0]) == 1:
+            return [part.unsqueeze(0) for part in self._product([part[0] for part in some], None)]
+        return self._product(some, len(some[0]))
 
     def _times(self, flat: Tensor) -> Tensor:
         """The product with one flat vector of the operator's own, whose spelling need not be recognised."""
-        with raise_on_all_ranks(self):
+        with raise_on_all_ranks(self._group_sum):
             return self._range.join(self._product(self._domain.split(flat), None), None)
 
     def _product(self, parts: Leaves, count: int | None) -> Leaves:
@@ -407,7 +414,7 @@ class LinearOperator(ABC):
             One product for each column (or, where there are fewer, for each row), in chunks.
         """
         say_detached("A.dense()", self._live)
-        with raise_on_all_ranks(self):
+        with raise_on_all_ranks(self._group_sum):
             return self._fixed()._dense()
 
     def _dense(self) -> Tensor:
@@ -420,7 +427,13 @@ class LinearOperator(ABC):
                 f"a block of it: A.block('...')."
             )
         A = self.T if rows < columns else self
-        turned = columns_of(A._product, A._domain, A._range, A._chunk)
+        domain, size = A._domain, A._chunk(A._domain.size)
+        turned = torch.empty((domain.size, A._range.size), dtype=A._range.dtype, device=A._range.device)
+        with one_look():
+            for start in range(0, domain.size, size):
+                stop = min(start + size, domain.size)
+                products = A._product(domain.split(domain.units(start, stop)), stop - start)
+                A._range.join_into(turned[start:stop], products)
         return turned if A is not self else turned.T
 
     def to_scipy(self) -> Any:
@@ -431,16 +444,26 @@ class LinearOperator(ABC):
             InputError: NumPy has no such dtype (bfloat16).
         """
         say_detached("A.to_scipy()", self._live)
-        return to_scipy(self)
+        try:
+            from scipy.sparse.linalg import LinearOperator as ScipyOperator
+        except ImportError as error:
+            raise ImportError("to_scipy() needs SciPy: pip install 'hodiff[scipy]'") from error
+        if self.dtype is torch.bfloat16:
+            raise InputError("to_scipy: NumPy has no bfloat16; make the operator in float32.")
+        dtype = torch.empty((), dtype=self.dtype, device="cpu").numpy().dtype
 
+        def product(turned: bool, straight: bool, array: Any) -> Any:
+            array = array.reshape(-1) if straight else array  # SciPy may spell a vector as one column
+            v = torch.from_numpy(array.astype(dtype, copy=True)).to(self.device)
+            return (self.T if turned else self)._applied(v, "").cpu().numpy()
 
-_ALONE = nullcontext()
-
-
-def raise_on_all_ranks(operator: LinearOperator) -> AbstractContextManager[None]:
-    """What one process raises in here, all of those that share the data raise."""
-    group_sum = operator._group_sum
-    return _ALONE if group_sum is None else group_sum.raise_on_all_ranks()
+        products = {
+            "matvec": partial(product, False, True),
+            "rmatvec": partial(product, True, True),
+            "matmat": partial(product, False, False),
+            "rmatmat": partial(product, True, False),
+        }
+        return ScipyOperator(shape=tuple(self.shape), dtype=dtype, **products)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def as_number(value: object, sign: str) -> float:
@@ -632,3 +655,66 @@ class BlockOperator(LinearOperator):
 
     def _about(self) -> str:
         return f"block of {self._inner!r}"
+
+
+# --- what products round as, and that they are detached ---------------------------------------------------------------
+
+
+def as_given(tensor: Tensor) -> _settings.Context:
+    """Matrix products in the dtype of their factors, whatever the caller's autocast would have them rounded to."""
+    return _settings.autocast(tensor.device.type)
+
+
+WAYS = {
+    "A @ v": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True; of a matrix, PyTorch's own product",
+    "A.dense()": "hodiff.hessian(..., matrix=True) or hodiff.jacobian, with create_graph=True; of a matrix, the matrix",
+    "A.to_scipy()": "none by NumPy's arrays; hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True",
+    "A.value": "the function itself, or hodiff.value_and_grad with create_graph=True",
+    "A.gradient": "hodiff.grad with create_graph=True",
+    "trace": "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, torch.trace",
+    "eigsh": (
+        "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, "
+        "torch.linalg.eigvalsh"
+    ),
+    "diagonal": "hodiff.hessian_diagonal with create_graph=True; of a matrix, torch.diagonal",
+    "solve": (
+        "hodiff.implicit.root(lambda x: A x - b, found.value), or hodiff.implicit.argmin(lambda x: x @ (A x) / 2 - "
+        "b @ x, found.value) of a symmetric operator; of a small matrix, torch.linalg.solve"
+    ),
+    "logdet": "torch.logdet of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix",
+    "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
+    "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
+    "spectral_density": (
+        "torch.linalg.eigvalsh of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix"
+    ),
+}
+"""Where the derivative of a detached result is to be had."""
+
+
+def say_detached(name: str, live: str) -> None:
+    """Of a result that is made detached: raise inside the `f` of another hodiff call; warn where it should not be.
+
+    The warning is given once for each line of the caller's, by Python's own rule.
+
+    Args:
+        name: The result, a key of `WAYS`.
+        live: What requires grad of all that it is computed from, in words; nothing, where nothing does.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if _call.inside():
+        raise GraphError(
+            "an operator's products are detached, so inside the function of another hodiff call they would count as "
+            "constants, silently. Use hodiff.hvp(f, x, v) there, or compute the product outside; if a constant is "
+            "meant, write `with torch.no_grad():` around it, or create_graph=False where there is one."
+        )
+    if live:
+        _call.refuse_transforms()
+        said = "" if "." in name or "@" in name else "create_graph=False, "
+        warnings.warn(
+            f"{name}: the result is detached, although {live}: it counts as a constant in what is computed from it. "
+            f"For its derivative: {WAYS[name]}. If a constant is meant, say so: {said}.detach() on what requires grad, "
+            f"or torch.no_grad().",
+            HodiffWarning,
+            stacklevel=_arguments.outside(),
+        )

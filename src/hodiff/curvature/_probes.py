@@ -14,8 +14,8 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _reverse, _tree, _vectors
 from hodiff._core._arguments import Probes, is_set
 from hodiff._core._vectors import Space, sum_dtype
-from hodiff.curvature._operator import LinearOperator, raise_on_all_ranks
-from hodiff.curvature._products import WAYS, say_detached
+from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
+from hodiff.curvature._process_group import raise_on_all_ranks
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
 BLOCK = 8
@@ -240,7 +240,7 @@ class EstimatorProgress:
         self._before = operator.products
         self._callback = callback
         self._bar = _bar(name, total) if progress else None
-        self._raise_on_all_ranks = raise_on_all_ranks(operator)
+        self._raise_on_all_ranks = raise_on_all_ranks(operator._group_sum)
 
     @property
     def spent(self) -> int:

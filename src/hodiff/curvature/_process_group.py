@@ -1,9 +1,9 @@
 """Several processes, each with its share of the data: sums over all, by one collective for each product.
 
-What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, and a checksum of what it says of
-itself, which step it is at and what it multiplies. A rank fills its own line and leaves zeros in those of the others, so
-that the sum of all buffers holds every line, exactly. Where the lines differ, all ranks see it, and send each other what
-they said in full; what is decided then, each rank decides by the same, and so all of them raise, or none.
+What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, and a checksum of what it says
+of itself: which step it is at, what it multiplies. A rank fills its own line and leaves zeros in those of the others,
+so that the sum of all buffers holds every line, exactly. Where lines differ, all ranks see it, and send each other
+what they say in full. What is decided then, each rank decides by the same, and so all of them raise, or none.
 
 A collective whose ranks disagree about its size ends a process of gloo without an exception. So each step opens with
 a buffer of one size, that of one vector like the point; what several vectors take beyond it follows in a second one,
@@ -16,7 +16,7 @@ import math
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -237,8 +237,7 @@ class ProcessGroupSum:
         if failed:
             raise _told(
                 GraphError(
-                    f"process_group: {_ranks(failed)} failed, so there is no sum over all ranks. "
-                    f"{said[failed[0]].fact}"
+                    f"process_group: {_ranks(failed)} failed, so there is no sum over all ranks. {said[failed[0]].fact}"
                 )
             )
         if _differ([(status.step, status.who) for status in said]):
@@ -250,12 +249,20 @@ class ProcessGroupSum:
                     f"among them."
                 )
             )
-        counts = [status.count for status in said]
+        counts = [status.number for status in said]
         if _differ(counts):
             raise _told(InputError(f"v: the ranks multiply different numbers of vectors: {counts}."))
         odd = [rank for rank, status in enumerate(said) if status.digest != said[0].digest]
         if odd:
             raise _told(InputError(_different(said[0].step, odd, self._threads)))
+
+
+def raise_on_all_ranks(group_sum: ProcessGroupSum | None) -> AbstractContextManager[None]:
+    """What one process raises in here, all of those that share the data raise."""
+    return _ALONE if group_sum is None else group_sum.raise_on_all_ranks()
+
+
+_ALONE = nullcontext()
 
 
 def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> ProcessGroupSum | None:
@@ -338,14 +345,14 @@ class RankStatus(NamedTuple):
     Attributes:
         step: The step.
         who: The operator, by the order in which they were made, and the leaves that it is a block of.
-        count: Of how many vectors.
+        number: Of how many vectors.
         digest: A checksum of these vectors, or of the parameters.
         fact: What is this rank's own, or why it fails.
     """
 
     step: Step
     who: tuple[object, ...]
-    count: int
+    number: int
     digest: int
     fact: Any = None
 

@@ -13,7 +13,7 @@ from hodiff._core import _arguments, _reverse, _vectors
 from hodiff._core._arguments import check_option
 from hodiff._core._vectors import Leaves, Space, Vectors, sum_dtype
 from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, gmres, minres
-from hodiff.curvature._operator import LinearOperator, SymmetricOperator
+from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -28,7 +28,6 @@ from hodiff.curvature._probes import (
     source,
     warn_not_converged,
 )
-from hodiff.curvature._products import as_given
 from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import InputError
 

@@ -12,7 +12,7 @@ from hodiff._core import _call, _settings
 from hodiff._core._arguments import Probes, check_option
 from hodiff._core._vectors import near, standard_error, sum_dtype
 from hodiff.curvature._leave_one_out import xdiag, xnystrace, xtrace
-from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._operator import LinearOperator, as_given
 from hodiff.curvature._probes import (
     BLOCK,
     Callback,
@@ -26,7 +26,6 @@ from hodiff.curvature._probes import (
     reached,
     warn_not_converged,
 )
-from hodiff.curvature._products import as_given
 from hodiff.curvature._records import DiagonalRecord, TraceRecord
 from hodiff.errors import InputError
 

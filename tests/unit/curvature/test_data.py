@@ -167,7 +167,7 @@ def test_shuffled_data_are_one_operator(budget: float) -> None:
     H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=loader, memory_budget=budget)
     for _ in range(3):
         agree(H.dense(), dense, 1e-11)
-    assert H._graphs.kept == (3 if budget == 0.5 else 0)
+    assert len(H._graphs.kept) == (3 if budget == 0.5 else 0)
 
 
 def test_a_list_may_be_kept_in_part() -> None:
@@ -178,7 +178,7 @@ def test_a_list_may_be_kept_in_part() -> None:
     each = whole.cost().cache_bytes // 5
     H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, memory_budget=int(2.5 * each))
     agree(H.dense(), dense, 1e-11)
-    assert H._graphs.kept == 2
+    assert len(H._graphs.kept) == 2
     assert "(2 of 5)" in repr(H)
 
 
