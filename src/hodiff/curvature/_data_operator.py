@@ -90,10 +90,10 @@ class DataOperator(LinearOperator, Generic[G]):
         self._chosen = list(range(len(graphs.where.tensors)))
         self._space = graphs.where.space().side()
 
-    @property
-    @abstractmethod
-    def _passes(self) -> tuple[int, int]:
-        """Reverse passes: of a product through a graph, and to build that graph."""
+    _passes = 1, 1
+    """Reverse passes: of a product through a graph, and to build that graph."""
+    _route: str
+    """How products are computed, for `repr`."""
 
     @property
     def _live(self) -> str:
@@ -211,15 +211,11 @@ class DataOperator(LinearOperator, Generic[G]):
         graphs = self._graphs
         batches = f", {graphs.batches.count} batches" if graphs.batches.count not in (None, 1) else ""
         if graphs.first is None:
-            return f"{self._route()}{batches}, not evaluated"
+            return f"{self._route}{batches}, not evaluated"
         held = f"cached {_memory.readable(graphs.cached_bytes())}" if graphs.kept else "nothing cached"
         partly = graphs.kept and not graphs.first.own.complete
         some = f" ({len(graphs.kept)} of {graphs.batches.count})" if partly else ""
-        return f"{self._route()}{batches}, {held}{some}"
-
-    @abstractmethod
-    def _route(self) -> str:
-        """How products are computed, for `repr`."""
+        return f"{self._route}{batches}, {held}{some}"
 
 
 class SummedOperator(SymmetricOperator, DataOperator[G]):

@@ -29,7 +29,7 @@ from hodiff.curvature._losses import (
     likelihood_names,
     loss_at_outputs,
 )
-from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, raise_on_all_ranks, shared
+from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
 from hodiff.errors import InputError
 
 # --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
@@ -117,9 +117,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
 class PullbackOperator(SummedOperator[CurvedOutputs]):
     """J' B J, of each batch's outputs."""
 
-    @property
-    def _passes(self) -> tuple[int, int]:
-        return 2, 1
+    _passes = 2, 1
 
     def _apply(self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         if count is None or count <= chunk:
@@ -247,10 +245,7 @@ class GaussNewtonOperator(PullbackOperator):
         builder = GaussNewtonBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
         group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
         super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
-        self._closed_form = type(loss) in LIKELIHOODS
-
-    def _route(self) -> str:
-        return "linearised outputs, " + ("closed-form" if self._closed_form else "differentiated") + " loss"
+        self._route = f"linearised outputs, {'closed-form' if type(loss) in LIKELIHOODS else 'differentiated'} loss"
 
 
 # --- `FisherOperator`: the Fisher information, exact, sampled, or "empirical" -----------------------------------------
@@ -411,11 +406,11 @@ class FisherOperator(PullbackOperator):
         group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
         builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum, device)
         super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
-        self.kind = kind
+        self.kind, self._route = kind, f"{kind}, linearised outputs"
 
     def _own_diagonal(self) -> Tensor | None:
         """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
-        with raise_on_all_ranks(self._group_sum):
+        with self._raise_on_all_ranks():
             return self._diagonal_of_scores()
 
     def _diagonal_of_scores(self) -> Tensor | None:
@@ -445,9 +440,6 @@ class FisherOperator(PullbackOperator):
                 rows = graph.vjp(outer.vectors(start, stop), stop - start, self._chosen, size)
             total += torch.cat([part.to(total.dtype).square().sum(0).reshape(-1) for part in rows])
         return total
-
-    def _route(self) -> str:
-        return f"{self.kind}, linearised outputs"
 
 
 def _check_kind(kind: Any, loss: Any) -> None:

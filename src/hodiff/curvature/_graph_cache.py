@@ -19,7 +19,7 @@ from hodiff._core._settings import RandomState
 from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, check_total
-from hodiff.curvature._process_group import ProcessGroupSum, raise_on_all_ranks
+from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import Modules, Values, buffers_of, culprits, warn_buffers, warn_random
 from hodiff.errors import GraphError, InputError
 
@@ -170,7 +170,8 @@ class GraphCache(Generic[G, B]):
         _call.refuse_transforms(batched=True)
         if self.first is None:
             # Of several threads one evaluates, and those of later caches wait too.
-            with _locks.ThreadClaim(self.batches), raise_on_all_ranks(self.group_sum):
+            on_all_ranks = nullcontext if self.group_sum is None else self.group_sum.raise_on_all_ranks
+            with _locks.ThreadClaim(self.batches), on_all_ranks():
                 return self.first or self._evaluate()
         first = self.first
         self._modules.check()

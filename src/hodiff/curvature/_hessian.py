@@ -152,6 +152,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
         doi:10.1162/neco.1994.6.1.147.
     """
 
+    _route = "double backward"
+
     def __init__(
         self,
         f: Callable[..., Any] | Tensor,
@@ -175,13 +177,6 @@ class HessianOperator(SummedOperator[BatchGraph]):
         builder = HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs)
         group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
         super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
-
-    @property
-    def _passes(self) -> tuple[int, int]:
-        return 1, 1
-
-    def _route(self) -> str:
-        return "double backward"
 
     def _forms(self, parts: Leaves, count: int) -> Tensor:
         if self._group_sum is not None:

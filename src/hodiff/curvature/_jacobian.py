@@ -16,7 +16,7 @@ from hodiff.curvature._data import Batches, check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
 from hodiff.curvature._gauss_newton import Linearised, linearise, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
-from hodiff.curvature._operator import LinearOperator, say_detached
+from hodiff.curvature._operator import LinearOperator, TransposedOperator, say_detached
 from hodiff.errors import InputError
 
 
@@ -81,11 +81,9 @@ class JacobianOperator(DataOperator[Linearised]):
         def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
         @property
-        def T(self) -> TransposedJacobianOperator: ...
+        def T(self) -> TransposedOperator: ...
 
-    @property
-    def _passes(self) -> tuple[int, int]:
-        return 1, 1
+    _route = "linearised outputs"
 
     @property
     def _range(self) -> Space:
@@ -136,14 +134,8 @@ class JacobianOperator(DataOperator[Linearised]):
         leaves = [graphs.where.tensors[index] for index in self._chosen]
         return [part.to(leaf.dtype) for part, leaf in zip(total or [], leaves, strict=True)]
 
-    def _transposed(self) -> TransposedJacobianOperator:
-        return TransposedJacobianOperator(self)
-
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError("block: a Jacobian's rows and columns differ; differentiate at hodiff.select(model, ...).")
-
-    def _route(self) -> str:
-        return "linearised outputs"
 
 
 def _outputs(graphs: GraphCache[Linearised, JacobianBuilder]) -> Outputs:
@@ -151,43 +143,6 @@ def _outputs(graphs: GraphCache[Linearised, JacobianBuilder]) -> Outputs:
     if graphs.first is None:
         graphs.evaluate()
     return graphs.builder.outputs
-
-
-@final
-class TransposedJacobianOperator(LinearOperator):
-    """J': what `J.T` is."""
-
-    if TYPE_CHECKING:  # outputs and the point differ in structure: a vector's spelling says nothing of the result's
-
-        @overload
-        def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
-        @overload
-        def __matmul__(self, v: Any) -> Any: ...
-        def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def __init__(self, jacobian: JacobianOperator) -> None:
-        super().__init__(jacobian)
-        self._jacobian = jacobian
-
-    @property
-    def _domain(self) -> Space:
-        return self._jacobian._range
-
-    @property
-    def _range(self) -> Space:
-        return self._jacobian._domain
-
-    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
-        return self._jacobian._pull(parts, count)
-
-    def _transposed(self) -> LinearOperator:
-        return self._jacobian
-
-    def _blocked(self, chosen: list[int]) -> LinearOperator:
-        return self._jacobian._blocked(chosen)
-
-    def _about(self) -> str:
-        return f"transpose of {self._jacobian!r}"
 
 
 class Outputs:

@@ -70,11 +70,7 @@ class MatrixOperator(LinearOperator):
         if symmetric and not self._symmetric:
             raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
         self._space = Space.line(self._matrix.new_empty(()).expand(A.shape[-1]))
-        self._rows_space = Space.line(self._matrix.new_empty(()).expand(A.shape[0]))
-
-    @property
-    def _range(self) -> Space:
-        return self._rows_space
+        self._rows = Space.line(self._matrix.new_empty(()).expand(A.shape[0]))
 
     @property
     def symmetric(self) -> bool:

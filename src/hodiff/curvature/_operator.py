@@ -9,8 +9,9 @@ import copy
 import numbers
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from hodiff._core import _arguments, _call, _locks, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._memory import free_bytes, readable
 from hodiff._core._vectors import Leaves, Space, sum_dtype
-from hodiff.curvature._process_group import ProcessGroupSum, raise_on_all_ranks
+from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import one_look
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
@@ -83,14 +84,20 @@ class LinearOperator(ABC):
     # --- what a class provides
 
     _space: Space
+    _rows: Space | None = None
+    """The space of its products, where that is another."""
 
     @abstractmethod
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         """A v, for the parts of one vector or of `count` stacked ones."""
 
-    @abstractmethod
     def _transposed(self) -> LinearOperator:
         """The transpose of an operator that is not symmetric, as a new one."""
+        return TransposedOperator(self)
+
+    def _pull(self, parts: Leaves, count: int | None) -> Leaves:
+        """A'u, of an operator that knows this product too."""
+        raise NotImplementedError(type(self).__name__)
 
     @abstractmethod
     def _about(self) -> str:
@@ -104,7 +111,7 @@ class LinearOperator(ABC):
 
     @property
     def _range(self) -> Space:
-        return self._space
+        return self._rows or self._space
 
     @property
     def symmetric(self) -> bool:
@@ -130,6 +137,10 @@ class LinearOperator(ABC):
     def _own_diagonal(self) -> Tensor | None:
         """The diagonal, flat, where there is a cheaper way to it than a product for each column."""
         return None
+
+    def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
+        """What one process raises in here, all of those that share the data raise."""
+        return nullcontext() if self._group_sum is None else self._group_sum.raise_on_all_ranks()
 
     def _forms(self, parts: Leaves, count: int) -> Tensor:
         """The v'Av of each of `count` stacked vectors, `(count,)`, differentiable in what the operator is made of."""
@@ -235,7 +246,7 @@ class LinearOperator(ABC):
     def _applied(self, v: Any, live: str | None = None) -> Any:
         """`A @ v`; without `live`, of which nobody is told that it is detached: a step on the way to another result."""
         domain, target = self._domain, self._range
-        with raise_on_all_ranks(self._group_sum):
+        with self._raise_on_all_ranks():
             kind, parts, count, tree = domain.parse(v)
             requiring = any(part.requires_grad for part in parts)
             if live is not None:
@@ -282,7 +293,7 @@ class LinearOperator(ABC):
 
     def _times(self, flat: Tensor) -> Tensor:
         """The product with one flat vector of the operator's own, whose spelling need not be recognised."""
-        with raise_on_all_ranks(self._group_sum):
+        with self._raise_on_all_ranks():
             return self._range.join(self._product(self._domain.split(flat), None), None)
 
     def _product(self, parts: Leaves, count: int | None) -> Leaves:
@@ -358,23 +369,19 @@ class LinearOperator(ABC):
         return block
 
     def __add__(self, other: LinearOperator | Scalar) -> LinearOperator:
-        """`A + B`, and `A + 0.1` for A + 0.1 I."""
+        """`A + B`, and `A + 0.1` or `0.1 + A` for A + 0.1 I."""
         if isinstance(other, LinearOperator):
             return SumOperator(self, other)
         _check_sizes(self._domain, self._range, "A + number")
         return AffineOperator(self, 1.0, as_number(other, "+"))
 
-    def __radd__(self, other: Scalar) -> LinearOperator:
-        """The operator `0.1 + A`, that is A + 0.1 I."""
-        return self + other
+    __radd__ = __add__
 
     def __mul__(self, factor: Scalar) -> LinearOperator:
-        """The multiple `A * 2` of an operator."""
+        """The multiple `A * 2` or `2 * A` of an operator."""
         return AffineOperator(self, as_number(factor, "*"))
 
-    def __rmul__(self, factor: Scalar) -> LinearOperator:
-        """The multiple `2 * A` of an operator."""
-        return self * factor
+    __rmul__ = __mul__
 
     def __truediv__(self, factor: Scalar) -> LinearOperator:
         """The multiple `A / 2` of an operator."""
@@ -414,7 +421,7 @@ class LinearOperator(ABC):
             One product for each column (or, where there are fewer, for each row), in chunks.
         """
         say_detached("A.dense()", self._live)
-        with raise_on_all_ranks(self._group_sum):
+        with self._raise_on_all_ranks():
             return self._fixed()._dense()
 
     def _dense(self) -> Tensor:
@@ -508,9 +515,6 @@ class SymmetricOperator(LinearOperator):
     def symmetric(self) -> bool:
         """A symmetric operator is always that."""
         return True
-
-    def _transposed(self) -> LinearOperator:
-        return self
 
 
 @final
@@ -609,10 +613,6 @@ class ProductOperator(LinearOperator):
         self._rows = _structured(left._range, middle)
 
     @property
-    def _range(self) -> Space:
-        return self._rows
-
-    @property
     def symmetric(self) -> bool:
         """Whether the product is one of the form A' A, as is the square of a symmetric operator."""
         left, right = self._left, self._right
@@ -622,13 +622,46 @@ class ProductOperator(LinearOperator):
         left, right = self._left, self._right
         middle = right._product(right._domain.take(parts, count, self._space), count)
         products = left._product(left._domain.take(middle, count, right._range), count)
-        return self._rows.take(products, count, left._range)
+        return self._range.take(products, count, left._range)
 
     def _transposed(self) -> LinearOperator:
         return ProductOperator(self._right.T, self._left.T)
 
     def _about(self) -> str:
         return f"{self._left!r} @ {self._right!r}"
+
+
+@final
+class TransposedOperator(LinearOperator):
+    """The transpose of an operator that knows both of its products: what `J.T` is."""
+
+    if TYPE_CHECKING:  # rows and columns may differ in structure: a vector's spelling says nothing of the result's
+
+        @overload
+        def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
+        @overload
+        def __matmul__(self, v: Any) -> Any: ...
+        def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @property
+    def _domain(self) -> Space:
+        return self._made_of[0]._range
+
+    @property
+    def _range(self) -> Space:
+        return self._made_of[0]._domain
+
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
+        return self._made_of[0]._pull(parts, count)
+
+    def _transposed(self) -> LinearOperator:
+        return self._made_of[0]
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return self._made_of[0]._blocked(chosen)
+
+    def _about(self) -> str:
+        return f"transpose of {self._made_of[0]!r}"
 
 
 @final

@@ -15,7 +15,6 @@ from hodiff._core import _arguments, _call, _reverse, _tree, _vectors
 from hodiff._core._arguments import Probes, is_set
 from hodiff._core._vectors import Space, sum_dtype
 from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
-from hodiff.curvature._process_group import raise_on_all_ranks
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
 BLOCK = 8
@@ -240,7 +239,7 @@ class EstimatorProgress:
         self._before = operator.products
         self._callback = callback
         self._bar = _bar(name, total) if progress else None
-        self._raise_on_all_ranks = raise_on_all_ranks(operator._group_sum)
+        self._raise_on_all_ranks = operator._raise_on_all_ranks()
 
     @property
     def spent(self) -> int:

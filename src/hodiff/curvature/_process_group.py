@@ -16,7 +16,7 @@ import math
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -255,14 +255,6 @@ class ProcessGroupSum:
         odd = [rank for rank, status in enumerate(said) if status.digest != said[0].digest]
         if odd:
             raise _told(InputError(_different(said[0].step, odd, self._threads)))
-
-
-def raise_on_all_ranks(group_sum: ProcessGroupSum | None) -> AbstractContextManager[None]:
-    """What one process raises in here, all of those that share the data raise."""
-    return _ALONE if group_sum is None else group_sum.raise_on_all_ranks()
-
-
-_ALONE = nullcontext()
 
 
 def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> ProcessGroupSum | None:

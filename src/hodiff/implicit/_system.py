@@ -79,7 +79,7 @@ class Transposed(LinearOperator):
             parts = _reverse.writable(self._graph, self._space.split(flat))
             return self._space.join(_reverse.vjp(self._graph, self._residual, parts), None)
 
-    def jvp(self, parts: Leaves, count: int | None) -> Leaves:
+    def _pull(self, parts: Leaves, count: int | None) -> Leaves:
         """The product J v, of the matrix that is not transposed."""
         with self.ready():
             if self._linear is None:
@@ -87,28 +87,6 @@ class Transposed(LinearOperator):
                 self._linear = cotangents, _reverse.transposed_product(self._graph, self._residual, cotangents)
             cotangents, pulled = self._linear
             return _reverse.products(self._graph, pulled, parts, count, chunk_size=None, inputs=cotangents)
-
-    def _transposed(self) -> LinearOperator:
-        return Jacobian(self)
-
-    def _about(self) -> str:
-        return "at a solution"
-
-
-@final
-class Jacobian(LinearOperator):
-    """J, the transpose of that."""
-
-    def __init__(self, turned: Transposed) -> None:
-        super().__init__()
-        self._turned = turned
-        self._space = turned._space
-
-    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
-        return self._turned.jvp(parts, count)
-
-    def _transposed(self) -> LinearOperator:
-        return self._turned
 
     def _about(self) -> str:
         return "at a solution"
