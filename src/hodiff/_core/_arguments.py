@@ -189,6 +189,21 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
+def check_number(value: Any, name: str, *, least: float = -math.inf) -> None:
+    """Raise unless `value` is a finite number of at least `least`."""
+    if value.__class__ in (float, int) and least <= value <= LARGEST:  # as nearly always
+        return
+    if not is_number(value) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least}"
+        raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
+
+
+def check_positive(value: Any, name: str, more: str = "") -> None:
+    """Raise unless `value` is a finite number above 0."""
+    if not is_number(value) or value <= 0:
+        raise InputError(f"{name}: got {value!r}, expected a positive number{more}.")
+
+
 def check_chunk_size(value: int | str) -> int | None:
     """The chunk size as an int, or None for `"auto"`."""
     if isinstance(value, str) and value == "auto":

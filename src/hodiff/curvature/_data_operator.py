@@ -13,10 +13,10 @@ import torch
 from hodiff._core import _arguments, _memory
 from hodiff._core._memory import readable
 from hodiff._core._vectors import Leaves
-from hodiff.curvature import _records
 from hodiff.curvature._graph_cache import G, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
 from hodiff.curvature._process_group import ProcessGroupSum
+from hodiff.curvature._records import axes_or_new
 from hodiff.errors import GraphError
 
 # --- what an operator takes: `H.cost()` -------------------------------------------------------------------------------
@@ -53,7 +53,11 @@ class Cost:
     def plot(self, axes: Any = None) -> Any:
         """Draw the bytes of the matrix, the cache and a product beside what is free; returns matplotlib's axes."""
         sizes = {"free": self.free_bytes, "dense()": self.dense_bytes, "cache": self.cache_bytes}
-        return _records.sizes(axes, {**sizes, "one product": self.product_bytes})
+        sizes["one product"] = self.product_bytes
+        axes = axes_or_new(axes)
+        axes.barh(list(sizes), [size / 2**20 for size in sizes.values()])
+        axes.set(xscale="log", xlabel="MiB")
+        return axes
 
     def __str__(self) -> str:
         return (

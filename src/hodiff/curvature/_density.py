@@ -111,7 +111,8 @@ def spectral_density(
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     _arguments.check_integer(steps, "steps", least=1)
     _arguments.check_integer(points, "points", least=2)
-    _check_width(width)
+    if width is not None:
+        _arguments.check_positive(width, "width", ", or None")
 
     def record(quadrature: GaussRules, spent: int) -> DensityRecord:
         low, high = extent(quadrature)
@@ -202,8 +203,7 @@ def logdet(
     """
     operator = check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
     check_detached("logdet", operator, create_graph, vectors=vectors)
-    if not _arguments.is_number(shift):
-        raise InputError(f"shift: got {shift!r}, expected a number.")
+    _arguments.check_number(shift, "shift")
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     check_rtol(rtol, drawn.number)
     _arguments.check_integer(steps, "steps", least=1)
@@ -264,11 +264,6 @@ def extent(quadrature: GaussRules) -> tuple[float, float]:
     """The outermost nodes that have a weight."""
     seen = quadrature.nodes[quadrature.weights > 1e-14]
     return float(seen.min()), float(seen.max())
-
-
-def _check_width(width: object) -> None:
-    if width is not None and (not _arguments.is_number(width) or width <= 0):
-        raise InputError(f"width: got {width!r}, expected a positive number, or None.")
 
 
 # --- stochastic Lanczos quadrature: eigenvalues and weights of Krylov spaces of random vectors ------------------------

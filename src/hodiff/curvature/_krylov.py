@@ -18,18 +18,25 @@ Show = Callable[[Callable[[], Tensor], float], None]
 """Is called after each step with the solution so far, to be computed if wanted, and the norm of its residual."""
 
 
-class Run(NamedTuple):
-    """Where a run of a method ended."""
+class Solution(NamedTuple):
+    """Where a run of a method, or of several, ended.
+
+    Attributes:
+        x: The solution.
+        status: How it ended; of one run, "converged" is by its own recurrence.
+        size: The length of the residual, by the recurrence; None where that measures it otherwise.
+        direction: Along which curvature is negative.
+    """
 
     x: Tensor
-    status: Status  # "converged" is by its own recurrence
-    size: float | None  # of the residual, by the recurrence; None where that measures it otherwise
+    status: Status
+    size: float | None
     direction: Tensor | None = None
 
 
 def conjugate_gradients(
     product: Product, inverse: Product, b: Tensor, tolerance: float, eps: float, left: Callable[[], int], show: Show
-) -> Run:
+) -> Solution:
     """A x = b from zero, until |r| <= tolerance; `d'Ad <= 0` ends it. Products round by `eps`."""
     x, r = torch.zeros_like(b), b.clone()
     z = inverse(r)
@@ -45,7 +52,7 @@ def conjugate_gradients(
         # Along a null vector the curvature is what rounding leaves of the largest, and steps towards it are huge.
         largest = max(largest, (dot(image, image) / length) ** 0.5)
         if not curvature > eps * largest * length:
-            return Run(best, "negative curvature", least, d)
+            return Solution(best, "negative curvature", least, d)
         step = rz / curvature
         x = torch.add(x, d, alpha=step)
         r = torch.add(r, image, alpha=-step)
@@ -53,20 +60,20 @@ def conjugate_gradients(
         size = square**0.5
         show(lambda x=x: x, size)
         if size <= tolerance:
-            return Run(x, "converged", size)
+            return Solution(x, "converged", size)
         if size < least:
             best, least = x, size
         z, before = inverse(r), rz
         rz = square if z is r else dot(r, z)
         if rz <= 0:
-            return Run(x, "stagnation", size)
+            return Solution(x, "stagnation", size)
         d = torch.add(z, d, alpha=rz / before)
-    return Run(x, "budget", size)
+    return Solution(x, "budget", size)
 
 
 def minres(
     product: Product, inverse: Product, b: Tensor, tolerance: float, eps: float, left: Callable[[], int], show: Show
-) -> Run:
+) -> Solution:
     """A x = b from zero, least |r| in the Krylov space at each step; the Lanczos matrix is reduced by rotations."""
     x = torch.zeros_like(b)
     r1 = r2 = b.clone()
@@ -108,11 +115,11 @@ def minres(
         x = torch.add(x, w, alpha=step)
         show(lambda x=x: x, abs(phi) * unit)
         if abs(phi) <= target:
-            return Run(x, "converged", None)
+            return Solution(x, "converged", None)
         # The Krylov space is exhausted; or x, along a null vector, has grown so that A x rounds like the residual.
         if beta <= 10 * eps * scale or eps * scale * float(x.norm()) > 0.1 * abs(phi):
-            return Run(x, "stagnation", None)
-    return Run(x, "budget", None)
+            return Solution(x, "stagnation", None)
+    return Solution(x, "budget", None)
 
 
 def dot(a: Tensor, b: Tensor) -> float:
@@ -137,7 +144,7 @@ def gmres(
     show: Show,
     *,
     max_basis: int,
-) -> Run:
+) -> Solution:
     """A x = b from zero, until |r| <= tolerance: least |r| over the Krylov space of A M, anew every `max_basis` steps.
 
     The inverse M stands on the right, so the residual is that of the system itself.
@@ -157,10 +164,10 @@ def gmres(
         r = r - basis.combine(basis.projection[: basis.size + 1, : basis.size] @ y)
         size = float(r.norm())
         if size <= tolerance:
-            return Run(x, "converged", size)
+            return Solution(x, "converged", size)
         if basis.exhausted or not size <= SLOW * before:
-            return Run(x, "stagnation", size)
-    return Run(x, "budget", size)
+            return Solution(x, "stagnation", size)
+    return Solution(x, "budget", size)
 
 
 class LeastSquares:

@@ -92,9 +92,9 @@ class NewtonCG(torch.optim.Optimizer):
         rtol: float | None = None,
         products: int | None = None,
     ) -> None:
-        _check_positive(radius, "radius")
+        _arguments.check_positive(radius, "radius")
         if rtol is not None:
-            _check_positive(rtol, "rtol")
+            _arguments.check_positive(rtol, "rtol")
         self._limit = 50 if products is None else _arguments.check_integer(products, "products", least=1)
         self._rtol, self._first_radius = rtol, float(radius)
         self.last: NewtonRecord | None = None
@@ -110,9 +110,7 @@ class NewtonCG(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its `damping` checked."""
-        damping = param_group.get("damping", self.defaults["damping"])
-        if not _arguments.is_number(damping) or damping < 0:
-            raise InputError(f"damping: got {damping!r}, expected a number of at least 0.")
+        _arguments.check_number(param_group.get("damping", self.defaults["damping"]), "damping", least=0)
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -268,11 +266,6 @@ def _again(closure: Callable[[], Any], tensors: list[Tensor], random: RandomStat
     with EvaluationContext(call(lambda _: closure(), tensors, passes=2, create_graph=False)) as context:
         context.random = random
         return context.again(tensors)
-
-
-def _check_positive(value: Any, name: str) -> None:
-    if not _arguments.is_number(value) or value <= 0:
-        raise InputError(f"{name}: got {value!r}, expected a number above 0.")
 
 
 # --- the step of a trust region: where a quadratic model is small, not further than a radius --------------------------

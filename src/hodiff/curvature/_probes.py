@@ -151,9 +151,10 @@ def _requires_grad(value: Any, name: str) -> bool:
 
 def check_rtol(rtol: object, number: int | None = None) -> None:
     """Raise unless the tolerance is a positive number, or None; and where so many vectors cannot tell the error."""
-    if rtol is not None and (not _arguments.is_number(rtol) or rtol <= 0):
-        raise InputError(f"rtol: got {rtol!r}, expected a positive number, or None.")
-    if rtol is not None and number == 1:
+    if rtol is None:
+        return
+    _arguments.check_positive(rtol, "rtol", ", or None")
+    if number == 1:
         raise InputError("rtol: one random vector does not tell its error; give several, or no rtol.")
 
 

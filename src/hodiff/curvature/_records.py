@@ -22,6 +22,9 @@ from hodiff.errors import HodiffError, InputError
 class Shown(ABC):
     """A record that shows what a reader asks first: the value, how good it is, what it took."""
 
+    value: Any
+    products: int
+
     @abstractmethod
     def _facts(self) -> dict[str, str]:
         """What is shown, by the heading that it has in a table; short."""
@@ -62,11 +65,6 @@ def numbers(values: Tensor) -> str:
     return ", ".join([*shown, f"... ({len(values)})"] if len(values) > 3 else shown)
 
 
-def measured(value: Tensor, error: Tensor | None) -> str:
-    """A value and its standard error."""
-    return number(value) if error is None else f"{number(value)} ± {number(error)}"
-
-
 def shape(value: Any) -> str:
     """The shape of a tensor, or how many numbers a container holds."""
     if isinstance(value, Tensor):
@@ -86,21 +84,60 @@ def after(products: int) -> str:
     return f"{products} product{'' if products == 1 else 's'}"
 
 
-def outcome(converged: bool | None) -> str:
-    """Whether it converged, where that was asked."""
-    return {True: "converged", False: "not converged", None: "no tolerance asked"}[converged]
-
-
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
 V = TypeVar("V")
 Status = Literal["converged", "negative curvature", "budget", "stagnation", "iterations", "running"]
 End = Literal["interior", "boundary", "negative curvature", "budget"]
+_REACHED: dict[bool | None, str] = {True: "converged", False: "not converged"}
+
+
+class _Estimate(Shown):
+    """What records of random estimates say, with their standard errors."""
+
+    stderr: Any
+    converged: bool | None
+    _errors = "The standard error is {} of the value"
+
+    def _facts(self) -> dict[str, str]:
+        error = "" if self.stderr is None else f" ± {number(self.stderr)}"
+        return {"value": number(self.value) + error, **self._taken()}
+
+    def _taken(self) -> dict[str, str]:
+        return {
+            "products": after(self.products),
+            "outcome": _REACHED.get(self.converged, "no tolerance asked"),
+        }
+
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        errors = None if self.stderr is None else flat(self.stderr)
+        if errors is None or not bool(errors.any()):
+            return _without_error(errors, self.products)
+        asked = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
+        relative = number(errors.norm() / flat(self.value).norm())
+        return f"{self._errors.format(relative)} after {after(self.products)}{asked[self.converged]}."
+
+
+class _Iterated(Shown):
+    """What records of eigenpairs show, with their residuals."""
+
+    residual: Tensor
+    converged: bool | None
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": numbers(self.value.reshape(-1)),
+            "residual": f"residual {number(self.residual.max())}",
+            "products": after(self.products),
+            "outcome": _REACHED.get(self.converged, "running"),
+        }
 
 
 @dataclass(frozen=True, repr=False)
-class TraceRecord(Shown):
+class TraceRecord(_Estimate):
     """An estimated trace, or log-determinant.
 
     Attributes:
@@ -117,24 +154,9 @@ class TraceRecord(Shown):
     products: int
     blocks: Mapping[str, TraceRecord] = field(default_factory=dict[str, "TraceRecord"])
 
-    def _facts(self) -> dict[str, str]:
-        return {
-            "value": measured(self.value, self.stderr),
-            "products": after(self.products),
-            "outcome": outcome(self.converged),
-        }
-
-    @property
-    def message(self) -> str:
-        """How it went, in a sentence."""
-        if self.stderr is None or not bool(self.stderr):
-            return _without_error(self.stderr, self.products)
-        relative = number(self.stderr / self.value.abs())
-        return f"The standard error is {relative} of the value after {_asked(self.products, self.converged)}."
-
 
 @dataclass(frozen=True, repr=False)
-class DiagonalRecord(Shown):
+class DiagonalRecord(_Estimate):
     """A diagonal, estimated or exact.
 
     Attributes:
@@ -149,28 +171,15 @@ class DiagonalRecord(Shown):
     stderr: Any
     converged: bool | None
     products: int
+    _errors = "The standard errors are {} of the diagonal"
 
     def _facts(self) -> dict[str, str]:
-        errors = None if self.stderr is None else flat(self.stderr)
-        return {
-            "value": shape(self.value),
-            "error": "no error known" if errors is None else f"± {number(errors.max())} at most",
-            "products": after(self.products),
-            "outcome": outcome(self.converged),
-        }
-
-    @property
-    def message(self) -> str:
-        """How it went, in a sentence."""
-        errors = None if self.stderr is None else flat(self.stderr)
-        if errors is None or not bool(errors.any()):
-            return _without_error(errors, self.products)
-        relative = number(errors.norm() / flat(self.value).norm())
-        return f"The standard errors are {relative} of the diagonal after {_asked(self.products, self.converged)}."
+        error = "no error known" if self.stderr is None else f"± {number(flat(self.stderr).max())} at most"
+        return {"value": shape(self.value), "error": error, **self._taken()}
 
 
 @dataclass(frozen=True, repr=False)
-class EigenRecord(Shown):
+class EigenRecord(_Iterated):
     """Some eigenpairs.
 
     Attributes:
@@ -188,27 +197,27 @@ class EigenRecord(Shown):
     converged: bool | None
     products: int
 
-    def _facts(self) -> dict[str, str]:
-        return {
-            "value": numbers(self.value),
-            "residual": f"residual {number(self.residual.max())}",
-            "products": after(self.products),
-            "outcome": _running(self.converged),
-        }
-
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
         text = f"{len(self.value)} eigenvalue{'s' if len(self.value) != 1 else ''}, {after(self.products)}"
-        return f"{text}: the largest residual is {number(self.residual.max())}, {_running(self.converged)}."
+        return f"{text}: the largest residual is {number(self.residual.max())}, {self._facts()['outcome']}."
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the eigenvalues with their residuals (complex ones in the plane); returns matplotlib's axes."""
-        return eigenvalues(axes, self.value, self.residual)
+        axes, value = axes_or_new(axes), self.value.cpu()
+        if value.is_complex():
+            axes.plot(value.real, value.imag, "o")
+            axes.set(xlabel="real part", ylabel="imaginary part")
+            return axes
+        axes.errorbar(range(1, len(value) + 1), value, yerr=self.residual.cpu(), fmt="o", capsize=3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(xlabel="number", ylabel="eigenvalue ± residual")
+        return axes
 
 
 @dataclass(frozen=True, repr=False)
-class RadiusRecord(Shown):
+class RadiusRecord(_Iterated):
     """A spectral radius.
 
     Attributes:
@@ -223,18 +232,10 @@ class RadiusRecord(Shown):
     converged: bool | None
     products: int
 
-    def _facts(self) -> dict[str, str]:
-        return {
-            "value": number(self.value),
-            "residual": f"residual {number(self.residual)}",
-            "products": after(self.products),
-            "outcome": _running(self.converged),
-        }
-
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
-        return f"The residual is {number(self.residual)} after {after(self.products)}, {_running(self.converged)}."
+        return f"The residual is {number(self.residual)} after {after(self.products)}, {self._facts()['outcome']}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -296,7 +297,13 @@ class DensityRecord(Shown):
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the density, and a band of two standard errors; returns matplotlib's axes."""
-        return density(axes, self.grid, self.value, None if self.exact else self.stderr)
+        axes, value = axes_or_new(axes), self.value.cpu()
+        error = None if self.exact or self.stderr is None else self.stderr.cpu()
+        least = 1e-6 * float(value.max())  # six decades
+        with_band(axes, self.grid.cpu(), value, error, None, least)
+        label = "density" if error is None else "density ± 2 standard errors"
+        axes.set(yscale="log", ylim=(least, 2e6 * least), xlabel="eigenvalue", ylabel=label)
+        return axes
 
 
 def _error(values: Tensor, exact: bool) -> Tensor | None:
@@ -402,15 +409,6 @@ def _without_error(error: Tensor | None, products: int) -> str:
     return f"Exact, by {after(products)}."
 
 
-def _asked(products: int, converged: bool | None) -> str:
-    wanted = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
-    return after(products) + wanted[converged]
-
-
-def _running(converged: bool | None) -> str:
-    return {True: "converged", False: "not converged", None: "running"}[converged]
-
-
 # --- pictures, from plain numbers; matplotlib is imported when something is drawn -------------------------------------
 # Colours are those of the style in force, so that a picture is light or dark as the page around it.
 
@@ -440,41 +438,3 @@ def with_band(
     if error is not None:
         low, high = (value - 2 * error).clamp(min=least), (value + 2 * error).clamp(min=least)
         axes.fill_between(x, low, high, alpha=0.3, color=line.get_color(), linewidth=0)
-
-
-def density(axes: Any, grid: Tensor, value: Tensor, error: Tensor | None) -> Any:
-    """A density on a logarithmic scale, with six decades of it."""
-    axes = axes_or_new(axes)
-    grid, value = grid.cpu(), value.cpu()
-    peak = float(value.max())
-    with_band(axes, grid, value, None if error is None else error.cpu(), None, 1e-6 * peak)
-    axes.set_yscale("log")
-    axes.set_ylim(1e-6 * peak, 2 * peak)
-    axes.set_xlabel("eigenvalue")
-    axes.set_ylabel("density" if error is None else "density ± 2 standard errors")
-    return axes
-
-
-def eigenvalues(axes: Any, value: Tensor, residual: Tensor) -> Any:
-    """Real ones in their order with an error bar; complex ones in the plane."""
-    axes = axes_or_new(axes)
-    value = value.cpu()
-    if value.is_complex():
-        axes.plot(value.real, value.imag, "o")
-        axes.set_xlabel("real part")
-        axes.set_ylabel("imaginary part")
-        return axes
-    axes.errorbar(range(1, len(value) + 1), value, yerr=residual.cpu(), fmt="o", capsize=3)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("number")
-    axes.set_ylabel("eigenvalue ± residual")
-    return axes
-
-
-def sizes(axes: Any, named: dict[str, int]) -> Any:
-    """Bytes as bars, on a logarithmic scale."""
-    axes = axes_or_new(axes)
-    axes.barh(list(named), [size / 2**20 for size in named.values()])
-    axes.set_xscale("log")
-    axes.set_xlabel("MiB")
-    return axes

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _reverse, _vectors
 from hodiff._core._arguments import check_option
 from hodiff._core._vectors import Leaves, Space, Vectors, sum_dtype
-from hodiff.curvature._krylov import Product, Run, Show, conjugate_gradients, gmres, minres
+from hodiff.curvature._krylov import Product, Solution, conjugate_gradients, gmres, minres
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
 from hodiff.curvature._probes import (
     Callback,
@@ -28,7 +28,7 @@ from hodiff.curvature._probes import (
     source,
     warn_not_converged,
 )
-from hodiff.curvature._records import SolveRecord, Status
+from hodiff.curvature._records import SolveRecord
 from hodiff.errors import InputError
 
 Method = Literal["cg", "minres", "gmres"]
@@ -158,7 +158,7 @@ def attempt(
     check_option(method, Method, "method")
     operator = check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
     check_rtol(rtol)
-    _check_damping(damping)
+    _arguments.check_number(damping, "damping")
     limits = _limits(operator, rtol, products, iterations)
     right, given = _vector(operator, b, "b")
     unit = float(right.abs().max()) or 1.0  # squares of very small or large entries have no place in their dtype
@@ -167,32 +167,35 @@ def attempt(
     inverse, eps = _preconditioning(preconditioner, operator, method), torch.finfo(operator.dtype).eps
     size = float(right.norm())
 
-    def record(x: Tensor, residual: float, status: Status, direction: Tensor | None, spent: int) -> SolveRecord[V]:
-        converged = None if iterations is not None or status == "running" else status == "converged"
-        value = _spelled(operator, x * (unit / (measured.unit if measured else 1.0)), given)
-        along = None if direction is None else _spelled(operator, direction, given)
-        return SolveRecord(value, residual, converged, spent, status, along)
+    def record(end: Solution, spent: int) -> SolveRecord[V]:
+        converged = None if iterations is not None or end.status == "running" else end.status == "converged"
+        value = _spelled(operator, end.x * (unit / (measured.unit if measured else 1.0)), given)
+        along = None if end.direction is None else _spelled(operator, end.direction, given)
+        return SolveRecord(value, end.size or 0.0, converged, spent, end.status, along)
 
     with EstimatorProgress("solve", operator, limits.steps or limits.products, callback, progress) as watch:
+        method_of = _method(method, operator, restart)
 
-        def show(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
-            watch(lambda spent: record(base + current(), least / size, "running", None, spent))
+        def run(base: Tensor, r: Tensor, tolerance: float, left: Callable[[], int]) -> Solution:
+            def show(current: Callable[[], Tensor], least: float) -> None:
+                watch(lambda spent: record(Solution(base + current(), "running", least / size), spent))
 
-        looks = show if callback is not None or progress else _unseen
+            return method_of(product, inverse, r, tolerance, eps, left, show)
+
         product = _damped(operator, damping)
         measured = Measured(product) if start is None and preconditioner is None else None
-        system = IterativeSolver(_method(method, operator, restart), measured or product, inverse, eps, looks)
+        product = measured or product
         if size == 0:
-            solution = Solution(torch.zeros_like(right), 0.0, "converged")
+            solution = Solution(torch.zeros_like(right), "converged", 0.0)
         elif limits.steps is None:
-            solution = system.solved(right, x, limits.rtol, lambda: limits.products - watch.spent)
+            solution = solved(run, product, right, x, limits.rtol, lambda: limits.products - watch.spent)
         else:
-            solution = system.stepped(right, x, limits.steps, exact=method != "minres" or preconditioner is None)
-        failed = solution.status not in ("converged", "iterations")
-        trouble = _explanation(solution, limits, watch.spent) if failed else None
+            exact = method != "minres" or preconditioner is None
+            solution = stepped(run, product, right, x, limits.steps, lambda: watch.spent, eps, exact)
         if measured and measured.unit != 1:
             _check_room(solution.x, unit / measured.unit, operator.dtype)
-        return record(solution.x, solution.residual, solution.status, solution.direction, watch.spent), trouble
+        made = record(solution, watch.spent)
+        return made, _explanation(made, limits) if made.status not in ("converged", "iterations") else None
 
 
 def _check_room(x: Tensor, unit: float, dtype: torch.dtype) -> None:
@@ -203,10 +206,6 @@ def _check_room(x: Tensor, unit: float, dtype: torch.dtype) -> None:
             f"solve: the solution's largest entry is about {largest:.1g}, which {dtype} has no place for; divide the "
             f"operator by its size, and multiply the solution yourself: hodiff.solve(A * s, b).value * s."
         )
-
-
-def _unseen(base: Tensor, current: Callable[[], Tensor], least: float) -> None:
-    """Show iterates to nobody."""
 
 
 def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
@@ -224,11 +223,6 @@ def _spelled(operator: LinearOperator, x: Tensor, given: Vectors) -> Any:
     """A flat vector as `given` was spelled."""
     x = x.to(operator.dtype)
     return x if given.kind == "flat" else operator._domain.result(operator._domain.split(x), given.tree)
-
-
-def _check_damping(damping: Any) -> None:
-    if not _arguments.is_number(damping):
-        raise InputError(f"damping: got {damping!r}, expected a number.")
 
 
 def _damped(operator: LinearOperator, damping: float) -> Product:
@@ -275,7 +269,7 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
     return _rounded(preconditioner)
 
 
-def _method(method: Method, operator: LinearOperator, restart: int | None) -> Callable[..., Run]:
+def _method(method: Method, operator: LinearOperator, restart: int | None) -> Callable[..., Solution]:
     if restart is not None and method != "gmres":
         raise InputError(f"restart: is an option of method='gmres', not of {method!r}.")
     if method != "gmres":
@@ -296,88 +290,55 @@ def _limits(operator: LinearOperator, rtol: Any, products: Any, iterations: Any)
     return Limits(0.0, 0, _arguments.check_integer(iterations, "iterations", least=1))
 
 
-class Solution(NamedTuple):
-    """A solution, and its relative residual."""
-
-    x: Tensor
-    residual: float
-    status: Status
-    direction: Tensor | None = None
+Attempt = Callable[[Tensor, Tensor, float, Callable[[], int]], Solution]
+"""A run of a method: from where, the residual there, the tolerance, the products that are left."""
 
 
-class IterativeSolver:
-    """A method on a product and a preconditioner, and who looks at its iterates."""
-
-    def __init__(
-        self,
-        method: Callable[..., Run],
-        product: Product,
-        inverse: Product,
-        eps: float,
-        show: Callable[[Tensor, Callable[[], Tensor], float], None],
-    ) -> None:
-        self._method = method
-        self._product = product
-        self._inverse = inverse
-        self._eps = eps
-        self._show = show
-
-    def _run(self, x: Tensor, r: Tensor, tolerance: float, left: Callable[[], int]) -> Run:
-        show: Show = functools.partial(self._show, x)
-        return self._method(self._product, self._inverse, r, tolerance, self._eps, left, show)
-
-    def _rest(self, b: Tensor, x: Tensor) -> Tensor:
-        return b - self._product(x) if bool(x.any()) else b.clone()
-
-    def stepped(self, b: Tensor, x: Tensor, steps: int, *, exact: bool) -> Solution:
-        """So many steps from x; the residual is the method's own, where that is `exact`."""
-        taken = 0
-
-        def product(v: Tensor) -> Tensor:
-            nonlocal taken
-            taken += 1
-            return whole(v)
-
-        r, whole = self._rest(b, x), self._product
-        size = float(b.norm())
-        if float(r.norm()) <= self._eps * size:
-            return Solution(x, float(r.norm()) / size, "converged")
-        self._product = product
-        run = self._run(x, r, self._eps * size, lambda: steps - taken)
-        self._product = whole
-        x = x + run.x
-        left = run.size if run.size is not None and exact else float((b - whole(x)).norm())
-        return Solution(x, left / size, "iterations" if run.status == "budget" else run.status, run.direction)
-
-    def solved(self, b: Tensor, x: Tensor, rtol: float, left: Callable[[], int]) -> Solution:
-        """Run the method, look at the true residual, and begin anew from there while that helps.
-
-        Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
-        """
-        size = float(b.norm())
-        r = self._rest(b, x)
-        residual = float(r.norm()) / size
-        while residual > rtol:
-            if left() < 2:
-                return Solution(x, residual, "budget")
-            # The last product is kept for the true residual.
-            run = self._run(x, r, 0.5 * rtol * size, lambda: left() - 1)
-            r = b - self._product(x + run.x)
-            before, residual = residual, float(r.norm()) / size
-            if residual < before:
-                x = x + run.x
-            if residual <= rtol:
-                break
-            if run.status == "negative curvature":
-                return Solution(x, residual, run.status, run.direction)
-            if not residual < 0.5 * before:
-                if not residual < before:
-                    residual = before
-                return Solution(x, residual, "budget" if left() < 2 else "stagnation")
-        return Solution(x, residual, "converged")
+def _rest(product: Product, b: Tensor, x: Tensor) -> Tensor:
+    return b - product(x) if bool(x.any()) else b.clone()
 
 
-def _explanation(solution: Solution, limits: Limits, products: int) -> str:
+def stepped(
+    run: Attempt, product: Product, b: Tensor, x: Tensor, steps: int, spent: Callable[[], int], eps: float, exact: bool
+) -> Solution:
+    """So many steps from x; the residual is the method's own, where that is `exact`."""
+    r, size = _rest(product, b, x), float(b.norm())
+    if float(r.norm()) <= eps * size:
+        return Solution(x, "converged", float(r.norm()) / size)
+    limit = spent() + steps
+    end = run(x, r, eps * size, lambda: limit - spent())
+    x = x + end.x
+    left = end.size if end.size is not None and exact else float((b - product(x)).norm())
+    return Solution(x, "iterations" if end.status == "budget" else end.status, left / size, end.direction)
+
+
+def solved(run: Attempt, product: Product, b: Tensor, x: Tensor, rtol: float, left: Callable[[], int]) -> Solution:
+    """Run the method, look at the true residual, and begin anew from there while that helps.
+
+    Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
+    """
+    size = float(b.norm())
+    r = _rest(product, b, x)
+    residual = float(r.norm()) / size
+    while residual > rtol:
+        if left() < 2:
+            return Solution(x, "budget", residual)
+        # The last product is kept for the true residual.
+        end = run(x, r, 0.5 * rtol * size, lambda: left() - 1)
+        r = b - product(x + end.x)
+        before, residual = residual, float(r.norm()) / size
+        if residual < before:
+            x = x + end.x
+        if residual <= rtol:
+            break
+        if end.status == "negative curvature":
+            return Solution(x, end.status, residual, end.direction)
+        if not residual < 0.5 * before:
+            return Solution(x, "budget" if left() < 2 else "stagnation", residual if residual < before else before)
+    return Solution(x, "converged", residual)
+
+
+def _explanation(record: SolveRecord[Any], limits: Limits) -> str:
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
@@ -388,9 +349,10 @@ def _explanation(solution: Solution, limits: Limits, products: int) -> str:
             "the residual no longer falls: the system is singular (b lies partly outside its range), rounding allows "
             "no better, or GMRES keeps too few vectors (restart=). Add damping, or use double precision"
         ),
-    }[solution.status]
+    }[record.status]
     precision = f"rtol={limits.rtol:g}" if limits.steps is None else f"iterations={limits.steps}"
-    return f"solve: after {products} products the relative residual is {solution.residual:.2g} ({precision}); {advice}."
+    residual = f"the relative residual is {record.residual:.2g} ({precision})"
+    return f"solve: after {record.products} products {residual}; {advice}."
 
 
 # --- `nystrom`: an approximate inverse of A + μ I from a few products, as a preconditioner ----------------------------
@@ -442,8 +404,7 @@ def nystrom(
     size = operator.shape[0]
     if _arguments.check_integer(rank, "rank", least=1) > size:
         raise InputError(f"rank: got {rank}, and the operator has {size} columns.")
-    if not _arguments.is_number(shift) or shift <= 0:
-        raise InputError(f"shift: got {shift!r}, expected a positive number: the damping of the system.")
+    _arguments.check_positive(shift, "shift", ": the damping of the system")
     _vectors.check_generator(generator)
     like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
     rows = _vectors.draw((rank, size), like, "gaussian", source(operator, generator))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,7 +51,7 @@ class Critic(NamedTuple):
     def check(self) -> None:
         """Raise for an option that is not known, and for a wrapper that loses gradients."""
         check_option(self.patch_reduction, PatchReduction, "patch_reduction")
-        check_number(self.grad_scale, "grad_scale", least=0)
+        _arguments.check_number(self.grad_scale, "grad_scale", least=0)
         if not self.grad_scale:
             raise InputError("grad_scale: is 0, expected a positive number.")
         if isinstance(self.f, Tensor):
@@ -435,15 +434,6 @@ def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], re
     # layer is in no gradient by the input.
     # (`isinstance` would ask an abstract base class, in Python.)
     return loss + 0 * outputs.sum() if DistributedDataParallel in f.__class__.__mro__ else loss
-
-
-def check_number(value: Any, name: str, *, least: float) -> None:
-    """Raise unless `value` is a finite number of at least `least`."""
-    if value.__class__ in (float, int) and least <= value <= _arguments.LARGEST:  # as nearly always
-        return
-    if not _arguments.is_number(value) or value < least:
-        bound = "" if least == -math.inf else f" of at least {least}"
-        raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
 
 
 def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:

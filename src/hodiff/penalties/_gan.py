@@ -12,7 +12,7 @@ from hodiff._core import _arguments, _call, _tree
 from hodiff._core._arguments import Allowed, PatchReduction, Reduction
 from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import check_generator
-from hodiff.penalties._critic import check_number, detached_samples, interpolate
+from hodiff.penalties._critic import detached_samples, interpolate
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 
 
@@ -239,7 +239,7 @@ def dragan_penalty(
         Kodali, N. et al. (2017). On convergence and stability of GANs. arXiv:1705.07215. Other code: PyTorch-GAN
         takes the norm over channels only and draws α per entry; compare_gan uses x + σ (u - ½), clipped to [0, 1].
     """
-    check_number(std, "std", least=0)
+    _arguments.check_number(std, "std", least=0)
     real = detached_samples(real, detach, "real", _call.loss_recorded(create_graph))
     leaves, names, tree = _tree.flatten(real, "real")
     for leaf, name in zip(leaves, names, strict=True):
@@ -486,6 +486,6 @@ def r2_penalty(
 
 def _zero_centred(critic: Function, samples: Any, name: str, gamma: float, detach: bool | None, **options: Any) -> Any:
     """Half of `gamma` times the squared norm of the gradient at samples, which errors call `name`."""
-    check_number(gamma, "gamma", least=0)
+    _arguments.check_number(gamma, "gamma", least=0)
     recorded = _call.loss_recorded(options["create_graph"])
     return gradient_penalty(critic, detached_samples(samples, detach, name, recorded), weight=gamma / 2, **options)

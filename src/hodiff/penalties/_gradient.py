@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -195,12 +194,12 @@ class PenaltyRule(NamedTuple):
         """Raise for an option that is not known."""
         _critic.check_ord(self.ord)
         check_option(self.reduction, Reduction, "reduction")
-        _critic.check_number(self.weight, "weight", least=-math.inf)
-        _critic.check_number(self.power, "power", least=1)
+        _arguments.check_number(self.weight, "weight")
+        _arguments.check_number(self.power, "power", least=1)
         if self.one_sided is not False:
             is_set(self.one_sided, "one_sided")
         if not isinstance(self.target, Tensor):
-            _critic.check_number(self.target, "target", least=0)
+            _arguments.check_number(self.target, "target", least=0)
         elif self.target.is_nested:
             raise InputError("target: is a nested tensor, expected a number or one entry per sample.")
 

@@ -129,8 +129,8 @@ def hessian_penalty(
     Reference:
         Peebles, W. et al. (2020). The Hessian penalty. arXiv:2008.10599.
     """
-    _critic.check_number(weight, "weight", least=0)
-    _critic.check_number(epsilon, "epsilon", least=0)
+    _arguments.check_number(weight, "weight", least=0)
+    _arguments.check_number(epsilon, "epsilon", least=0)
     check_option(method, SecondMethod, "method")
     if method == "differences" and not epsilon:
         raise InputError("epsilon: got 0, expected a positive step of the differences.")
@@ -276,8 +276,8 @@ def curvature_penalty(
         Moosavi-Dezfooli, S.-M. et al. (2019). Robustness via curvature regularization, and vice versa.
         arXiv:1811.09716. Other code: the authors' takes the norm without its square.
     """
-    _critic.check_number(weight, "weight", least=0)
-    _critic.check_number(h, "h", least=0)
+    _arguments.check_number(weight, "weight", least=0)
+    _arguments.check_number(h, "h", least=0)
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
     record = _call.loss_recorded(create_graph)

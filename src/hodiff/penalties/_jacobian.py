@@ -114,7 +114,7 @@ def jacobian_penalty(
         arXiv:1908.02729. Rifai, S. et al. (2011). Contractive auto-encoders. ICML. Other code: JacobianReg is
         the same for outputs `(N, C)`, and takes no others.
     """
-    _critic.check_number(weight, "weight", least=0)
+    _arguments.check_number(weight, "weight", least=0)
     check_option(reduction, Reduction, "reduction")
     check_option(probes, Probes, "probes")
     return_outputs = is_set(return_outputs, "return_outputs")

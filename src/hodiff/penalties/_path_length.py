@@ -62,8 +62,8 @@ class PathLengthPenalty(nn.Module):
 
     def __init__(self, weight: float = 2.0, decay: float = 0.01) -> None:
         super().__init__()
-        _critic.check_number(weight, "weight", least=0)
-        _critic.check_number(decay, "decay", least=0)
+        _arguments.check_number(weight, "weight", least=0)
+        _arguments.check_number(decay, "decay", least=0)
         if decay > 1:
             raise InputError(f"decay: got {decay!r}, expected a number between 0 and 1.")
         self.weight = weight

@@ -210,8 +210,8 @@ def test_a_closure_that_calls_backward_is_told():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: hodiff.NewtonCG([x], radius=0), "radius: got 0, expected a number above 0"),
-        (lambda x: hodiff.NewtonCG([x], rtol=-1.0), "rtol: got -1.0, expected a number above 0"),
+        (lambda x: hodiff.NewtonCG([x], radius=0), "radius: got 0, expected a positive number"),
+        (lambda x: hodiff.NewtonCG([x], rtol=-1.0), "rtol: got -1.0, expected a positive number"),
         (lambda x: hodiff.NewtonCG([x], products=0), "products: got 0, expected an integer of at least 1"),
         (lambda x: hodiff.NewtonCG([x], damping=-1), "damping: got -1, expected a number of at least 0"),
         (lambda x: hodiff.NewtonCG([{"params": [x], "damping": "1"}]), "damping: got '1'"),
