@@ -43,17 +43,22 @@ SparseOutput = Literal["torch", "csr", "scipy", "auto"]
 """In which form a sparse matrix is wanted."""
 
 
-class CommonOptions(TypedDict, total=False):
-    """The options of every function of the calculus.
+class CallOptions(TypedDict, total=False):
+    """The options of every function that takes a function.
 
     For overloads alone: at run time signatures are spelled out.
     """
 
     create_graph: bool | None
-    strict: bool | None
     allow: Allowed
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
+
+
+class CommonOptions(CallOptions, total=False):
+    """The options of every function of the calculus."""
+
+    strict: bool | None
 
 
 class ChunkedOptions(CommonOptions, total=False):

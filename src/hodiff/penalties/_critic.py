@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,16 +13,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _reverse, _settings, _tree
 from hodiff._core._arguments import (
     Allowed,
     AllowedNames,
+    CallOptions,
     ExtremeReduction,
     PatchReduction,
     Probes,
     allowed,
     check_option,
     check_real_tensor,
+    is_set,
 )
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, detached
@@ -29,6 +32,20 @@ from hodiff._core._lending import tag_of
 from hodiff._core._vectors import check_generator, draw
 from hodiff._core._where import Where, plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
+
+
+class LossOptions(CallOptions, total=False):
+    """What losses over samples share; for overloads alone."""
+
+    batch_ndim: int
+    check_independence: bool
+
+
+class VectorOptions(LossOptions, total=False):
+    """What losses along random vectors share; for overloads alone."""
+
+    vectors: Any
+    generator: torch.Generator | None
 
 
 class Critic(NamedTuple):
@@ -197,7 +214,8 @@ def detached_samples(samples: Any, detach: bool | None, name: str, recorded: boo
         return samples
     if detach is None and recorded and not torch.compiler.is_compiling():
         leaves, names, _ = _tree.flatten(samples, name)
-        attached = [name for leaf, name in zip(leaves, names, strict=True) if _requires_grad(leaf)]
+        pairs = [(name, leaf) for leaf, name in zip(leaves, names, strict=True) if isinstance(leaf, Tensor)]
+        attached = [name for name, leaf in pairs if leaf.requires_grad]
         if attached:
             warnings.warn(
                 f"{', '.join(attached)}: requires grad, and is detached here, so the penalty trains the critic alone: "
@@ -207,10 +225,6 @@ def detached_samples(samples: Any, detach: bool | None, name: str, recorded: boo
                 stacklevel=_arguments.outside(),
             )
     return detached(samples)
-
-
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def vectors_like(
@@ -323,12 +337,13 @@ def _ordinary(norms: Tensor) -> bool:
 
 def squares(leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
     """The squared norm of each sample's gradient: no root, so smooth everywhere."""
-    return _total([_dot(_rows(leaf, batch_ndim)) for leaf in leaves])
+    rows = [_rows(leaf, batch_ndim) for leaf in leaves]
+    return _dots(rows, rows)
 
 
 def inner(a: Sequence[Tensor], b: Sequence[Tensor], batch_ndim: int) -> Tensor:
     """The inner product of each sample's vectors."""
-    return _total([(_rows(x, batch_ndim) * _rows(y, batch_ndim)).sum(-1) for x, y in zip(a, b, strict=True)])
+    return _dots([_rows(leaf, batch_ndim) for leaf in a], [_rows(leaf, batch_ndim) for leaf in b])
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -342,16 +357,9 @@ def _rows(leaf: Tensor, batch_ndim: int) -> Tensor:
     return leaf.flatten(batch_ndim) if leaf.ndim > batch_ndim else leaf.unsqueeze(-1)
 
 
-def _dot(row: Tensor) -> Tensor:
-    """The sum of squares; as a product, whose backward takes half the time and memory of that of `square`."""
-    return (row * row).sum(-1)
-
-
-def _total(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """The sum of products; of one row with itself its backward takes half the time and memory of that of `square`."""
+    return functools.reduce(torch.add, [(x * y).sum(-1) for x, y in zip(a, b, strict=True)])
 
 
 # --- what the losses share: whether they are recorded, how they are reduced, and the warnings that they give ----------
@@ -394,6 +402,15 @@ def check_function(f: Any) -> None:
     """Raise unless `f` can be called; a tensor will not do."""
     if isinstance(f, Tensor) or not callable(f):
         raise InputError(f"f: is a {type(f).__name__}, expected a function or a module.")
+
+
+def recorded(
+    f: Any, x: Any, *, batch_ndim: int, create_graph: bool | None, check_independence: bool, args: Any, kwargs: Any
+) -> bool:
+    """Whether a loss is recorded; once it is known, where that is asked for, that samples are independent."""
+    if is_set(check_independence, "check_independence"):
+        _independence.check(uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    return _call.loss_recorded(create_graph)
 
 
 def evaluation(

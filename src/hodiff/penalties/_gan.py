@@ -16,41 +16,42 @@ from hodiff.penalties._critic import detached_samples, interpolate
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 
 
-class Around(Recipe, total=False):
-    """What `dragan_penalty` takes beside; for overloads alone."""
-
-    weight: float
-    target: float
-    std: float
-    detach: bool | None
-    generator: torch.Generator | None
-
-
 class Between(Recipe, total=False):
-    """What `wgan_gp_penalty` takes beside; for overloads alone."""
+    """What `wgan_gp_penalty` and `dragan_penalty` take beside; for overloads alone."""
 
     weight: float
     target: float
-    one_sided: bool
     detach: bool | None
     generator: torch.Generator | None
+
+
+class OneSided(Between, total=False):
+    """What `wgan_gp_penalty` alone takes."""
+
+    one_sided: bool
+
+
+class Around(Between, total=False):
+    """What `dragan_penalty` alone takes."""
+
+    std: float
 
 
 @overload
 def wgan_gp_penalty(
-    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Between]
+    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OneSided]
 ) -> Tensor: ...
 
 
 @overload
 def wgan_gp_penalty(
-    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[True], **options: Unpack[Between]
+    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[True], **options: Unpack[OneSided]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def wgan_gp_penalty(
-    critic: Function, real: Any, fake: Any, *, return_outputs: bool, **options: Unpack[Between]
+    critic: Function, real: Any, fake: Any, *, return_outputs: bool, **options: Unpack[OneSided]
 ) -> Any: ...
 
 
@@ -244,7 +245,9 @@ def dragan_penalty(
     leaves, names, tree = _tree.flatten(real, "real")
     for leaf, name in zip(leaves, names, strict=True):
         _arguments.check_real_tensor(leaf, name)
-    noise = [_uniform(leaf, generator) * (std * leaf.std(correction=0)) for leaf in leaves]
+    check_generator(generator)
+    draws = [torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype) for leaf in leaves]
+    noise = [draw * (std * leaf.std(correction=0)) for draw, leaf in zip(draws, leaves, strict=True)]
     far = _tree.rebuild(tree, map(torch.add, leaves, noise))
     points = interpolate(real, far, batch_ndim=batch_ndim, detach=False, generator=generator)
     return gradient_penalty(
@@ -263,11 +266,6 @@ def dragan_penalty(
         args=args,
         kwargs=kwargs,
     )
-
-
-def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    check_generator(generator)
-    return torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
 
 
 # --- R1 and R2: the squared norm of a critic's gradient at the samples themselves, real or generated ------------------

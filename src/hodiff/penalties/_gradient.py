@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _independence, _reverse, _settings
-from hodiff._core._arguments import Allowed, PatchReduction, Reduction, check_option, is_set
+from hodiff._core._arguments import Allowed, CallOptions, PatchReduction, Reduction, check_option, is_set
 from hodiff._core._call import call
 from hodiff._core._compiled_callers import traced
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
-from hodiff.penalties._critic import Critic
+from hodiff.penalties._critic import Critic, LossOptions
 
 Function = Callable[..., Any]
 What = Function | Tensor
 
 
-class Recipe(TypedDict, total=False):
-    """What the penalties on samples share.
-
-    For overloads alone: at run time signatures are spelled out.
-    """
+class Recipe(LossOptions, total=False):
+    """What the penalties on samples share."""
 
     reduction: Reduction
-    batch_ndim: int
     patch_reduction: PatchReduction
-    create_graph: bool | None
     grad_scale: float
-    check_independence: bool
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
 
 
 class Wanted(Recipe, total=False):
@@ -266,19 +257,12 @@ def _to_the(excess: Tensor, power: float) -> Tensor:
 # --- penalties on gradients outside of adversarial training: the eikonal equation, the gradient of a loss -------------
 
 
-class PenaltyOptions(TypedDict, total=False):
-    """The options that the penalties below share.
-
-    For overloads alone: at run time signatures are spelled out.
-    """
+class PenaltyOptions(CallOptions, total=False):
+    """The options that the penalties below share."""
 
     weight: float
     target: float
     power: float
-    create_graph: bool | None
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
 
 
 class EikonalOptions(PenaltyOptions, total=False):

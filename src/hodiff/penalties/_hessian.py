@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _independence, _settings
+from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
@@ -16,26 +17,18 @@ from hodiff._core._where import Where
 from hodiff.calculus._directional import by_lines
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
-from hodiff.penalties._critic import Critic
+from hodiff.penalties._critic import Critic, VectorOptions
 from hodiff.penalties._gradient import Function, outputs_and_gradient
 
 
-class OfHessian(TypedDict, total=False):
+class OfHessian(VectorOptions, total=False):
     """What `hessian_penalty` takes; for overloads alone."""
 
     weight: float
     samples: int
-    vectors: Any
     method: SecondMethod
     epsilon: float
-    generator: torch.Generator | None
     reduction: ExtremeReduction
-    batch_ndim: int
-    create_graph: bool | None
-    check_independence: bool
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
 
 
 @overload
@@ -145,17 +138,21 @@ def hessian_penalty(
     directions = _critic.vectors_like(where, vectors, samples, "rademacher", generator)
     if directions[0].shape[0] < 2:
         raise InputError("vectors: holds one vector, expected at least two: a variance is taken over them.")
-    if is_set(check_independence, "check_independence"):
-        _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    record = _call.loss_recorded(create_graph)
-    along = Along(_one_draw(f, where, args, kwargs or {}), where, batch_ndim, record, allow)
+    record = _critic.recorded(
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
+        args=args, kwargs=kwargs,
+    )  # fmt: skip
+    inside = _one_draw(f, where, args, kwargs or {})
+    at = functools.partial(
+        _critic.evaluation, inside, batch_ndim=batch_ndim, record=record, allow=allow, args=(), kwargs=None
+    )
     with _critic.recording(record):
-        output = along.value(where.tensors)
+        output = _value(at, where, where.tensors)
         _critic.refuse_empty(output, reduction)
         if method == "exact":
-            seconds = [along.second(v) for v in zip(*directions, strict=True)]
+            seconds = [_second(at, where, v) for v in zip(*directions, strict=True)]
         else:
-            seconds = [along.difference(v, output, epsilon) for v in zip(*directions, strict=True)]
+            seconds = [_difference(at, where, v, output, epsilon) for v in zip(*directions, strict=True)]
         loss = _critic.reduce(_critic.wide(torch.stack(seconds)).var(0), reduction, weight)
         loss = _critic.finished(loss, f, output, seconds, record)
     return (loss, output) if return_outputs else loss
@@ -173,46 +170,28 @@ def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[st
     return call
 
 
-class Along(NamedTuple):
-    """A function near a point, along vectors: its values, and vᵀ H v of every output at once."""
+Evaluation = Callable[..., OutputGraph]
+"""Of a function at a point, for so many passes."""
 
-    f: Function
-    where: Where
-    batch_ndim: int
-    record: bool
-    allow: Allowed
 
-    def evaluation(self, leaves: Sequence[Tensor], passes: int) -> OutputGraph:
-        """The function at a point."""
-        return _critic.evaluation(
-            self.f,
-            self.where.result(leaves),
-            passes=passes,
-            batch_ndim=self.batch_ndim,
-            record=self.record,
-            allow=self.allow,
-            args=(),
-            kwargs=None,
-        )
+def _value(at: Evaluation, where: Where, leaves: Sequence[Tensor]) -> Tensor:
+    with at(where.result(leaves), passes=0) as graph:
+        return _arguments.check_output(graph.value())
 
-    def value(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The outputs at a point."""
-        with self.evaluation(leaves, passes=0) as graph:
-            return _arguments.check_output(graph.value())
 
-    def difference(self, v: Sequence[Tensor], here: Tensor, step: float) -> Tensor:
-        """The second derivatives along directions, by central differences."""
-        ahead, behind = (
-            self.value([leaf + sign * step * part for leaf, part in zip(self.where.tensors, v, strict=True)])
-            for sign in (1, -1)
-        )
-        return (ahead + behind - 2 * here) / step**2
+def _difference(at: Evaluation, where: Where, v: Sequence[Tensor], here: Tensor, step: float) -> Tensor:
+    """vᵀ H v of every output at once, by central differences."""
+    ahead, behind = (
+        _value(at, where, [leaf + sign * step * part for leaf, part in zip(where.tensors, v, strict=True)])
+        for sign in (1, -1)
+    )
+    return (ahead + behind - 2 * here) / step**2
 
-    def second(self, v: Sequence[Tensor]) -> Tensor:
-        """The directional derivative of the directional derivative."""
-        with self.evaluation(self.where.tensors, passes=4) as graph:
-            _, second = by_lines(graph, _arguments.check_output(graph.outputs), v)
-            return second
+
+def _second(at: Evaluation, where: Where, v: Sequence[Tensor]) -> Tensor:
+    """vᵀ H v of every output at once, as the directional derivative of the directional derivative."""
+    with at(where.result(where.tensors), passes=4) as graph:
+        return by_lines(graph, _arguments.check_output(graph.outputs), v)[1]
 
 
 def curvature_penalty(
@@ -280,12 +259,13 @@ def curvature_penalty(
     _arguments.check_number(h, "h", least=0)
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
-    record = _call.loss_recorded(create_graph)
     _critic.check_function(f)
     critic = Critic(_critic.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
     critic.check()
-    if is_set(check_independence, "check_independence"):
-        _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    record = _critic.recorded(
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
+        args=args, kwargs=kwargs,
+    )  # fmt: skip
     options = {"create_graph": record, "strict": None, "allow": allow, "args": args, "kwargs": kwargs}
     where = Where(x)
     random = RandomState.of(where.tensors[0].device)

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _independence, _reverse
+from hodiff._core import _arguments, _reverse
 from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
+from hodiff.penalties._critic import VectorOptions
 from hodiff.penalties._gradient import What
 
 
-class JacobianPenaltyOptions(TypedDict, total=False):
+class JacobianPenaltyOptions(VectorOptions, total=False):
     """What `jacobian_penalty` takes; for overloads alone."""
 
     weight: float
     samples: int | None
     probes: Probes
-    vectors: Any
-    generator: torch.Generator | None
     reduction: Reduction
-    batch_ndim: int
-    create_graph: bool | None
-    check_independence: bool
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
 
 
 @overload
@@ -120,9 +113,10 @@ def jacobian_penalty(
     return_outputs = is_set(return_outputs, "return_outputs")
     if samples is not None:
         _arguments.check_integer(samples, "samples", least=1)
-    record = _call.loss_recorded(create_graph)
-    if is_set(check_independence, "check_independence"):
-        _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    record = _critic.recorded(
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
+        args=args, kwargs=kwargs,
+    )  # fmt: skip
     with _critic.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as graph:
@@ -139,10 +133,8 @@ def jacobian_penalty(
             drawn = _critic.vectors_like(Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator)
             parts = _critic.pulled(graph, [output], drawn)
     with _critic.recording(record):
-        if exact:
-            values = _critic.squares(parts, batch_ndim)
-        else:
-            values = _critic.squares(parts, batch_ndim + 1).mean(0)
+        values = _critic.squares(parts, batch_ndim if exact else batch_ndim + 1)
+        values = values if exact else values.mean(0)
         loss = _critic.reduce(values, reduction, weight / 2)
         loss = _critic.finished(loss, f, output, parts, record)
     return (loss, graph.value()) if return_outputs else loss

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _independence, _nodes, _reverse
+from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
+from hodiff.penalties._critic import VectorOptions
 from hodiff.penalties._gradient import What
 
 
-class ScoreMatchingOptions(TypedDict, total=False):
+class ScoreMatchingOptions(VectorOptions, total=False):
     """What `sliced_score_matching_loss` takes; for overloads alone."""
 
     log_density: bool
     variance_reduced: bool
     samples: int
     probes: Probes
-    vectors: Any
-    generator: torch.Generator | None
     reduction: Reduction
-    batch_ndim: int
-    create_graph: bool | None
-    check_independence: bool
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
 
 
 @overload
@@ -126,14 +119,14 @@ def sliced_score_matching_loss(
     return_outputs = is_set(return_outputs, "return_outputs")
     log_density, variance_reduced = is_set(log_density, "log_density"), is_set(variance_reduced, "variance_reduced")
     _arguments.check_integer(samples, "samples", least=1)
-    record = _call.loss_recorded(create_graph)
     where = Where(x)
-    passes = 2 if log_density else 1
     drawn = _critic.vectors_like(where, vectors, samples, probes, generator)
-    if is_set(check_independence, "check_independence"):
-        _independence.check(_critic.uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    record = _critic.recorded(
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
+        args=args, kwargs=kwargs,
+    )  # fmt: skip
     with _critic.evaluation(
-        f, where, passes=passes, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
+        f, where, passes=1 + log_density, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as graph:
         score = _reverse.gradient(graph, differentiated=True) if log_density else _score(graph, where)
         products = _critic.pulled(graph, score, drawn)
