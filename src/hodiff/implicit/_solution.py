@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from hodiff._core._where import Selection, Where
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._solve import Method
 from hodiff.errors import GraphError, InputError
-from hodiff.implicit._system import CallSite, Chain, ImplicitSystem, Transposed
+from hodiff.implicit._system import CallSite, Chain, Given, ImplicitSystem, Transposed
 
 V = TypeVar("V")
 ByName = dict[str, Tensor]
@@ -277,19 +277,6 @@ Kind = Literal["argmin", "root", "fixed_point"]
 Leaves = list[Tensor]
 
 
-class Given(NamedTuple):
-    """The options, as they were given."""
-
-    order: int | None
-    method: Method
-    damping: float
-    preconditioner: LinearOperator | None
-    rtol: float | None
-    products: int | None
-    polish: int
-    gradient_tol: float | None
-
-
 def attached(
     kind: Kind, f: Callable[..., Any], x_star: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, given: Given
 ) -> Any:
@@ -301,7 +288,7 @@ def attached(
     where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
-    order = _order(given.order)
+    order = _call.outer_order() if given.order is None else _arguments.check_integer(given.order, "order", least=1)
     _arguments.check_integer(given.polish, "polish", least=0)
     limit = given.gradient_tol
     number = _arguments.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
@@ -345,12 +332,6 @@ def _leaves(values: Leaves) -> Leaves:
     return [value.clone().requires_grad_() for value in values]
 
 
-def _order(order: int | None) -> int:
-    if order is not None:
-        return _arguments.check_integer(order, "order", least=1)
-    return _call.outer_order()
-
-
 class Problem:
     """The residual whose zero is the solution: a gradient, F(x), or x - g(x)."""
 
@@ -365,7 +346,12 @@ class Problem:
         """The residual at some leaves, and its graph."""
         self._random.restore()
         with OutputGraph(request, at) as graph:
-            return graph, self._residual(graph)
+            if self.kind == "argmin":
+                return graph, _reverse.vjp(graph, [graph.scalars()], [None], differentiated=True)
+            outputs = self._like_x(graph)
+            if self.kind == "root":
+                return graph, outputs
+            return graph, [leaf - output for leaf, output in zip(graph.leaves, outputs, strict=True)]
 
     def held(self, residual: Leaves, x: Leaves, values: Leaves) -> Leaves:
         """The residual of the solution that `damping` holds near where it is."""
@@ -373,14 +359,6 @@ class Problem:
         if not damping:
             return residual
         return [r + damping * (part - value) for r, part, value in zip(residual, x, values, strict=True)]
-
-    def _residual(self, graph: OutputGraph) -> Leaves:
-        if self.kind == "argmin":
-            return _reverse.vjp(graph, [graph.scalars()], [None], differentiated=True)
-        outputs = self._like_x(graph)
-        if self.kind == "root":
-            return outputs
-        return [leaf - output for leaf, output in zip(graph.leaves, outputs, strict=True)]
 
     def _like_x(self, graph: OutputGraph) -> Leaves:
         """What `f` returned, in the order of the point's leaves."""
@@ -390,7 +368,8 @@ class Problem:
         outputs = [] if different else _tree.leaves_like(tree, graph.outputs)
         for leaf, output, where in zip(graph.leaves, outputs, graph.call.where.names, strict=False):
             if output.shape != leaf.shape or output.dtype != leaf.dtype:
-                different = f"for {where} it is {_kind(output)}, expected {_kind(leaf)}"
+                got, expected = (f"{part.dtype}, {tuple(part.shape)}" for part in (output, leaf))
+                different = f"for {where} it is {got}, expected {expected}"
         if different:
             raise InputError(
                 f"f: must return what is like x_star (for a module, a dict by parameter name), with as many equations "
@@ -399,18 +378,8 @@ class Problem:
         return outputs
 
     def _system(self, graph: OutputGraph, residual: Leaves) -> ImplicitSystem:
-        given = self._given
-        return ImplicitSystem(
-            Transposed(graph, residual, symmetric=self.kind == "argmin"),
-            self.kind,
-            self._line,
-            method=given.method,
-            damping=given.damping,
-            preconditioner=given.preconditioner,
-            rtol=given.rtol,
-            products=given.products,
-            order=self._order,
-        )
+        operator = Transposed(graph, residual, symmetric=self.kind == "argmin")
+        return ImplicitSystem(operator, self.kind, self._line, self._given, self._order)
 
     def polished(self, plain: Call, values: Leaves) -> Leaves:
         """A step of Newton's method."""
@@ -447,10 +416,6 @@ class Problem:
                 f"derivatives are off by about as much, relatively, or more. Solve further, take Newton steps by "
                 f"polish=1, or accept it by gradient_tol=."
             )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype}, {tuple(tensor.shape)}"
 
 
 WHAT: dict[Kind, str] = {"argmin": "the gradient of f", "root": "F(x)", "fixed_point": "x - g(x)"}

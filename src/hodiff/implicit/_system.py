@@ -92,33 +92,31 @@ class Transposed(LinearOperator):
         return "at a solution"
 
 
+class Given(NamedTuple):
+    """The options, as they were given."""
+
+    order: int | None
+    method: Method
+    damping: float
+    preconditioner: LinearOperator | None
+    rtol: float | None
+    products: int | None
+    polish: int
+    gradient_tol: float | None
+
+
 class ImplicitSystem:
     """J and Jᵀ at a solution, and how systems with them are solved; what fails is said of the line of the call."""
 
-    def __init__(
-        self,
-        operator: Transposed,
-        name: str,
-        line: CallSite,
-        *,
-        method: Method,
-        damping: float,
-        preconditioner: LinearOperator | None,
-        rtol: float | None,
-        products: int | None,
-        order: int,
-    ) -> None:
+    def __init__(self, operator: Transposed, name: str, line: CallSite, given: Given, order: int) -> None:
         self.operator = operator
         self.name = name
         self.line = line
         self.order = order
-        self._method: Method = method
-        self._damping = damping
-        self._preconditioner = preconditioner
-        self._products = products
+        self._given = given
         # What is differentiated again has the errors of several solves in it.
         default = default_rtol(operator.dtype) * (1 if order == 1 else 1e-2)
-        self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if rtol is None else rtol
+        self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if given.rtol is None else given.rtol
 
     def solved(self, v: Sequence[Tensor], *, transposed: bool, least: float = 0.0) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v; to a tolerance relative to |v|, or to `least` where that is larger."""
@@ -129,18 +127,18 @@ class ImplicitSystem:
             return space.split(torch.zeros_like(flat))
         if not bool(flat.isfinite().all()):
             return space.split(torch.full_like(flat, torch.nan))
-        operator, preconditioner = self.operator, self._preconditioner
+        operator, preconditioner = self.operator, self._given.preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
             solution, trouble = attempt(
                 operator,
                 flat,
-                method=self._method,
-                damping=self._damping,
+                method=self._given.method,
+                damping=self._given.damping,
                 preconditioner=preconditioner,
                 rtol=min(0.5, self._rtol * max(1.0, least / size)),
-                products=self._products,
+                products=self._given.products,
             )
         if trouble:
             self._report(solution)
