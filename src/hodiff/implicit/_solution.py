@@ -347,7 +347,7 @@ class Problem:
         self._random.restore()
         with OutputGraph(request, at) as graph:
             if self.kind == "argmin":
-                return graph, _reverse.vjp(graph, [graph.scalars()], [None], differentiated=True)
+                return graph, _reverse.gradient(graph, differentiated=True)
             outputs = self._like_x(graph)
             if self.kind == "root":
                 return graph, outputs

@@ -460,34 +460,26 @@ class UnrolledSteps:
             with _settings.recording(), _settings.grad_mode(False):
                 start = [p.detach() for p in now.params]
                 return self._take(Progress(start, _detached(now.state), now.step), batches)
-        if self._first_order:
-            return self._take(now, batches)
-        given, begins = self._recorded, now.params is self.where.tensors
-        with OutputGraph(_with(given, batches[0]), None if begins else _tracked(now.params)) as graph:
-            for number, batch in enumerate(batches):
-                if number:
-                    graph.move(_tracked(now.params), _with(given, batch).args)
-                missed: set[int] = set()
-                gradient = _reverse.vjp(graph, [graph.scalars()], [None], differentiated=True, missed=missed)
-                now = self._step(graph.leaves, gradient, missed, now)
-        return now
+        return self._take(now, batches, through=not self._first_order)
 
-    def _take(self, now: Progress, batches: Sequence[Any]) -> Progress:
-        """Some steps by gradients that are constants, of which no graph stays; the rule runs in the caller's mode."""
+    def _take(self, now: Progress, batches: Sequence[Any], *, through: bool = False) -> Progress:
+        """Some steps: `through` them, or by gradients that are constants, of which no graph stays.
+
+        The rule runs in the caller's mode.
+        """
         recorded = torch.is_grad_enabled()
-        given = self._plain
-        params = now.params
-        with OutputGraph(_with(given, batches[0]), self._begun(params)) as graph:
+        given, leaves = (self._recorded, _tracked) if through else (self._plain, self._begun)
+        begins = through and now.params is self.where.tensors
+        with OutputGraph(_with(given, batches[0]), None if begins else leaves(now.params)) as graph:
             for number, batch in enumerate(batches):
                 if number:
-                    graph.move(self._begun(params), _with(given, batch).args)
+                    graph.move(leaves(now.params), _with(given, batch).args)
                 if self._met is not None:
                     self._met.end()
                 missed: set[int] = set()
-                gradient = _reverse.gradient(graph, missed=missed)
+                gradient = _reverse.gradient(graph, differentiated=through, missed=missed)
                 with _settings.grad_mode(recorded):
-                    now = self._step(params, gradient, missed, now)
-                params = now.params
+                    now = self._step(graph.leaves if through else now.params, gradient, missed, now)
         return now
 
     def _begun(self, params: Sequence[Tensor]) -> list[Tensor]:

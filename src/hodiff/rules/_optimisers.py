@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -199,11 +199,11 @@ class SGD(Rule):
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         g = decayed(g, self.weight_decay, p)
         if not present(self.momentum):
-            return minus(p, self.lr, g), {}
+            return plus(p, -self.lr, g), {}
         before = state.get("momentum")
         buffer = g if before is None else plus(self.momentum * before, 1 - self.dampening, g)
         along = plus(g, self.momentum, buffer) if self.nesterov else buffer
-        return minus(p, self.lr, along), {"momentum": buffer}
+        return plus(p, -self.lr, along), {"momentum": buffer}
 
 
 # --- RMSprop, Adagrad, Adadelta ---------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class RMSprop(Rule):
         if not present(self.momentum):
             return minus_ratio(p, self.lr, g, denominator), new
         new["momentum"] = along = minus_ratio(state.get("momentum", zeros) * self.momentum, -1, g, denominator)
-        return minus(p, self.lr, along), new
+        return plus(p, -self.lr, along), new
 
 
 @final
@@ -323,7 +323,7 @@ class Adadelta(Rule):
         square = plus_product(state.get("square", zeros) * self.rho, 1 - self.rho, g, g)
         moved = state.get("moved", zeros)
         delta = root(moved + self.eps) / root(square + self.eps) * g
-        return minus(p, self.lr, delta), {
+        return plus(p, -self.lr, delta), {
             "square": square,
             "moved": plus_product(moved * self.rho, 1 - self.rho, delta, delta),
         }
@@ -335,11 +335,6 @@ class Adadelta(Rule):
 def plus(x: Tensor, a: Any, y: Tensor) -> Tensor:
     """X + a y."""
     return x + a * y if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
-
-
-def minus(x: Tensor, a: Any, y: Tensor) -> Tensor:
-    """X - a y."""
-    return x - a * y if isinstance(a, Tensor) else torch.add(x, y, alpha=-a)
 
 
 def plus_product(x: Tensor, a: Any, y: Tensor, z: Tensor) -> Tensor:
@@ -398,9 +393,9 @@ class _Moments(Rule):
     eps: Hyper = 1e-8
     weight_decay: Hyper = 0.0
 
-    def _decayed(self, p: Tensor, g: Tensor, *, decoupled: bool) -> tuple[Tensor, Tensor]:
+    def _decayed(self, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The parameter and the gradient, with the decay in one or the other."""
-        if decoupled and present(self.weight_decay):
+        if getattr(self, "decoupled_weight_decay", False) and present(self.weight_decay):
             return p * (1 - self.lr * self.weight_decay), g
         return p, decayed(g, self.weight_decay, p)
 
@@ -415,9 +410,9 @@ class _Moments(Rule):
 class _Adam(_Moments):
     amsgrad: bool = False
 
-    def _stepped(self, p: Tensor, g: Tensor, state: State, step: int, *, decoupled: bool) -> tuple[Tensor, State]:
+    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
-        p, g = self._decayed(p, g, decoupled=decoupled)
+        p, g = self._decayed(p, g)
         mean, square = self._moments(g, state)
         new, largest = {"mean": mean, "square": square}, square
         if self.amsgrad:
@@ -457,9 +452,6 @@ class Adam(_Adam):
 
     decoupled_weight_decay: bool = False
 
-    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        return self._stepped(p, g, state, step, decoupled=self.decoupled_weight_decay)
-
 
 @final
 @dataclass(frozen=True)
@@ -485,8 +477,7 @@ class AdamW(_Adam):
 
     weight_decay: Hyper = 1e-2
 
-    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        return self._stepped(p, g, state, step, decoupled=True)
+    decoupled_weight_decay: ClassVar[bool] = True
 
 
 @final
@@ -520,7 +511,7 @@ class NAdam(_Moments):
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
-        p, g = self._decayed(p, g, decoupled=self.decoupled_weight_decay)
+        p, g = self._decayed(p, g)
         mean, square = self._moments(g, state)
         now, after = (beta1 * (1 - 0.5 * 0.96 ** (t * self.momentum_decay)) for t in (step, step + 1))
         product = state.get("product", 1.0) * now
@@ -558,7 +549,7 @@ class RAdam(_Moments):
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
-        p, g = self._decayed(p, g, decoupled=self.decoupled_weight_decay)
+        p, g = self._decayed(p, g)
         mean, square = self._moments(g, state)
         update = mean / (1 - beta1**step) * self.lr
         correction, limit = 1 - beta2**step, 2 / (1 - beta2) - 1
@@ -594,7 +585,7 @@ class Adamax(_Moments):
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
-        p, g = self._decayed(p, g, decoupled=False)
+        p, g = self._decayed(p, g)
         zeros = torch.zeros_like(g)
         mean = mixed(state.get("mean", zeros), g, 1 - beta1)
         largest = torch.maximum(state.get("largest", zeros) * beta2, g.abs() + self.eps)
