@@ -87,7 +87,7 @@ def check_data(data: Any) -> None:
     """Raise unless `data` can be iterated again and again, batch by batch."""
     if data is None:
         return
-    if isinstance(data, (Tensor, str, Mapping)) or (isinstance(data, tuple) and _all_tensors(data)):
+    if isinstance(data, (Tensor, str, Mapping)) or _is_tensors(data):
         what = f"a {type(data).__name__}" + (" of tensors" if isinstance(data, tuple) else "")
         raise InputError(f"data: is {what}, which looks like one batch; expected an iterable of batches: data=[batch].")
     scalar = getattr(data, "ndim", None) == 0  # one of NumPy's has `__getitem__`
@@ -100,8 +100,8 @@ def check_data(data: Any) -> None:
         )
 
 
-def _all_tensors(data: tuple[Any, ...]) -> bool:
-    return bool(data) and all(isinstance(item, Tensor) for item in data)
+def _is_tensors(data: Any) -> bool:
+    return isinstance(data, tuple) and bool(data) and all(isinstance(item, Tensor) for item in data)
 
 
 def _length(data: Any) -> int | None:
@@ -148,7 +148,14 @@ class Weighted:
         if self._weight == "equal" or not self._batches.given:
             return returned, 1.0
         if number or (self._batches.count or 1) > 1 or self._batches.shared:
-            raise InputError(mean_of_many(self._name))
+            raise InputError(
+                f"{self._name}: returned a bare value, and there are several batches (or processes): a mean of means "
+                f"is not the mean where batches are ragged, masked or weighted. Return the sum and what it is divided "
+                f"by:\n"
+                f"    total = F.cross_entropy(model(inputs), targets, reduction='sum')\n"
+                f"    return total, len(targets)\n"
+                f"or say how much each batch counts: batch_weight=lambda batch: len(batch[1]), or batch_weight='equal'."
+            )
         return returned, 1.0
 
     def _pair(self, returned: Sequence[Any], batch: Any, number: int) -> tuple[Any, Any]:
@@ -212,17 +219,6 @@ def _checked(weight: Any, name: str) -> Any:
     return float(weight)
 
 
-def mean_of_many(name: str) -> str:
-    """What to write instead of a bare mean over several batches."""
-    return (
-        f"{name}: returned a bare value, and there are several batches (or processes): a mean of means is not the "
-        f"mean where batches are ragged, masked or weighted. Return the sum and what it is divided by:\n"
-        f"    total = F.cross_entropy(model(inputs), targets, reduction='sum')\n"
-        f"    return total, len(targets)\n"
-        f"or say how much each batch counts: batch_weight=lambda batch: len(batch[1]), or batch_weight='equal'."
-    )
-
-
 def check_total(weight: float) -> None:
     """Raise where there is nothing to divide by."""
     if not weight > 0:
@@ -236,23 +232,19 @@ def check_signature(
     function: Any, name: str, names: Sequence[str], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> None:
     """Raise unless the function can be called with these arguments, `names` and then `args`."""
-    called = function.forward if isinstance(function, nn.Module) else function
+    callee = function.forward if isinstance(function, nn.Module) else function
     try:
-        signature = inspect.signature(called)
+        signature = inspect.signature(callee)
     except (TypeError, ValueError):  # built in: who calls it will see
         return
     try:
         signature.bind(*names, *args, **(kwargs or {}))
     except TypeError as error:
         given = "with data=, once for each batch" if "batch" in names else "without data="
+        called = ", ".join([*names, *(type(arg).__name__ for arg in args)])
         raise InputError(
-            f"{name}: is called as {name}({', '.join([*names, *map(_short, args)])}) {given}, which {signature} does "
-            f"not take ({error})."
+            f"{name}: is called as {name}({called}) {given}, which {signature} does not take ({error})."
         ) from error
-
-
-def _short(value: Any) -> str:
-    return type(value).__name__
 
 
 def check_predict(predict: Any, has_data: bool) -> None:

@@ -132,10 +132,7 @@ def spectral_density(
             watch(lambda spent: record(so_far, spent))
             return False
 
-        exact = not drawn.given and drawn.number * steps >= operator.shape[0]
-        return record(
-            exact_rules(operator) if exact else rules(operator, drawn, steps, "spectral_density", look), watch.spent
-        )
+        return record(rules(operator, drawn, steps, "spectral_density", look), watch.spent)
 
 
 def logdet(
@@ -228,8 +225,7 @@ def logdet(
             watch(lambda spent: record(so_far, None, spent))
             return rtol is not None and len(so_far.nodes) > 1 and bool(record(so_far, rtol, 0).converged)
 
-        exact = not drawn.given and drawn.number * steps >= size
-        quadrature = exact_rules(operator) if exact else rules(operator, drawn, steps, "logdet", look)
+        quadrature = rules(operator, drawn, steps, "logdet", look)
         value, spread, rest = estimate(quadrature)
         made = record(quadrature, rtol, watch.spent)
         allowed = 1e-2 * value.abs() if spread is None else spread.clamp_min(1e2 * eps * float(value.abs()))
@@ -321,8 +317,13 @@ def exact_rules(operator: LinearOperator) -> GaussRules:
 def rules(
     operator: LinearOperator, drawn: RandomVectors, steps: int, name: str, look: Callable[[GaussRules], bool]
 ) -> GaussRules:
-    """The rules of all random vectors, some at a time; `look` sees them as they come, and may end it."""
+    """All eigenvalues where that costs no more; else the rules of all random vectors, some at a time.
+
+    What there is so far `look` sees, and may end it.
+    """
     size, dtype = operator.shape[0], sum_dtype(operator.dtype)
+    if drawn.exhaust(drawn.number * steps):
+        return exact_rules(operator)
     steps = min(steps, size)
     together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
     count = min(together, 8)
@@ -334,12 +335,10 @@ def rules(
 
 
 def _joined(first: GaussRules, second: GaussRules) -> GaussRules:
-    def pair(one: Tensor, other: Tensor) -> Tensor:
-        return torch.cat([one, other])
-
-    coarser = tuple((pair(a[0], b[0]), pair(a[1], b[1])) for a, b in zip(first.coarser, second.coarser, strict=True))
-    nodes, weights = pair(first.nodes, second.nodes), pair(first.weights, second.weights)
-    return GaussRules(nodes, weights, pair(first.whole, second.whole), coarser)
+    pairs = zip(first.coarser, second.coarser, strict=True)
+    coarser = tuple((torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs)
+    nodes, weights, whole = (torch.cat(pair) for pair in zip(first[:3], second[:3], strict=True))
+    return GaussRules(nodes, weights, whole, coarser)
 
 
 def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> GaussRules:
@@ -402,7 +401,7 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     unit = 0.0  # known with the first product
     scale = 0.0
     for j in range(steps):
-        v, image = basis[:, j], _products(operator, basis[:, j])
+        v, image = basis[:, j], flat_product(operator, basis[:, j])
         unit = unit or power_of_two(image) or 1.0
         # One by one: a batched product of vectors makes a copy.
         part = check_finite(torch.stack([torch.dot(a, b) for a, b in zip(v, image, strict=True)]) / unit, name)
@@ -477,9 +476,3 @@ def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
         if bool(w.norm() > 0.5 * before):
             break
     return w
-
-
-def _products(operator: LinearOperator, rows: Tensor) -> Tensor:
-    if len(rows) == 1:
-        return operator._applied(rows[0].to(operator.dtype)).to(rows.dtype)[None]
-    return flat_product(operator, rows)

@@ -314,9 +314,8 @@ def _eigenpairs(
 
 def _room(size: int, k: int, symmetric: bool) -> int:
     max_basis = kept_vectors(size, least=max(2 * k + 10, 30))
-    return (
-        max_basis if symmetric else min(max_basis, max(2 * k + 10, 100))
-    )  # a restart by Schur vectors takes room⁴ operations
+    # A restart by Schur vectors takes room⁴ operations.
+    return max_basis if symmetric else min(max_basis, max(2 * k + 10, 100))
 
 
 # --- some eigenpairs of an operator, by restarted Lanczos or Arnoldi iteration; the engine of `eigsh` and `eigs` ------
@@ -379,8 +378,8 @@ class Search:
         while not self.complete and len(self._locked) < size and self._operator.products < self._limit:
             max_basis = min(self._max_basis, size - len(self._locked))
             basis = Basis(
-                self._multiply, self._draw, max_basis, self._eps, symmetric=self._symmetric, locked=self._locked,
-                scale=self.scale,
+                self._multiply, self._draw(), max_basis, self._eps, symmetric=self._symmetric, draw=self._draw,
+                locked=self._locked, scale=self.scale,
             )  # fmt: skip
             self._grow_and_restart(basis, max_basis)
         if len(self._locked) == size:

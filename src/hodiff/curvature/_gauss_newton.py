@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final, get_args
@@ -78,7 +77,7 @@ def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Le
 class CurvedOutputs(Linearised):
     """A batch's outputs, linearised, and the matrix B over them."""
 
-    curvature: OutputCurvature
+    curvature: OutputCurvature | OuterProducts
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,9 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         traits = (at_outputs.value, at_outputs.weight, gradient, pulled, random, calls_back)
         return CurvedOutputs(graph, *traits, outputs, cotangents, curvature)
 
-    @abstractmethod
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature:
-        """The matrix B of batch `number`."""
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature | OuterProducts:
+        """The matrix B of batch `number`: the Hessian of the loss by the outputs."""
+        return at_outputs.curvature
 
 
 class PullbackOperator(SummedOperator[CurvedOutputs]):
@@ -153,16 +152,6 @@ def _is_loss(value: Any) -> bool:
 
 
 # --- `GaussNewtonOperator`: the part of a Hessian that comes from the loss --------------------------------------------
-
-
-@final
-@dataclass(frozen=True)
-class GaussNewtonBuilder(PullbackBuilder):
-    """With the Hessian of the loss by the outputs."""
-
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature:
-        """The Hessian of the loss by the outputs."""
-        return at_outputs.curvature
 
 
 @final
@@ -242,7 +231,7 @@ class GaussNewtonOperator(PullbackOperator):
         check_loss(loss, batch_weight)
         point = Where(where)
         batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)
-        builder = GaussNewtonBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
+        builder = PullbackBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
         group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
         super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
         self._route = f"linearised outputs, {'closed-form' if type(loss) in LIKELIHOODS else 'differentiated'} loss"
@@ -279,7 +268,7 @@ class FisherBuilder(PullbackBuilder):
     scores: dict[int, Leaves] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
 
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature | OuterProducts:
         """The mean outer product of the scores."""
         if self.kind == "exact":
             return at_outputs.fisher or at_outputs.curvature

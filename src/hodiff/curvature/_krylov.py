@@ -210,10 +210,6 @@ class LeastSquares:
 # --- an orthonormal basis of a Krylov space with full reorthogonalisation; the engine of `eigsh`, `eigs` and GMRES ----
 
 
-Multiply = Callable[[Tensor], Tensor]
-Draw = Callable[[], Tensor]
-
-
 class Basis:
     r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A V^\top\) on it.
 
@@ -235,28 +231,25 @@ class Basis:
 
     def __init__(
         self,
-        multiply: Multiply,
-        start: Tensor | Draw,
+        multiply: Product,
+        start: Tensor,
         max_basis: int,
         eps: float,
         *,
         symmetric: bool,
+        draw: Callable[[], Tensor] | None = None,
         locked: Tensor | None = None,
         scale: float = 0.0,
     ) -> None:
-        self._multiply, self._symmetric = multiply, symmetric
-        self._draw = None if isinstance(start, Tensor) else start
-        like = start if isinstance(start, Tensor) else start()
-        self._locked = like.new_empty((0, like.numel())) if locked is None else locked
-        self.vectors = torch.empty((max_basis + 1, like.numel()), dtype=like.dtype, device=like.device)
+        self._multiply, self._symmetric, self._draw = multiply, symmetric, draw
+        self._locked = start.new_empty((0, len(start))) if locked is None else locked
+        self.vectors = start.new_empty((max_basis + 1, len(start)))
         self.projection = torch.zeros((max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu")
         self._eps = eps  # of the products; the basis may be more precise
         self.size = 0
         self.scale = scale
         self.exhausted = False
-        if isinstance(start, Tensor):
-            torch.div(start, start.norm(), out=self.vectors[0])
-        else:
+        if not self._put(0, start):
             self._fresh(0)
 
     def grow(self, stop: int) -> None:
@@ -300,21 +293,21 @@ class Basis:
             self.exhausted = True
             self.vectors[count].zero_()
             return
-        for _ in range(5):
-            w, norm = self._draw(), 0.0
-            w = w / w.norm()
-            for _ in range(3):
-                for basis in (self.vectors[:count], self._locked):
-                    if len(basis):
-                        w, _ = without(w, basis)
-                norm = float(w.norm())
-                if norm == 0:
-                    break
-                w = w / norm
-            if norm > 0:
-                self.vectors[count] = w
-                return
-        self.exhausted = True
+        self.exhausted = not any(self._put(count, self._draw()) for _ in range(5))
+
+    def _put(self, count: int, w: Tensor) -> bool:
+        """Put a vector, without its parts in the others, at `count`; False where nothing is left of it."""
+        w = w / w.norm()
+        for _ in range(3):
+            for basis in (self.vectors[:count], self._locked):
+                if len(basis):
+                    w, _ = without(w, basis)
+            norm = float(w.norm())
+            if norm == 0:
+                return False
+            w = w / norm
+        self.vectors[count] = w
+        return True
 
     @property
     def remainder(self) -> Tensor:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -27,30 +26,21 @@ from hodiff.errors import GraphError, InputError
 # --- a loss on one batch of outputs: its sum, its gradient, a matrix over the outputs by its products -----------------
 
 
-class OutputCurvature(ABC):
+class OutputCurvature(NamedTuple):
     """A symmetric matrix over the outputs of one batch, by its products.
 
     Attributes:
+        times: The product with one vector like the outputs, or with so many stacked ones.
         dims: The dimensions, counted from the end, within which it mixes entries of one output: the classes.
     """
 
+    times: Callable[[Leaves, int | None], Leaves]
     dims: tuple[int, ...] = ()
 
-    @abstractmethod
-    def times(self, tangents: Leaves, count: int | None) -> Leaves:
-        """The product with one vector like the outputs, or with `count` stacked ones."""
 
-
-@final
-class DiagonalHessian(OutputCurvature):
+def diagonal_curvature(diagonal: Tensor | float) -> OutputCurvature:
     """Of a loss that is a sum over entries: a diagonal."""
-
-    def __init__(self, diagonal: Tensor | float) -> None:
-        self._diagonal = diagonal
-
-    def times(self, tangents: Leaves, count: int | None) -> Leaves:
-        """The product of the diagonal with tangents of the outputs."""
-        return [v * self._diagonal for v in tangents]
+    return OutputCurvature(lambda tangents, count: [v * diagonal for v in tangents])
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,51 +76,29 @@ def check_shapes(z: Tensor, target: Tensor) -> None:
 Loss = Callable[..., Any] | nn.Module
 
 
-@final
-class SoftmaxHessian(OutputCurvature):
+def softmax_curvature(p: Tensor, scale: Tensor, classes: int) -> OutputCurvature:
     r"""Of cross-entropy, for each position: \(s\,(\operatorname{diag} p - p p^\top)\)."""
+    dims = (classes - p.ndim,)
 
-    def __init__(self, p: Tensor, scale: Tensor, classes: int) -> None:
-        self._p = p
-        self._scale = scale
-        self.dims = (classes - p.ndim,)
+    def times(tangents: Leaves, count: int | None) -> Leaves:
+        weighted = p * tangents[0]
+        return [(weighted - p * weighted.sum(dims, keepdim=True)) * scale]
 
-    def times(self, tangents: Leaves, count: int | None) -> Leaves:
-        """The product of diag(p) - p p' with tangents of the outputs."""
-        (v,) = tangents
-        weighted = self._p * v
-        return [(weighted - self._p * weighted.sum(self.dims, keepdim=True)) * self._scale]
+    return OutputCurvature(times, dims)
 
 
-@final
-class PairHessian(OutputCurvature):
+def pair_curvature(first: Tensor, mixed: Tensor | float, second: Tensor) -> OutputCurvature:
     """Of two outputs that meet entry by entry: a symmetric matrix of two rows for each."""
 
-    def __init__(self, first: Tensor, mixed: Tensor | float, second: Tensor) -> None:
-        self._first = first
-        self._mixed = mixed
-        self._second = second
-
-    def times(self, tangents: Leaves, count: int | None) -> Leaves:
-        """The product of the blocks of pairs with tangents of the outputs."""
+    def times(tangents: Leaves, count: int | None) -> Leaves:
         a, b = tangents
-        return [self._first * a + self._mixed * b, self._mixed * a + self._second * b]
+        return [first * a + mixed * b, mixed * a + second * b]
+
+    return OutputCurvature(times)
 
 
 @final
-class DifferentiatedHessian(OutputCurvature):
-    """Of any loss: a second pass through the graph of its gradient by the outputs."""
-
-    def __init__(self, graph: OutputGraph, gradient: Leaves) -> None:
-        self._graph, self._gradient = graph, gradient
-
-    def times(self, tangents: Leaves, count: int | None) -> Leaves:
-        """The Hessian's product with tangents, by a derivative of the gradient."""
-        return _reverse.products(self._graph, self._gradient, tangents, count, chunk_size=count)
-
-
-@final
-class OuterProducts(OutputCurvature):
+class OuterProducts:
     r"""A mean over M draws of \(\sum_i s_i s_i^\top\): Fisher matrices of given scores.
 
     The scores are stacked, `(M, *outputs)` on each leaf; `dims` says which dimensions, counted from the
@@ -245,11 +213,15 @@ def loss_at_outputs(
             returned = loss(values) if batch is NONE else loss(values, batch)
         return weigh(returned, batch, number)
 
+    def times(tangents: Leaves, count: int | None) -> Leaves:
+        """By a second pass through the graph of the gradient."""
+        return _reverse.products(at, gradient, tangents, count, chunk_size=count)
+
     with OutputGraph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as at:
         _refuse_shortcut(graph, at.scalars())
         gradient = _reverse.gradient(at, differentiated=True)
         value = at.scalars().detach().reshape(())
-    return LossAtOutputs(value, at.aux, [part.detach() for part in gradient], DifferentiatedHessian(at, gradient))
+    return LossAtOutputs(value, at.aux, [part.detach() for part in gradient], OutputCurvature(times))
 
 
 def _refuse_functional(loss: Any, batch: Any) -> None:
@@ -278,9 +250,12 @@ def _refuse_shortcut(graph: OutputGraph, value: Tensor) -> None:
 # --- likelihoods: losses of `torch.nn`, written out -------------------------------------------------------------------
 
 
-def _single(loss: nn.Module, outputs: Leaves) -> Tensor:
+def _single(loss: nn.Module, outputs: Leaves, target: Tensor | None = None) -> Tensor:
+    """The one output, of the shape of the targets where these are given."""
     if len(outputs) != 1:
         raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
+    if target is not None:
+        check_shapes(outputs[0], target)
     return outputs[0]
 
 
@@ -305,7 +280,7 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) ->
         scores = flat - F.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
         return [scores.reshape((samples, *rows.shape)).movedim(-1, classes - z.ndim) * (scale > 0)]
 
-    return LossAtOutputs(-(t * log_p).sum(), weight, [scale * p - t], SoftmaxHessian(p, scale, classes), drawn)
+    return LossAtOutputs(-(t * log_p).sum(), weight, [scale * p - t], softmax_curvature(p, scale, classes), drawn)
 
 
 def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> tuple[Tensor, float]:
@@ -331,20 +306,18 @@ def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int)
 
 def squared_error(loss: nn.MSELoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\((z - y)^2\), of a Gaussian of variance 1/2."""
-    z = _single(loss, outputs)
-    check_shapes(z, target)
+    z = _single(loss, outputs, target)
     r = z - target
 
     def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         return [draw((samples, *z.shape), z, "gaussian", generator) * 2**0.5]
 
-    return LossAtOutputs(r.square().sum(), float(z.numel()), [2 * r], DiagonalHessian(2.0), drawn)
+    return LossAtOutputs(r.square().sum(), float(z.numel()), [2 * r], diagonal_curvature(2.0), drawn)
 
 
 def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\(-y \log p - (1 - y) \log (1 - p)\) of \(p = \sigma(z)\), with weights of entries and of positive ones."""
-    z = _single(loss, outputs)
-    check_shapes(z, target)
+    z = _single(loss, outputs, target)
     target = target.to(z)
     weight = torch.ones_like(z) if loss.weight is None else loss.weight.detach().to(z).expand_as(z)
     positive = 1.0 if loss.pos_weight is None else loss.pos_weight.detach().to(z)
@@ -359,7 +332,7 @@ def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Leaves, target: Te
         return [p - (uniform < p).to(z.dtype)]
 
     gradient = mass * p - weight * positive * target
-    return LossAtOutputs(value, float(z.numel()), [gradient], DiagonalHessian(mass * p * (1 - p)), drawn)
+    return LossAtOutputs(value, float(z.numel()), [gradient], diagonal_curvature(mass * p * (1 - p)), drawn)
 
 
 def gaussian(loss: nn.GaussianNLLLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
@@ -383,14 +356,13 @@ def gaussian(loss: nn.GaussianNLLLoss, outputs: Leaves, target: Tensor) -> LossA
         return [-normal / v.sqrt(), 0.5 * (1 - normal**2) / v]
 
     gradient = [r / v, 0.5 * (1 / v - r**2 / v**2)]
-    hessian = PairHessian(1 / v, -r / v**2, r**2 / v**3 - 0.5 / v**2)
-    return LossAtOutputs(value, float(m.numel()), gradient, hessian, drawn, PairHessian(1 / v, 0.0, 0.5 / v**2))
+    hessian = pair_curvature(1 / v, -r / v**2, r**2 / v**3 - 0.5 / v**2)
+    return LossAtOutputs(value, float(m.numel()), gradient, hessian, drawn, pair_curvature(1 / v, 0.0, 0.5 / v**2))
 
 
 def poisson(loss: nn.PoissonNLLLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`, whose Hessian depends on the labels."""
-    z = _single(loss, outputs)
-    check_shapes(z, target)
+    z = _single(loss, outputs, target)
     y = target.to(z)
     value = F.poisson_nll_loss(z, y, loss.log_input, loss.full, eps=loss.eps, reduction="sum")
     rate = z.exp() if loss.log_input else z
@@ -402,9 +374,9 @@ def poisson(loss: nn.PoissonNLLLoss, outputs: Leaves, target: Tensor) -> LossAtO
         return [rate - counts if loss.log_input else 1 - counts / (z + loss.eps)]
 
     if loss.log_input:
-        return LossAtOutputs(value, float(z.numel()), [rate - y], DiagonalHessian(rate), drawn)
+        return LossAtOutputs(value, float(z.numel()), [rate - y], diagonal_curvature(rate), drawn)
     safe = z + loss.eps
-    hessian, fisher = DiagonalHessian(y / safe**2), DiagonalHessian(z / safe**2)
+    hessian, fisher = diagonal_curvature(y / safe**2), diagonal_curvature(z / safe**2)
     return LossAtOutputs(value, float(z.numel()), [1 - y / safe], hessian, drawn, fisher)
 
 

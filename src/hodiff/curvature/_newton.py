@@ -139,7 +139,7 @@ class NewtonCG(torch.optim.Optimizer):
             value = _finite(loss)
             if not _messages.WRITTEN_OUT.isdisjoint(_nodes.survey([loss]).names()):
                 with _settings.on(ExactNorms()):
-                    loss = _again(closure, point.tensors, random)
+                    loss = _again(closure, point.tensors, random, record=True)
             step, record = self._proposal(loss, value, point, state)
         record = self._taken(closure, point, step, record, random)
         state["radius"] = record.radius
@@ -186,7 +186,7 @@ class NewtonCG(torch.optim.Optimizer):
             with _settings.grad_mode(False):
                 for tensor, change in zip(point.tensors, step, strict=True):
                     tensor.add_(change)
-            value = _value(closure, point.tensors, random)
+            value = float(_again(closure, point.tensors, random, record=False))
             # Near the minimum both decreases are rounding errors; then the step is good.
             noise = 10 * torch.finfo(before[0].dtype).eps * abs(record.value)
             ratio = (record.value - value + noise) / (record.decrease + noise) if record.decrease + noise else 1.0
@@ -251,19 +251,14 @@ def _finite(loss: Any) -> float:
     return value
 
 
-def _value(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState) -> float:
+def _again(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState, *, record: bool) -> Tensor:
     """The loss at the parameters as they are now, with the same random numbers and without side effects."""
 
-    def quiet() -> Any:
-        with _settings.grad_mode(False):
+    def loss(_: Any) -> Any:
+        with _settings.grad_mode(record):
             return closure()
 
-    return float(_again(quiet, tensors, random))
-
-
-def _again(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState) -> Tensor:
-    """What the closure returns when it is called once more."""
-    with EvaluationContext(call(lambda _: closure(), tensors, passes=2, create_graph=False)) as context:
+    with EvaluationContext(call(loss, tensors, passes=2, create_graph=False)) as context:
         context.random = random
         return context.again(tensors)
 

@@ -525,37 +525,30 @@ class SumOperator(LinearOperator):
         super().__init__(left, right)
         for a, b in ((left._domain, right._domain), (left._range, right._range)):
             _check_sizes(a, b, "A + B")
-        self._left, self._right = left, right
-
-    @property
-    def _domain(self) -> Space:
-        return _structured(self._left._domain, self._right._domain)
-
-    @property
-    def _range(self) -> Space:
-        return _structured(self._left._range, self._right._range)
+        self._space = _structured(left._domain, right._domain)
+        self._rows = _structured(left._range, right._range)
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         left, right = (
             self._range.take(A._product(A._domain.take(parts, count, self._domain), count), count, A._range)
-            for A in (self._left, self._right)
+            for A in self._made_of
         )
         return [a + b for a, b in zip(left, right, strict=True)]
 
     def _forms(self, parts: Leaves, count: int) -> Tensor:
-        left, right = (A._forms(A._domain.take(parts, count, self._domain), count) for A in (self._left, self._right))
+        left, right = (A._forms(A._domain.take(parts, count, self._domain), count) for A in self._made_of)
         return left + right
 
     def _transposed(self) -> LinearOperator:
-        return SumOperator(self._left.T, self._right.T)
+        return SumOperator(*(A.T for A in self._made_of))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
-        if self._left._domain.like(self._right._domain):
-            return SumOperator(self._left._block(chosen), self._right._block(chosen))
-        return super()._blocked(chosen)
+        left, right = self._made_of
+        alike = left._domain.like(right._domain)
+        return SumOperator(left._block(chosen), right._block(chosen)) if alike else super()._blocked(chosen)
 
     def _about(self) -> str:
-        return f"{self._left!r} + {self._right!r}"
+        return " + ".join(map(repr, self._made_of))
 
 
 @final
@@ -607,7 +600,6 @@ class ProductOperator(LinearOperator):
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
         super().__init__(left, right)
         _check_sizes(left._domain, right._range, "A @ B")
-        self._left, self._right = left, right
         middle = _structured(right._range, left._domain)
         self._space = _structured(right._domain, middle)
         self._rows = _structured(left._range, middle)
@@ -615,20 +607,21 @@ class ProductOperator(LinearOperator):
     @property
     def symmetric(self) -> bool:
         """Whether the product is one of the form A' A, as is the square of a symmetric operator."""
-        left, right = self._left, self._right
+        left, right = self._made_of
         return (left is right and left.symmetric) or left._transpose_of is right or right._transpose_of is left
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
-        left, right = self._left, self._right
+        left, right = self._made_of
         middle = right._product(right._domain.take(parts, count, self._space), count)
         products = left._product(left._domain.take(middle, count, right._range), count)
         return self._range.take(products, count, left._range)
 
     def _transposed(self) -> LinearOperator:
-        return ProductOperator(self._right.T, self._left.T)
+        left, right = self._made_of
+        return ProductOperator(right.T, left.T)
 
     def _about(self) -> str:
-        return f"{self._left!r} @ {self._right!r}"
+        return " @ ".join(map(repr, self._made_of))
 
 
 @final

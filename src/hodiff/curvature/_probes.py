@@ -58,6 +58,10 @@ class RandomVectors:
         """Whether all entries of the caller's own are 1 or -1."""
         return self._rows is None or bool((self._rows.abs() == 1).all())
 
+    def exhaust(self, products: int) -> bool:
+        """Whether so many products, of vectors drawn, are as many as the operator has columns."""
+        return not self.given and products >= self._size
+
     def take(self, count: int) -> Tensor:
         """The next `count` of them."""
         start, self._taken = self._taken, self._taken + count
@@ -194,7 +198,9 @@ def power_of_two(product: Tensor) -> float:
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     """A times each row, `(K, D)` to `(K, D)`, in the precision of sums (the product itself has the operator's)."""
-    return operator._applied(rows.to(operator.dtype).T).T.to(sum_dtype(operator.dtype))
+    rows = rows.to(operator.dtype)
+    products = operator._applied(rows[0])[None] if len(rows) == 1 else operator._applied(rows.T).T
+    return products.to(sum_dtype(operator.dtype))
 
 
 def exact_diagonal(operator: LinearOperator) -> Tensor:
@@ -239,7 +245,11 @@ class EstimatorProgress:
         self._operator = operator
         self._before = operator.products
         self._callback = callback
-        self._bar = _bar(name, total) if progress else None
+        self._bar: Any = None
+        if progress:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=f"hodiff: {name}", unit="product", leave=False)
         self._raise_on_all_ranks = operator._raise_on_all_ranks()
 
     @property
@@ -261,9 +271,3 @@ class EstimatorProgress:
         if self._bar is not None:
             self._bar.close()
         self._raise_on_all_ranks.__exit__(kind, error, at)
-
-
-def _bar(name: str, total: int | None) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=f"hodiff: {name}", unit="product", leave=False)

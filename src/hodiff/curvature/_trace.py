@@ -127,8 +127,7 @@ def trace(
         return _differentiable(operator, drawn, blocks, method, rtol)
     needed = drawn.number * _PRODUCTS[method] // 2
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
-        enough = needed >= operator.shape[0] and not drawn.given
-        if enough or (method in ("xtrace", "xnystrace") and drawn.number >= operator.shape[0]):
+        if drawn.exhaust(needed) or (method in ("xtrace", "xnystrace") and drawn.number >= operator.shape[0]):
             parts = operator._domain.pieces(exact_diagonal(operator))
             terms = torch.stack([part.sum(dtype=torch.float64) for part in parts])[None]
             return _record(operator, terms, leaves, 0.0, rtol, watch, exact=True)
@@ -157,7 +156,7 @@ def _differentiable(
     if method != "hutchinson" or blocks or rtol is not None:
         raise InputError("create_graph: goes with method='hutchinson', without blocks= and rtol=.")
     before, size = operator.products, operator.shape[0]
-    exact = not drawn.given and drawn.number >= size
+    exact = drawn.exhaust(drawn.number)
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     forms = operator._recorded_forms(rows)
     with _settings.recording():
@@ -323,7 +322,7 @@ def diagonal(
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     check_rtol(rtol, None if method == "exact" else drawn.number)
     size, needed = operator.shape[0], drawn.number * (2 if method == "xdiag" else 1)
-    exact = method == "exact" or (needed >= size and not drawn.given)
+    exact = method == "exact" or drawn.exhaust(needed)
     if method == "xdiag" and not exact:
         _check_signs(drawn, probes)
 
