@@ -232,17 +232,15 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk = 1 if count is None else self._inner_chunk()
         total: Leaves = []
-        graphs = self._graphs
-        for made in graphs:
-            graph = made()
-            with graph.ready():
-                products = self._apply(graph, parts, count, chunk)
+
+        def add(graph: G, number: int) -> None:
+            products = self._apply(graph, parts, count, chunk)
             # An expanded result cannot be added to.
-            total = accumulate(total, products) if total else [part.contiguous() for part in products]
-            del graph  # before the next is built
+            total[:] = accumulate(total, products) if total else [part.contiguous() for part in products]
+
+        factor = 1 / self._graphs.each_graph(add).everywhere.weight
         if self._group_sum is not None:
-            return self._over_all(self._group_sum, total, parts, count, graphs.weight)
-        factor = 1 / graphs.weight
+            return self._over_all(self._group_sum, total, parts, count, factor)
         if factor != 1:
             for part in total:
                 part.mul_(factor)
@@ -252,11 +250,11 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
         ]
 
     def _over_all(
-        self, group_sum: ProcessGroupSum, total: Leaves, parts: Leaves, count: int | None, weight: float
+        self, group_sum: ProcessGroupSum, total: Leaves, parts: Leaves, count: int | None, factor: float
     ) -> Leaves:
         """The mean over the batches of all processes, from the sum over those of this one."""
         own = total or [torch.zeros_like(part) for part in parts]
-        digest, factor = group_sum.digest(parts, count), 1 / weight
+        digest = group_sum.digest(parts, count)
         products, _ = group_sum.sum("multiplies", own, who=self._names(), count=count, digest=digest)
         return [(part * factor).to(given.dtype) for part, given in zip(products, parts, strict=True)]
 

@@ -411,22 +411,22 @@ class FisherOperator(PullbackOperator):
             return None
         self._count(rank)
         total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
-        for made in graphs:
-            graph = made()
+
+        def add(graph: CurvedOutputs, number: int) -> None:
             if isinstance(graph.curvature, OuterProducts):
-                total += self._squares(graph, graph.curvature) / graph.curvature.draws
-            del graph  # before the next is built
+                total.add_(self._squares(graph, graph.curvature) / graph.curvature.draws)
+
+        first = graphs.each_graph(add)
         if group_sum is not None:
             ((total,), _) = group_sum.sum("takes a diagonal", [total], who=self._names())
-        return total / graphs.weight
+        return total / first.everywhere.weight
 
     def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
         """The squares of J' s, summed over the scores of a batch."""
         total, size = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device), self._inner_chunk()
         for start in range(0, outer.rank, size):
             stop = min(start + size, outer.rank)
-            with graph.ready():
-                rows = graph.vjp(outer.vectors(start, stop), stop - start, self._chosen, size)
+            rows = graph.vjp(outer.vectors(start, stop), stop - start, self._chosen, size)
             total += torch.cat([part.to(total.dtype).square().sum(0).reshape(-1) for part in rows])
         return total
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -272,37 +272,33 @@ class GraphCache(Generic[G, B]):
     def mean(self) -> Tensor:
         """The value: the sum over all batches by their weight."""
         first = self.check()
-        return (first.value / self.weight).to(first.everywhere.dtype)
+        return (first.value / first.everywhere.weight).to(first.everywhere.dtype)
 
     def mean_gradient(self, chosen: Sequence[int]) -> Leaves:
         """The gradient of that by some of the leaves."""
         first, tensors = self.check(), self.where.tensors
-        return [(first.gradient[index] / self.weight).to(tensors[index].dtype) for index in chosen]
+        weight = first.everywhere.weight
+        return [(first.gradient[index] / weight).to(tensors[index].dtype) for index in chosen]
 
-    def __iter__(self) -> Iterator[Callable[[], G]]:
-        """For each batch what gives its graph, one that is kept or another.
-
-        No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError.
-        """
+    def each_graph(self, take: Callable[[G, int], object]) -> FirstPass:
+        """Show the graph of each batch, one that is kept or another, in the state in which a product may run."""
         first = self.check()
         if first.own.complete:
-            return iter([partial(self.kept.__getitem__, number) for number in self.kept])
-        return self._one_by_one(first)
-
-    def _one_by_one(self, first: FirstPass) -> Iterator[Callable[[], G]]:
+            for number, graph in self.kept.items():
+                with graph.ready():
+                    take(graph, number)
+            return first
         value, weight, scale = 0.0, 0.0, 1e-30
         for number, batch in enumerate(self.batches):
-            seen: list[Any] = []
-            yield partial(self._seen, batch, number, seen)
-            own, some = seen
+            graph = self.kept.get(number) or self._again(batch, number)
+            own = float(graph.value)
             value, scale = value + own, scale + abs(own)
-            weight = 1.0 if some is None else weight + some
+            weight = 1.0 if graph.weight is None else weight + graph.weight
+            with graph.ready():
+                take(graph, number)
+            del graph  # before the next is built
         self._compare(first, value, weight, scale)
-
-    def _seen(self, batch: Any, number: int, seen: list[Any]) -> G:
-        graph = self.kept.get(number) or self._again(batch, number)
-        seen += [float(graph.value), graph.weight]
-        return graph
+        return first
 
     def _again(self, batch: Any, number: int) -> G:
         return self._replayed(number, partial(self.builder.build, self.where, batch, number))
@@ -354,11 +350,6 @@ class GraphCache(Generic[G, B]):
         if self.first is None and self._probed is not None:
             return self._probed or 1
         return (self.first or self.evaluate()).everywhere.largest or 1
-
-    @property
-    def weight(self) -> float:
-        """What sums are divided by, once there are any."""
-        return 0.0 if self.first is None else self.first.everywhere.weight
 
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final, overload
 
 import torch
+from torch import Tensor
 
 from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
@@ -105,12 +106,8 @@ class JacobianOperator(DataOperator[Linearised]):
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
-        products = []
-        for made in self._graphs:
-            graph = made()
-            with graph.ready():
-                products.append(graph.jvp(parts, count, self._chosen, chunk))
-            del graph  # before the next is built
+        products: list[Leaves] = []
+        self._graphs.each_graph(lambda graph, number: products.append(graph.jvp(parts, count, self._chosen, chunk)))
         if len(products) == 1:
             return products[0]
         return [torch.cat(column, dim=lead) for column in zip(*products, strict=True)]
@@ -118,21 +115,19 @@ class JacobianOperator(DataOperator[Linearised]):
     def _pull(self, parts: Leaves, count: int | None) -> Leaves:
         """J' u: each batch takes its rows of u."""
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
-        graphs = self._graphs
-        single = graphs.batches.count == 1
-        start = 0
-        total = None
+        graphs, total, place = self._graphs, list[Tensor](), [0]
         lengths = _outputs(graphs).lengths
-        for number, made in enumerate(graphs):
-            graph, stop = made(), start + lengths[number]
-            own = parts if single else [part.narrow(lead, start, stop - start) for part in parts]
-            with graph.ready():
-                products = graph.vjp(own, count, self._chosen, chunk)
-            total = products if total is None else accumulate([part.contiguous() for part in total], products)
-            start = stop
-            del graph  # before the next is built
+
+        def add(graph: Linearised, number: int) -> None:
+            start, length = place[0], lengths[number]
+            own = parts if len(lengths) == 1 else [part.narrow(lead, start, length) for part in parts]
+            products = graph.vjp(own, count, self._chosen, chunk)
+            total[:] = accumulate([part.contiguous() for part in total], products) if total else products
+            place[0] = start + length
+
+        graphs.each_graph(add)
         leaves = [graphs.where.tensors[index] for index in self._chosen]
-        return [part.to(leaf.dtype) for part, leaf in zip(total or [], leaves, strict=True)]
+        return [part.to(leaf.dtype) for part, leaf in zip(total, leaves, strict=True)]
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError("block: a Jacobian's rows and columns differ; differentiate at hodiff.select(model, ...).")
