@@ -59,12 +59,10 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
         raise InputError(f"label: is a {type(label).__name__}, expected the words of the legend, or None.")
     spent = [getattr(record, "products", 0) for record in records]
     first = records[0]
-    if isinstance(first, (SolveRecord, EigenRecord, RadiusRecord)):
-        axes = axes_or_new(axes)
-        axes.semilogy(spent, [float(torch.as_tensor(record.residual).max()) for record in records], label=label)
-        axes.set_ylabel("residual")
-    elif isinstance(first, TraceRecord):
-        axes = axes_or_new(axes)
+    if not isinstance(first, (SolveRecord, EigenRecord, RadiusRecord, TraceRecord, NewtonRecord)):
+        raise InputError(f"records: hold a {type(first).__name__}, which does not say how far it has converged.")
+    axes = axes_or_new(axes)
+    if isinstance(first, TraceRecord):
         values = torch.stack([record.value for record in records]).double().cpu()
         errors = None
         if all(record.stderr is not None for record in records):
@@ -72,15 +70,12 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
         with_band(axes, spent, values, errors, label)
         axes.set_ylabel("estimate" if errors is None else "estimate ± 2 standard errors")
     elif isinstance(first, NewtonRecord):
-        axes = axes_or_new(axes)
-        axes.plot(
-            torch.tensor(spent, device="cpu").cumsum(0),
-            [record.value - record.decrease for record in records],
-            label=label,
-        )
+        losses = [record.value - record.decrease for record in records]
+        axes.plot(torch.tensor(spent, device="cpu").cumsum(0), losses, label=label)
         axes.set_ylabel("loss")
     else:
-        raise InputError(f"records: hold a {type(first).__name__}, which does not say how far it has converged.")
+        axes.semilogy(spent, [float(torch.as_tensor(record.residual).max()) for record in records], label=label)
+        axes.set_ylabel("residual")
     axes.set_xlabel("products")
     if label is not None:
         axes.legend()

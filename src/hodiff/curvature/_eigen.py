@@ -378,8 +378,8 @@ class Search:
         while not self.complete and len(self._locked) < size and self._operator.products < self._limit:
             max_basis = min(self._max_basis, size - len(self._locked))
             basis = Basis(
-                self._multiply, self._draw(), max_basis, self._eps, symmetric=self._symmetric, draw=self._draw,
-                locked=self._locked, scale=self.scale,
+                lambda v: self._images(v[None])[0], self._draw(), max_basis, self._eps,
+                symmetric=self._symmetric, draw=self._draw, locked=self._locked, scale=self.scale,
             )  # fmt: skip
             self._grow_and_restart(basis, max_basis)
         if len(self._locked) == size:
@@ -388,16 +388,11 @@ class Search:
     def _draw(self) -> Tensor:
         return _vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
-    def _multiply(self, v: Tensor) -> Tensor:
-        product = check_finite(self._operator._applied(v.to(self._operator.dtype)).to(v.dtype), self._name)
-        return self._measured(product)
-
     def _images(self, rows: Tensor) -> Tensor:
-        return self._measured(flat_product(self._operator, rows.to(self._operator.dtype)).to(rows.dtype))
-
-    def _measured(self, product: Tensor) -> Tensor:
-        self.unit = self.unit or power_of_two(product)
-        return product / (self.unit or 1.0)
+        """A times each row, in a unit that the first of them gave."""
+        products = check_finite(flat_product(self._operator, rows).to(rows.dtype), self._name)
+        self.unit = self.unit or power_of_two(products)
+        return products / (self.unit or 1.0)
 
     def _rank(self, values: Tensor) -> Tensor:
         """What is to be large."""
@@ -429,7 +424,7 @@ class Search:
             if not first and self._nothing_better(values, residuals, order, tolerance):
                 self.complete = True
                 return
-            better = wanted if first else wanted[self._beats(values[wanted], tolerance)]
+            better = wanted if first else wanted[self._rank(values[wanted]) > self._worst() + tolerance]
             done = bool((residuals[better] <= 0.5 * tolerance).all()) and len(better) >= (
                 min(self._k, max_basis) if first else 1
             )
@@ -461,9 +456,6 @@ class Search:
         if len(self._values) < self._k:
             return -float("inf")
         return float(self._rank(self._values).sort(descending=True).values[self._k - 1])
-
-    def _beats(self, values: Tensor, tolerance: float) -> Tensor:
-        return self._rank(values) > self._worst() + tolerance
 
     def _nothing_better(self, values: Tensor, residuals: Tensor, order: Tensor, tolerance: float) -> bool:
         """Whether the best value beside the locked ones is, within its error, no better than the k-th of them."""

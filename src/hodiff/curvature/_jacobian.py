@@ -147,9 +147,13 @@ class Outputs:
         self._values: dict[int, Leaves] = {}
         self._tree: _tree.Tree = _tree.LEAF
         self._space: Space | None = None
-        self.lengths: dict[int, int] = {}
 
-    def ordered(self, outputs: Leaves, value: Any) -> Leaves:
+    @property
+    def lengths(self) -> list[int]:
+        """How many rows each batch has."""
+        return [parts[0].shape[0] if parts[0].ndim else 1 for parts in self._values.values()]
+
+    def noted(self, number: int, outputs: Leaves, value: Any) -> Leaves:
         """The outputs of a batch, in the order of the first batch's: dicts are matched by key."""
         _, _, tree = _tree.flatten(value)
         if not self._values:
@@ -157,17 +161,12 @@ class Outputs:
         different = _tree.difference(self._tree, tree, "f(x)")
         if different:
             raise InputError(f"predict: its outputs are put together, but {different}, as for the first batch.")
-        return _tree.reordered(outputs, tree, self._tree)
-
-    def note(self, number: int, outputs: Leaves) -> None:
-        """The outputs of a batch, in order; a second time changes nothing."""
-        if number in self._values:
-            return
-        first = self._values.get(0)
-        if first is not None:
-            _check_alike(first, outputs)
-        self._values[number] = outputs
-        self.lengths[number] = outputs[0].shape[0] if outputs[0].ndim else 1
+        outputs = _tree.reordered(outputs, tree, self._tree)
+        if number not in self._values:
+            if self._values:
+                _check_alike(self._values[0], outputs)
+            self._values[number] = [output.detach() for output in outputs]
+        return outputs
 
     def whole(self) -> Leaves:
         """The outputs of all batches."""
@@ -213,10 +212,9 @@ class JacobianBuilder(Builder[Linearised]):
     def build(self, where: Where, batch: Any, number: int) -> Linearised:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
         with predicted(self.predict, where, batch, self.allow) as graph:
-            random, outputs = graph.drew_random(), self.outputs.ordered(graph.tensors(), graph.outputs)
+            random, outputs = graph.drew_random(), self.outputs.noted(number, graph.tensors(), graph.outputs)
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
             cotangents, pulled = linearise(graph, outputs, [torch.ones_like(output) for output in outputs])
-        self.outputs.note(number, [output.detach() for output in outputs])
         value = sum(
             (part.detach().sum(dtype=sum_dtype(part.dtype)) for part in outputs),
             torch.zeros((), device=where.tensors[0].device),

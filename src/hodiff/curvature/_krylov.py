@@ -297,17 +297,10 @@ class Basis:
 
     def _put(self, count: int, w: Tensor) -> bool:
         """Put a vector, without its parts in the others, at `count`; False where nothing is left of it."""
-        w = w / w.norm()
-        for _ in range(3):
-            for basis in (self.vectors[:count], self._locked):
-                if len(basis):
-                    w, _ = without(w, basis)
-            norm = float(w.norm())
-            if norm == 0:
-                return False
-            w = w / norm
-        self.vectors[count] = w
-        return True
+        _, w, norm = self._orthogonalised(w / w.norm(), count)
+        if norm > 0:
+            torch.div(w, norm, out=self.vectors[count])
+        return norm > 0
 
     @property
     def remainder(self) -> Tensor:

@@ -536,23 +536,20 @@ class CaptureInputs(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[int, Tensor] = {}
-        self._inside: dict[int, Tensor] = {}
-        self._leaves: set[int] = set()
-        self._new: list[Tensor] = []
+        self.begin([])
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """A step, at these leaves."""
         self._inside = {id(leaf): leaf for leaf in leaves}  # held, so that identities stay their own
-        self._leaves, self._new = set(self._inside), []
+        self._leaves = set(self._inside)
+        self._new: list[Tensor] = []
 
     def end(self) -> None:
         """The end of it. What a nested call computed of the leaves looked as if it came from outside, and does not."""
         for tensor in self._new:
             if tensor.grad_fn is not None and any(id(v) in self._leaves for v in _nodes.leaves_below([tensor])):
                 del self.tensors[id(tensor)]
-        self._inside = {}
-        self._leaves = set()
-        self._new = []
+        self.begin([])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -560,12 +557,9 @@ class CaptureInputs(TorchFunctionMode):
         """Note the arguments and what becomes of them, and call the operation."""
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                self._look(value)
-            elif _tree.is_container(value):
-                for item in _tree.flatten(value)[0]:
-                    if isinstance(item, Tensor):
-                        self._look(item)
+            for item in _tree.flatten(value)[0]:
+                if isinstance(item, Tensor):
+                    self._look(item)
         result = func(*args, **kwargs)
         for item in _tree.flatten(result)[0]:
             if isinstance(item, Tensor) and id(item) not in self.tensors:
