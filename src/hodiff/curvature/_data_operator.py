@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self
 
@@ -13,9 +13,11 @@ import torch
 from hodiff._core import _arguments, _memory
 from hodiff._core._memory import readable
 from hodiff._core._vectors import Leaves
-from hodiff.curvature._graph_cache import G, GraphCache, accumulate
+from hodiff._core._where import Where
+from hodiff.curvature._data import Batches
+from hodiff.curvature._graph_cache import Builder, G, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
-from hodiff.curvature._process_group import ProcessGroupSum
+from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
 from hodiff.curvature._records import axes_or_new
 from hodiff.errors import GraphError
 
@@ -87,9 +89,25 @@ class CurrentGraphs(Generic[G]):
 class DataOperator(LinearOperator, Generic[G]):
     """An operator made of one graph per batch, kept where there is room."""
 
-    def __init__(self, graphs: GraphCache[G, Any], chunk_size: ChunkSize) -> None:
+    def __init__(
+        self,
+        where: Any,
+        data: Any,
+        builder: Callable[[Batches, ProcessGroupSum | None], Builder[G]],
+        *,
+        memory_budget: float,
+        chunk_size: ChunkSize,
+        progress: bool,
+        process_group: ProcessGroup | None = None,
+        keep: bool = False,
+    ) -> None:
         super().__init__()
-        self._evaluation, self._group_sum = CurrentGraphs(graphs), graphs.group_sum
+        point, others = Where(where), process_group is not None
+        batches = Batches(data, point.tensors[0].device, keep=keep, progress=progress, shared=others)
+        self._group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
+        made = builder(batches, self._group_sum)
+        graphs: GraphCache[G, Any] = GraphCache(made, where, batches, memory_budget, self._group_sum)
+        self._evaluation = CurrentGraphs(graphs)
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
         self._space = graphs.where.space().side()

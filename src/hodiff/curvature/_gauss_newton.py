@@ -17,7 +17,7 @@ from hodiff._core._where import Where
 from hodiff.curvature import _data
 from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
-from hodiff.curvature._graph_cache import BatchGraph, Builder, GraphCache
+from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (
     LIKELIHOODS,
     Loss,
@@ -28,7 +28,7 @@ from hodiff.curvature._losses import (
     likelihood_names,
     loss_at_outputs,
 )
-from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
+from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.errors import InputError
 
 # --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
@@ -229,11 +229,11 @@ class GaussNewtonOperator(PullbackOperator):
     ) -> None:
         check_operands(predict, loss, where, data)
         check_loss(loss, batch_weight)
-        point = Where(where)
-        batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)
-        builder = PullbackBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow)
-        group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
-        super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
+        super().__init__(
+            where, data,
+            lambda batches, _: PullbackBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow),
+            memory_budget=memory_budget, chunk_size=chunk_size, progress=progress, process_group=process_group,
+        )  # fmt: skip
         self._route = f"linearised outputs, {'closed-form' if type(loss) in LIKELIHOODS else 'differentiated'} loss"
 
 
@@ -263,7 +263,6 @@ class FisherBuilder(PullbackBuilder):
     samples: int
     generator: torch.Generator | None
     group_sum: ProcessGroupSum | None
-    device: torch.device
     source: list[torch.Generator | None] = field(default_factory=list)
     scores: dict[int, Leaves] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
@@ -287,16 +286,15 @@ class FisherBuilder(PullbackBuilder):
             self.scores[number] = at_outputs.drawn(self.samples, source)  # pyright: ignore[reportOptionalCall] - see `_check_kind`
         return OuterProducts(self.scores[number], lambda s: at_outputs.curvature.dims)
 
-    def begin(self) -> None:
-        """Labels of several processes are independent of each other, though all of them may have one seed."""
-        if self.kind == "mc":
-            self.source[:] = [
-                self.generator if self.group_sum is None else self.group_sum.own(self.generator, self.device)
-            ]
+    def fresh(self, *, begins: bool = False) -> FisherBuilder:
+        """The builder without the labels that it drew.
 
-    def fresh(self) -> FisherBuilder:
-        """The builder without the labels that it drew."""
-        return replace(self, source=[], scores={}, ranks={})
+        Those of several processes are independent of each other, though all of them may have one seed.
+        """
+        source = [] if self.kind != "mc" or not begins else [self.generator]
+        if source and self.group_sum is not None:
+            source = [self.group_sum.own(self.generator)]
+        return replace(self, source=source, scores={}, ranks={})
 
 
 @final
@@ -387,14 +385,15 @@ class FisherOperator(PullbackOperator):
         check_loss(loss, batch_weight)
         _arguments.check_integer(samples, "samples", least=1)
         check_generator(generator)
-        point = Where(where)
-        keep, others = kind == "mc", process_group is not None
-        device = point.tensors[0].device
-        batches = Batches(data, device, keep=keep, progress=progress, shared=others)
-        weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
-        group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
-        builder = FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum, device)
-        super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
+
+        def builder(batches: Batches, group_sum: ProcessGroupSum | None) -> FisherBuilder:
+            weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
+            return FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum)
+
+        super().__init__(
+            where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
+            process_group=process_group, keep=kind == "mc",
+        )  # fmt: skip
         self.kind, self._route = kind, f"{kind}, linearised outputs"
 
     def _own_diagonal(self) -> Tensor | None:

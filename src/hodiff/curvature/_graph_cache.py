@@ -66,12 +66,8 @@ class Builder(ABC, Generic[G]):
     def build(self, where: Where, batch: Any, number: int) -> G:
         """The graph of batch `number`."""
 
-    def begin(self) -> None:
-        """Before the first batch of an evaluation; there may be none."""
-        return
-
-    def fresh(self) -> Self:
-        """The builder as it was before anything was built: itself, where it keeps nothing."""
+    def fresh(self, *, begins: bool = False) -> Self:
+        """The builder before anything was built, or as an evaluation `begins`: itself, if it keeps nothing."""
         return self
 
 
@@ -182,7 +178,7 @@ class GraphCache(Generic[G, B]):
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         self._modules.check()
-        builder = self.builder.fresh()
+        builder = self.builder.fresh(begins=True)
         graphs: dict[int, G] = {}
         try:
             first = self._first_pass(builder, graphs)
@@ -209,7 +205,6 @@ class GraphCache(Generic[G, B]):
         dtype = None
         self._bytes = 0
         random: dict[int, RandomState] = {}
-        builder.begin()
         for number, batch in enumerate(self.batches):
             state = RandomState.of(self.device)
             build = partial(builder.build, self.where, batch, number)

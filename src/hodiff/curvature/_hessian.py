@@ -14,10 +14,10 @@ from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_signature, check_total
+from hodiff.curvature._data import NONE, BatchWeight, Weighted, check_signature, check_total
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
-from hodiff.curvature._graph_cache import BatchGraph, Builder, GraphCache
-from hodiff.curvature._process_group import ProcessGroup, shared
+from hodiff.curvature._graph_cache import BatchGraph, Builder
+from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError
 
 
@@ -172,11 +172,11 @@ class HessianOperator(SummedOperator[BatchGraph]):
     ) -> None:
         _arguments.check_arguments(args, kwargs)
         _check_function(f, data, args, kwargs)
-        point = Where(where)
-        batches = Batches(data, point.tensors[0].device, progress=progress, shared=process_group is not None)
-        builder = HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs)
-        group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
-        super().__init__(GraphCache(builder, where, batches, memory_budget, group_sum), chunk_size)
+        super().__init__(
+            where, data,
+            lambda batches, _: HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs),
+            memory_budget=memory_budget, chunk_size=chunk_size, progress=progress, process_group=process_group,
+        )  # fmt: skip
 
     def _forms(self, parts: Leaves, count: int) -> Tensor:
         if self._group_sum is not None:

@@ -13,7 +13,7 @@ from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
-from hodiff.curvature._data import Batches, check_predict
+from hodiff.curvature._data import check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
 from hodiff.curvature._gauss_newton import Linearised, linearise, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
@@ -70,8 +70,10 @@ class JacobianOperator(DataOperator[Linearised]):
         allow: Allowed = (),
     ) -> None:
         check_predict(predict, data is not None)
-        batches = Batches(data, Where(where).tensors[0].device, keep=data is not None, progress=progress)
-        super().__init__(GraphCache(JacobianBuilder(predict, allow), where, batches, memory_budget), chunk_size)
+        super().__init__(
+            where, data, lambda *_: JacobianBuilder(predict, allow), memory_budget=memory_budget,
+            chunk_size=chunk_size, progress=progress, keep=data is not None,
+        )  # fmt: skip
 
     if TYPE_CHECKING:  # outputs and the point differ in structure: a vector's spelling says nothing of the result's
 
@@ -222,6 +224,6 @@ class JacobianBuilder(Builder[Linearised]):
         gradient = [part.detach() for part in pulled]
         return Linearised(graph, value, None, gradient, pulled, random, calls_back, outputs, cotangents)
 
-    def fresh(self) -> JacobianBuilder:
+    def fresh(self, *, begins: bool = False) -> JacobianBuilder:
         """The builder without the outputs that it noted."""
         return replace(self, outputs=Outputs())

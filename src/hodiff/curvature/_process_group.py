@@ -115,9 +115,9 @@ class ProcessGroupSum:
             seed = int(torch.randint(2**48, (), device=device))
             return torch.Generator(device).manual_seed(self.sum("draws a seed", [], fact=seed)[1][0])
 
-    def own(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    def own(self, generator: torch.Generator | None) -> torch.Generator:
         """One that draws other numbers on each rank; what seeds it is drawn, alike on every rank, from a generator."""
-        device = device if generator is None else generator.device
+        device = self._device if generator is None else generator.device
         seeds = torch.randint(2**48, (self.world,), generator=generator, device=device)
         return torch.Generator(device).manual_seed(int(seeds[self.rank]))
 
