@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree
 from hodiff._core._call import Call
+from hodiff._core._hooks import second_derivatives
 from hodiff._core._lending import LEAF_TAG, EvaluationContext, LeafTag, tag_of
 from hodiff._core._substitutes import ExactNorms
 from hodiff.errors import GraphError, InputError
@@ -46,6 +47,7 @@ class OutputGraph:
         self.kinds: frozenset[type] = frozenset()
         self.higher = self.recorded = self._mixes = False
         self._first: list[Tensor] = []  # where there are several evaluations, the leaves of the first
+        self._starts: set[_nodes.Node] = set()  # the nodes of leaves, where these stand for the caller's own
 
     # --- the evaluation
 
@@ -59,7 +61,7 @@ class OutputGraph:
             else:
                 self.outputs, self.leaves = self.call.what, self.call.where.tensors
                 survey = self._survey(_tensors(self.outputs))
-            self._judged(survey)
+            self._judge(survey)
         except BaseException:
             self._context.close()
             raise
@@ -69,14 +71,7 @@ class OutputGraph:
         """Evaluate `f` once more, at other leaves and with other arguments; what it was before is forgotten here."""
         self.call = self._context.call = self.call._replace(args=args)
         self._first = self._first or self.leaves
-        self._judged(self._evaluate(leaves))
-
-    def _judged(self, survey: _nodes.Survey) -> None:
-        try:
-            self._judge(survey)
-        except GraphError as error:
-            self._explain(error)
-            raise
+        self._judge(self._evaluate(leaves))
 
     def __exit__(self, kind: object, error: object, *rest: object) -> None:
         context = self._context
@@ -137,6 +132,7 @@ class OutputGraph:
         """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
         context = self._context
         self.leaves = context.leaves(given)
+        self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
         context.remember()
         exact = self.call.order >= 3 or context.forward_mode
         survey = failure = None
@@ -156,7 +152,7 @@ class OutputGraph:
         if by_hand is not None and (by_hand.batched or self.call.order + by_hand.count >= 3):
             inexact = inexact or _messages.at_third(names)
         if self.call.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
-            context.also(_settings.plain_attention)
+            context.also(second_derivatives)
         elif "CudnnRnnBackward0" in names:
             context.also(_settings.no_cudnn)
         elif failure is not None:
@@ -174,7 +170,7 @@ class OutputGraph:
         else:
             outputs = self._context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
-        return self._survey(_tensors(self.outputs))
+        return self._survey([self.outputs] if isinstance(self.outputs, Tensor) else _tensors(self.outputs))
 
     def at(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when `leaves` stand in the place of the point's tensors."""
@@ -203,7 +199,7 @@ class OutputGraph:
 
     def scalars(self) -> Tensor:
         """The single output, checked to be one element, or one per sample."""
-        output = _arguments.check_output(self.outputs)
+        output = self.outputs if isinstance(self.outputs, Tensor) else _arguments.check_output(self.outputs)
         _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
         return output
 
@@ -230,31 +226,34 @@ class OutputGraph:
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        stop = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None} if self.call.builds_graph else ()
-        return _nodes.survey(outputs, stop)
+        return _nodes.Survey([output.grad_fn or _nodes.node_of(output) for output in outputs], self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
+        call, context = self.call, self._context
         self.kinds = frozenset(survey.by_class)
-        context = self._context
-        self.higher = self.call.order >= 2 or context.nests or context.by_hand is not None
-        if context.by_hand is not None and context.by_hand.refused is not None:
-            raise context.by_hand.refused
-        outputs = self.tensors()
-        missing = self._unreached(survey)
-        strict = self.call.strict
-        if missing and len(missing) == len(self.leaves) and (strict is not False or self._by_copies(survey)):
-            raise _refusals.independent(
-                self.call.builds_graph, missing, any(output.requires_grad for output in outputs)
-            )
-        if missing and strict:
-            raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
-        if self.call.order >= 2:
-            self.recorded = _refusals.judge(survey, self.leaves, self.call.order, self.call.allow)
-        else:
-            self.recorded = _refusals.refuse_first(survey, self.leaves)
-        if self.call.batch_ndim and (self._mixes or _refusals.MIXING.among(survey)):
-            _refusals.warn_of_mixing(self.call.batch_ndim)
+        self.higher = call.order >= 2 or context.nests or context.by_hand is not None
+        try:
+            if context.by_hand is not None and context.by_hand.refused is not None:
+                raise context.by_hand.refused
+            outputs = self.tensors()
+            missing = self._unreached(survey)
+            if missing:
+                everything = len(missing) == len(self.leaves)
+                if everything and (call.strict is not False or self._by_copies(survey)):
+                    has_graph = any(output.requires_grad for output in outputs)
+                    raise _refusals.independent(call.builds_graph, missing, has_graph)
+                if call.strict:
+                    raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
+            if call.order >= 2:
+                self.recorded = _refusals.judge(survey, self.leaves, call.order, call.allow)
+            else:
+                self.recorded = _refusals.refuse_first(survey, self.leaves)
+        except GraphError as error:
+            self._explain(error)
+            raise
+        if call.batch_ndim and (self._mixes or _refusals.MIXING.among(survey)):
+            _refusals.warn_of_mixing(call.batch_ndim)
 
     def unreached(self, outputs: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> list[str]:
         """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not.
@@ -269,33 +268,36 @@ class OutputGraph:
         return self._unreached(survey)
 
     def _unreached(self, survey: _nodes.Survey) -> list[str]:
+        names = self.call.where.names
         if not self.call.builds_graph:
-            leaves = zip(self.leaves, self.call.where.names, strict=True)
-            return [name for leaf, name in leaves if not survey.contains(leaf)]
-        reached = {number for number, leaf in enumerate(self.leaves) if leaf.grad_fn in survey.visited and leaf.grad_fn}
-        mine, foreign = self._context.leaf_tag, []
+            return [name for leaf, name in zip(self.leaves, names, strict=True) if not survey.contains(leaf)]
+        mine, reached = self._context.leaf_tag, set[int]()
+        others: list[Tensor] = []
         if self._first:  # it has been moved
             past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
             if any(leaf.grad_fn in survey.visited for leaf in past):
                 raise _refusals.leftover(self._kept_by(mine))
+        if self._starts:
+            reached |= {n for n, leaf in enumerate(self.leaves) if leaf.grad_fn and leaf.grad_fn in survey.visited}
         for variable in survey.variables():
-            attributes = variable.__dict__  # `tag_of`, in place: it runs once for each leaf
-            if LEAF_TAG not in attributes:
-                foreign += [variable]
-                continue
-            tag, number = attributes[LEAF_TAG]
+            tag, number = variable.__dict__.get(LEAF_TAG, _NOBODYS)
             if tag is mine and variable is self.leaves[number]:
                 reached |= {number}
-            elif tag is mine or (not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))):
+                continue
+            others += [variable]
+            if tag is mine or (
+                tag is not None and not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))
+            ):
                 raise _refusals.leftover(self._kept_by(tag))
-        self._refuse_bypass(survey, foreign)
-        return [name for number, name in enumerate(self.call.where.names) if number not in reached]
+        if others:
+            self._refuse_bypass(survey, others)
+        return [name for number, name in enumerate(names) if number not in reached] if len(reached) < len(names) else []
 
-    def _refuse_bypass(self, survey: _nodes.Survey, foreign: list[Tensor]) -> None:
+    def _refuse_bypass(self, survey: _nodes.Survey, others: list[Tensor]) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
-        ids = set(map(id, foreign)) if foreign else ()
+        theirs = {id(variable) for variable in others if tag_of(variable) is None}
         for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
-            if survey.uses(tensor) if tensor.grad_fn is not None else ids and id(tensor) in ids:
+            if survey.uses(tensor) if tensor.grad_fn is not None else id(tensor) in theirs:
                 raise _refusals.bypass(name)
 
     def _by_copies(self, survey: _nodes.Survey) -> bool:
@@ -334,6 +336,10 @@ class OutputGraph:
         """The outputs of `f` when it is called once more."""
         outputs = self._context.again(self.leaves)
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
+
+
+_NOBODYS = None, -1
+"""The tag of a tensor of the user's, and its number."""
 
 
 class Watched(OutputGraph):

@@ -84,6 +84,7 @@ def _node(output: Any) -> Any:
 
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
+_torch: Any = torch._C
 
 
 class Hooks:
@@ -94,11 +95,8 @@ class Hooks:
         before: The number of the next hook, as `f` began.
     """
 
-    __slots__ = ("before", "changed")
-
-    def __init__(self) -> None:
-        self.changed = False
-        self.before = RemovableHandle.next_id
+    changed = False
+    before = 0
 
     def registered(self) -> bool:
         """Whether a hook was registered since `before`, on whatever: each gets a handle with a number."""
@@ -126,13 +124,16 @@ class Hooks:
         module._backward_hooks = OrderedDict((key, self.watched(hook)) for key, hook in theirs.items())
 
 
-def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
+_KEY = "hodiff"
+
+
+def _watch_modules(undo: Undo) -> None:
     """Let the innermost evaluation know of each module that is called, and of each differentiable pass.
 
     `torch.autograd.grad`, `backward` and the transforms of `torch.func` look their way to the engine up under a name of
     `torch.autograd`; passes of ours enter the engine past it, and pay nothing.
     """
-    hooks: dict[int, Any] = nn.modules.module._global_forward_pre_hooks
+    hooks: dict[Any, Any] = nn.modules.module._global_forward_pre_hooks
     autograd: Any = torch.autograd
     theirs = autograd._engine_run_backward
     frames = checkpoint._CheckpointFrame
@@ -147,23 +148,19 @@ def _watch_modules() -> tuple[Callable[[], object], Callable[[], object]]:
         running = _call.state.running
         return frames(running[-1].repeatable(recompute) if running else recompute, *args)
 
-    # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
-    # what it had looked up, and slows what comes after.
-    def switch() -> None:
-        nn.modules.module.register_module_forward_pre_hook(lend_module)
-        autograd._engine_run_backward = passes
-        checkpoint._CheckpointFrame = frame
-
-    def restore() -> None:  # not by the handle, which is known only once the hook is there
-        for key, hook in list(hooks.items()):
-            if hook is lend_module:
-                del hooks[key]
+    def restore() -> None:
+        hooks.pop(_KEY, None)
         if autograd._engine_run_backward is passes:
             autograd._engine_run_backward = theirs
         if checkpoint._CheckpointFrame is frame:
             checkpoint._CheckpointFrame = frames
 
-    return switch, restore
+    # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
+    # what it had looked up, and slows what comes after.
+    undo += [restore]
+    hooks[_KEY] = lend_module
+    autograd._engine_run_backward = passes
+    checkpoint._CheckpointFrame = frame
 
 
 def lend_module(module: nn.Module, args: Any) -> None:
@@ -172,22 +169,34 @@ def lend_module(module: nn.Module, args: Any) -> None:
         running[-1].borrow(module)
 
 
-def _watch_hooks() -> tuple[Callable[[], object], Callable[[], object]]:
-    """Let the innermost evaluation know of each hook that is registered on a tensor."""
+_KERNELS: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (
+    (_torch._get_flash_sdp_enabled, _torch._set_sdp_use_flash, False),
+    (_torch._get_mem_efficient_sdp_enabled, _torch._set_sdp_use_mem_efficient, False),
+    (_torch._get_cudnn_sdp_enabled, _torch._set_sdp_use_cudnn, False),
+    (_torch._get_math_sdp_enabled, _torch._set_sdp_use_math, True),
+)
+"""Whether attention may be computed by a kernel, how that is said, and which have second derivatives."""
+
+
+def _second_derivatives(undo: Undo) -> None:
+    """Attention by matrix products, which have them; and the innermost evaluation knows of hooks on tensors."""
     register = Tensor.register_hook
+    changes = [(put, wanted) for get, put, wanted in _KERNELS if get() is not wanted]
 
     def register_hook(self: Tensor, hook: Hook) -> Any:
         running = _call.state.running
         return register(self, running[-1].hooks.watched(hook) if running else hook)
 
-    def switch() -> None:
-        Tensor.register_hook = register_hook
-
     def restore() -> None:
         Tensor.register_hook = register
+        for put, wanted in changes:
+            put(not wanted)
 
-    return switch, restore
+    undo += [restore]
+    Tensor.register_hook = register_hook
+    for put, wanted in changes:
+        put(wanted)
 
 
 watch_modules = Counted(_watch_modules)
-watch_hooks = Counted(_watch_hooks)
+second_derivatives = Counted(_second_derivatives)

@@ -12,10 +12,12 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +35,7 @@ from hodiff._core import (
     _versions,
 )
 from hodiff._core._call import Call
-from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
+from hodiff._core._hooks import Hooks, second_derivatives, watch_modules
 from hodiff._core._settings import RandomState
 from hodiff._core._where import TRAINABLE, Where, is_trainable
 from hodiff.errors import InputError
@@ -41,6 +43,7 @@ from hodiff.errors import InputError
 _substitutes.install()
 _versions.where_forward_mode_begins(_call.note_forward_mode)
 
+_version = attrgetter("_version")
 LEAF_TAG = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
 
@@ -53,10 +56,8 @@ class LeafTag:
         detached: Whether its results are, so that nothing but a leftover leads to its leaves.
     """
 
-    __slots__ = ("detached", "open")
-
-    def __init__(self, detached: bool) -> None:
-        self.open, self.detached = True, detached
+    open = True
+    detached: bool
 
 
 class Evaluation:
@@ -140,7 +141,8 @@ class EvaluationContext:
         """With `leaves`, those stand at once in the place of the parameters of the point; or what an evaluation had."""
         self.call, self._leaves = call, leaves
         self._evaluation, self._whole = evaluation, whole
-        self.leaf_tag = LeafTag(not call.create_graph)
+        self.leaf_tag = LeafTag()
+        self.leaf_tag.detached = not call.create_graph
         self._undo: list[Callable[[], object]] = []
         self._normal = self.nests = False
         self.by_hand: _hooks.ByHand | None = None
@@ -162,8 +164,6 @@ class EvaluationContext:
             if not torch.is_grad_enabled():
                 undo += [_settings.InTime(torch._C._set_grad_enabled, False)]
                 torch._C._set_grad_enabled(True)
-            if call.order >= 2:
-                _settings.plain_attention.enter(undo)
             if "torch._dynamo" in sys.modules:
                 _settings.eager.enter(undo)
             self._state = StateLoan(call.cast)
@@ -171,7 +171,7 @@ class EvaluationContext:
             undo += [self._state.close]
             watch_modules.enter(undo)
             if call.order >= 2:
-                watch_hooks.enter(undo)
+                second_derivatives.enter(undo)
             _call.enter(self, undo, differentiated=call.order > 0)
             if parametrize._cache_enabled:
                 self._set_aside_cache()
@@ -277,16 +277,22 @@ class EvaluationContext:
             leaves = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
         else:
             leaves = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
-        for index, leaf in enumerate(leaves):
-            leaf.__dict__[LEAF_TAG] = tag, index  # pyright: ignore[reportIndexIssue]
-            _mark_as_parameter(leaf, call.where.tensors[index])
+        for index, tensor in enumerate(call.where.tensors):
+            attributes = leaves[index].__dict__
+            attributes[LEAF_TAG] = tag, index
+            if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:  # as `_mark_as_parameter`
+                attributes["_is_param"] = True
         self._watched = [leaf for index, leaf in enumerate(leaves) if index not in renormed] if renormed else leaves
         return leaves
 
-    def _renormed(self) -> set[int]:
+    def _renormed(self) -> Collection[int]:
         """The numbers of leaves that `f` changes in place by itself: tables of `Embedding(max_norm=...)`."""
-        tables = [m.weight for m in self._parameters.modules if "max_norm" in m.__dict__ and m.max_norm is not None]
-        return {i for i, tensor in enumerate(self.call.where.tensors) if any(tensor is t for t in tables)}
+        tables: list[Any] = []
+        for module in self._parameters.modules:
+            if "max_norm" in module.__dict__ and module.max_norm is not None:
+                tables += [module.weight]
+        tensors = self.call.where.tensors
+        return {index for table in tables for index, tensor in enumerate(tensors) if tensor is table} if tables else ()
 
     def at(self, arguments: Sequence[Any]) -> Any:
         """What `f` returns when `arguments` stand in the place of the point's tensors. Nothing is checked."""
@@ -345,7 +351,7 @@ class EvaluationContext:
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
         """What `f` returns at `arguments`, once it is known that it changed none of the tensors `watched` in place."""
         watched = self._watched if watched is None else watched
-        versions = [tensor._version for tensor in watched]
+        versions = [*map(_version, watched)]
         try:
             value = self.at(arguments)
         except RuntimeError as error:
@@ -366,7 +372,7 @@ class EvaluationContext:
             if ours is None:
                 raise
             raise ours from error
-        if [tensor._version for tensor in watched] != versions:
+        if [*map(_version, watched)] != versions:
             changed = next(i for i, version in enumerate(versions) if watched[i]._version != version)
             raise _refusals.changed_in_place(self._name_of(watched[changed]))
         return value
@@ -431,30 +437,24 @@ def _aliases(
     tensors: Sequence[Tensor], create_graph: bool, dtype: torch.dtype | None, copied: Collection[int]
 ) -> list[Tensor]:
     """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
+    leaves: list[Tensor] = []
     try:
         if create_graph:
             torch.empty(0, device="cpu").requires_grad_()  # refused there, as the leaves of a detached result are
-            return [
-                _connected(tensor, index in copied).requires_grad_()
-                if tensor.requires_grad
-                else _leaf(tensor, dtype, index in copied)
-                for index, tensor in enumerate(tensors)
-            ]
-        return [_leaf(tensor, dtype, index in copied) for index, tensor in enumerate(tensors)]
+        for index, tensor in enumerate(tensors):
+            if create_graph and tensor.requires_grad:
+                leaf = _connected(tensor, index in copied)
+            else:
+                if forward_ad._current_level >= 0:
+                    _call.refuse_tangent(tensor)
+                leaf = tensor.clone() if index in copied or tensor.is_inference() else tensor
+                leaf = leaf.detach() if dtype is None else cast(leaf, dtype)
+            leaves += [leaf.requires_grad_()]
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise
         raise InputError(_call.INSIDE_A_TRANSFORM) from error
-
-
-def _leaf(tensor: Tensor, dtype: torch.dtype | None, copied: bool) -> Tensor:
-    """A leaf of its own, with the tensor's value."""
-    _call.refuse_tangent(tensor)
-    if copied or tensor.is_inference():
-        tensor = tensor.clone()
-    if dtype is not None:
-        return cast(tensor, dtype).requires_grad_()
-    return tensor.detach().requires_grad_()
+    return leaves
 
 
 def _connected(tensor: Tensor, copied: bool) -> Tensor:

@@ -8,7 +8,7 @@ per node.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ MANY = 10_000
 _STRIDE = 4_999
 """Every so manyth node holds all older ones; a prime, so that of chains beside each other none is passed over."""
 
-_age = methodcaller("_sequence_nr")
+_age, _name, _variable = methodcaller("_sequence_nr"), attrgetter("__name__"), attrgetter("variable")
 
 _HELD = "hodiff: older nodes, in the order in which they are freed"
 
@@ -90,7 +90,7 @@ class Survey:
         visited: All of them, as keys.
     """
 
-    __slots__ = ("_leaf_ids", "_names", "by_class", "visited")
+    __slots__ = ("_leaf_ids", "by_class", "visited")
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
         # Every call pays for this loop once or twice: it calls nothing.
@@ -119,7 +119,6 @@ class Survey:
         self.by_class = by_class
         self.visited = visited
         self._leaf_ids: set[int] | None = None
-        self._names: set[str] | None = None
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`, `AccumulateGrad`)."""
@@ -129,9 +128,7 @@ class Survey:
 
     def names(self) -> set[str]:
         """The class names of all nodes."""
-        if self._names is None:
-            self._names = {kind.__name__ for kind in self.by_class}
-        return self._names
+        return {*map(_name, self.by_class)}
 
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""
@@ -141,9 +138,7 @@ class Survey:
 
     def variables(self) -> list[Tensor]:
         """The leaf tensors that would accumulate a gradient."""
-        if ACCUMULATE not in self.by_class:
-            return []
-        return [node.variable for node in self.by_class[ACCUMULATE]]
+        return [*map(_variable, self.by_class[ACCUMULATE])] if ACCUMULATE in self.by_class else []
 
     def leaf_ids(self) -> set[int]:
         """The identities of the leaves in the graph."""

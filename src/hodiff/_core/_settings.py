@@ -30,8 +30,8 @@ T = TypeVar("T")
 Undo = list[Callable[[], object]]
 """What is to be undone, the last step first."""
 
-Switch = Callable[[], tuple[Callable[[], object], Callable[[], object]]]
-"""Looks at a setting, changes nothing, and gives what switches it and what restores it."""
+Switch = Callable[[Undo], object]
+"""Switches a setting; it is given where to note what restores it, before it does."""
 
 
 def undo_all(undo: Undo) -> None:
@@ -108,13 +108,13 @@ class Counted:
     def __init__(self, switch: Switch, needs: str = "") -> None:
         self._switch, self._needs = switch, needs
         self._users: dict[object, int] = {}  # each in its thread
-        self._restore: Callable[[], object] | None = None
+        self._restore: Undo = []
         _locks.in_child(self._keep)
 
     @property
     def on(self) -> bool:
         """Whether anyone is inside."""
-        return self._restore is not None
+        return bool(self._restore)
 
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
@@ -124,75 +124,41 @@ class Counted:
             with _locks.lock:
                 if user in self._users:
                     del self._users[user]
-                if not self._users and self._restore is not None:
-                    self._restore()
-                    self._restore = None
+                while self._restore and not self._users:
+                    self._restore[-1]()
+                    del self._restore[-1]
 
         undo += [leave]
         if self._needs:
             __import__(self._needs)
         with _locks.lock:
             self._users[user] = _locks.here.thread
-            if self._restore is None:
-                switch, self._restore = self._switch()
-                switch()
+            if not self._restore:
+                self._switch(self._restore)
 
     def _keep(self, thread: int) -> None:
         """Leave it for all threads but one."""
-        if self._restore is not None:
+        if self._restore:
             self._users = {user: where for user, where in self._users.items() if where == thread}
             undo: Undo = []
             self.enter(undo)  # the last one out restores
             undo_all(undo)
 
 
-def _plain_attention() -> tuple[Callable[[], object], Callable[[], object]]:
-    """Attention by matrix products: the fused kernels have no second derivative."""
-    cuda = torch.backends.cuda
-    changes: list[tuple[Callable[[bool], None], bool, bool]] = []
-    for enabled, enable, wanted in (
-        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
-        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
-        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
-        (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
-    ):
-        before = enabled()
-        if before is not wanted:
-            changes += [(enable, wanted, before)]
-
-    def switch() -> None:
-        for enable, wanted, _ in changes:
-            enable(wanted)
-
-    def restore() -> None:
-        for enable, _, before in changes:
-            enable(before)
-
-    return switch, restore
-
-
-def _eager() -> tuple[Callable[[], object], Callable[[], object]]:
+def _eager(undo: Undo) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
     from torch._dynamo import eval_frame
 
-    before = eval_frame._stance  # not by `set_stance` alone, which tells it once it has switched
-    return lambda: torch.compiler.set_stance("force_eager"), lambda: eval_frame._set_stance(before)
+    undo += [partial(eval_frame._set_stance, eval_frame._stance)]
+    torch.compiler.set_stance("force_eager")
 
 
-def _no_cudnn() -> tuple[Callable[[], object], Callable[[], object]]:
+def _no_cudnn(undo: Undo) -> None:
     """Native RNN kernels: cuDNN's have no second derivative."""
-    enabled = torch.backends.cudnn.enabled
-
-    def switch() -> None:
-        torch.backends.cudnn.enabled = False
-
-    def restore() -> None:
-        torch.backends.cudnn.enabled = enabled
-
-    return switch, restore
+    undo += [partial(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)]
+    torch.backends.cudnn.enabled = False
 
 
-plain_attention = Counted(_plain_attention)
 eager = Counted(_eager, needs="torch._dynamo")
 no_cudnn = Counted(_no_cudnn)
 
@@ -362,7 +328,7 @@ class RandomState(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> RandomState:
         """The state now: the CPU's, and the GPU's where the device is one."""
-        cpu = torch.get_rng_state()
+        cpu = torch.default_generator.get_state()
         return cls(device, (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,))
 
     def restore(self) -> None:

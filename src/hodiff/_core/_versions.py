@@ -50,10 +50,9 @@ def grad(
 ) -> Sequence[Tensor | None]:
     """One reverse pass: the gradients by `inputs`, None for one that does not matter."""
     outputs, inputs = tuple(outputs), tuple(inputs)
-    ones = [  # of samples' scalars too, which the public function would refuse
-        torch.ones_like(output) if cotangent is None else cotangent
-        for output, cotangent in zip(outputs, cotangents, strict=True)
-    ]
+    ones: list[Tensor] = []
+    for output, cotangent in zip(outputs, cotangents, strict=True):  # ones for samples' scalars, too
+        ones += [torch.ones_like(output) if cotangent is None else cotangent]
     if _run is None or has_torch_function(outputs + inputs):
         return public(outputs, inputs, ones, keep=keep, build=build)
     return _run(outputs, tuple(ones), keep, build, inputs, allow_unreachable=True, accumulate_grad=False)

@@ -545,12 +545,8 @@ WAYS: tuple[tuple[Any, str, bool], ...] = (
 """Whose function, its name, and whether it reads the tensor that comes first, or those after it."""
 
 
-def _watch() -> tuple[Callable[[], object], Callable[[], object]]:
+def _watch(undo: Undo) -> None:
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in WAYS]
-
-    def switch() -> None:
-        for owner, name, reads_first in WAYS:
-            setattr(owner, name, _reporting(name, getattr(owner, name), reads_first))
 
     def restore() -> None:
         for owner, name, function in before:
@@ -559,7 +555,9 @@ def _watch() -> tuple[Callable[[], object], Callable[[], object]]:
             elif name in vars(owner):
                 delattr(owner, name)
 
-    return switch, restore
+    undo += [restore]
+    for owner, name, reads_first in WAYS:
+        setattr(owner, name, _reporting(name, getattr(owner, name), reads_first))
 
 
 def _reporting(name: str, function: Callable[..., Any], reads_first: bool) -> Callable[..., Any]:
