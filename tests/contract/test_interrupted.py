@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _settings
+from hodiff._core import _hooks, _settings
 from hodiff._core._where import Where
 from hodiff.cli._explain import Warnings
 from hodiff.curvature._process_group import ProcessGroupSum
@@ -221,7 +221,7 @@ def _inspected(_: Model) -> int:
 ENTERED: dict[str, Call] = {
     "_core/_locks.py: ThreadClaim": CALLS["NewtonCG"],
     "_core/_graph.py: OutputGraph": CALLS["hvp, module as point"],
-    "_core/_hooks.py: Counted(_watch_hooks)": CALLS["hvp, module as point"],
+    "_core/_hooks.py: Counted(_second_derivatives)": CALLS["hvp, module as point"],
     "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
     "_core/_lending.py: EvaluationContext": _under(torch.inference_mode, CALLS["hvp, module as point"]),
     "_core/_settings.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),
@@ -229,7 +229,6 @@ ENTERED: dict[str, Call] = {
     "_core/_settings.py: Scope(partial(_push_operations, mode))": CALLS["sparse_hessian, module in f"],
     "_core/_settings.py: Counted(_eager)": _eager,
     "_core/_settings.py: Counted(_no_cudnn)": _entered(lambda: _settings.Scope(_settings.no_cudnn.enter)),
-    "_core/_settings.py: Counted(_plain_attention)": CALLS["hvp, module in f"],
     "_core/_settings.py: Scope": _inspected,
     "calculus/_higher.py: Scope(enter)": lambda _: hodiff.derivatives(lambda z: z.sin(), X, 5),
     "cli/_explain.py: Warnings": _entered(Warnings),
@@ -312,7 +311,7 @@ def test_each_context_at_every_moment(name: str, kind: Kind) -> None:
 
 def test_forgotten() -> None:
     """Where the interrupt comes before `__exit__`, the end of the traceback is the end of the context."""
-    scope = _settings.Scope(_settings.plain_attention.enter)
+    scope = _settings.Scope(_hooks.second_derivatives.enter)
     with unchanged():
         scope.__enter__()
         assert not torch.backends.cuda.flash_sdp_enabled()

@@ -1,28 +1,30 @@
 import builtins
 import gc
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch.overrides import BaseTorchFunctionMode
 
 import hodiff
-from hodiff._core import _call, _hooks, _locks, _settings
+from hodiff._core import _call, _hooks, _lending, _locks, _settings
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import Counted
 
 
-def asked(passes):
-    return call(torch.sum, torch.ones(2), passes=passes, create_graph=False)
+def asked(passes, create_graph=False):
+    return call(torch.sum, torch.ones(2), passes=passes, create_graph=create_graph)
 
 
 def switch():
     """A counted switch over a plain flag, and a log of what it did."""
     log = []
 
-    def turn():
-        return lambda: log.append("on"), lambda: log.append("off")
+    def turn(undo):
+        undo += [lambda: log.append("off")]
+        log.append("on")
 
     return Counted(turn), log
 
@@ -132,10 +134,10 @@ def test_what_another_thread_is_loading_is_waited_for_without_the_lock(monkeypat
 
 
 def test_everything_is_undone_when_entering_fails(monkeypatch):
-    def broken():
+    def broken(undo):
         raise RuntimeError("no such backend")
 
-    monkeypatch.setattr(_settings, "plain_attention", Counted(broken))
+    monkeypatch.setattr(_lending, "second_derivatives", Counted(broken))
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="no such backend"):
             EvaluationContext(asked(passes=2)).__enter__()
@@ -160,13 +162,13 @@ def test_what_cannot_be_undone_does_not_keep_the_rest_from_it():
     ("passes", "create_graph", "order"), [(1, False, 1), (1, True, 2), (2, False, 2), (2, True, 3)]
 )
 def test_order_outside_any_call(passes, create_graph, order):
-    assert _call.total_order(passes, create_graph) == order
+    assert asked(passes, create_graph).order == order
 
 
 def test_order_inside_a_call_counts_its_passes():
     with EvaluationContext(asked(passes=2)):
-        assert _call.total_order(1, True) == 3
-        assert _call.total_order(1, False) == 1
+        assert asked(1, create_graph=True).order == 3
+        assert asked(1).order == 1
 
 
 def test_attention_is_what_the_user_had_set():
@@ -187,28 +189,35 @@ def test_attention_is_what_the_user_had_set():
             enable(on)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "counted"),
-    [
-        (torch.compiler, "set_stance", _settings.eager),
-        (torch.nn.modules.module, "register_module_forward_pre_hook", _hooks.watch_modules),
-    ],
-)
-def test_what_restores_a_switch_is_known_before_it_is_switched(monkeypatch, owner, name, counted):
+def test_what_restores_a_switch_is_known_before_it_is_switched(monkeypatch):
     from torch._dynamo import eval_frame
 
-    look = lambda: (eval_frame._stance, dict(torch.nn.modules.module._global_forward_pre_hooks))
-    real, before, undo = getattr(owner, name), look(), []
+    real, before, undo = torch.compiler.set_stance, eval_frame._stance, []
 
     def interrupted(given):
         real(given)
         raise KeyboardInterrupt("as it returns")
 
-    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(torch.compiler, "set_stance", interrupted)
     with pytest.raises(KeyboardInterrupt, match="as it returns"):
-        counted.enter(undo)
+        _settings.eager.enter(undo)
     _settings.undo_all(undo)
-    assert look() == before
+    assert eval_frame._stance is before
+
+
+def test_what_restores_the_hook_of_modules_is_known_before_it_is_there(monkeypatch):
+    class Interrupted(OrderedDict):
+        def __setitem__(self, key, hook):
+            super().__setitem__(key, hook)
+            raise KeyboardInterrupt("as it returns")
+
+    hooks, undo = Interrupted(), []
+    monkeypatch.setattr(torch.nn.modules.module, "_global_forward_pre_hooks", hooks)
+    with pytest.raises(KeyboardInterrupt, match="as it returns"):
+        _hooks.watch_modules.enter(undo)
+    assert len(hooks) == 1
+    _settings.undo_all(undo)
+    assert not hooks
 
 
 def test_a_lending_that_was_lost_in_a_cycle_is_closed_with_it():

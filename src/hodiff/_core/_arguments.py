@@ -94,7 +94,7 @@ class AllowedNames(tuple[str | type, ...]):
 
 def allowed(allow: Any) -> Sequence[str | type]:
     """`allow=` as a sequence; raise unless it holds names and classes."""
-    if allow.__class__ is AllowedNames or (allow.__class__ is tuple and not allow):  # as nearly always
+    if allow.__class__ is AllowedNames:
         return allow
     names = (allow,) if isinstance(allow, (str, type)) else allow
     if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in names):
@@ -260,8 +260,6 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
 
 def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> torch.Size:
     """The shape of the batch that all `tensors` share in their leading dimensions."""
-    if batch_ndim.__class__ is int and batch_ndim == 0:
-        return torch.Size()
     check_integer(batch_ndim, "batch_ndim", least=0)
     first = tensors[0].shape[:batch_ndim]
     for tensor, name in zip(tensors, names, strict=True):

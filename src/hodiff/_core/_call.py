@@ -89,12 +89,14 @@ def call(
         where,
         builds_graph,
         create_graph,
-        total_order(passes, create_graph),
+        passes + outer_order() if create_graph else passes,
         batch_ndim,
-        _arguments.check_batch(where.tensors, where.names, batch_ndim),
+        torch.Size()
+        if batch_ndim.__class__ is int and batch_ndim == 0
+        else _arguments.check_batch(where.tensors, where.names, batch_ndim),
         args,
         kwargs or {},
-        allowed(allow),
+        allow if allow is _NONE else allowed(allow),
         strict if strict is None else is_set(strict, "strict"),
         has_aux is not False and is_set(has_aux, "has_aux"),
         unpack_point,
@@ -179,13 +181,6 @@ INSIDE_A_TRANSFORM = (
     "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
     "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."
 )
-
-
-def total_order(passes: int, create_graph: bool) -> int:
-    """The highest derivative that a call's graph will see, those of an enclosing call included."""
-    if not create_graph:
-        return passes
-    return passes + outer_order()
 
 
 def outer_order() -> int:

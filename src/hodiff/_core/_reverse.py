@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,21 +70,16 @@ def vjp(
                 return joined_to_leaves(graph, [torch.zeros_like(leaf) for leaf in inputs])
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
-    bare = _engine_pass(
-        outputs, cotangents, inputs, keep=build or _keep(graph, more), build=build, recorded=graph.recorded
-    )
+    keep = build or _keep(graph, more)
+    bare = _engine_pass(outputs, cotangents, inputs, keep=keep, build=build, recorded=graph.recorded)
     if missed is not None:
         missed.update(number for number, part in enumerate(bare) if part is None)
     gradients = densified(bare, inputs)
-    if build:
-        if not graph.kinds <= _cleared[graph.call.order >= 3]:
-            _search(
-                graph, outputs, gradients, inputs, product=any(u is not None and u.requires_grad for u in cotangents)
-            )
+    if build and not graph.kinds <= _cleared[graph.call.order >= 3]:
+        _search(graph, outputs, gradients, inputs, product=any(u is not None and u.requires_grad for u in cotangents))
+    if graph.create_graph:
         gradients = joined_to_leaves(graph, gradients)
-        if graph.create_graph:
-            _nodes.mark_results(gradients)
-        return gradients
+        _nodes.mark_results(gradients)
     return gradients
 
 
@@ -124,6 +120,8 @@ def products(
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
     copied = not graph.kinds <= _without_functions and _has_functions(graph)
+    if not copied and not any(map(Tensor.is_inference, vectors)):
+        return vectors
     return [v.clone() if copied or v.is_inference() else v for v in vectors]
 
 
@@ -463,13 +461,30 @@ def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Ten
     The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
     the derivative of a linear function may be the vector itself, or a view of it.
     """
-    if not vectors and len(results) == 1:
-        return [_unspread(results[0])]
-    taken = {_memory(vector) for vector in vectors}
+    if vectors or len(results) > 1:
+        try:
+            theirs = {*map(_storage, map(Tensor.untyped_storage, vectors))}
+            taken = theirs.union(map(_storage, map(Tensor.untyped_storage, results)))
+        except (RuntimeError, NotImplementedError):  # a subclass that has none
+            theirs, taken = {*map(_memory, vectors)}, set[Any]()
+        if len(taken) < len(theirs) + len(results):
+            return _copied(results, theirs)
+    for part in results:
+        if 0 in part.stride():
+            return _copied(results, set())
+    return results
+
+
+_storage = attrgetter("_cdata")
+
+
+def _copied(results: list[Tensor], taken: set[Any]) -> list[Tensor]:
+    """Results, copied where they are in memory that is taken, or spread a number over several entries."""
     result: list[Tensor] = []
     for part in results:
         memory = _memory(part)
-        result += [part.clone(memory_format=torch.contiguous_format) if memory in taken else _unspread(part)]
+        spread = any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
+        result += [part.clone(memory_format=torch.contiguous_format) if spread or memory in taken else part]
         taken |= {memory}
     return result
 
@@ -480,14 +495,6 @@ def _memory(tensor: Tensor) -> Any:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # a subclass that has none
         return tensor.data_ptr() or tensor
-
-
-def _unspread(part: Tensor) -> Tensor:
-    return part.clone(memory_format=torch.contiguous_format) if 0 in part.stride() and _is_spread(part) else part
-
-
-def _is_spread(part: Tensor) -> bool:
-    return any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
 
 
 def agree(result: Tensor, expected: Tensor, size: float) -> bool:
@@ -508,25 +515,21 @@ def warned_if_not_finite(graph: OutputGraph, results: list[Tensor]) -> list[Tens
     """
     if not graph.higher or graph.create_graph or torch.compiler.is_compiling():
         return results
-    if not _are_finite([part for part in results if part.is_cpu]):
-        given = [*graph.leaves, *graph.tensors()]
-        if all(bool(tensor.detach().isfinite().all()) for tensor in given):
-            _refusals.warn_of_non_finite(graph.kinds)
-    return results
-
-
-_SMALL = 4096
-
-
-def _are_finite(parts: Sequence[Tensor]) -> bool:
+    parts = [part for part in results if part.is_cpu] if len(results) > 1 or not results[0].is_cpu else results
     if len(parts) > 1:  # one sum for all small ones, whose calls are what it costs
         small = [part.reshape(-1) for part in parts if part.numel() <= _SMALL]
         parts = [part for part in parts if part.numel() > _SMALL]
         parts += [torch.cat(small)] if small else []
-    for part in parts:  # noqa: SIM110 - a generator would be calls of its own
+    for part in parts:
         if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):  # a sum may overflow where no entry does
-            return False
-    return True
+            given = [*graph.leaves, *graph.tensors()]
+            if all(bool(tensor.detach().isfinite().all()) for tensor in given):
+                _refusals.warn_of_non_finite(graph.kinds)
+            break
+    return results
+
+
+_SMALL = 4096
 
 
 # --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and their kin -------------------

@@ -79,7 +79,10 @@ def rebuild(tree: Tree, leaves: Iterator[Any]) -> Any:
     """Put `leaves` (an iterator, in order) back into the shape of `tree`."""
     if tree is None:
         return next(leaves)
-    return _build(tree, [rebuild(child, leaves) for child in tree.children])
+    items = []
+    for child in tree.children:
+        items += [next(leaves) if child is None else rebuild(child, leaves)]
+    return _build(tree, items)
 
 
 def _build(branch: Branch, items: list[Any]) -> Any:

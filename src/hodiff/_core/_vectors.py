@@ -50,6 +50,8 @@ class Vectors(NamedTuple):
 
     def like(self, results: Sequence[Tensor]) -> Any:
         """Results like the point, one for each leaf, in the spelling of the vectors."""
+        if self.kind == "structure":
+            return _tree.rebuild(self.tree, iter(results))
         if self.kind == "flat":
             return join(results, None, promoted(results))
         return self.arranged(results, self.tree)
@@ -149,7 +151,11 @@ class Space:
             _arguments.check_vectors(value, name)
         if not isinstance(value, Tensor) and not (type(value) is dict and all(map(_is_tensor, value.values()))):
             value = self.as_tensors(value, name)
-        tree = self.tree
+        tree, like = self.tree, self.likes[0]
+        if tree is _tree.LEAF and not self.operator and value.__class__ is Tensor and not value.is_nested:
+            same = value.shape == like.shape and value.dtype is like.dtype and value.layout is torch.strided
+            if same and value.device == like.device:  # as nearly always
+                return Vectors("structure", [value], None, tree)
         if not isinstance(value, Tensor):
             tree = tree_of_listed_leaves(value, tree, len(self.likes)) or tree
         elif self._is_flat(value, name):
