@@ -39,7 +39,7 @@ def test_a_thread_of_the_engine_does_not_wait_for_another_call():
     def node():  # with PyTorch's thread-local values of the thread that began the pass
         torch._C._stash_obj_in_tls(_locks._KEY, -1)
         with pytest.raises(hodiff.GraphError, match="a copy of the module for each thread"):
-            StateLoan().take(m)
+            StateLoan().take([m])
         found.append(True)
 
     thread = threading.Thread(target=node, daemon=True)
@@ -91,9 +91,9 @@ def test_buffers_are_clones_until_the_last_borrower_leaves():
     norm = nn.BatchNorm1d(2)
     mean = norm.running_mean
     outer, inner = StateLoan(), StateLoan()
-    outer.take(norm)
+    outer.take([norm])
     clone = norm.running_mean
-    inner.take(norm)
+    inner.take([norm])
     assert clone is not mean
     assert norm.running_mean is clone
     inner.close()
@@ -107,7 +107,7 @@ def test_a_buffer_that_requires_grad_stays_an_input_of_f():
     m.register_buffer("scale", torch.ones(2, requires_grad=True))
     loan = StateLoan()
     scale = m.scale
-    loan.take(m)
+    loan.take([m])
     assert m.scale is scale
     loan.close()
 

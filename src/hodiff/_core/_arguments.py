@@ -139,8 +139,8 @@ def check_real_tensor(value: Any, name: str) -> None:
     """Raise unless `value` is a strided, real floating point tensor."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: {_not_a_tensor(value)}")
-    if LOADED_BY in sys.modules:
-        check_tensor(value, name)
+    if value.__class__ not in WHOLE and LOADED_BY in sys.modules and _is_dtensor(value):
+        raise InputError(f"{name}: is a DTensor, of which each process holds a shard. {WAY_OUT}")
     if value.dtype.is_floating_point:
         if value.dtype.itemsize == 1:
             raise InputError(f"{name}: has dtype {value.dtype}, in which PyTorch only stores; convert it (x.half()).")
@@ -399,23 +399,16 @@ WAY_OUT = (
 )
 
 
-def check_tensor(value: Tensor, name: str) -> None:
-    """Raise for a DTensor."""
-    if _is_dtensor(value):
-        raise InputError(f"{name}: is a DTensor, of which each process holds a shard. {WAY_OUT}")
+WHOLE: set[type] = {Tensor, nn.Parameter}
+"""Classes of tensors and modules that are known to be nobody's shards."""
 
 
 def check_vectors(value: Any, name: str) -> None:
     """Raise for vectors that are DTensors, alone or in a container."""
-    leaves: Any = (value,)
-    if isinstance(value, dict):
-        leaves = value.values()
-    elif _tree.is_container(value):
-        leaves = value
-    if any(map(_tree.is_container, leaves)):
-        leaves = _tree.flatten(value, name)[0]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and _is_dtensor(leaf):
+    if WHOLE.issuperset(map(type, value.values() if isinstance(value, dict) else (value,))):
+        return
+    for leaf in _tree.flatten(value, name)[0]:
+        if _is_dtensor(leaf):
             raise InputError(
                 f"{name}: is a DTensor, of which each process holds a shard, and the point is none. Give all of it, "
                 f"v.full_tensor(), which is the same on every process."
@@ -424,21 +417,25 @@ def check_vectors(value: Any, name: str) -> None:
 
 def check_modules(modules: Iterable[nn.Module], name: str) -> None:
     """Raise for a module under `fully_shard`, or one that has DTensors for parameters."""
-    kinds: tuple[type, ...] = ()
+    for module in modules:
+        if module.__class__ not in WHOLE:
+            _check_class(module.__class__, name)
+        for path, parameter in module._parameters.items():
+            if parameter is not None and parameter.__class__ not in WHOLE and _is_dtensor(parameter):
+                raise InputError(f"{name}: its parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
+
+
+def _check_class(kind: type, name: str) -> None:
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-        kinds = FSDPModule, FullyShardedDataParallel
-    for module in modules:
-        if kinds and isinstance(module, kinds):
-            plain = next((k.__name__ for k in type(module).__mro__ if not k.__name__.startswith(("FSDP", "Fully"))), "")
+        if issubclass(kind, (FSDPModule, FullyShardedDataParallel)):
+            plain = next((k.__name__ for k in kind.__mro__ if not k.__name__.startswith(("FSDP", "Fully"))), "")
             raise InputError(
                 f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between passes, so that it "
                 f"has no second derivative. {WAY_OUT}"
             )
-        for path, parameter in module._parameters.items():
-            if parameter is not None and _is_dtensor(parameter):
-                raise InputError(f"{name}: its parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
+    WHOLE.add(kind)
 
 
 NODE = "RegisterPostBackwardFunction"
@@ -454,9 +451,7 @@ def freed() -> GraphError:
     )
 
 
-def _is_dtensor(value: Tensor) -> bool:
-    if LOADED_BY not in sys.modules:
-        return False
+def _is_dtensor(value: Any) -> bool:
     from torch.distributed.tensor import DTensor  # which waits where another thread has only begun to load it
 
     return isinstance(value, DTensor)

@@ -87,9 +87,7 @@ class Evaluation:
 
     def put(self, context: EvaluationContext, undo: list[Callable[[], object]], *, whole: bool) -> None:
         """Let the modules have it, once they are borrowed."""
-        for module in self._kept:
-            if module not in context.borrowed:
-                context.borrow(module)
+        context.borrow([module for module in self._kept if module not in context.borrowed])
         put(self._kept, undo)
         if whole:
             undo += [partial(setattr, self, "over", True)]
@@ -222,9 +220,8 @@ class EvaluationContext:
 
     def _borrow_point(self) -> None:
         for module_slice in self.call.where.module_slices:
-            for module in module_slice.assembly.modules:
-                if module not in self.borrowed:
-                    self.borrow(module, root=module is module_slice.module)
+            modules = [module for module in module_slice.assembly.modules if module not in self.borrowed]
+            self.borrow(modules, root=module_slice.module)
 
     def _afresh(self) -> None:
         """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
@@ -242,18 +239,17 @@ class EvaluationContext:
             setattr(value, TRAINABLE, True)
         return value
 
-    def borrow(self, module: nn.Module, *, root: bool = False) -> None:
-        """Lend one module that `f` calls, whether it belongs to the point or not."""
-        if _arguments.LOADED_BY in sys.modules and self.call.order >= 2 and not root:  # by inputs, a first one is right
-            _arguments.check_modules((module,), "f")
-        self._state.take(module, root=root)
-        if "max_norm" in module.__dict__ and module.max_norm is not None and not self._is_point(module):
-            self._copy_table(module)
-        if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule):
-            self.hooks.of_module(module, self._state.put_back)
-
-    def _is_point(self, module: nn.Module) -> bool:
-        return any(module in module_slice.assembly.modules for module_slice in self.call.where.module_slices)
+    def borrow(self, modules: Collection[nn.Module], *, root: nn.Module | None = None) -> None:
+        """Lend modules that `f` calls: those below the `root` that is the point, or others."""
+        # Of a module that is sharded a first derivative by inputs is right.
+        if root is None and self.call.order >= 2 and _arguments.LOADED_BY in sys.modules:
+            _arguments.check_modules(modules, "f")
+        self._state.take(modules, root)
+        for module in modules:
+            if root is None and "max_norm" in module.__dict__ and module.max_norm is not None:
+                self._copy_table(module)
+            if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule):
+                self.hooks.of_module(module, self._state.put_back)
 
     def _copy_table(self, module: nn.Module) -> None:
         """Let an `Embedding(max_norm=...)` renormalise a copy of its table."""
@@ -543,23 +539,28 @@ class StateLoan:
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
         self.put_back: list[Callable[[], object]] = []
 
-    def take(self, module: nn.Module, *, root: bool = False) -> None:
-        """Put clones in place of a module's buffers, and note its attributes; no other thread has it meanwhile."""
-        if module._parameters or module._buffers:
-            self._claimed += [module]
-            _locks.claim((module,), self)
-        hooked = module._forward_pre_hooks or module._forward_hooks
-        plain = module.__class__ in _KEEP_NOTHING and not root and not hooked
-        self.attributes[module] = None if plain else module.__dict__.copy()
-        if module._buffers and not isinstance(module, torch.jit.ScriptModule):
-            self._cloned += [module]
-            if module in _lent:
-                _lent[module].users[self] = None
-            else:
-                clones = _Clones(module)
-                clones.users[self] = None
-                _lent[module] = clones
-                clones.lend(self._dtype)
+    def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
+        """Put clones in place of modules' buffers, and note attributes; no other thread has them meanwhile."""
+        held: list[nn.Module] = []
+        for module in modules:
+            if module._parameters or module._buffers:
+                held += [module]
+        if held:
+            self._claimed += held
+            _locks.claim(held, self)
+        for module in modules:
+            hooked = module._forward_pre_hooks or module._forward_hooks
+            plain = module.__class__ in _KEEP_NOTHING and module is not root and not hooked
+            self.attributes[module] = None if plain else module.__dict__.copy()
+            if module._buffers and not isinstance(module, torch.jit.ScriptModule):
+                self._cloned += [module]
+                if module in _lent:
+                    _lent[module].users[self] = None
+                else:
+                    clones = _Clones(module)
+                    clones.users[self] = None
+                    _lent[module] = clones
+                    clones.lend(self._dtype)
 
     def tidy(self) -> dict[nn.Module, dict[str, Any]]:
         """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""

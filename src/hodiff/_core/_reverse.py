@@ -427,11 +427,11 @@ def densified(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> l
     for part, leaf in zip(gradients, inputs, strict=True):
         if part is None:
             part = torch.zeros_like(leaf)
-        elif part._is_zerotensor():
-            part = part.clone()
         elif part.layout is not leaf.layout:
             part = part.to_dense()
         dense += [part]
+    if any(map(Tensor._is_zerotensor, dense)):
+        return [part.clone() if part._is_zerotensor() else part for part in dense]
     return dense
 
 
@@ -515,12 +515,16 @@ def warned_if_not_finite(graph: OutputGraph, results: list[Tensor]) -> list[Tens
     """
     if not graph.higher or graph.create_graph or torch.compiler.is_compiling():
         return results
-    parts = [part for part in results if part.is_cpu] if len(results) > 1 or not results[0].is_cpu else results
-    if len(parts) > 1:  # one sum for all small ones, whose calls are what it costs
-        small = [part.reshape(-1) for part in parts if part.numel() <= _SMALL]
-        parts = [part for part in parts if part.numel() > _SMALL]
-        parts += [torch.cat(small)] if small else []
-    for part in parts:
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    for part in results:
+        if part.is_cpu and part.nbytes <= _SMALL:
+            small += [part]
+        elif part.is_cpu:
+            large += [part]
+    if len(small) > 1:  # one sum for all small ones, whose calls are what it costs
+        small = [torch.cat([*map(torch.ravel, small)])]
+    for part in small + large:
         if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):  # a sum may overflow where no entry does
             given = [*graph.leaves, *graph.tensors()]
             if all(bool(tensor.detach().isfinite().all()) for tensor in given):
@@ -529,7 +533,8 @@ def warned_if_not_finite(graph: OutputGraph, results: list[Tensor]) -> list[Tens
     return results
 
 
-_SMALL = 4096
+_SMALL = 2**15
+"""Bytes."""
 
 
 # --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and their kin -------------------

@@ -149,16 +149,16 @@ class Space:
         """Recognise a spelling, check it, and take it apart."""
         if _arguments.LOADED_BY in sys.modules:
             _arguments.check_vectors(value, name)
-        if not isinstance(value, Tensor) and not (type(value) is dict and all(map(_is_tensor, value.values()))):
-            value = self.as_tensors(value, name)
         tree, like = self.tree, self.likes[0]
         if tree is _tree.LEAF and not self.operator and value.__class__ is Tensor and not value.is_nested:
             same = value.shape == like.shape and value.dtype is like.dtype and value.layout is torch.strided
             if same and value.device == like.device:  # as nearly always
                 return Vectors("structure", [value], None, tree)
-        if not isinstance(value, Tensor):
+        plain = value.__class__ is dict and _arguments.WHOLE.issuperset(map(type, value.values()))
+        if not plain and not isinstance(value, Tensor):
+            value = self.as_tensors(value, name)
             tree = tree_of_listed_leaves(value, tree, len(self.likes)) or tree
-        elif self._is_flat(value, name):
+        if isinstance(value, Tensor) and self._is_flat(value, name):
             return self._parse_flat(value, name)
         parts, count = self.structured(value, name, tree)
         return Vectors("structure", parts, count, tree)
@@ -348,10 +348,6 @@ def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _rows_or_columns(value: Tensor, name: str) -> str:

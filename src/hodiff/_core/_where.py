@@ -301,7 +301,7 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
 def _first_names(assembly: Assembly) -> dict[str, str]:
     """Every name of every parameter, mapped to the first name of that parameter (they differ when tied)."""
     first: dict[int, str] = {}
-    return {slot.path: first.setdefault(id(slot.parameter), slot.path) for slot in assembly.slots}
+    return {path: first.setdefault(id(parameter), path) for _, _, path, parameter in assembly.slots}
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -340,13 +340,8 @@ def plain(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
-class ParameterSlot(NamedTuple):
-    """One place of a parameter in a module; a tied parameter has several."""
-
-    module: nn.Module
-    name: str
-    path: str
-    parameter: Tensor
+ParameterSlot = tuple[nn.Module, str, str, Tensor]
+"""One place of a parameter: a module, its name there, its path, and itself; a tied parameter has several."""
 
 
 class Assembly(NamedTuple):
@@ -377,7 +372,7 @@ class Assembly(NamedTuple):
         for name in own:
             parameter = own[name]
             if parameter is not None:
-                slots += [ParameterSlot(module, name, prefix + name, parameter)]
+                slots += [(module, name, prefix + name, parameter)]
         for name in below:
             child = below[name]
             if child is not None and child not in modules:
@@ -387,8 +382,8 @@ class Assembly(NamedTuple):
         """The parameters that require grad, by name; a tied one once, under its first name."""
         trainable: dict[int, tuple[str, Tensor]] = {}
         for _, _, path, parameter in self.slots:
-            if is_trainable(parameter) and id(parameter) not in trainable:
-                trainable[id(parameter)] = path, parameter
+            if parameter.requires_grad or hasattr(parameter, TRAINABLE):  # as `is_trainable`
+                trainable.setdefault(id(parameter), (path, parameter))
         return [*trainable.values()]
 
 

@@ -286,7 +286,7 @@ def run_segment(steps: UnrolledSteps, now: Progress, batches: Sequence[Any]) -> 
 def _others(where: Where) -> list[Tensor]:
     """The parameters of the point's modules that are not differentiated by: stand-ins hide them from the capture."""
     own = set(map(id, where.tensors))
-    slots = [slot.parameter for module_slice in where.module_slices for slot in module_slice.assembly.slots]
+    slots = [parameter for module_slice in where.module_slices for _, _, _, parameter in module_slice.assembly.slots]
     return list({id(p): p for p in slots if p.requires_grad and id(p) not in own}.values())
 
 
