@@ -25,7 +25,7 @@ STANDING = {
     ("_core._memory", "_storages", "suppress(NotImplementedError)"): GETTER,
     ("_core._versions", "prove.run", "Exception"): "in a thread of its own; each becomes an error",
     ("_core._versions", "received", "(RuntimeError, NotImplementedError)"): GETTER,
-    ("_core._reverse", "_memory", "(RuntimeError, NotImplementedError)"): GETTER,
+    ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
     ("cli._info", "here", "RuntimeError"): "what plain PyTorch refuses, which the command reports",
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",

@@ -9,10 +9,15 @@ import hodiff
 from hodiff._core import _locks
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
+from hodiff._core._hooks import Hooks
 from hodiff._core._lending import ParameterLoan, StateLoan
 from hodiff._core._where import Where
 from hodiff.errors import HodiffWarning
 from tests.support.limits import in_threads
+
+
+def state_loan():
+    return StateLoan(call(torch.sum, torch.ones(2), passes=1), Hooks())
 
 
 def test_parameters_are_replaced_wherever_they_occur_and_come_back():
@@ -39,7 +44,7 @@ def test_a_thread_of_the_engine_does_not_wait_for_another_call():
     def node():  # with PyTorch's thread-local values of the thread that began the pass
         torch._C._stash_obj_in_tls(_locks._KEY, -1)
         with pytest.raises(hodiff.GraphError, match="a copy of the module for each thread"):
-            StateLoan().take([m])
+            state_loan().take([m])
         found.append(True)
 
     thread = threading.Thread(target=node, daemon=True)
@@ -90,7 +95,7 @@ def test_a_product_inside_gives_back_what_the_call_around_has_lent(kind, made, c
 def test_buffers_are_clones_until_the_last_borrower_leaves():
     norm = nn.BatchNorm1d(2)
     mean = norm.running_mean
-    outer, inner = StateLoan(), StateLoan()
+    outer, inner = state_loan(), state_loan()
     outer.take([norm])
     clone = norm.running_mean
     inner.take([norm])
@@ -105,7 +110,7 @@ def test_buffers_are_clones_until_the_last_borrower_leaves():
 def test_a_buffer_that_requires_grad_stays_an_input_of_f():
     m = nn.Module()
     m.register_buffer("scale", torch.ones(2, requires_grad=True))
-    loan = StateLoan()
+    loan = state_loan()
     scale = m.scale
     loan.take([m])
     assert m.scale is scale

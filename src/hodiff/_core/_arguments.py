@@ -94,7 +94,7 @@ class AllowedNames(tuple[str | type, ...]):
 
 def allowed(allow: Any) -> Sequence[str | type]:
     """`allow=` as a sequence; raise unless it holds names and classes."""
-    if allow.__class__ is AllowedNames:
+    if allow.__class__ is AllowedNames or (allow.__class__ is tuple and not allow):
         return allow
     names = (allow,) if isinstance(allow, (str, type)) else allow
     if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in names):

@@ -295,7 +295,7 @@ class OutputGraph:
 
     def _refuse_bypass(self, survey: _nodes.Survey, others: list[Tensor]) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
-        theirs = {id(variable) for variable in others if tag_of(variable) is None}
+        theirs = {id(variable) for variable in others if LEAF_TAG not in variable.__dict__}
         for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if survey.uses(tensor) if tensor.grad_fn is not None else id(tensor) in theirs:
                 raise _refusals.bypass(name)

@@ -166,7 +166,7 @@ def _watch_modules(undo: Undo) -> None:
 def lend_module(module: nn.Module, args: Any) -> None:
     running = _call.state.running
     if running and module not in running[-1].borrowed:
-        running[-1].borrow((module,))
+        running[-1].loan.take((module,))
 
 
 _KERNELS: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +20,13 @@ from hodiff.errors import BatchMixingWarning, InputError
 
 def check(
     f: Any,
-    *points: Any,
+    where: Any,
+    *,
     batch_ndim: int,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     has_aux: bool = False,
+    unpack_point: bool = False,
 ) -> None:
     """Warn, and say by how much, where the outputs of one sample depend on the points of another.
 
@@ -34,26 +37,24 @@ def check(
     """
     if not batch_ndim:
         raise InputError("check_independence: there are no samples with batch_ndim=0; give batch_ndim=1 with it.")
-    wheres = [point if isinstance(point, Where) else Where(point) for point in points]
-    batch = _arguments.check_batch(
-        [t for w in wheres for t in w.tensors], [n for w in wheres for n in w.names], batch_ndim
-    )
-    if batch.numel() < 2:
+    where = where if isinstance(where, Where) else Where(where)
+    batch = _arguments.check_batch(where.tensors, where.names, batch_ndim)
+    count = batch.numel()
+    if count < 2:
         return
     ours = torch.Generator().manual_seed(0)
-    if callable(f) and not isinstance(f, Tensor):
-        wheres = [_beside(where, ours) for where in wheres]
-    where = Where.joined(*wheres)
     random = RandomState.of(where.tensors[0].device)
+    if callable(f) and not isinstance(f, Tensor) and not where.module_slices:  # whose parameters are what they are
+        where = copy.copy(where)
+        where.tensors = _beside(where.tensors, ours)
     # Without batch_ndim: what is measured says more than the warning about BatchNorm.
     with OutputGraph(
-        call(f, where, passes=1, create_graph=False, unpack_point=True, has_aux=has_aux, args=args, kwargs=kwargs)
+        call(f, where, 1, False, args=args, kwargs=kwargs, has_aux=has_aux, unpack_point=unpack_point)
     ) as graph:
         random.restore()
         outputs = graph.tensors()
         if any(output.shape[:batch_ndim] != batch for output in outputs):
             return  # the call itself says so
-        count = batch.numel()
         weights = torch.linspace(-1, 1, count, dtype=torch.float64, device="cpu")[
             torch.randperm(count, generator=ours, device="cpu")
         ]
@@ -63,20 +64,18 @@ def check(
     _judge(products, weights)
 
 
-def _beside(where: Where, ours: torch.Generator) -> Where:
+def _beside(tensors: Sequence[Tensor], ours: torch.Generator) -> list[Tensor]:
     """A point 1 % away, on the same side of zero; zeros become small positive numbers."""
-    if where.module_slices:  # f receives the module, whose parameters are what they are
-        return where
     moved = []
     with _settings.grad_mode(False):
-        for leaf in where.tensors:
+        for leaf in tensors:
             noise = torch.rand(leaf.shape, generator=ours, dtype=torch.float32, device="cpu").to(
                 leaf.device, leaf.dtype
             )
             size = leaf.abs().mean()
             step = torch.where(leaf == 0, torch.where(size > 0, size, 1), leaf)
             moved.append(leaf + (0.005 + 0.005 * noise) * step)
-    return Where(where.result(moved), where.name)
+    return moved
 
 
 def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Generator) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -87,7 +86,7 @@ class Evaluation:
 
     def put(self, context: EvaluationContext, undo: list[Callable[[], object]], *, whole: bool) -> None:
         """Let the modules have it, once they are borrowed."""
-        context.borrow([module for module in self._kept if module not in context.borrowed])
+        context.loan.take([module for module in self._kept if module not in context.borrowed])
         put(self._kept, undo)
         if whole:
             undo += [partial(setattr, self, "over", True)]
@@ -100,7 +99,8 @@ class EvaluationContext:
     Attributes:
         call: What was asked.
         leaf_tag: The mark of its leaves.
-        borrowed: The modules that are lent, the point's and those that `f` called.
+        loan: What of modules is lent.
+        borrowed: Those modules, the point's and those that `f` called.
         by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         nests: Whether `f` makes calls of hodiff itself.
@@ -114,7 +114,6 @@ class EvaluationContext:
         "_normal",
         "_parameters",
         "_ran",
-        "_state",
         "_undo",
         "_watched",
         "_whole",
@@ -124,6 +123,7 @@ class EvaluationContext:
         "forward_mode",
         "hooks",
         "leaf_tag",
+        "loan",
         "nests",
         "random",
     )
@@ -164,9 +164,9 @@ class EvaluationContext:
                 torch._C._set_grad_enabled(True)
             if "torch._dynamo" in sys.modules:
                 _settings.eager.enter(undo)
-            self._state = StateLoan(call.cast)
-            self.borrowed = self._state.attributes
-            undo += [self._state.close]
+            self.loan = StateLoan(call, self.hooks)
+            self.borrowed = self.loan.attributes
+            undo += [self.loan.close]
             watch_modules.enter(undo)
             if call.order >= 2:
                 second_derivatives.enter(undo)
@@ -221,14 +221,14 @@ class EvaluationContext:
     def _borrow_point(self) -> None:
         for module_slice in self.call.where.module_slices:
             modules = [module for module in module_slice.assembly.modules if module not in self.borrowed]
-            self.borrow(modules, root=module_slice.module)
+            self.loan.take(modules, module_slice.module)
 
     def _afresh(self) -> None:
         """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
         if self._evaluation is not None:
-            self._evaluation.end(self._state)
+            self._evaluation.end(self.loan)
             self._evaluation = None
-        self._state.close()
+        self.loan.close()
         self._borrow_point()
 
     def _unrecorded(self, parameter: Tensor) -> Tensor:
@@ -239,30 +239,6 @@ class EvaluationContext:
             setattr(value, TRAINABLE, True)
         return value
 
-    def borrow(self, modules: Collection[nn.Module], *, root: nn.Module | None = None) -> None:
-        """Lend modules that `f` calls: those below the `root` that is the point, or others."""
-        # Of a module that is sharded a first derivative by inputs is right.
-        if root is None and self.call.order >= 2 and _arguments.LOADED_BY in sys.modules:
-            _arguments.check_modules(modules, "f")
-        self._state.take(modules, root)
-        for module in modules:
-            if root is None and "max_norm" in module.__dict__ and module.max_norm is not None:
-                self._copy_table(module)
-            if module._backward_hooks and not isinstance(module, torch.jit.ScriptModule):
-                self.hooks.of_module(module, self._state.put_back)
-
-    def _copy_table(self, module: nn.Module) -> None:
-        """Let an `Embedding(max_norm=...)` renormalise a copy of its table."""
-        theirs: Any = module._parameters["weight"]
-        copy = theirs.clone() if self.call.create_graph else theirs.detach().clone()
-        _mark_as_parameter(copy, theirs)
-
-        def restore() -> None:
-            module._parameters["weight"] = theirs
-
-        self._state.put_back += [restore]
-        module._parameters["weight"] = copy
-
     # --- running f
 
     def leaves(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -270,7 +246,7 @@ class EvaluationContext:
         call, tag = self.call, self.leaf_tag
         renormed = self._renormed() if call.where.module_slices else ()
         if given is None:
-            leaves = _aliases(call.where.tensors, call.create_graph, call.cast, renormed)
+            leaves = _aliases(call, renormed, tangents=self.forward_mode)
         else:
             leaves = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
         for index, tensor in enumerate(call.where.tensors):
@@ -336,7 +312,7 @@ class EvaluationContext:
         """The run at hand, for what will run a part of it again."""
         if self._evaluation is None:
             self._evaluation = Evaluation(self.call)
-            self._undo += [partial(self._evaluation.end, self._state)]
+            self._undo += [partial(self._evaluation.end, self.loan)]
         return self._evaluation
 
     def put(self, leaves: Sequence[Any]) -> None:
@@ -429,22 +405,20 @@ def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
     return leaf.__dict__.get(LEAF_TAG)
 
 
-def _aliases(
-    tensors: Sequence[Tensor], create_graph: bool, dtype: torch.dtype | None, copied: Collection[int]
-) -> list[Tensor]:
+def _aliases(call: Call, copied: Collection[int], *, tangents: bool) -> list[Tensor]:
     """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
     leaves: list[Tensor] = []
     try:
-        if create_graph:
+        if call.create_graph:
             torch.empty(0, device="cpu").requires_grad_()  # refused there, as the leaves of a detached result are
-        for index, tensor in enumerate(tensors):
-            if create_graph and tensor.requires_grad:
+        for index, tensor in enumerate(call.where.tensors):
+            if call.create_graph and tensor.requires_grad:
                 leaf = _connected(tensor, index in copied)
             else:
-                if forward_ad._current_level >= 0:
+                if tangents:
                     _call.refuse_tangent(tensor)
                 leaf = tensor.clone() if index in copied or tensor.is_inference() else tensor
-                leaf = leaf.detach() if dtype is None else cast(leaf, dtype)
+                leaf = leaf.detach() if call.cast is None else cast(leaf, call.cast)
             leaves += [leaf.requires_grad_()]
     except RuntimeError as error:
         if "functorch" not in str(error):
@@ -530,17 +504,23 @@ class StateLoan:
         put_back: What else is done when they are given back.
     """
 
-    __slots__ = ("_claimed", "_cloned", "_dtype", "attributes", "put_back")
+    __slots__ = ("_call", "_claimed", "_cloned", "_hooks", "attributes", "put_back")
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
+    def __init__(self, call: Call, hooks: Hooks) -> None:
+        self._call, self._hooks = call, hooks
         self._cloned: list[nn.Module] = []
         self._claimed: list[nn.Module] = []
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
         self.put_back: list[Callable[[], object]] = []
 
     def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
-        """Put clones in place of modules' buffers, and note attributes; no other thread has them meanwhile."""
+        """Borrow modules that `f` calls, those below the `root` that is the point or others, from all other threads.
+
+        Clones stand in place of their buffers, attributes are noted, and hooks on gradients are watched.
+        """
+        # Of a module that is sharded a first derivative by inputs is right.
+        if root is None and self._call.order >= 2 and _arguments.LOADED_BY in sys.modules:
+            _arguments.check_modules(modules, "f")
         held: list[nn.Module] = []
         for module in modules:
             if module._parameters or module._buffers:
@@ -552,15 +532,35 @@ class StateLoan:
             hooked = module._forward_pre_hooks or module._forward_hooks
             plain = module.__class__ in _KEEP_NOTHING and module is not root and not hooked
             self.attributes[module] = None if plain else module.__dict__.copy()
-            if module._buffers and not isinstance(module, torch.jit.ScriptModule):
-                self._cloned += [module]
-                if module in _lent:
-                    _lent[module].users[self] = None
-                else:
-                    clones = _Clones(module)
-                    clones.users[self] = None
-                    _lent[module] = clones
-                    clones.lend(self._dtype)
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            if module._buffers and not scripted:
+                self._clone_buffers(module)
+            if root is None and "max_norm" in module.__dict__ and module.max_norm is not None:
+                self._copy_table(module)
+            if module._backward_hooks and not scripted:
+                self._hooks.of_module(module, self.put_back)
+
+    def _clone_buffers(self, module: nn.Module) -> None:
+        self._cloned += [module]
+        if module in _lent:
+            _lent[module].users[self] = None
+            return
+        clones = _Clones(module)
+        clones.users[self] = None
+        _lent[module] = clones
+        clones.lend(self._call.cast)
+
+    def _copy_table(self, module: nn.Module) -> None:
+        """Let an `Embedding(max_norm=...)` renormalise a copy of its table."""
+        theirs: Any = module._parameters["weight"]
+        copy = theirs.clone() if self._call.create_graph else theirs.detach().clone()
+        _mark_as_parameter(copy, theirs)
+
+        def restore() -> None:
+            module._parameters["weight"] = theirs
+
+        self.put_back += [restore]
+        module._parameters["weight"] = copy
 
     def tidy(self) -> dict[nn.Module, dict[str, Any]]:
         """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
@@ -589,8 +589,9 @@ class StateLoan:
 
     def close(self) -> None:
         """Return everything; the last borrower puts the original buffers back. It may be run again."""
-        self.tidy()
-        self.attributes.clear()
+        if self.attributes:
+            self.tidy()
+            self.attributes.clear()
         for step in self.put_back:
             step()
         self.put_back = []

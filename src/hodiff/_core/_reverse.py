@@ -461,40 +461,35 @@ def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Ten
     The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
     the derivative of a linear function may be the vector itself, or a view of it.
     """
-    if vectors or len(results) > 1:
-        try:
-            theirs = {*map(_storage, map(Tensor.untyped_storage, vectors))}
-            taken = theirs.union(map(_storage, map(Tensor.untyped_storage, results)))
-        except (RuntimeError, NotImplementedError):  # a subclass that has none
-            theirs, taken = {*map(_memory, vectors)}, set[Any]()
-        if len(taken) < len(theirs) + len(results):
-            return _copied(results, theirs)
+    memories = _memories([*vectors, *results])
+    theirs = set(memories[: len(vectors)])
+    copied = len({*memories}) < len(theirs) + len(results)
     for part in results:
-        if 0 in part.stride():
-            return _copied(results, set())
-    return results
+        copied = copied or 0 in part.stride()
+    return _copied(results, memories[len(vectors) :], theirs) if copied else results
 
 
 _storage = attrgetter("_cdata")
 
 
-def _copied(results: list[Tensor], taken: set[Any]) -> list[Tensor]:
+def _memories(tensors: Sequence[Tensor]) -> list[Any]:
+    """For each tensor what those over the same memory have in common."""
+    try:
+        return [*map(_storage, map(Tensor.untyped_storage, tensors))]
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        if len(tensors) == 1:
+            return [tensors[0].data_ptr() or tensors[0]]
+        return [memory for tensor in tensors for memory in _memories([tensor])]
+
+
+def _copied(results: list[Tensor], memories: list[Any], taken: set[Any]) -> list[Tensor]:
     """Results, copied where they are in memory that is taken, or spread a number over several entries."""
     result: list[Tensor] = []
-    for part in results:
-        memory = _memory(part)
+    for part, memory in zip(results, memories, strict=True):
         spread = any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
         result += [part.clone(memory_format=torch.contiguous_format) if spread or memory in taken else part]
         taken |= {memory}
     return result
-
-
-def _memory(tensor: Tensor) -> Any:
-    """What two tensors over the same memory have in common."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a subclass that has none
-        return tensor.data_ptr() or tensor
 
 
 def agree(result: Tensor, expected: Tensor, size: float) -> bool:

@@ -51,7 +51,7 @@ class Vectors(NamedTuple):
     def like(self, results: Sequence[Tensor]) -> Any:
         """Results like the point, one for each leaf, in the spelling of the vectors."""
         if self.kind == "structure":
-            return _tree.rebuild(self.tree, iter(results))
+            return results[0] if self.tree is _tree.LEAF else _tree.rebuild(self.tree, iter(results))
         if self.kind == "flat":
             return join(results, None, promoted(results))
         return self.arranged(results, self.tree)

@@ -87,18 +87,11 @@ def grad(
         >>> hodiff.grad(lambda p: p["a"] * p["b"] ** 2, {"a": torch.tensor(2.0), "b": torch.tensor(3.0)})
         {'a': tensor(9.), 'b': tensor(12.)}
     """
-    _, gradient = value_and_grad(
-        f,
-        x,
-        batch_ndim=batch_ndim,
-        create_graph=create_graph,
-        check_independence=check_independence,
-        strict=strict,
-        allow=allow,
-        args=args,
-        kwargs=kwargs,
-    )
-    return gradient
+    if is_set(check_independence, "check_independence"):
+        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
+        gradient = _reverse.gradient(graph)
+    return graph.call.where.result(gradient)
 
 
 @overload
@@ -169,20 +162,7 @@ def value_and_grad(
     """
     if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
-    with OutputGraph(
-        call(
-            f,
-            x,
-            passes=1,
-            has_aux=has_aux,
-            batch_ndim=batch_ndim,
-            create_graph=create_graph,
-            strict=strict,
-            allow=allow,
-            args=args,
-            kwargs=kwargs,
-        )
-    ) as graph:
+    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
         gradient = _reverse.gradient(graph)
     value = (graph.value(), graph.extra()) if has_aux else graph.value()
     return value, graph.call.where.result(gradient)
@@ -241,9 +221,7 @@ def vjp(
         tensor([1., 2.])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    with OutputGraph(
-        call(f, x, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
-    ) as graph:
+    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs)) as graph:
         outputs = graph.tensors()
         _, names, tree = _tree.flatten(graph.outputs, "f(x)")
         given = Space(outputs, names, tree, "like f(x)").parse(u, "u")
@@ -327,19 +305,7 @@ def jacobian(
     chunk = _arguments.check_chunk_size(chunk_size)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(
-        call(
-            f,
-            x,
-            passes=1,
-            batch_ndim=batch_ndim,
-            create_graph=create_graph,
-            strict=strict,
-            allow=allow,
-            args=args,
-            kwargs=kwargs,
-        )
-    ) as graph:
+    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         outputs = graph.tensors()
         _check_output_batch(outputs, graph)
         _reverse.check_fits(outputs, graph.leaves, batch_ndim, JACOBIAN_WAY_OUT)
@@ -431,9 +397,7 @@ def jvp(
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
     given = where.space().parse(v)
-    with OutputGraph(
-        call(f, where, passes=2, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
-    ) as graph:
+    with OutputGraph(call(f, where, 2, create_graph, strict, allow, args, kwargs)) as graph:
         outputs = graph.tensors()
         pushed = _reverse.jvp(graph, outputs, given.parts, given.number, chunk_size=chunk)
         _, _, tree = _tree.flatten(graph.outputs)
@@ -630,9 +594,7 @@ def per_sample_grad(
             f"already computed: hodiff.jacobian(losses, where)."
         )
     samples = Samples(f, batch)
-    with OutputGraph(
-        call(samples, where, passes=1, create_graph=create_graph, strict=strict, allow=allow, args=args, kwargs=kwargs)
-    ) as graph:
+    with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:
         losses = _losses(graph)
         gradients = None
         if not graph.create_graph and not graph.drew_random() and not _call.nested():

@@ -89,19 +89,7 @@ def hvp(
     given = where.space().parse(v)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(
-        call(
-            f,
-            where,
-            passes=2,
-            batch_ndim=batch_ndim,
-            create_graph=create_graph,
-            strict=strict,
-            allow=allow,
-            args=args,
-            kwargs=kwargs,
-        )
-    ) as graph:
+    with OutputGraph(call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         return given.like(_reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk))
 
@@ -161,19 +149,7 @@ def hessian_diagonal(
     chunk = _arguments.check_chunk_size(chunk_size)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(
-        call(
-            f,
-            x,
-            passes=2,
-            batch_ndim=batch_ndim,
-            create_graph=create_graph,
-            strict=strict,
-            allow=allow,
-            args=args,
-            kwargs=kwargs,
-        )
-    ) as graph:
+    with OutputGraph(call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         pairs = list(zip(gradient, graph.leaves, strict=True))
         diagonals = [
@@ -271,21 +247,11 @@ def cross_hvp(
     chunk = _arguments.check_chunk_size(chunk_size)
     first, second = Where(x), Where(y, "y")
     given = second.space().parse(v)
+    where = Where.joined(first, second)
     if is_set(check_independence, "check_independence"):
-        _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
     with OutputGraph(
-        call(
-            f,
-            Where.joined(first, second),
-            passes=2,
-            batch_ndim=batch_ndim,
-            create_graph=create_graph,
-            strict=strict,
-            allow=allow,
-            args=args,
-            kwargs=kwargs,
-            unpack_point=True,
-        )
+        call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
         split, output = len(first.tensors), graph.scalars()
         gradient = _reverse.vjp(
@@ -523,19 +489,7 @@ def value_grad_and_hessian(
     _reverse.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(
-        call(
-            f,
-            where,
-            passes=2,
-            batch_ndim=batch_ndim,
-            create_graph=create_graph,
-            strict=strict,
-            allow=allow,
-            args=args,
-            kwargs=kwargs,
-        )
-    ) as graph:
+    with OutputGraph(call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
         gradient = _reverse.unaliased(gradient if graph.create_graph else [part.detach() for part in gradient])
@@ -619,21 +573,11 @@ def cross_hessian(
     first, second = Where(x), Where(y, "y")
     _arguments.check_batch(first.tensors, first.names, batch_ndim)
     _reverse.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
+    where = Where.joined(first, second)
     if is_set(check_independence, "check_independence"):
-        _independence.check(f, first, second, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
     with OutputGraph(
-        call(
-            f,
-            Where.joined(first, second),
-            passes=2,
-            batch_ndim=batch_ndim,
-            create_graph=create_graph,
-            strict=strict,
-            allow=allow,
-            args=args,
-            kwargs=kwargs,
-            unpack_point=True,
-        )
+        call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
         split = len(first.tensors)
         xs, ys = graph.leaves[:split], graph.leaves[split:]
