@@ -189,18 +189,28 @@ def test_attention_is_what_the_user_had_set():
             enable(on)
 
 
-def test_what_restores_a_switch_is_known_before_it_is_switched(monkeypatch):
-    from torch._dynamo import eval_frame
+def test_a_switch_that_is_interrupted_is_put_back():
+    log, undo = [], []
 
-    real, before, undo = torch.compiler.set_stance, eval_frame._stance, []
-
-    def interrupted(given):
-        real(given)
+    def turn(undo):
+        undo += [lambda: log.append("off")]
+        log.append("on")
         raise KeyboardInterrupt("as it returns")
 
-    monkeypatch.setattr(torch.compiler, "set_stance", interrupted)
     with pytest.raises(KeyboardInterrupt, match="as it returns"):
-        _settings.eager.enter(undo)
+        Counted(turn).enter(undo)
+    _settings.undo_all(undo)
+    assert log == ["on", "off"]
+
+
+def test_what_is_compiled_runs_as_it_is():
+    from torch._dynamo import eval_frame
+
+    before, undo = eval_frame._stance, []
+    _settings.eager.enter(undo)
+    inside = eval_frame._stance
+    with torch.compiler.set_stance("force_eager"):
+        assert inside == eval_frame._stance
     _settings.undo_all(undo)
     assert eval_frame._stance is before
 

@@ -149,8 +149,9 @@ def _eager(undo: Undo) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
     from torch._dynamo import eval_frame
 
-    undo += [partial(eval_frame._set_stance, eval_frame._stance)]
-    torch.compiler.set_stance("force_eager")
+    # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
+    undo += [partial(setattr, eval_frame, "_stance", eval_frame._stance)]
+    eval_frame._stance = eval_frame.DynamoStance("force_eager")
 
 
 def _no_cudnn(undo: Undo) -> None:
