@@ -16,7 +16,7 @@ from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._names import NamedVariable, TensorNames
-from hodiff.graph._source import Line, line_of, lines_of, quoted
+from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
     Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
     Attributes:
         number: Its number within the watch.
         name: What was called.
-        path: The user's frames, the innermost first: codes and line numbers in turn.
+        path: The user's frames, the innermost first.
         retained: Whether it was to keep the graph.
         place: How many nodes had been made before.
         repeat: How many passes the same stack of lines had asked for before; -1 if that was not counted.
@@ -44,7 +44,7 @@ class Pass(NamedTuple):
 
     number: int
     name: str
-    path: tuple[Any, ...]
+    path: Path
     retained: bool
     place: int
     repeat: int
@@ -63,7 +63,7 @@ class Pass(NamedTuple):
 class Change(NamedTuple):
     """A change in place: where, how many passes had been asked for before, and by which function."""
 
-    path: tuple[Any, ...]
+    path: Path
     passes: int
     call: str
     order: int
@@ -72,7 +72,7 @@ class Change(NamedTuple):
     @property
     def line(self) -> Line:
         """The user's innermost line."""
-        return lines_of(self.path)[0]
+        return self.path[0].line
 
 
 class Lost(NamedTuple):
@@ -144,7 +144,7 @@ class Record(Protocol):
         """What is known of where graphs ended."""
         ...
 
-    def path(self, node: Node) -> tuple[Any, ...]:
+    def path(self, node: Node) -> Path:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
         ...
 
@@ -299,14 +299,13 @@ class SharedValue:
     code: CodeType | None
     kept: bool
     replaced: bool
-    path: tuple[Any, ...]
+    path: Path
     again: bool
 
     @property
     def created(self) -> Line | None:
         """The innermost of the user's lines that made it."""
-        lines = lines_of(self.path[:2])
-        return lines[0] if lines else None
+        return self.path[0].line if self.path else None
 
 
 @dataclass
@@ -479,26 +478,22 @@ class Evidence:
 
     def line_in(self, call: Pass, code: CodeType | None) -> Line | None:
         """The line of a pass in the frame of some code."""
-        pairs = list(zip(call.path[::2], lines_of(call.path), strict=True))
-        return next((line for at, line in pairs if at is code), None)
+        return next((frame.line for frame in call.path if frame.code is code), None)
 
     @cached_property
     def pass_lines(self) -> tuple[Line, Line] | None:
         """The lines of the two passes, if they are calls in one frame."""
         mine, theirs = self.call.path, self.freed_by.path
-        if len(mine) < 2 or mine[0] is not theirs[0] or mine[2:] != theirs[2:]:
+        if not mine or not theirs or mine[0].code is not theirs[0].code or mine[1:] != theirs[1:]:
             return None
-        return self.freed_by.stack[0], self.call.stack[0]
+        return theirs[0].line, mine[0].line
 
     @cached_property
     def inside(self) -> bool:
         """Whether the part was made within the loop around the failing pass."""
-        made = dict(zip(self.first.path[::2][::-1], lines_of(self.first.path)[::-1], strict=True))
-        for code, line in zip(self.call.path[::2], lines_of(self.call.path), strict=True):
-            if code in made:
-                loops = _source.loops(line)
-                return bool(loops) and any(_source.within(loop, made[code].number) for loop in loops)
-        return False
+        made = dict(reversed(self.first.path))
+        frame = next((frame for frame in self.call.path if frame.code in made), None)
+        return frame is not None and any(_source.within(loop, made[frame.code]) for loop in _source.loops(frame.line))
 
     @cached_property
     def rounds(self) -> bool:
@@ -530,9 +525,9 @@ def _leaves(nodes: Any) -> list[Tensor]:
 PARAMETRIZED = "parametrize.cached()"
 
 
-def memoised(case: FailedPass, path: tuple[Any, ...]) -> str:
+def memoised(case: FailedPass, path: Path) -> str:
     """The function behind functools' cache that was running when something was made, and has returned."""
-    codes = set(path[::2]).difference(case.call.path[::2] if case.call is not None else ())
+    codes = {frame.code for frame in path} - {frame.code for frame in (case.call.path if case.call is not None else ())}
     for value in [*case.names.values.values(), *map(type, case.names.values.values())]:
         for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
             code = getattr(getattr(each, "__wrapped__", None), "__code__", None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hodiff.graph import _names, _saved, _source
 from hodiff.graph._case import PARAMETRIZED, Evidence, SharedValue
 from hodiff.graph._inference import SENTENCES
-from hodiff.graph._source import Line, at, lines_of, outside
+from hodiff.graph._source import Line, at, outside
 
 # --- two losses that share a part of their graphs, one that is differentiated twice -----------------------------------
 
@@ -204,18 +204,14 @@ def move_inside(e: Evidence) -> str | None:
 
 def _loop_around(e: Evidence) -> Any:
     """The loop around the failing call in the function that made the part; or the function that is called in rounds."""
-    if e.first.path[0] not in e.call.path[::2]:
+    made = e.first.path[0]
+    index = next((index for index, frame in enumerate(e.call.path) if frame.code == made.code), None)
+    if index is None:
         return None
-    pairs = list(zip(e.call.path[::2], lines_of(e.call.path), strict=True))
-    index = e.call.path[::2].index(e.first.path[0])
-    for loop in _source.loops(pairs[index][1]):
-        if not _holds(loop, e.first.created):
+    for loop in _source.loops(e.call.path[index].line):
+        if not _source.within(loop, made.number):
             return loop
-    return _source.function_at(pairs[index - 1][1]) if index and e.rounds else None
-
-
-def _holds(loop: Any, line: Line | None) -> bool:
-    return line is not None and _source.within(loop, line.number)
+    return _source.function_at(e.call.path[index - 1].line) if index and e.rounds else None
 
 
 def _reads_the_same(e: Evidence, line: Line, loop: Any) -> bool:
@@ -345,7 +341,7 @@ def cleared(e: Evidence) -> str | None:
 
 
 def _clearing(e: Evidence, part: SharedValue) -> str | None:
-    file = part.path[0].co_filename if part.path else ""
+    file = part.path[0].line.file if part.path else ""
     if part.variable.endswith("]"):
         holder, _, key = part.variable[:-1].rpartition("[")
         entries = e.value(holder)
@@ -363,8 +359,7 @@ def _clearing(e: Evidence, part: SharedValue) -> str | None:
 
 def _fills(part: SharedValue) -> bool:
     """Whether an attribute was filled by a function that was running when its value was made: that makes it again."""
-    codes = part.path[::2]
-    return any(code.co_name in _source.assigned_in(part.variable, code.co_filename) for code in codes)
+    return any(code.co_name in _source.assigned_in(part.variable, code.co_filename) for code, _ in part.path)
 
 
 def is_remembered(e: Evidence) -> bool:
@@ -372,13 +367,13 @@ def is_remembered(e: Evidence) -> bool:
     part = e.first
     if not part.kept or not part.again or "." not in part.variable or part.variable.endswith("]") or _fills(part):
         return False
-    files = {code.co_filename for code in (*part.path[::2], *e.call.path[::2])}
+    files = {frame.line.file for frame in (*part.path, *e.call.path)}
     return any(_source.assigned_in(part.variable, file) for file in files)  # else a library keeps it
 
 
 def is_lazy(e: Evidence) -> bool:
     """Whether the source asks if the part was computed before: a cache, and no value that was put there once."""
-    file, name = e.first.path[0].co_filename if e.first.path else "", e.first.variable
+    file, name = e.first.path[0].line.file if e.first.path else "", e.first.variable
     holder = name[:-1].rpartition("[")[0] if name.endswith("]") else name
     return bool(file) and bool(_source.guarded(holder, file) or _source.refilled(holder, file))
 
@@ -585,7 +580,7 @@ def said(of: tuple[Words, ...], evidence: Evidence) -> tuple[str, ...]:
 
 
 def _in_init(e: Evidence) -> bool:
-    return bool(e.first.path) and e.first.path[0].co_name in ("__init__", "<module>")
+    return bool(e.first.path) and e.first.path[0].code.co_name in ("__init__", "<module>")
 
 
 def _at_once(e: Evidence) -> bool:

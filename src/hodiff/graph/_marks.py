@@ -18,8 +18,8 @@ from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved
 from hodiff.graph._case import PASSES, Lost, Pass
-from hodiff.graph._names import Key, NamedVariable, TensorNames, user_frames
-from hodiff.graph._source import Line, line_of, lines_of
+from hodiff.graph._names import NamedVariable, TensorNames, user_frames
+from hodiff.graph._source import Line, Path, line_of, lines_of
 
 _serial = itertools.count()
 
@@ -126,11 +126,11 @@ class NodeTags:
 class Cuts:
     """The tensors without a graph whose sources had one, and where they lost it."""
 
-    def __init__(self, path: Callable[[FrameType], Key], tell: Callable[[Lost, Any], None]) -> None:
+    def __init__(self, path: Callable[[FrameType], Path], tell: Callable[[Lost, Any], None]) -> None:
         self._path = path
         self._tell = tell
         self._lost: dict[int, tuple[Any, Lost, tuple[Lost, ...]]] = {}
-        self._off: dict[Key, tuple[str, Line | None]] = {}
+        self._off: dict[Path, tuple[str, Line | None]] = {}
         self._stacks: dict[Line, tuple[Line, ...]] = {}
         self._latest: Lost | None = None
 
@@ -169,7 +169,7 @@ class Cuts:
                 lost = "smooth"
         if name in _COPIES and isinstance((*arguments[0], None)[0], Tensor):
             name = COPY
-        place = Lost(lost, line or lines_of(self._path(frame))[0], name)
+        place = Lost(lost, line or self._path(frame)[0].line, name)
         if name in LEAVING or name == COPY:
             self._latest = place
         self.cut(result, place, arguments)
@@ -198,7 +198,7 @@ class Cuts:
             user = next(user_frames(around), None) if kind == "checkpoint" else None
             off = "inference" if torch.is_inference_mode_enabled() else "no_grad"
             self._off[path] = kind or off, None if user is None else line_of(user)
-            self._stacks.setdefault(lines_of(path[:2])[0], lines_of(path))
+            self._stacks.setdefault(path[0].line, lines_of(path))
         return self._off[path]
 
     def cut(self, result: Any, lost: Lost, sources: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import sys
 import sysconfig
@@ -10,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _source
+from hodiff.graph._source import Frame, Path, lines_of
 
 DEPTH = 3
 FRAMES = 8
@@ -36,7 +37,7 @@ def _folders() -> tuple[str, ...]:
 
 _TOOLS = (
     os.path.dirname(torch.__file__) + os.sep,
-    str(Path(__file__).resolve().parents[1]) + os.sep,
+    str(pathlib.Path(__file__).resolve().parents[1]) + os.sep,
     *_folders(),
     "<frozen ",
     "<__array_function__",
@@ -296,19 +297,16 @@ HIDDEN = frozenset(vars(nn.Module()))
 # --- by which of the user's lines a call came: each path is kept once, and has a number -------------------------------
 
 
-Key = tuple[Any, ...]
-"""Where something ran: codes and line numbers in turn, the innermost of the user's frames first."""
-
 REMEMBERED = 50_000
 """Paths that are found again by the identity of their codes; then those are forgotten, and looked up anew."""
 
 
-def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> Key:
-    """The user's frames from `frame` outwards, to `outermost`: codes and line numbers in turn."""
-    path: list[Any] = []
+def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> Path:
+    """The user's frames from `frame` outwards, to `outermost`."""
+    path: list[Frame] = []
     while frame is not None:
         if is_users(frame.f_code):
-            path += (frame.f_code, frame.f_lineno or 0)
+            path.append(Frame(frame.f_code, frame.f_lineno or 0))
         if frame is outermost:
             break
         frame = frame.f_back
@@ -324,11 +322,11 @@ class Paths:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._alive: list[Key] = []
+        self._alive: list[Path] = []
         self._equal: dict[tuple[Any, ...], int] = {}
-        self._all: list[Key] = []
+        self._all: list[Path] = []
 
-    def __getitem__(self, number: int) -> Key:
+    def __getitem__(self, number: int) -> Path:
         return self._all[number]
 
     def number(self, frame: FrameType, outermost: FrameType | None) -> int:
@@ -351,9 +349,9 @@ class Paths:
         if len(self._numbers) >= REMEMBERED:
             self._numbers.clear()
             self._alive.clear()
-        path: Key = path_of(frame, outermost) or (frame.f_code, frame.f_lineno or 0)
-        files = [code.co_filename for code in path[::2]]  # by which Python does not tell codes apart
-        number = self._equal.setdefault((*path, *files), len(self._all))
+        path = path_of(frame, outermost) or (Frame(frame.f_code, frame.f_lineno or 0),)
+        # Python does not tell codes apart by their files, lines do.
+        number = self._equal.setdefault((path, lines_of(path)), len(self._all))
         if number == len(self._all):
             self._all.append(path)
         self._alive.append(path)

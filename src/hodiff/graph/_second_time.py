@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import CodeType
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from hodiff._core._nodes import Node
 from hodiff.graph import _causes, _inference, _inspect, _names, _saved, _source
 from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, Pass, Record, SharedValue, memoised
 from hodiff.graph._names import NamedVariable
-from hodiff.graph._source import Line, line_of, lines_of, quoted
+from hodiff.graph._source import Frame, Line, Path, line_of, lines_of, quoted
 
 
 def explain(case: FailedPass) -> Explanation | None:
@@ -278,12 +277,12 @@ def _part(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor
     return SharedValue(node, best.path, best.code, bool(now), replaced, path, again)
 
 
-def _only_assignment(case: FailedPass, variable: str) -> tuple[Any, ...]:
+def _only_assignment(case: FailedPass, variable: str) -> Path:
     """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
     for frame in case.frames:
         numbers = _source.assignments(variable, line_of(frame))
         if numbers:
-            return (frame.f_code, numbers[0]) if len(numbers) == 1 else ()
+            return (Frame(frame.f_code, numbers[0]),) if len(numbers) == 1 else ()
     return ()
 
 
@@ -295,8 +294,8 @@ def _holding(case: FailedPass, node: Node) -> list[str]:
 
 def _among_entries(case: FailedPass, now: list[NamedVariable]) -> bool:
     """Whether what holds it is an entry of what a function assigned in this very call, outside of loops: of a batch."""
-    pairs = list(zip(case.call.path[::2], lines_of(case.call.path), strict=True)) if case.call is not None else []
-    lines = {code: line for code, line in pairs if code.co_name != "<module>" and not _source.loops(line)}
+    frames = [frame for frame in (case.call.path if case.call is not None else ()) if frame.code.co_name != "<module>"]
+    lines = {frame.code: frame.line for frame in frames if not _source.loops(frame.line)}
     return all(
         held.code in lines and "[" in held.path and _source.assignments(_names.root(held.path), lines[held.code])
         for held in now
@@ -315,8 +314,8 @@ def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
     member = held.path != _names.root(held.path)
     if member:
         return MEMBER, *_steps(held.path)
-    for code, line in zip(call.path[::2], lines_of(call.path), strict=True) if call is not None else ():
-        if code is held.code and _source.hands_on(held.path, line):
+    for frame in call.path if call is not None else ():
+        if frame.code is held.code and _source.hands_on(held.path, frame.line):
             return HANDED_ON, *_steps(held.path)
     return OTHER, *_steps(held.path)
 
@@ -328,16 +327,16 @@ def _parametrized(node: Node) -> str:
     return PARAMETRIZED if any(value.grad_fn is node for value in kept) else ""
 
 
-def _assigned(path: tuple[Any, ...]) -> tuple[str, CodeType | None]:
+def _assigned(path: Path) -> tuple[str, CodeType | None]:
     """The name that the line that made a value gives it; or that the line gives which called a `return` of it."""
-    for number, (code, line) in enumerate(zip(path[::2], lines_of(path), strict=True)):
-        if number and not _source.is_call(line):
-            return "", None  # the line goes on computing with what it was returned
-        if code.co_name.startswith("<") and code.co_name != "<module>":
-            return "", None  # a lambda's line assigns the lambda
-        names = _source.given_by(line)
+    for number, frame in enumerate(path):
+        if number and not _source.is_call(frame.line):
+            break  # the line goes on computing with what it was returned
+        if frame.code.co_name.startswith("<") and frame.code.co_name != "<module>":
+            break  # a lambda's line assigns the lambda
+        names = _source.given_by(frame.line)
         if len(names) == 1:
-            return names[0], code
-        if not _source.returns(line):
-            return "", None
+            return names[0], frame.code
+        if not _source.returns(frame.line):
+            break
     return "", None

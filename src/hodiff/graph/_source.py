@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -571,16 +571,30 @@ def line_of(frame: FrameType) -> Line:
     return Line(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
-def lines_of(path: tuple[Any, ...]) -> tuple[Line, ...]:
-    """The lines of a path, which has codes and line numbers in turn."""
-    return tuple(Line(code.co_filename, number) for code, number in zip(path[::2], path[1::2], strict=True))
+class Frame(NamedTuple):
+    """A call of the user's code that was under way: its code, and the number of the line that it was at."""
+
+    code: CodeType
+    number: int
+
+    @property
+    def line(self) -> Line:
+        """The line that it was at."""
+        return Line(self.code.co_filename, self.number)
 
 
-def outside(path: tuple[Any, ...]) -> list[Line]:
-    """The innermost line of a stack that is not in a module's forward: where the program calls the module."""
-    lines = lines_of(path)
-    names = [code.co_name for code in path[::2]]
-    return [line for name, line in zip(names, lines, strict=True) if name != "forward"][:1] or list(lines[:1])
+Path = tuple[Frame, ...]
+"""Where something ran: the user's frames, the innermost first."""
+
+
+def lines_of(path: Path) -> tuple[Line, ...]:
+    """The lines of a path."""
+    return tuple(frame.line for frame in path)
+
+
+def outside(path: Path) -> list[Line]:
+    """The innermost line of a path that is not in a module's forward: where the program calls the module."""
+    return [frame.line for frame in path if frame.code.co_name != "forward"][:1] or list(lines_of(path[:1]))
 
 
 # --- cells of IPython and Jupyter: how they are called, and a session read as if it were one script -------------------

@@ -30,8 +30,8 @@ from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _marks, _saved
 from hodiff.graph._case import PASSES, Change, Lost, Pass
 from hodiff.graph._marks import CUT, GRADIENT, INPLACE, PASS, Cuts, NodeTags, tensors_in
-from hodiff.graph._names import USERS, Key, Paths, user_frames
-from hodiff.graph._source import Line, line_of, lines_of
+from hodiff.graph._names import USERS, Paths, user_frames
+from hodiff.graph._source import Line, Path, line_of, lines_of
 
 # --- which of the user's lines made which nodes: by the places that nodes get in the order of creation ----------------
 
@@ -340,7 +340,7 @@ class Watch(TorchFunctionMode):
         """By which of the user's lines the code of a frame runs: the number of the path."""
         return self._paths.number(frame, self._entered)
 
-    def _path(self, frame: FrameType) -> Key:
+    def _path(self, frame: FrameType) -> Path:
         return self._paths[self._place(frame)]
 
     def _tell(self, lost: Lost, sources: Any) -> None:
@@ -396,15 +396,15 @@ class Watch(TorchFunctionMode):
                 if function is not None and _nodes.is_once_differentiable(function) and child is not node:
                     self._once[function.__name__, self.made(node)] = None
 
-    def path(self, node: Node) -> Key:
+    def path(self, node: Node) -> Path:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
         number = self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None
         return () if number is None else self._paths[number]
 
     def made(self, node: Node) -> Line | None:
         """The line that made a node; None if it was not seen."""
-        lines = lines_of(self.path(node)[:2])
-        return lines[0] if lines else None
+        path = self.path(node)
+        return path[0].line if path else None
 
     def ran_again(self, node: Node, since: Pass) -> bool:
         """Whether the lines that made a node made others since a pass."""

@@ -107,7 +107,7 @@ class _Counting(TorchFunctionMode):
         if name == "__get__":
             name = f"get {getattr(getattr(func, '__self__', None), '__name__', '')}"
         path = path_of(frame, self._entered)
-        key = (*(path[:-2] if self._entered is not None else path), name)  # without the line of who asked
+        key = (*(path[:-1] if self._entered is not None else path), name)  # without the line of who asked
         self._counts[key] = number = self._counts.get(key, -1) + 1
         return (*key, number)
 

@@ -313,7 +313,7 @@ def test_paths_are_found_again_and_forgotten(monkeypatch):
     assert len(set(numbers)) == 5
     assert len(paths._numbers) <= 3
     assert len(paths._alive) <= 3
-    assert [paths[number][1] for number in numbers[:5]] == [2, 3, 4, 5, 6]
+    assert [paths[number][0].number for number in numbers[:5]] == [2, 3, 4, 5, 6]
 
 
 def test_a_saved_tensor_that_was_read_too_late(said):

@@ -166,7 +166,7 @@ def test_code_that_is_no_users_has_a_path_of_its_own():
     paths = _names.Paths()
     one, other = frame_of("one = 1", "<frozen one>"), frame_of("other = 2", "<frozen other>")
     numbers = [paths.number(each, each) for each in (one, other)]
-    assert [paths[number] for number in numbers] == [(one.f_code, 3), (other.f_code, 3)]
+    assert [paths[number] for number in numbers] == [((one.f_code, 3),), ((other.f_code, 3),)]
 
 
 def test_the_same_code_in_two_files_has_two_paths():
@@ -182,6 +182,6 @@ def test_code_that_is_gone_is_not_taken_for_what_has_its_place():
     for turn in range(20):  # equal code is compiled again and again, and another at times
         for text in ("x = 1", f"x = {turn}"):
             frame = frame_of(text, "user.py")
-            assert paths[paths.number(frame, frame)] == (frame.f_code, 3)
+            assert paths[paths.number(frame, frame)] == ((frame.f_code, 3),)
             del frame
             gc.collect(0)
