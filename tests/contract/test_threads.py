@@ -426,7 +426,7 @@ DISCIPLINE = {
     "curvature._staleness._look": OWN,
     "graph._source._with_reruns": "a context variable",
     "graph._growth._serial": ONE_STEP,
-    "graph._marks._serial": ONE_STEP,
+    "graph._record._serial": ONE_STEP,
     "graph._names._is_torchs": CACHE,
     "graph._inspect._state": OWN,
     "graph._saved._FREED": GROWS,

@@ -96,9 +96,9 @@ ONLY_IN = {
     "torch.autograd.grad": (
         "_core._versions",
         "cli._tour",
-        "graph._case",
+        "graph._record",
     ),  # the last tells such calls apart, and makes none
-    "torch.autograd.backward": ("graph._case",),
+    "torch.autograd.backward": ("graph._record",),
     "torch.vmap": ("_core._versions",),
     "torch.func.vmap": ("_core._reverse",),
     # _nesting refuses points that have tangents, _versions loads it without its warning

@@ -43,9 +43,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
         return 2
     growth = _growth.Growth()
-    record = (
-        _lifetime.Lifetime(also=growth) if options.picture else _watch.Watch(operations=[growth], of_passes=[growth])
-    )
+    record = _lifetime.Lifetime(also=growth) if options.picture else _watch.Watch(growth)
     ended = True
     try:
         with Warnings(), record:

@@ -2,176 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._names import NamedVariable, TensorNames
-from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
-
-PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
-    Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),
-    torch.autograd.backward: (
-        "autograd.backward",
-        ("tensors", "grads", "retain_graph", "create_graph", "grad_variables", "inputs"),
-    ),
-    torch.autograd.grad: ("autograd.grad", ("tensors", "inputs", "grads", "retain_graph", "create_graph")),
-}
-"""The calls that are backward passes, their names, and what their positional arguments are. None is called here."""
-
-
-class Pass(NamedTuple):
-    """A backward pass that was asked for.
-
-    Attributes:
-        number: Its number within the watch.
-        name: What was called.
-        path: The user's frames, the innermost first.
-        retained: Whether it was to keep the graph.
-        place: How many nodes had been made before.
-        repeat: How many passes the same stack of lines had asked for before; -1 if that was not counted.
-        built: Whether it was to build a graph of its result (`create_graph=True`).
-    """
-
-    number: int
-    name: str
-    path: Path
-    retained: bool
-    place: int
-    repeat: int
-    built: bool = False
-
-    @property
-    def stack(self) -> tuple[Line, ...]:
-        """The user's lines, the innermost first."""
-        return lines_of(self.path)
-
-    def __str__(self) -> str:
-        line = self.stack[0] if self.path else Line("?", 0)
-        return f"{quoted(line)}" + (f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else "")
-
-
-class Change(NamedTuple):
-    """A change in place: where, how many passes had been asked for before, and by which function."""
-
-    path: Path
-    passes: int
-    call: str
-    order: int
-    view: bool
-
-    @property
-    def line(self) -> Line:
-        """The user's innermost line."""
-        return self.path[0].line
-
-
-class Lost(NamedTuple):
-    """How a tensor came to have no graph (the words of `KINDS`), and where."""
-
-    kind: str
-    line: Line
-    call: str
-
-
-class TagRecord(Protocol):
-    """What passes left on nodes."""
-
-    def tag(self, node: Node) -> Pass | None:
-        """The pass that freed a node, or ran to a leaf."""
-        ...
-
-    def held(self, node: Node) -> tuple[NamedVariable, ...]:
-        """The variables that held a node's output after the last pass that found any."""
-        ...
-
-    def held_at(self, node: Node) -> Pass | None:
-        """The last pass after which a variable held a node's output."""
-        ...
-
-    def version_then(self, leaf_node: Node) -> int:
-        """A leaf's version when the pass that is its tag ran."""
-        ...
-
-    def given(self, node: Node) -> Pass | None:
-        """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
-        ...
-
-    def untouched(self, leaf: Tensor, call: Pass) -> bool:
-        """Whether a leaf's `.grad` is as a pass left it."""
-        ...
-
-
-class CutRecord(Protocol):
-    """What a watch knows of where graphs ended."""
-
-    def of(self, tensor: Tensor) -> Lost | None:
-        """Where a tensor without a graph lost it."""
-        ...
-
-    def beside(self, tensor: Tensor) -> tuple[Lost, ...]:
-        """The other places of cuts, where what a tensor was computed from lost several graphs."""
-        ...
-
-    def stack(self, lost: Lost) -> tuple[Line, ...]:
-        """The user's lines, the innermost first, that led to one where gradients were switched off."""
-        ...
-
-    def latest(self) -> Lost | None:
-        """Where a value last left PyTorch: as a number, or for NumPy."""
-        ...
-
-
-class Record(Protocol):
-    """What a watch can tell of a program."""
-
-    @property
-    def tags(self) -> TagRecord:
-        """What passes left on nodes."""
-        ...
-
-    @property
-    def cuts(self) -> CutRecord:
-        """What is known of where graphs ended."""
-        ...
-
-    def path(self, node: Node) -> Path:
-        """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
-        ...
-
-    def made(self, node: Node) -> Line | None:
-        """The line that made a node; None if it was not seen."""
-        ...
-
-    def ran_again(self, node: Node, since: Pass) -> bool:
-        """Whether the lines that made a node made others since a pass."""
-        ...
-
-    def once(self) -> Sequence[tuple[str, Line | None]]:
-        """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
-        ...
-
-    def changed(self, tensor: Tensor) -> Change | None:
-        """What last changed a tensor's memory in place."""
-        ...
-
-    def read_since(self, call: Pass) -> bool:
-        """Whether the user has read some `.grad` since a pass."""
-        ...
-
-    def passes_since(self, call: Pass) -> list[Pass]:
-        """The passes that were asked for after one."""
-        ...
-
+from hodiff.graph._names import TensorNames
+from hodiff.graph._record import Pass, Record
+from hodiff.graph._source import Line, Path, line_of
 
 TITLE = "hodiff: why this"
 LIKELY = "likely; run `hodiff explain SCRIPT` to be sure"
@@ -501,7 +346,7 @@ class Evidence:
         place = _saved.sequence(self.first.node)
         return any(
             call.path == self.call.path and call.place > place and call.number < self.call.number
-            for call in [self.freed_by, *self.record.passes_since(self.freed_by)]
+            for call in self.record.passes[self.freed_by.number :]
         )
 
     @cached_property
@@ -514,7 +359,7 @@ class Evidence:
         """The last pass before this step used the part: what is written behind it comes before the use."""
         fresh = [_saved.sequence(node) for node in self.nodes if _saved.leaf(node) is None]
         use = min([place for place in fresh if place >= self.freed_by.place], default=self.call.place)
-        between = [call for call in self.record.passes_since(self.freed_by) if call.number < self.call.number]
+        between = self.record.passes[self.freed_by.number : self.call.number]
         return next((call for call in reversed(between) if call.place <= use), self.freed_by)
 
 

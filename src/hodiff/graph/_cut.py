@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _source
-from hodiff.graph._case import Explanation, FailedPass, Lost
-from hodiff.graph._marks import COPY
+from hodiff.graph._case import Explanation, FailedPass
+from hodiff.graph._record import COPY, Lost
 from hodiff.graph._source import Line, at, line_of, lines_of, quoted
 
 KINDS = {
@@ -219,7 +219,7 @@ def _where_lost(case: FailedPass, tensor: Tensor, variable: str) -> tuple[str, L
         lost = case.record.cuts.of(tensor)
         if lost is not None:
             return lost.kind, lost.line, lost.call, True
-        left = case.record.cuts.latest()
+        left = case.record.cuts.latest
         if left is not None:
             return left.kind, left.line, left.call, False
     name = variable or _source.target_of(case.line) if case.line is not None else variable
@@ -348,7 +348,7 @@ def second_derivative(case: FailedPass) -> Explanation | None:
     error = str(case.error)
     match = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", error)
     compiled = "aot_autograd" in error or "donated" in error
-    once = list(case.record.once()) if case.record is not None and "once_differentiable" in error else []
+    once = list(case.record.once) if case.record is not None and "once_differentiable" in error else []
     names = [name for name, _ in once]
     operation = "a compiled function" if compiled else (names or _marked(nodes))[0]
     if match:

@@ -12,8 +12,9 @@ from torch import Tensor
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import PASSES, TITLE, Explanation, FailedPass, Pass, Record
+from hodiff.graph._case import TITLE, Explanation, FailedPass
 from hodiff.graph._names import is_users, user_frames
+from hodiff.graph._record import PASSES, Pass, Record
 from hodiff.graph._source import Line, line_of, quoted
 
 

@@ -21,9 +21,9 @@ from hodiff._core import _nodes, _settings
 from hodiff._core._messages import Failure
 from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import LIKELY, Explanation, FailedPass, Lost, Pass
-from hodiff.graph._marks import is_gradient, tensors_in
+from hodiff.graph._case import LIKELY, Explanation, FailedPass
 from hodiff.graph._names import TensorNames, path_of, user_frames
+from hodiff.graph._record import Listener, Lost, Pass, is_gradient, tensors_in
 from hodiff.graph._source import Line, line_of, quoted
 from hodiff.graph._watch import Watch, recording
 
@@ -45,7 +45,7 @@ def words(failure: Failure) -> str:
 # --- the function form: f once more, under a watch --------------------------------------------------------------------
 
 
-class _Clues:
+class _Clues(Listener):
     """Listens to a run of `f`: where the caller's tensors and ours were used, and each place that cut ours off."""
 
     def __init__(self, failure: Failure) -> None:
@@ -88,7 +88,7 @@ def _user_line(frame: FrameType) -> Line:
 
 def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]) -> str:
     clues = _Clues(failure)
-    with Watch(operations=[clues]) as record:
+    with Watch(clues) as record:
         outputs = again()
     with _saved.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.

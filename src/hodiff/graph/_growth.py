@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -33,12 +33,10 @@ from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._case import Pass, indented
+from hodiff.graph._case import indented
 from hodiff.graph._names import USERS, TensorNames, is_users, root, user_frames
+from hodiff.graph._record import Listener, Pass, Record
 from hodiff.graph._source import Line, line_of, lines_of, quoted
-
-if TYPE_CHECKING:
-    from hodiff.graph._watch import Watch
 
 RISES = 10
 """Iterations in which a count must have risen before anything is looked for."""
@@ -115,7 +113,7 @@ def _has_graph(leaf: Tensor) -> bool:
     return leaf.grad is not None and leaf.grad.grad_fn is not None
 
 
-class Growth:
+class Growth(Listener):
     """Listens to the operations and passes under a watch; `growing()` is what grows."""
 
     def __init__(self) -> None:
@@ -163,7 +161,7 @@ class Growth:
         self._token, self._reached = token, again
         self._leaves = [node.variable for node in leaves] if call.built else []
 
-    def after(self, record: Watch, call: Pass, failed: bool) -> None:
+    def after(self, record: Record, call: Pass, failed: bool) -> None:
         """The pass has run: has anything risen?"""
         token, leaves = self._token, self._leaves
         self._token, self._leaves = None, []
@@ -197,7 +195,7 @@ class Growth:
                 tags(node)[key] = token
                 stack += _saved.children(node)
 
-    def _look(self, record: Watch, line: _Line, call: Pass, frames: list[FrameType], *, again: bool) -> None:
+    def _look(self, record: Record, line: _Line, call: Pass, frames: list[FrameType], *, again: bool) -> None:
         """Find the variable that holds what grows."""
         names = TensorNames(frames)
         if again:
@@ -238,9 +236,6 @@ class Growth:
                 for node in nodes:
                     _saved.tags(node)[self._unused_key] = token
                 self._unused[holder.variable] = (token, Grown("unused", holder))
-
-    def cut(self, lost: Any, sources: Any) -> None:
-        """Note nothing: a cut makes no graph grow."""
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -436,7 +431,7 @@ def _groups(names: TensorNames) -> dict[str, list[Tensor]]:
 
 
 def of(
-    names: TensorNames, record: Watch, tag: Callable[[Node], Any], wanted: Collection[Any]
+    names: TensorNames, record: Record, tag: Callable[[Node], Any], wanted: Collection[Any]
 ) -> GrowingVariable | None:
     """The variable behind which most of the tags in `wanted` lie; of several, the most exact."""
     counts: dict[str, int] = {}
@@ -465,7 +460,7 @@ def _is_bounded(names: TensorNames, path: str) -> bool:
     return getattr(value, "maxlen", None) is not None
 
 
-def _line(names: TensorNames, record: Watch, variable: str, tensors: list[Tensor]) -> Line | None:
+def _line(names: TensorNames, record: Record, variable: str, tensors: list[Tensor]) -> Line | None:
     """The line that makes a variable hold more: its last assignment, or what is appended to it."""
     if variable.endswith(".grad"):  # which a pass writes
         return None
@@ -473,7 +468,7 @@ def _line(names: TensorNames, record: Watch, variable: str, tensors: list[Tensor
     return made or next(_filling(variable), None) or _assigned(names, variable)
 
 
-def _made(record: Watch, variable: str, tensor: Tensor) -> Line | None:
+def _made(record: Record, variable: str, tensor: Tensor) -> Line | None:
     """The line that made a value, if it gives it to that variable."""
     for line in lines_of(record.path(tensor.grad_fn)):
         if _same(variable, _source.assigned_by(line)):
@@ -504,7 +499,7 @@ def _assigned(names: TensorNames, variable: str) -> Line | None:
     return Line(owner.co_filename, numbers[-1]) if numbers else None
 
 
-def handed_on(names: TensorNames, frames: list[FrameType], record: Watch, places: range) -> GrowingVariable | None:
+def handed_on(names: TensorNames, frames: list[FrameType], record: Record, places: range) -> GrowingVariable | None:
     """The variable that hands nodes made at some places to the next iteration: read before it is assigned."""
     holders = []
     for path, tensors in _groups(names).items():
@@ -523,7 +518,7 @@ def _hands_on(path: str, frames: list[FrameType]) -> bool:
 
 
 def piling_up(
-    names: TensorNames, frames: list[FrameType], record: Watch, key: str
+    names: TensorNames, frames: list[FrameType], record: Record, key: str
 ) -> Iterator[tuple[GrowingVariable, list[Node]]]:
     """The variables behind which graphs pile up that no pass has run: each with those nodes.
 
@@ -556,7 +551,7 @@ def _own(tensor: Tensor, seen: set[Node], key: str) -> list[Node]:
     return [node for node in fresh if node not in freed]
 
 
-def _rounds(record: Watch, path: str, tensor: Tensor, nodes: list[Node]) -> int:
+def _rounds(record: Record, path: str, tensor: Tensor, nodes: list[Node]) -> int:
     """How often the graph of a variable's value has the operation that last made it, at the line that assigns it."""
     top = tensor.grad_fn
     if _made(record, path, tensor) is None:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _marks, _saved, _second_time, _source
-from hodiff.graph._case import Change, Explanation, FailedPass, Pass
+from hodiff.graph import _inspect, _record, _saved, _second_time, _source
+from hodiff.graph._case import Explanation, FailedPass
+from hodiff.graph._record import Change, Pass
 from hodiff.graph._source import Line, at, lines_of, outside, quoted
 
 ACTIVATIONS = frozenset(
@@ -227,7 +228,7 @@ class RefusalMeaning(NamedTuple):
 def _of_refused_leaf(refused: Refused) -> str | None:
     """Without a record: unless another value that requires grad goes in, which that would cut off."""
     args, kwargs = refused.arguments
-    if any(tensor.requires_grad for tensor in _marks.tensors_in([*args[1:], *kwargs.values()])):
+    if any(tensor.requires_grad for tensor in _record.tensors_in([*args[1:], *kwargs.values()])):
         return None
     also = "".join(f"\nThe same goes for {at(line)}." for line in _source.also_changed(refused.line)[:PLACES_SHOWN])
     return f"change its value without a record: put {at(refused.line)} into `with torch.no_grad():`.{also}"

@@ -13,8 +13,8 @@ from torch import Tensor
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved
-from hodiff.graph._case import Pass
 from hodiff.graph._growth import Growth
+from hodiff.graph._record import Listener, Pass, Record
 from hodiff.graph._source import Line, quoted
 from hodiff.graph._watch import Watch
 
@@ -64,7 +64,7 @@ class Span(NamedTuple):
     bytes: int
 
 
-class _Spans:
+class _Spans(Listener):
     """Listens to the passes under a watch: what each line saved, until which of them."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _Spans:
                 missing = _saved.FREED in states or _saved.RELEASED in states
                 self._sizes[node] = -1 if missing else _inspect.saved_bytes([node])
 
-    def after(self, record: Watch, call: Pass, failed: bool) -> None:
+    def after(self, record: Record, call: Pass, failed: bool) -> None:
         """What the pass freed or kept; where it failed, what it freed on its way, and what it found missing."""
         sizes, self._sizes = self._sizes, {}  # nodes are not kept beyond the pass
         if not failed:
@@ -91,7 +91,7 @@ class _Spans:
         self._collect(record, call, "freed", ran)
         self._collect(record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0})
 
-    def _collect(self, record: Watch, call: Pass, state: str, sizes: dict[Node, int]) -> None:
+    def _collect(self, record: Record, call: Pass, state: str, sizes: dict[Node, int]) -> None:
         rows: dict[Line, list[tuple[int, int]]] = {}
         for node, size in sizes.items():
             rows.setdefault(record.made(node) or _UNKNOWN, []).append((_saved.sequence(node), max(size, 0)))
@@ -119,7 +119,7 @@ class Lifetime:
 
     def __init__(self, *, also: Growth | None = None) -> None:
         recorder = _Spans()
-        self._watch = Watch(operations=[also] if also else [], of_passes=[recorder, *([also] if also else [])])
+        self._watch = Watch(recorder, *([also] if also else []))
         self.spans = recorder.all_spans
         self.passes = self._watch.passes
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _causes, _inference, _inspect, _names, _saved, _source
-from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, Pass, Record, SharedValue, memoised
+from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised
 from hodiff.graph._names import NamedVariable
+from hodiff.graph._record import Pass, Record
 from hodiff.graph._source import Frame, Line, Path, line_of, lines_of, quoted
 
 

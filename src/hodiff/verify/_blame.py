@@ -19,8 +19,8 @@ from hodiff._core._arguments import Allowed
 from hodiff._core._faults import interrupts
 from hodiff.calculus._first import grad
 from hodiff.graph import _cut
-from hodiff.graph._marks import tensors_in
 from hodiff.graph._names import user_frames
+from hodiff.graph._record import tensors_in
 from hodiff.graph._source import Line, line_of
 from hodiff.verify._differences import (
     Cause,

@@ -22,9 +22,9 @@ import hodiff.errors
 from hodiff._core import _messages, _settings
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import tracing
-from hodiff.graph import _marks
-from hodiff.graph._marks import CUT, GRADIENT, PASS, PLAIN, tensors_in
+from hodiff.graph import _record
 from hodiff.graph._names import path_of, user_frames
+from hodiff.graph._record import CUT, GRADIENT, PASS, PLAIN, tensors_in
 from hodiff.graph._source import Line, lines_of
 
 Key = tuple[Any, ...]
@@ -159,7 +159,7 @@ class Recorder(_Counting):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
         kwargs, frame = kwargs or {}, sys._getframe(1)
-        kind = _marks.kind_of(func)
+        kind = _record.kind_of(func)
         if not self.concerns(func, kind, frame):
             return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
@@ -203,7 +203,7 @@ class Recorder(_Counting):
         elif torch.is_grad_enabled():
             kind_of_cut = "constant"
         else:
-            kind_of_cut = _marks.surroundings(frame)[0] or "no_grad"
+            kind_of_cut = _record.surroundings(frame)[0] or "no_grad"
         if kind_of_cut == "constant" and name in _messages.CONSTANTS:
             kind_of_cut = "smooth"
         if kind_of_cut and kind_of_cut not in ("inside a Function", "checkpoint"):
@@ -221,7 +221,7 @@ class HeldValues(_Counting):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and put the value in the place of its result."""
         kwargs, frame = kwargs or {}, sys._getframe(1)
-        kind = _marks.kind_of(func)
+        kind = _record.kind_of(func)
         if not self.concerns(func, kind, frame):
             return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")

@@ -10,13 +10,14 @@ from torch.optim import optimizer as _optimizer
 from torch.overrides import TorchFunctionMode
 
 from hodiff.graph import _saved
+from hodiff.graph._record import Listener
 from hodiff.graph._watch import Watch
 from tests.support.limits import in_threads
 
 ARITHMETIC = {"add_", "mul_", "addcdiv_", "addcmul_", "sub_", "square"}
 
 
-class Listener:
+class Counting(Listener):
     """Counts the calls that a watch sees."""
 
     def __init__(self):
@@ -24,9 +25,6 @@ class Listener:
 
     def called(self, func, arguments, result, frame):
         self.names[getattr(func, "__name__", "")] += 1
-
-    def cut(self, lost, sources):
-        """Nothing is counted of it."""
 
 
 class Program:
@@ -36,8 +34,8 @@ class Program:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
         self.optimizer = kind([*self.model.parameters(), torch.ones(2, requires_grad=True)], lr=0.1, **options)
-        self.listener = Listener()
-        self.record = Watch(operations=[self.listener])
+        self.listener = Counting()
+        self.record = Watch(self.listener)
         self.model(torch.ones(1, 3)).sum().backward()
 
     def sees(self, call):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff.graph import Watch, _explain, _watch, explain, watch
+from hodiff.graph import Watch, _explain, _record, explain, watch
 from hodiff.graph._case import Explanation
 from tests.support.limits import in_threads
 from tests.unit.graph.random_graphs import Cube, Graphs
@@ -233,7 +233,7 @@ def test_detach_is_withheld_where_nothing_would_be_left():
 
 
 def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
-    monkeypatch.setattr(_watch, "LOG", 50)
+    monkeypatch.setattr(_record, "LOG", 50)
     a = torch.rand(3, requires_grad=True)
     with watch() as record:
         y = a.exp()
@@ -249,8 +249,8 @@ def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
 
 
 def test_the_log_itself(monkeypatch):
-    monkeypatch.setattr(_watch, "LOG", 8)
-    log, lines = _watch.Log(), range(3)
+    monkeypatch.setattr(_record, "LOG", 8)
+    log, lines = _record.Log(), range(3)
     log.add(0, 2, lines[0])
     log.add(2, 3, lines[0])  # the same line goes on: one entry
     assert len(log) == 1
@@ -267,7 +267,7 @@ def test_the_log_itself(monkeypatch):
 
 
 def test_passes_that_build_graphs_do_not_outgrow_the_log(monkeypatch):
-    monkeypatch.setattr(_watch, "LOG", 50)
+    monkeypatch.setattr(_record, "LOG", 50)
     a = torch.rand(3, requires_grad=True)
     with watch() as record:
         y = a.exp().sum()

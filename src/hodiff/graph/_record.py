@@ -1,12 +1,13 @@
-"""What a recorder notes of graphs: which pass freed a node, which variable held it, where a graph ended.
+"""The record of a program: its passes, which of them freed a node, which variable held it, where a graph ended.
 
-It lies in a dict that each node owns, and dies with the node.
+What is noted of a node lies in a dict that the node owns, and dies with it.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -17,9 +18,127 @@ from torch import Tensor
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved
-from hodiff.graph._case import PASSES, Lost, Pass
-from hodiff.graph._names import NamedVariable, TensorNames, user_frames
-from hodiff.graph._source import Line, Path, line_of, lines_of
+from hodiff.graph._names import NamedVariable, Paths, TensorNames, user_frames
+from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
+
+PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
+    Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),
+    torch.autograd.backward: (
+        "autograd.backward",
+        ("tensors", "grads", "retain_graph", "create_graph", "grad_variables", "inputs"),
+    ),
+    torch.autograd.grad: ("autograd.grad", ("tensors", "inputs", "grads", "retain_graph", "create_graph")),
+}
+"""The calls that are backward passes, their names, and what their positional arguments are. None is called here."""
+
+
+class Pass(NamedTuple):
+    """A backward pass that was asked for.
+
+    Attributes:
+        number: Its number within the watch.
+        name: What was called.
+        path: The user's frames, the innermost first.
+        retained: Whether it was to keep the graph.
+        place: How many nodes had been made before.
+        repeat: How many passes the same stack of lines had asked for before; -1 if that was not counted.
+        built: Whether it was to build a graph of its result (`create_graph=True`).
+    """
+
+    number: int
+    name: str
+    path: Path
+    retained: bool
+    place: int
+    repeat: int
+    built: bool = False
+
+    @property
+    def stack(self) -> tuple[Line, ...]:
+        """The user's lines, the innermost first."""
+        return lines_of(self.path)
+
+    def __str__(self) -> str:
+        line = self.stack[0] if self.path else Line("?", 0)
+        return f"{quoted(line)}" + (f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else "")
+
+
+class Change(NamedTuple):
+    """A change in place: where, how many passes had been asked for before, and by which function."""
+
+    path: Path
+    passes: int
+    call: str
+    order: int
+    view: bool
+
+    @property
+    def line(self) -> Line:
+        """The user's innermost line."""
+        return self.path[0].line
+
+
+class Lost(NamedTuple):
+    """How a tensor came to have no graph (the words of `KINDS`), and where."""
+
+    kind: str
+    line: Line
+    call: str
+
+
+# --- which of the user's lines made which nodes: by the places that nodes get in the order of creation ----------------
+
+
+LOG = 200_000
+"""Entries of the log; then its older half goes, but for each line's first."""
+
+
+class Log:
+    """Intervals of places, each with the path that ran, by its number; in ascending order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._lines: list[int] = []
+        self._last: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, start: int, end: int, line: int) -> None:
+        """The nodes `start` ... `end - 1` were made at `line`."""
+        if self._lines and self._lines[-1] == line and start >= self._ends[-1]:
+            self._ends[-1] = end
+        else:
+            self._starts.append(start)
+            self._ends.append(end)
+            self._lines.append(line)
+            if len(self._lines) > LOG:
+                self._shorten()
+        self._last[line] = end
+
+    def line(self, place: int) -> int | None:
+        """The line that made the node at a place; None if it was not seen."""
+        index = self._index(place)
+        return self._lines[index] if index >= 0 and place < self._ends[index] else None
+
+    def ran_again(self, place: int, since: int) -> bool:
+        """Whether the line that made the node at a place made others at places from `since` on."""
+        index = self._index(place)
+        return index >= 0 and self._last[self._lines[index]] > since
+
+    def _index(self, place: int) -> int:
+        return bisect_right(self._starts, place) - 1
+
+    def _shorten(self) -> None:
+        """Forget the older half, but for the first entry of each line: what is hoisted ran once."""
+        half = len(self._lines) // 2
+        first = {key: index for index, key in reversed(list(enumerate(self._lines)))}
+        keep = [index for index, key in enumerate(self._lines) if index >= half or first[key] == index]
+        self._starts = [self._starts[index] for index in keep]
+        self._ends = [self._ends[index] for index in keep]
+        self._lines = [self._lines[index] for index in keep]
+
 
 _serial = itertools.count()
 
@@ -132,7 +251,8 @@ class Cuts:
         self._lost: dict[int, tuple[Any, Lost, tuple[Lost, ...]]] = {}
         self._off: dict[Path, tuple[str, Line | None]] = {}
         self._stacks: dict[Line, tuple[Line, ...]] = {}
-        self._latest: Lost | None = None
+        self.latest: Lost | None = None
+        """Where a value last left PyTorch: as a number, or for NumPy."""
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -151,10 +271,6 @@ class Cuts:
         """The user's lines, the innermost first, that led to one where gradients were switched off."""
         return self._stacks.get(lost.line, (lost.line,))
 
-    def latest(self) -> Lost | None:
-        """Where a value last left PyTorch: as a number, or for NumPy."""
-        return self._latest
-
     def note(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
         name, sources = getattr(func, "__name__", ""), tensors_in(arguments)
@@ -171,14 +287,14 @@ class Cuts:
             name = COPY
         place = Lost(lost, line or self._path(frame)[0].line, name)
         if name in LEAVING or name == COPY:
-            self._latest = place
+            self.latest = place
         self.cut(result, place, arguments)
 
     def _inherit(self, name: str, sources: list[Tensor], result: Any) -> None:
         """Nothing that went in has a graph: what comes out lost it where those did that had one."""
         before = [place for tensor in sources if (place := self.of(tensor)) is not None]
         if before and name in LEAVING:
-            self._latest = before[0]
+            self.latest = before[0]
         elif before:
             every = [each for tensor in sources for each in self._all(tensor)]
             self.remember(result, *list(dict.fromkeys(every))[:SHOWN])
@@ -218,6 +334,99 @@ SHOWN = 4
 _COPIES = ("tensor", "as_tensor")
 COPY = "copy of a tensor"
 """The name under which `torch.tensor(x)` of one tensor is noted: of several, they can be put together otherwise."""
+
+
+# --- the record of a program ------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """What is told of each operation and each backward pass under a watch; what it has no use for goes by."""
+
+    def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
+        """`func` was called with `arguments` (args and kwargs) from `frame`, and gave `result`."""
+
+    def cut(self, lost: Lost, sources: Any) -> None:
+        """The graph of `sources` ended at a line."""
+
+    def before(self, call: Pass, nodes: Sequence[Node]) -> None:
+        """A pass will run these nodes."""
+
+    def after(self, record: Record, call: Pass, failed: bool) -> None:
+        """The pass has run, or failed; `record` is what was noted of the program."""
+
+
+class Record:
+    """What was noted of a program: its backward passes, the tags that they left, where graphs ended."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        super().__init__()
+        self.passes: list[Pass] = []
+        self.tags = NodeTags(self.passes)
+        self.cuts = Cuts(self._path_of, self._tell)
+        self._listeners = listeners
+        self._paths = Paths()
+        self._log = Log()
+        self.once: dict[tuple[str, Line | None], None] = {}
+        """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
+        self._changed: dict[int, Change] = {}
+        self._changes = 0
+        self._read: dict[int, int] = {}  # the gradients that the user read, and how many passes there had been
+        self._entered: FrameType | None = None
+
+    def place(self, frame: FrameType) -> int:
+        """By which of the user's lines the code of a frame runs: the number of the path."""
+        return self._paths.number(frame, self._entered)
+
+    def _path_of(self, frame: FrameType) -> Path:
+        return self._paths[self.place(frame)]
+
+    def _tell(self, lost: Lost, sources: Any) -> None:
+        for listener in self._listeners:
+            listener.cut(lost, sources)
+
+    def _note_gradient(self, gradient: Any, frame: FrameType) -> None:
+        """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""
+        if isinstance(gradient, Tensor):
+            self._read[id(gradient)] = len(self.passes)
+            if not gradient.requires_grad:
+                self.cuts.remember(gradient, Lost("gradient", line_of(frame), "grad"))
+
+    def note_change(self, name: str, what: Any, place: int) -> None:
+        """A function of that name changed one or several tensors in place."""
+        self._changes += 1
+        view = isinstance(what, Tensor) and _saved.is_view(what)
+        change = Change(self._paths[place], len(self.passes), name, self._changes, view)
+        for tensor in tensors_in(what):
+            self._changed[_saved.memory(tensor)] = change
+
+    def changed(self, tensor: Tensor) -> Change | None:
+        """What last changed a tensor's memory in place."""
+        return self._changed.get(_saved.memory(tensor))
+
+    def _note_once(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            for child in (node, *_saved.children(node)):
+                function = _nodes.function_of(type(child)) if _saved.is_function(child) else None
+                if function is not None and _nodes.is_once_differentiable(function) and child is not node:
+                    self.once[function.__name__, self.made(node)] = None
+
+    def path(self, node: Node) -> Path:
+        """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
+        number = self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None
+        return () if number is None else self._paths[number]
+
+    def made(self, node: Node) -> Line | None:
+        """The line that made a node; None if it was not seen."""
+        path = self.path(node)
+        return path[0].line if path else None
+
+    def ran_again(self, node: Node, since: Pass) -> bool:
+        """Whether the lines that made a node made others since a pass."""
+        return self._log.ran_again(_saved.sequence(node), since.place)
+
+    def read_since(self, call: Pass) -> bool:
+        """Whether the user has read some `.grad` since a pass."""
+        return any(number > call.number for number in self._read.values())
 
 
 # --- what a call of PyTorch is to the recorder, and what its arguments are --------------------------------------------
