@@ -240,75 +240,90 @@ _UNUSED_RESULT = (
 )
 
 
-def _freed() -> GraphError:
-    return GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT)
-
-
-def _changed() -> GraphError:
-    return GraphError.about(_CHANGED, kind="changed")
-
-
-def _compiled() -> GraphError:
-    return GraphError.about(_COMPILED, operations=["compiledfunction"])
-
-
-def _reentrant() -> GraphError:
-    return GraphError.about(_REENTRANT, operations=["checkpointfunction"])
-
-
-# The engine's own words are all that it gives: here alone they are read.
-_TEXTS: dict[str, Callable[[], GraphError]] = {
-    "backward through the graph a second time": _freed,
-    "Trying to access the saved tensors after they have already been freed": _freed,
-    "modified by an inplace operation": _changed,
-    "does not currently support double backward": _compiled,
-    "non-empty donated buffers": _compiled,
-    "CheckpointFunctionBackward": _reentrant,
-    "torch.utils.checkpoint is incompatible": _reentrant,
-    "Checkpointing is not compatible with .grad()": _reentrant,
-    "computed under selective activation checkpoint": lambda: GraphError.about(_SELECTIVE),
-    "torch.utils.checkpoint: ": lambda: GraphError.about(_RECOMPUTED),
-    "marked with @once_differentiable": lambda: GraphError.about(_ONCE),
-    "out of bounds for storage of size 0": _arguments.freed,
-    "Expected a proper Tensor but got None": lambda: GraphError.about(_UNUSED_RESULT),
-    "not implemented for sparse tensors": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
-    "output_padding is not supported for non-transposed": lambda: GraphError.about(
-        _OUTPUT_PADDING, operations=["convolution"]
-    ),
+# PyTorch's own words are all that it gives: here alone they are read. Of several that are in one text the first counts.
+_KINDS = {
+    "through the graph a second time": "freed",
+    "already been freed": "freed",
+    "modified by an inplace operation": "changed",
+    "leaf Variable that requires grad is being used in an in-place operation": "leaf changed",
+    "is being used in an in-place operation": "leaf's view changed",
+    "nference tensors cannot be saved for backward": "inference saved",
+    "nplace update to inference tensor": "inference changed",
+    "nference tensor": "inference",
+    "BackwardHookFunction": "hooked view changed",
+    "is a view and is being modified inplace": "view changed",
+    "support the deepcopy protocol": "copied",
+    "does not currently support double backward": "compiled",
+    "non-empty donated buffers": "compiled",
+    "CheckpointFunctionBackward": "reentrant",
+    "torch.utils.checkpoint is incompatible": "reentrant",
+    "Checkpointing is not compatible with .grad()": "reentrant",
+    "computed under selective activation checkpoint": "selective",
+    "already unpacked once": "unpacked twice",
+    "already been unpacked": "unpacked twice",
+    "torch.utils.checkpoint: A different number": "recomputed in number",
+    "torch.utils.checkpoint: ": "recomputed",
+    "marked with @once_differentiable": "once",
+    "out of bounds for storage of size 0": "storage freed",
+    "Expected a proper Tensor but got None": "result unused",
+    "not implemented for sparse tensors": "sparse rows",
+    "output_padding is not supported for non-transposed": "output padding",
+    "is not implemented": "missing",
+    "does not require grad": "no graph",
+    "appears to not have been used": "not used",
 }
-
+_OURS: dict[str, Callable[[], GraphError]] = {
+    "freed": lambda: GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT),
+    "changed": lambda: GraphError.about(_CHANGED, kind="changed"),
+    "compiled": lambda: GraphError.about(_COMPILED, operations=["compiledfunction"]),
+    "reentrant": lambda: GraphError.about(_REENTRANT, operations=["checkpointfunction"]),
+    "selective": lambda: GraphError.about(_SELECTIVE),
+    **dict.fromkeys(("recomputed", "recomputed in number", "unpacked twice"), lambda: GraphError.about(_RECOMPUTED)),
+    "once": lambda: GraphError.about(_ONCE),
+    "storage freed": _arguments.freed,
+    "result unused": lambda: GraphError.about(_UNUSED_RESULT),
+    "sparse rows": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
+    "output padding": lambda: GraphError.about(_OUTPUT_PADDING, operations=["convolution"]),
+}
 _NOT_IMPLEMENTED = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
+
+
+def kind_of(error: BaseException) -> str:
+    """What an error of PyTorch is about; empty if it is none that is known."""
+    text = str(error)
+    return next((kind for piece, kind in _KINDS.items() if piece in text), "")
+
+
+def without_derivative(error: BaseException) -> str:
+    """The operation of which an error says that its derivative is not implemented; empty if it says no such thing."""
+    match = _NOT_IMPLEMENTED.search(str(error))
+    return match.group(1) if match else ""
 
 
 def engine_error(error: Exception) -> GraphError | None:
     """Our words for an error of PyTorch's autograd engine; None for one that we do not recognise, or that is ours."""
     if isinstance(error, GraphError):
         return None
-    text = str(error)
-    match = _NOT_IMPLEMENTED.search(text)
-    if match:
-        name = match.group(1)
+    name = without_derivative(error)
+    if name:
         if way_out(name):
             return missing([name])
         return GraphError.about(f"PyTorch has no derivative of {name}.", operations=[_key(name)])
-    return next((ours() for piece, ours in _TEXTS.items() if piece in text), None)
-
-
-_IN_PLACE = "is being used in an in-place operation"
-_INFERENCE = "Inference tensors cannot be saved for backward"
+    ours = _OURS.get(kind_of(error))
+    return ours() if ours is not None else None
 
 
 def about_inference(error: Exception) -> bool:
     """Whether an operation refused a tensor that was made in inference mode."""
-    return "nference tensor" in str(error)
+    return kind_of(error).startswith("inference")
 
 
 def advice_for_f(error: Exception) -> str | None:
     """A note for an exception from the user's function that our leaves provoked."""
-    text = str(error)
-    if _IN_PLACE in text or "is a view and is being modified inplace" in text:
+    kind = kind_of(error)
+    if kind in ("leaf changed", "leaf's view changed", "hooked view changed", "view changed"):
         return "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone())."
-    if _INFERENCE in text:
+    if kind == "inference saved":
         return "hodiff: a tensor that f closes over was made in inference_mode; clone it outside that mode first."
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, FrameType
@@ -16,7 +16,7 @@ from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._names import TensorNames
 from hodiff.graph._record import Pass, Record
-from hodiff.graph._source import Line, Path, line_of
+from hodiff.graph._source import Line, Path, line_of, quoted
 
 TITLE = "hodiff: why this"
 LIKELY = "likely; run `hodiff explain SCRIPT` to be sure"
@@ -116,10 +116,55 @@ class FailedPass:
         """The user's line that failed."""
         return line_of(self.frames[0]) if self.frames else None
 
-    def explanation(self, cause: str, **parts: Any) -> Explanation:
-        """An explanation of this case."""
+    def explanation(
+        self,
+        cause: str,
+        *lines: str | tuple[str, object],
+        fixes: Sequence[str | None] = (),
+        unknown: Sequence[str | None] = (),
+        **parts: Any,
+    ) -> Explanation:
+        """An explanation of this case.
+
+        A line is a text, or a label with a line of the user's, a pass or a text; those that are not known are left out,
+        as are fixes and what is not known of them.
+        """
         watched = self.record is not None
-        return Explanation(self.name, cause, failed=self.line, **{"certain": watched, "watched": watched, **parts})
+        return Explanation(
+            self.name,
+            cause,
+            failed=self.line,
+            text=tuple(text for line in lines if (text := line if isinstance(line, str) else _labelled(*line))),
+            fixes=tuple(filter(None, fixes)),
+            unknown=tuple(filter(None, unknown)),
+            **{"certain": watched, "watched": watched, **parts},
+        )
+
+
+def _labelled(label: str, what: object) -> str:
+    """A line of an explanation; empty if what it is about is not known."""
+    return f"  {label:<12} {quoted(what) if isinstance(what, Line) else what}" if what else ""
+
+
+Words = str | Callable[[Any], str | None]
+"""What is said of evidence; None, or nothing, where the evidence does not bear it out."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A cause: its name, its sentence, its fixes and what it leaves open; and of which evidence it is the cause."""
+
+    name: str
+    sentence: Words
+    fixes: tuple[Words, ...] = ()
+    unknown: tuple[Words, ...] = ()
+    holds: Callable[[Any], bool] = lambda evidence: True
+
+
+def said(words: Iterable[Words], evidence: Any) -> tuple[str, ...]:
+    """What some words have to say of evidence."""
+    texts = (each if isinstance(each, str) else each(evidence) for each in words)
+    return tuple(filter(None, texts))
 
 
 # --- what a record shows of the part of a graph that one pass freed and another met -----------------------------------

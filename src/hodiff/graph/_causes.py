@@ -1,4 +1,4 @@
-"""Why a pass meets a part of the graph that was freed: one `FailureCause` for each case, with its fixes.
+"""Why a pass meets a part of the graph that was freed: one `Rule` for each case, with its fixes.
 
 A fix is a function of evidence: it gives words only where the record shows that, done as they say, the program
 differentiates what it was written to differentiate. What the record cannot show (which gradients are wanted) is
@@ -8,16 +8,13 @@ said as not known, with what follows from either answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from hodiff.graph import _names, _saved, _source
-from hodiff.graph._case import PARAMETRIZED, Evidence, SharedValue
-from hodiff.graph._inference import SENTENCES
+from hodiff.graph._case import PARAMETRIZED, Evidence, Rule, SharedValue
 from hodiff.graph._source import Line, at, outside
 
 # --- two losses that share a part of their graphs, one that is differentiated twice -----------------------------------
@@ -395,10 +392,6 @@ def memo_cleared(e: Evidence) -> str | None:
     return f"after {at(line)}, forget it, so that the next step computes it:\n    {e.memo}.cache_clear()"
 
 
-def parametrized(e: Evidence) -> str:
-    return "open `with parametrize.cached():` inside the loop, around one step: what it keeps is good for one pass."
-
-
 def cache(e: Evidence) -> str | None:
     if cleared(e) is not None or object_again(e) is not None:
         return None
@@ -555,30 +548,6 @@ def _one(e: Evidence) -> str:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-Words = Callable[[Evidence], str | None]
-
-
-@dataclass(frozen=True)
-class FailureCause:
-    """A cause: its name, when it is one, its sentence, its fixes and what it leaves open."""
-
-    name: str
-    holds: Callable[[Evidence], bool]
-    sentence: Words
-    fixes: tuple[Words, ...] = ()
-    unknown: tuple[Words, ...] = ()
-
-
-def first_cause(evidence: Evidence) -> FailureCause:
-    """The first cause that holds."""
-    return next(cause for cause in CAUSES if cause.holds(evidence))
-
-
-def said(of: tuple[Words, ...], evidence: Evidence) -> tuple[str, ...]:
-    """What some functions of evidence have to say."""
-    return tuple(text for each in of if (text := each(evidence)) is not None)
-
-
 def _in_init(e: Evidence) -> bool:
     return bool(e.first.path) and e.first.path[0].code.co_name in ("__init__", "<module>")
 
@@ -594,67 +563,71 @@ def _is_member(e: Evidence) -> bool:
 
 
 CAUSES = (
-    FailureCause(
+    Rule(
         "same loss twice",
-        lambda e: e.first.node in e.case.roots,
-        lambda e: SENTENCES["same loss twice"],
+        "the same loss is differentiated twice, and the first pass freed what it needs.",
         (loss_again,),
         (same_unknown,),
+        lambda e: e.first.node in e.case.roots,
     ),
-    FailureCause(
+    Rule(
         "cached",
+        "the context keeps the computed parameters, and every pass needs their graph again.",
+        ("open `with parametrize.cached():` inside the loop, around one step: what it keeps is good for one pass.",),
+        (),
         lambda e: e.first.variable == PARAMETRIZED,
-        lambda e: "the context keeps the computed parameters, and every pass needs their graph again.",
-        (parametrized,),
     ),
-    FailureCause(
+    Rule(
         "cached",
-        lambda e: bool(e.memo),
-        lambda e: "functools keeps what the function returned once; every pass through it needs that graph again.",
+        "functools keeps what the function returned once; every pass through it needs that graph again.",
         (memo_cleared,),
+        (),
+        lambda e: bool(e.memo),
     ),
-    FailureCause(
+    Rule(
         "carried",
-        lambda e: (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e)) and not _at_once(e),
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (detached_after,),
         (silences, unwritten, unrolled),
+        lambda e: (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e)) and not _at_once(e),
     ),
-    FailureCause(
+    Rule(
         "stored",
-        lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
         lambda e: (
             f"an earlier step put it into `{container(e)}`, and its pass {e.fate}; this step differentiates into it."
         ),
         (cut_states,),
         (within, stored),
+        lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
     ),
-    FailureCause(
+    Rule(
         "two losses",
-        lambda e: not e.rounds and e.call.path != e.freed_by.path,
-        lambda e: SENTENCES["two losses"],
-        (
-            first_detached,
-            by_hand,
-            summed,
-            multi,
-            kept_for_second,
-            from_new_values,
-        ),
+        "it belongs to both losses, and the pass of the first freed it.",
+        (first_detached, by_hand, summed, multi, kept_for_second, from_new_values),
         (whose, computed_again, together_unknown),
+        lambda e: not e.rounds and e.call.path != e.freed_by.path,
     ),
-    FailureCause(
+    Rule(
         "cached",
-        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and is_lazy(e))),
-        lambda e: SENTENCES["cached"],
+        "an object computed it once and keeps it; every pass through the object needs it again.",
         (cleared, object_again),
         (cache,),
+        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and is_lazy(e))),
     ),
-    FailureCause(
+    Rule(
         "hoisted",
-        lambda e: True,
-        lambda e: SENTENCES["hoisted"],
+        "it was built once, outside the loop, and every iteration differentiates through it again.",
         (move_inside, each_time, retained),
         (made_again,),
     ),
 )
+SENTENCES = {
+    **{rule.name: rule.sentence for rule in CAUSES if isinstance(rule.sentence, str)},
+    "carried": "it is state from a previous step, whose pass freed its graph; this step differentiates into it.",
+}
+"""What is said of a cause that is inferred: a pass that freed its graph, and an object."""
+
+
+def first_cause(evidence: Evidence) -> Rule:
+    """The first cause that holds."""
+    return next(cause for cause in CAUSES if cause.holds(evidence))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,61 +16,104 @@ from hodiff.graph._case import Explanation, FailedPass
 from hodiff.graph._record import COPY, Lost
 from hodiff.graph._source import Line, at, line_of, lines_of, quoted
 
-KINDS = {
-    "detached": "it was detached there, so nothing below is part of the graph.",
-    "no_grad": "it was computed while gradients were switched off (no_grad or inference_mode).",
-    "inference": "it was computed while gradients were switched off, by inference_mode, which enable_grad() leaves on.",
-    "checkpoint": (
-        "a re-entrant checkpoint computed it with gradients switched off. It attaches a result only if that is\n       "
-        "a tensor, or a tuple of them, and a tensor among its arguments requires grad."
-    ),
-    "inside a Function": "it was computed inside the forward of an autograd.Function, which records nothing.",
-    "inside a pass": "it was computed in a hook, or in a Function's backward, where nothing is recorded.",
-    "discrete": "that operation gives integers or booleans, which have no derivative.",
-    "gradient": "it is a gradient that was taken without create_graph=True, so it has no graph of its own.",
-    "constant gradient": "it is the gradient of a function that is linear: a constant, with no graph to differentiate.",
-    "constant": "it passed through a number, NumPy or a step without derivative there, and is a constant since.",
-    "smooth": "PyTorch declares no derivative of that function, smooth as it is, and takes its result for a constant.",
-    "no graph": "it was computed from nothing that requires grad, or was cut off on the way.",
-}
-CAUSES = {"gradient": "gradient without create_graph", "inference": "no_grad"}
 _INDICES = ("argmax", "argmin", "max", "min", "argsort", "sort", "topk", "multinomial", "bucketize", "searchsorted")
 _ROUNDING = ("long", "int", "to", "type", "short", "round", "bool")
+
+
+class Cut(NamedTuple):
+    """A way to lose a graph: its reason, what to do, what to do in a function that hodiff was given, the cause's name.
+
+    Texts have `{where}` for the place, and `{call}` for the function. What to do may depend on that: `by_call`.
+    """
+
+    reason: str
+    fix: str = ""
+    inside: str = ""
+    cause: str = ""
+    by_call: Mapping[str, str] = {}
+
+
+CUTS = {
+    "detached": Cut(
+        "it was detached there, so nothing below is part of the graph.",
+        "leave out the detach() or .data{where}, if this value is to be trained through.",
+        "drop the detach() (or .data) there, if a derivative through it is wanted.",
+    ),
+    "no_grad": Cut(
+        "it was computed while gradients were switched off (no_grad or inference_mode).",
+        "compute it outside the no_grad block, or under torch.enable_grad(){where}.",
+        "move it out of the no_grad block, or compute it under torch.enable_grad().",
+    ),
+    "inference": Cut(
+        "it was computed while gradients were switched off, by inference_mode, which enable_grad() leaves on.",
+        "compute it outside the inference_mode block, or under torch.inference_mode(False){where}.",
+        "move it out of the inference_mode block, or compute it under torch.inference_mode(False).",
+        "no_grad",
+    ),
+    "checkpoint": Cut(
+        "a re-entrant checkpoint computed it with gradients switched off. It attaches a result only if that is\n       "
+        "a tensor, or a tuple of them, and a tensor among its arguments requires grad.",
+        "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+    ),
+    "inside a Function": Cut(
+        "it was computed inside the forward of an autograd.Function, which records nothing.",
+        "compute it outside the Function; or, if a gradient is needed in its forward,\n"
+        "under torch.enable_grad(){where} from a copy that requires grad (x.detach().requires_grad_()).",
+    ),
+    "inside a pass": Cut(
+        "it was computed in a hook, or in a Function's backward, where nothing is recorded.",
+        "compute it under torch.enable_grad(){where}, from what requires grad.",
+    ),
+    "discrete": Cut(
+        "that operation gives integers or booleans, which have no derivative.",
+        "write a smooth function for `{call}`{where}: sigmoid(x / t) for x > 0, abs or square for a difference.",
+        by_call={
+            **dict.fromkeys(
+                _INDICES,
+                "give the loss the scores that {call} picks from{where}: cross_entropy takes logits;\n"
+                "softmax and gumbel_softmax are smooth.",
+            ),
+            **dict.fromkeys(_ROUNDING, "leave the values as they are{where}: rounded, they have no derivative."),
+        },
+    ),
+    "gradient": Cut(
+        "it is a gradient that was taken without create_graph=True, so it has no graph of its own.",
+        "take it with hodiff.grad(f, x, create_graph=True), or autograd.grad(..., create_graph=True).",
+        "take that gradient with hodiff.grad, which is differentiable inside f, or with "
+        "autograd.grad(..., create_graph=True).",
+        "gradient without create_graph",
+    ),
+    "constant gradient": Cut(
+        "it is the gradient of a function that is linear: a constant, with no graph to differentiate.",
+        "its derivative is zero; hodiff.nth_derivative and hodiff.hvp return that.",
+        "its derivative is zero; hodiff.grad inside f gives zeros there, instead of a constant.",
+    ),
+    "constant": Cut(
+        "it passed through a number, NumPy or a step without derivative there, and is a constant since.",
+        "stay with tensor operations{where}: {call} gives a constant.",
+        "stay with tensor operations: item(), float(), NumPy and torch.tensor(...) give constants, "
+        "torch.stack and torch.cat do not.",
+        by_call={
+            COPY: "use the tensor itself, with no torch.tensor(...) around it{where}: that copies values alone.",
+            **dict.fromkeys(
+                ("tensor", "as_tensor"),
+                "put the tensors together with torch.stack{where}: torch.{call} copies values alone.",
+            ),
+        },
+    ),
+    "smooth": Cut(
+        "PyTorch declares no derivative of that function, smooth as it is, and takes its result for a constant.",
+        by_call={name: f"{way}." for name, way in _messages.CONSTANTS.items()},
+    ),
+    "no graph": Cut("it was computed from nothing that requires grad, or was cut off on the way."),
+}
 
 
 def fix_of(kind: str, line: Line | None, call: str) -> str:
     """What can be done where the graph was cut."""
     where = f" at {at(line)}" if line is not None else ""
-    if kind == "discrete":
-        if call in _INDICES:
-            return (
-                f"give the loss the scores that {call} picks from{where}: cross_entropy takes logits;\n"
-                "softmax and gumbel_softmax are smooth."
-            )
-        if call in _ROUNDING:
-            return f"leave the values as they are{where}: rounded, they have no derivative."
-        return f"write a smooth function for `{call}`{where}: sigmoid(x / t) for x > 0, abs or square for a difference."
-    if kind == "constant":
-        if call == COPY:
-            return f"use the tensor itself, with no torch.tensor(...) around it{where}: that copies values alone."
-        if call in ("tensor", "as_tensor"):
-            return f"put the tensors together with torch.stack{where}: torch.{call} copies values alone."
-        return f"stay with tensor operations{where}: {call or 'that'} gives a constant."
-    if kind == "smooth":
-        return f"{_messages.CONSTANTS[call]}."
-    return {
-        "detached": f"leave out the detach() or .data{where}, if this value is to be trained through.",
-        "no_grad": f"compute it outside the no_grad block, or under torch.enable_grad(){where}.",
-        "inference": f"compute it outside the inference_mode block, or under torch.inference_mode(False){where}.",
-        "checkpoint": "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
-        "inside a Function": (
-            f"compute it outside the Function; or, if a gradient is needed in its forward,\n"
-            f"under torch.enable_grad(){where} from a copy that requires grad (x.detach().requires_grad_())."
-        ),
-        "inside a pass": f"compute it under torch.enable_grad(){where}, from what requires grad.",
-        "gradient": "take it with hodiff.grad(f, x, create_graph=True), or autograd.grad(..., create_graph=True).",
-        "constant gradient": "its derivative is zero; hodiff.nth_derivative and hodiff.hvp return that.",
-    }.get(kind, "")
+    cut = CUTS[kind]
+    return cut.by_call.get(call, cut.fix).replace("{where}", where).replace("{call}", call or "that")
 
 
 def no_graph(case: FailedPass) -> Explanation | None:
@@ -81,38 +126,31 @@ def no_graph(case: FailedPass) -> Explanation | None:
     variable = case.names.of(tensor)
     kind, line, call, certain = _where_lost(case, tensor, variable)
     beside = case.record.cuts.beside(tensor) if case.record is not None and certain else ()
-    text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
     made = _only_line(case, variable) if line is None else None
-    if line is not None:
-        text.append(f"  cut at       {quoted(line)}")
-    elif made is not None:
-        text.append(f"  computed at  {quoted(made)}")
-    text += [f"  cut at       {quoted(lost.line)}" for lost in beside]
-    off = _switched_off(case, kind, line)
-    if off is not None:
-        text.append(f"  switched off {quoted(off)}")
-    text.append(f"  failing call {quoted(case.line)}")
-    silenced = _silenced(line)
-    if silenced:
-        text.append(f"  no gradient reaches: {', '.join(silenced)}")
     fix = ""
     if certain:
         fix = fix_of(kind, line, call) if line is None else _fix(case, Lost(kind, line, call), beside)
-    unknown: tuple[str, ...] = ()
-    if beside:
-        unknown = _which(beside)
-    elif not fix:
-        unknown = (_ask(case, kind, line, made),)
+    unknown = _which(beside) if beside else ""
     return case.explanation(
-        CAUSES.get(kind, kind),
+        CUTS[kind].cause or kind,
+        _without_graph(variable),
+        ("cut at", line),
+        ("computed at", made),
+        *(("cut at", lost.line) for lost in beside),
+        ("switched off", _switched_off(case, kind, line)),
+        ("failing call", case.line),
+        _silenced(line),
         variable=variable,
         created=line,
-        text=tuple(text),
-        reason=KINDS[kind],
-        fixes=(fix,) if fix else (),
-        unknown=unknown,
+        reason=CUTS[kind].reason,
+        fixes=(fix,),
+        unknown=(unknown if fix or beside else _ask(case, kind, line, made),),
         certain=certain,
     )
+
+
+def _without_graph(variable: str) -> str:
+    return f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"
 
 
 def _fix(case: FailedPass, lost: Lost, beside: tuple[Lost, ...]) -> str:
@@ -133,13 +171,9 @@ OFF = {"no_grad": "torch.enable_grad()", "inference": "torch.inference_mode(Fals
 """Kinds of cuts that hold for all lines of a block, and what lifts them."""
 
 
-def _is_off() -> bool:
-    return not torch.is_grad_enabled()
-
-
 def _recorded(case: FailedPass, lost: Lost) -> str:
     """The lines between which gradients are to be on: a block that one line leaves is entered again by the next."""
-    until = f"\nto {at(case.line)}" if _is_off() else " on"
+    until = " on" if torch.is_grad_enabled() else f"\nto {at(case.line)}"
     block = "inference_mode" if lost.kind == "inference" else "no_grad"
     return (
         f"compute it outside the {block} block, or put `with {OFF[lost.kind]}:` around all that\n"
@@ -155,11 +189,11 @@ def _switched_off(case: FailedPass, kind: str, line: Line | None) -> Line | None
     return next((off for each in around if (off := _source.switched_off(each)) is not None), None)
 
 
-def _which(beside: tuple[Lost, ...]) -> tuple[str, ...]:
+def _which(beside: tuple[Lost, ...]) -> str:
     several = "either" if len(beside) == 1 else "each"
     return (
         f"whether {several} is meant. What is to be trained must reach the loss uncut: where one cut stays, the\n"
-        "program may run, and what lies behind that cut gets no gradient.",
+        "program may run, and what lies behind that cut gets no gradient."
     )
 
 
@@ -170,15 +204,14 @@ def within_pass(case: FailedPass) -> Explanation | None:
         return None
     variable = case.names.of(tensor)
     line = _only_line(case, variable)
-    text = [f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"]
-    text += [f"  cut at       {quoted(line)}"] if line is not None else []
-    text.append(f"  failing call {quoted(case.line)}")
     return case.explanation(
         "inside a pass",
+        _without_graph(variable),
+        ("cut at", line),
+        ("failing call", case.line),
         variable=variable,
         created=line,
-        text=tuple(text),
-        reason=KINDS["inside a pass"],
+        reason=CUTS["inside a pass"].reason,
         fixes=(fix_of("inside a pass", line, ""),),
         certain=True,
     )
@@ -229,12 +262,10 @@ def _where_lost(case: FailedPass, tensor: Tensor, variable: str) -> tuple[str, L
     return "no graph", None, "", False
 
 
-def _silenced(line: Line | None) -> list[str]:
-    """The names in the cut line: what the gradient no longer reaches."""
-    if line is None:
-        return []
-    names = re.findall(r"([A-Za-z_][\w.]*?)\.(?:detach_?\(|data\b)", line.text)
-    return list(dict.fromkeys(names))
+def _silenced(line: Line | None) -> str:
+    """What the gradient no longer reaches: the names in the cut line."""
+    names = re.findall(r"([A-Za-z_][\w.]*?)\.(?:detach_?\(|data\b)", line.text if line is not None else "")
+    return f"  no gradient reaches: {', '.join(dict.fromkeys(names))}" if names else ""
 
 
 def _input_without_grad(case: FailedPass) -> Explanation | None:
@@ -246,30 +277,30 @@ def _input_without_grad(case: FailedPass) -> Explanation | None:
     among = len(missing) < len(given)
     variable = case.names.of(missing[0])
     name = variable or "input"
-    text = [f"the input `{name}` does not require grad, so no graph leads to it"]
-    others = [f"`{other}`" for tensor in missing[1:] if (other := case.names.of(tensor))]
-    if others:
-        more = " ..." if len(others) > NAMES_SHOWN else ""
-        text.append(f"  nor does     {', '.join(others[:NAMES_SHOWN])}{more}")
-    if case.line is not None:
-        text.append(f"  failing call {quoted(case.line)}")
     leave = (
         "give the call what requires grad alone, [p for p in inputs if p.requires_grad], and update no other with it."
     )
     ask = f"call {name}.requires_grad_() before the computation, or give hodiff the function: hodiff.grad(f, x)."
+    frozen = (
+        f"whether `{name}` is to be differentiated at all: other inputs require grad, and it may have\n"
+        f"been frozen on purpose. If it is, {ask}"
+    )
     return case.explanation(
         "no graph",
+        f"the input `{name}` does not require grad, so no graph leads to it",
+        ("nor does", _listed(map(case.names.of, missing[1:]))),
+        ("failing call", case.line),
         variable=variable,
-        text=tuple(text),
         reason="it was not tracked when the loss was computed.",
-        fixes=(leave,) if among else (ask,),
-        unknown=(
-            f"whether `{name}` is to be differentiated at all: other inputs require grad, and it may have\n"
-            f"been frozen on purpose. If it is, {ask}",
-        )
-        if among
-        else (),
+        fixes=(leave if among else ask,),
+        unknown=(frozen if among else "",),
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Some names for a sentence; those that were found."""
+    quoted_names = [f"`{name}`" for name in names if name]
+    return ", ".join(quoted_names[:NAMES_SHOWN]) + (" ..." if len(quoted_names) > NAMES_SHOWN else "")
 
 
 def not_used(case: FailedPass) -> Explanation | None:
@@ -280,22 +311,30 @@ def not_used(case: FailedPass) -> Explanation | None:
     if not missing:
         return None
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
-    there = [case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None]
-    listed = ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
-    text = [f"not in the graph: {listed}"]
-    if any(there):
-        text.append(f"  in the graph: {', '.join(f'`{name}`' for name in sorted(filter(None, there))[:NAMES_SHOWN])}")
-    made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", _loss_made(case))]
-    text += [f"  {what} made {quoted(line)}" for what, line in made if line is not None]
-    if case.line is not None:
-        text.append(f"  failing call {quoted(case.line)}")
-    if len(missing) < len(given):
-        fix = (
-            f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
-            "gradient is then None, and must be skipped, not updated with."
-        )
-        return _not_used(case, names[0], text, (fix,), (_depends(names[0]),))
-    return _not_used(case, names[0], text, (), (_depends(names[0]),))
+    there = sorted(case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None)
+    among = _listed(filter(None, there)).removesuffix(" ...")
+    loss = case.record.made(case.roots[0]) if case.record is not None and case.roots else None
+    made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", loss)]
+    leave = (
+        f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
+        "gradient is then None, and must be skipped, not updated with."
+    )
+    depends = (
+        f"whether the loss should depend on `{names[0]}`. If so, compute it from that very tensor: one made by a "
+        "view,\nan index, .to() or a detach() after the loss, or beside it, is another."
+    )
+    return case.explanation(
+        "not used",
+        f"not in the graph: {_listed(names)}",
+        f"  in the graph: {among}" if among else "",
+        *(f"  {what} made {quoted(line)}" for what, line in made if line is not None),
+        ("failing call", case.line),
+        variable=names[0],
+        reason="the loss was computed without it: from another tensor of that name, a copy, or a detached one.",
+        fixes=(leave if len(missing) < len(given) else "",),
+        unknown=(depends,),
+        certain=True,
+    )
 
 
 def _made(case: FailedPass, tensor: Tensor) -> Line | None:
@@ -308,78 +347,36 @@ def _made(case: FailedPass, tensor: Tensor) -> Line | None:
     return change.line if change is not None and change.call == "requires_grad_" else None
 
 
-def _loss_made(case: FailedPass) -> Line | None:
-    return case.record.made(case.roots[0]) if case.record is not None and case.roots else None
-
-
-def _not_used(
-    case: FailedPass, name: str, text: list[str], fixes: tuple[str, ...], unknown: tuple[str, ...]
-) -> Explanation:
-    reason = "the loss was computed without it: from another tensor of that name, a copy, or a detached one."
-    return case.explanation(
-        "not used", variable=name, text=tuple(text), reason=reason, fixes=fixes, unknown=unknown, certain=True
-    )
-
-
-def _depends(name: str) -> str:
-    return (
-        f"whether the loss should depend on `{name}`. If so, compute it from that very tensor: one made by a view,\n"
-        "an index, .to() or a detach() after the loss, or beside it, is another."
-    )
-
-
 NAMES_SHOWN = 6
 
 
 # --- derivatives that a pass cannot give: second ones that PyTorch lacks, and checkpoints that compute otherwise ------
 
 
-TEXTS = (
-    "does not currently support double backward",
-    "is not implemented",
-    "marked with @once_differentiable",
-    "donated buffers",
-)
-
-
 def second_derivative(case: FailedPass) -> Explanation | None:
     """The explanation of a missing or forbidden double backward."""
     nodes = list(_nodes.walk(case.roots))
-    error = str(case.error)
-    match = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", error)
-    compiled = "aot_autograd" in error or "donated" in error
-    once = list(case.record.once) if case.record is not None and "once_differentiable" in error else []
-    names = [name for name, _ in once]
-    operation = "a compiled function" if compiled else (names or _marked(nodes))[0]
-    if match:
-        operation = match.group(1)
+    kind = _messages.kind_of(case.error)
+    compiled = kind == "compiled"
+    once = list(case.record.once) if case.record is not None and kind == "once" else []
+    marked = sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)})
+    operation = "a compiled function" if compiled else [*(name for name, _ in once), *marked, "an operation"][0]
+    operation = _messages.without_derivative(case.error) or operation
     line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
-    text = [f"no second derivative: {operation}"]
-    if line is not None:
-        text.append(f"  recorded at  {quoted(line)}")
-    if case.line is not None:
-        text.append(f"  failing call {quoted(case.line)}")
     way = _messages.way_out("compiledfunction" if compiled else operation)
-    fixes: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    if way is not None:
-        fixes = (f"at {line}: {way.instead}." if line is not None else f"{way.instead}.",)
-    elif "once_differentiable" in error:
-        unknown = (f"a second derivative of {operation}: its backward forbids one. Write it without the Function.",)
-    else:
-        unknown = (f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it.",)
+    forbidden = f"a second derivative of {operation}: its backward forbids one. Write it without the Function."
+    without = f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it."
+    unknown = forbidden if kind == "once" else without
     return case.explanation(
         "no second derivative",
+        f"no second derivative: {operation}",
+        ("recorded at", line),
+        ("failing call", case.line),
         created=line,
-        text=tuple(text),
         reason="PyTorch can differentiate it once, and not once more.",
-        fixes=fixes,
-        unknown=unknown,
+        fixes=(f"{f'at {line}: ' if line is not None else ''}{way.instead}." if way is not None else "",),
+        unknown=(unknown if way is None else "",),
     )
-
-
-def _marked(nodes: list[Node]) -> list[str]:
-    return sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)}) or ["an operation"]
 
 
 def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
@@ -419,22 +416,17 @@ def _assigned(case: FailedPass, node: Node) -> Line | None:
 
 def recomputed(case: FailedPass) -> Explanation | None:
     """The explanation of a checkpoint whose second forward was not like the first."""
-    error = str(case.error)
-    number = "number" in error and "different number" in error
-    reason = (
-        "the checkpoint ran its function again, in the pass, and it recorded "
-        + ("more or fewer tensors" if number else "tensors of another shape, dtype or device")
-        + " than in the forward."
-    )
+    several = _messages.kind_of(case.error) == "recomputed in number"
+    what = "more or fewer tensors" if several else "tensors of another shape, dtype or device"
     outer, changes = _checkpointed(case)
-    text = [f"  at           {quoted(outer)}"] if outer is not None else []
-    text += [f"  it changes   {quoted(line)}" for line in changes[:CHANGES_SHOWN]]
-    text.append(f"  failing call {case.call or case.line}")
     return case.explanation(
         "recomputed otherwise",
+        "a checkpointed function computes otherwise the second time",
+        ("at", outer),
+        *(("it changes", line) for line in changes[:CHANGES_SHOWN]),
+        ("failing call", case.call or case.line),
         created=outer,
-        text=("a checkpointed function computes otherwise the second time", *text),
-        reason=reason,
+        reason=f"the checkpoint ran its function again, in the pass, and it recorded {what} than in the forward.",
         unknown=(
             "what differs. It reads something that changed in between: a cache or a counter that its first run\n"
             "filled, autocast or no_grad that are on in one run only, the global random state. To see the\n"
@@ -462,12 +454,13 @@ CHANGES_SHOWN = 4
 
 def unpacked_twice(case: FailedPass, line: Line | None) -> Explanation | None:
     """The explanation of a Function that reads what it saved twice, under a checkpoint."""
-    text = [f"  at           {quoted(line)}"] if line is not None else []
     return case.explanation(
         "recomputed otherwise",
+        "`ctx.saved_tensors` was read twice",
+        ("at", line),
+        ("failing call", case.call or case.line),
         variable="ctx.saved_tensors",
         created=line,
-        text=("`ctx.saved_tensors` was read twice", *text, f"  failing call {case.call or case.line}"),
         reason="under a checkpoint each saved tensor is computed again for one reading, and something read one twice.",
         fixes=("read ctx.saved_tensors once in a backward, into a variable, and use that.",),
         certain=True,

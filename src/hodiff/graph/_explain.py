@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hodiff._core import _messages
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
 from hodiff.graph._case import TITLE, Explanation, FailedPass
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._record import PASSES, Pass, Record
-from hodiff.graph._source import Line, line_of, quoted
+from hodiff.graph._source import Line, line_of
 
 
 def of_pass(
@@ -40,7 +42,7 @@ def _nested(error: BaseException) -> Explanation | None:
     entries = [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
     runs = [index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE]
     inner = next((index for index in entries if runs and index > runs[0]), None)
-    if inner is None or not runs or "does not require grad" not in str(error):
+    if inner is None or _messages.kind_of(error) != "no graph":
         return None
     frames: list[Any] = [_At(step) for step in steps[:inner] if is_users(step.tb_frame.f_code)][::-1]
     name = _ENTRIES[steps[inner].tb_frame.f_code]
@@ -56,34 +58,34 @@ def of_operation(
     frames: list[FrameType],
     record: Record,
 ) -> Explanation | None:
-    """The explanation of an operation that was refused under a watch."""
-    if not any(rule.words in str(error) for rule in _in_place.RULES):
+    """The explanation of an operation that was refused under a watch, for the sake of gradients."""
+    rule = _in_place.REFUSALS.get(_messages.kind_of(error))
+    if rule is None:
         return None
     call = getattr(func, "__name__", "") or "an operation"
     with _saved.without_modes():
         case = FailedPass(error, call, [], [], None, frames, record)
-        return _in_place.explain_refused(_in_place.Refused(case, call, arguments, lines))
+        return _in_place.explain_refused(_in_place.Refused(case, call, arguments, lines), rule)
+
+
+FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
+    "freed": _second_time.explain,
+    "changed": _in_place.explain,
+    "no graph": _cut.no_graph,
+    "not used": _cut.not_used,
+    **dict.fromkeys(("compiled", "missing", "once"), _cut.second_derivative),
+    **dict.fromkeys(("recomputed", "recomputed in number"), _cut.recomputed),
+    "unpacked twice": lambda case: _cut.unpacked_twice(case, _last_line(case.error)),
+}
+"""Who explains a pass that failed, by the kind of PyTorch's error."""
 
 
 def _dispatch(case: FailedPass) -> Explanation | None:
     if isinstance(case.error, GraphError):
         released = case.error._facts.kind == "released"
         return case.explanation("released", reason=str(case.error)) if released else None
-    text = str(case.error)  # the engine's
-    if type(case.error).__name__ == "CheckpointError":
-        again = "already unpacked once" in text or "already been unpacked" in text
-        return _cut.unpacked_twice(case, _last_line(case.error)) if again else _cut.recomputed(case)
-    if _saved.FREED_TEXT in text or "already been freed" in text:
-        return _second_time.explain(case)
-    if _saved.STALE_TEXT in text:
-        return _in_place.explain(case)
-    if "does not require grad" in text:
-        return _cut.no_graph(case)
-    if "appears to not have been used" in text:
-        return _cut.not_used(case)
-    if any(piece in text for piece in _cut.TEXTS):
-        return _cut.second_derivative(case)
-    return None
+    explain_kind = FAILURES.get(_messages.kind_of(case.error))
+    return explain_kind(case) if explain_kind is not None else None
 
 
 def attach(error: BaseException, explanation: Explanation) -> None:
@@ -163,25 +165,23 @@ def left(error: BaseException, record: Record) -> None:
 
 def _read_after(error: BaseException, record: Record | None = None) -> Explanation | None:
     """No pass failed, but the user read what a node had saved."""
-    if not isinstance(error, RuntimeError) or "directly access saved tensors" not in str(error):
+    if not isinstance(error, RuntimeError) or _messages.kind_of(error) != "freed":
         return None
     frames: list[Any] = [_At(step) for step in _trace(error.__traceback__) if is_users(step.tb_frame.f_code)]
     if not frames:
         return None
-    line = line_of(frames[-1])
+    line, outer = line_of(frames[-1]), line_of(frames[0])
     variable, freed = _freed_node(frames[-1], record)
-    text = [f"what `{variable}` saved was read after it was freed" if variable else "a saved tensor was read too late"]
-    text.append(f"  at           {quoted(line)}")
-    outer = line_of(frames[0])
-    text += [f"  called from  {quoted(outer)}"] if outer != line else []
-    text += [f"  freed by     {freed}"] if freed is not None else []
     case = FailedPass(error, "reading a saved tensor", [], [], None, frames[::-1], record)
     return case.explanation(
         "read after freeing",
+        f"what `{variable}` saved was read after it was freed" if variable else "a saved tensor was read too late",
+        ("at", line),
+        ("called from", outer if outer != line else None),
+        ("freed by", freed),
         variable=variable,
         created=line,
         freed=freed.stack[0] if freed is not None and freed.path else None,
-        text=tuple(text),
         reason="a pass ran over that node before, and freed what it had saved.",
         fixes=("read it before the pass that frees it; hodiff.graph.inspect(tensor) shows states without reading.",),
         certain=True,

@@ -110,27 +110,11 @@ def _bypass(failure: Failure, clues: _Clues) -> str:
     return "\n".join(f"  used at      {quoted(line)}" for line in sorted(lines)[:SHOWN])
 
 
-_WAYS_OUT = {
-    "detached": "drop the detach() (or .data) there, if a derivative through it is wanted.",
-    "no_grad": "move it out of the no_grad block, or compute it under torch.enable_grad().",
-    "inference": "move it out of the inference_mode block, or compute it under torch.inference_mode(False).",
-    "gradient": (
-        "take that gradient with hodiff.grad, which is differentiable inside f, or with "
-        "autograd.grad(..., create_graph=True)."
-    ),
-    "constant gradient": "its derivative is zero; hodiff.grad inside f gives zeros there, instead of a constant.",
-    "constant": (
-        "stay with tensor operations: item(), float(), NumPy and torch.tensor(...) give constants, "
-        "torch.stack and torch.cat do not."
-    ),
-}
-
-
 def _way_out(kind: str, line: Line, call: str = "") -> str:
     """What to do about a cut; a detach() that only serves NumPy is not the cause."""
     leaves_torch = kind == "detached" and any(word in line.text for word in (".numpy(", ".item(", ".tolist("))
     kind = "constant" if leaves_torch else kind
-    return _WAYS_OUT.get(kind) or _cut.fix_of(kind, line, call)
+    return _cut.CUTS[kind].inside or _cut.fix_of(kind, line, call)
 
 
 def _lost(
@@ -147,7 +131,7 @@ def _lost(
     if cuts:
         kind, line = cuts[0].kind, cuts[0].line
         lines = [f"  cut at       {quoted(lost.line)}" for lost in cuts]
-        return "\n".join([*lines, f"    => {_cut.KINDS[kind]}", f"    fix: {_way_out(kind, line, cuts[0].call)}"])
+        return "\n".join([*lines, f"    => {_cut.CUTS[kind].reason}", f"    fix: {_way_out(kind, line, cuts[0].call)}"])
     steps = [line for line, concerned in clues.steps.items() if concerned]
     if clues.walks == WALKS:
         return ""
@@ -211,7 +195,7 @@ def _untracked(case: FailedPass) -> str:
     explanation = _cut.no_graph(case)
     if explanation is None or explanation.created is None:
         return ""
-    kind = next((kind for kind, cause in _cut.CAUSES.items() if cause == explanation.cause), explanation.cause)
+    kind = next((kind for kind, cut in _cut.CUTS.items() if cut.cause == explanation.cause), explanation.cause)
     if kind == "smooth":
         return _body(explanation)
     return _body(replace(explanation, fixes=(_way_out(kind, explanation.created),)))

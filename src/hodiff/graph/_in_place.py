@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _record, _saved, _second_time, _source
-from hodiff.graph._case import Explanation, FailedPass
-from hodiff.graph._record import Change, Pass
-from hodiff.graph._source import Line, at, lines_of, outside, quoted
+from hodiff.graph import _inspect, _saved, _second_time, _source
+from hodiff.graph._case import Explanation, FailedPass, Rule, said
+from hodiff.graph._record import Change, Pass, Record, tensors_in
+from hodiff.graph._source import Line, at, lines_of, outside
 
 ACTIVATIONS = frozenset(
     {"relu_", "relu6", "relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "rrelu_", "threshold_", "hardtanh"}
@@ -46,106 +46,95 @@ def explain(case: FailedPass) -> Explanation | None:
         names = _source.changed_at(change.line) or _source.given_by(change.line)
         stale = stale._replace(variable=names[0] if names else "")
     what = f"`{stale.variable}`" if stale.variable else f"a tensor of shape {tuple(stale.value.shape)}"
-    text = [f"{what} was changed in place, after {type(stale.node).__name__} had saved it (as {stale.slot!r})"]
-    if made is not None:
-        text.append(f"  saved at     {quoted(made)}")
-    if change is not None:
-        text.append(f"  changed at   {quoted(change.line)}")
-        text += [f"  called from  {quoted(line)}" for line in _callers(case, change)]
-    text.append(f"  failing call {case.call or (f'{quoted(case.line)}' if case.line is not None else '?')}")
-    fixes, unknown = _advice(case, stale, change, made)
+    changed = change.line if change is not None else None
+    fix, unknown = _advice(case, stale, change)
     return case.explanation(
         "changed in place",
+        f"{what} was changed in place, after {type(stale.node).__name__} had saved it (as {stale.slot!r})",
+        ("saved at", made),
+        ("changed at", changed),
+        ("called from", _caller(case, change)),
+        ("failing call", case.call or case.line or "?"),
         variable=stale.variable,
-        created=change.line if change is not None else None,
-        text=tuple(text),
+        created=changed,
         reason="its derivative needs the value from before the change. A retained graph would not help.",
-        fixes=tuple(fixes),
-        unknown=tuple(unknown),
+        fixes=(fix,),
+        unknown=(unknown,),
     )
 
 
 def _find(case: FailedPass) -> _Stale | None:
     """The first such value; one that a variable holds is preferred."""
-    stale: _Stale | None = None
-    for node in _inspect.executed(case.roots, case.inputs):
-        for slot in _saved.slots(node):
-            if slot.state == _saved.STALE and slot.value is not None:
-                leaf = _saved.leaf_of(slot.value)
-                variable = (case.names.of(leaf) if leaf is not None else "") or case.names.memory(slot.value)
-                if stale is None or (variable and not stale.variable):
-                    stale = _Stale(node, slot.name, variable, slot.value, leaf)
-    return stale
+    values: list[_Stale] = []
+    for node, slot, value in _stale_slots(case):
+        leaf = _saved.leaf_of(value)
+        variable = (case.names.of(leaf) if leaf is not None else "") or case.names.memory(value)
+        values.append(_Stale(node, slot, variable, value, leaf))
+    return next((each for each in values if each.variable), values[0] if values else None)
 
 
-def _advice(case: FailedPass, stale: _Stale, change: Change | None, made: Line | None) -> tuple[list[str], list[str]]:
+def _advice(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str, str]:
+    """The fix, and what is left open."""
     if stale.leaf is not None:
         return _of_leaf(case, stale, change)
     if change is None:
-        return [], ["which line changed it: run the program under `hodiff explain`, which records that."]
-    if change.call in ACTIVATIONS:
-        return [f"let the module or function at {at(change.line)} not work in place: inplace=False."], []
-    fix = _copied(case, stale, change)
-    if fix is not None:
-        return [fix], []
-    return [], [
+        return "", "which line changed it: run the program under `hodiff explain`, which records that."
+    fix = _of_activation(change.call, change.line) or _copied(case, stale, change)
+    unknown = (
         f"which value the later lines are to have. Where the change at {change.line} is made to a new tensor\n"
         "(x = x + 1 for x += 1, torch.where for a masked assignment), the old one stays as it was saved;\n"
         "whoever else holds the tensor then sees the old values."
-    ]
+    )
+    return fix, "" if fix else unknown
 
 
-def _copied(case: FailedPass, stale: _Stale, change: Change) -> str | None:
+def _of_activation(call: str, line: Line) -> str:
+    return f"let the module or function at {at(line)} not work in place: inplace=False." if call in ACTIVATIONS else ""
+
+
+def _copied(case: FailedPass, stale: _Stale, change: Change) -> str:
     """Change a copy: sound where one variable alone holds the tensor, and that is what the line changes."""
     line = change.line
     targets = [_source.base(name) for name in _source.changed_at(line)]
-    if change.view or _saved.is_view(stale.value):  # what it is a view of would stay as it was
-        return None
-    if len(targets) != 1 or not targets[0].isidentifier():
-        return None
-    name = targets[0]
-    holders = {path for path, tensor in _holders(case) if _shares(tensor, stale.value)}
+    name = targets[0] if len(targets) == 1 else ""
+    if change.view or _saved.is_view(stale.value) or not name.isidentifier():
+        return ""  # what it is a view of would stay as it was
+    memory = _saved.memory(stale.value)
+    sharing = [tensor for tensor in case.names.all_tensors() if _saved.memory(tensor) == memory]
+    holders = {path for tensor in sharing for path in case.names.paths[id(tensor)]}
     if holders - {name} or name in _source.parameters(line) or not _source.is_alone(name, line):
-        return None
+        return ""
     return f"change a copy: before {at(line)}, write\n    {name} = {name}.clone()"
 
 
-def _holders(case: FailedPass) -> list[tuple[str, Tensor]]:
-    return [(path, tensor) for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]]
-
-
-def _shares(tensor: Tensor, value: Tensor) -> bool:
-    return _saved.storage(tensor)[0] == _saved.storage(value)[0]
-
-
-def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[list[str], list[str]]:
+def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str, str]:
     """A parameter has moved on: the loss is computed again, from there on, with all else that is spent."""
-    loss = _loss(case)
-    change = _last_change(case, change)
-    after = f" after {at(change.line)}" if change is not None else " after the change"
     if case.record is None:
-        return [], [
+        return "", (
             f"whether the loss is to be computed again, after the line that changed `{stale.variable}`; or whether\n"
             "this is the graph of an earlier step, through a value that step handed on (a recurrent state):\n"
             "then that is to be cut (.detach()) where the step ends."
-        ]
-    return [f"compute {loss} again{after}, from the forward pass on.{_chain(case)}{_left(case, stale)}"], [
+        )
+    change = _last_change(case, case.record, change)
+    after = f" after {at(change.line)}" if change is not None else " after the change"
+    left = _chain(case, case.record) + _left(case, case.record, stale)
+    return f"compute {_loss(case)} again{after}, from the forward pass on.{left}", (
         "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
         f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
-    ]
+    )
 
 
-def _left(case: FailedPass, stale: _Stale) -> str:
+def _left(case: FailedPass, record: Record, stale: _Stale) -> str:
     """What an earlier pass left in `.grad` of leaves that no step has moved since, for this one to add to."""
-    if case.record is None:
-        return ""
     names: dict[str, Pass] = {}
     for node in _inspect.executed(case.roots, case.inputs):
         leaf = _saved.leaf(node)
-        given = case.record.tags.given(node) if leaf is not None and leaf is not stale.leaf else None
-        change = case.record.changed(leaf) if leaf is not None else None
-        if given is not None and leaf is not None and (change is None or change.passes <= given.number):
-            names.update({name: given} if (name := case.names.of(leaf)) else {})
+        if leaf is None or leaf is stale.leaf:
+            continue
+        given, change = record.tags.given(node), record.changed(leaf)
+        name = case.names.of(leaf)
+        if name and given is not None and (change is None or change.passes <= given.number):
+            names[name] = given
     if not names:
         return ""
     shown = ", ".join(list(names)[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
@@ -159,21 +148,25 @@ def _left(case: FailedPass, stale: _Stale) -> str:
 NAMED = 2
 
 
-def _callers(case: FailedPass, change: Change) -> list[Line]:
+def _caller(case: FailedPass, change: Change | None) -> Line | None:
     """How the program came to the change, where that is not how it came to the pass."""
     here = case.call.stack if case.call is not None else ()
-    lines = [line for line in lines_of(change.path)[1:] if line not in here]
-    return lines[:1]
+    lines = lines_of(change.path)[1:] if change is not None else ()
+    return next((line for line in lines if line not in here), None)
 
 
-def _last_change(case: FailedPass, change: Change | None) -> Change | None:
-    """The last change of any value that the pass needs from before it."""
-    changes = [change] if change is not None else []
+def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
+    """What the pass needs and was changed: the node that saved it, what that calls it, and the value as it is."""
     for node in _inspect.executed(case.roots, case.inputs):
-        for slot in _saved.slots(node):
-            if slot.state == _saved.STALE and slot.value is not None and case.record is not None:
-                changes += [other] if (other := case.record.changed(slot.value)) is not None else []
-    return max(changes, key=lambda each: each.order, default=None)
+        for name, state, value in _saved.slots(node):
+            if state == _saved.STALE and value is not None:
+                yield node, name, value
+
+
+def _last_change(case: FailedPass, record: Record, change: Change | None) -> Change | None:
+    """The last change of any value that the pass needs from before it."""
+    changes = [change, *(record.changed(value) for _, _, value in _stale_slots(case))]
+    return max((each for each in changes if each is not None), key=lambda each: each.order, default=None)
 
 
 def _loss(case: FailedPass) -> str:
@@ -181,13 +174,10 @@ def _loss(case: FailedPass) -> str:
     return f"`{name or (_source.target_of(case.line) if case.line is not None else '') or 'the loss'}`"
 
 
-def _chain(case: FailedPass) -> str:
+def _chain(case: FailedPass, record: Record) -> str:
     """What the pass would meet next: all that was freed or changed, by the lines that made it."""
-    record = case.record
-    lines: dict[Line, None] = {}
-    for node in _inspect.executed(case.roots, case.inputs):
-        if _inspect.trouble(node) in ("freed", "stale") and record is not None:
-            lines.update(dict.fromkeys(outside(record.path(node))))
+    nodes = [n for n in _inspect.executed(case.roots, case.inputs) if _inspect.trouble(n) in ("freed", "stale")]
+    lines = {line for node in nodes for line in outside(record.path(node))}
     shown = sorted(lines)[:SHOWN]
     if not shown:
         return ""
@@ -215,29 +205,19 @@ class Refused(NamedTuple):
         return self.lines[0]
 
 
-class RefusalMeaning(NamedTuple):
-    """What a refusal means: the words it is known by, its cause, its sentence, its fix or what is left open."""
-
-    words: str
-    cause: str
-    sentence: str
-    unknown: str
-    fix: Callable[[Refused], str | None] | None = None
-
-
-def _of_refused_leaf(refused: Refused) -> str | None:
+def _of_refused_leaf(refused: Refused) -> str:
     """Without a record: unless another value that requires grad goes in, which that would cut off."""
     args, kwargs = refused.arguments
-    if any(tensor.requires_grad for tensor in _record.tensors_in([*args[1:], *kwargs.values()])):
-        return None
+    if any(tensor.requires_grad for tensor in tensors_in([*args[1:], *kwargs.values()])):
+        return ""
     also = "".join(f"\nThe same goes for {at(line)}." for line in _source.also_changed(refused.line)[:PLACES_SHOWN])
     return f"change its value without a record: put {at(refused.line)} into `with torch.no_grad():`.{also}"
 
 
-def _of_view(refused: Refused) -> str | None:
+def _of_view(refused: Refused) -> str:
     """Shapes alone: the same without a change. Else, what the view is of may be read later, and must change with it."""
     if refused.call not in SHAPES:
-        return None
+        return ""
     new = refused.call[:-1]
     return f"use {new} instead of {refused.call} at {at(refused.line)}: it leaves the tensor as it is."
 
@@ -247,83 +227,79 @@ SHAPES = ("squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"
 PLACES_SHOWN = 3
 
 
-RULES = (
-    RefusalMeaning(
-        "leaf Variable that requires grad is being used in an in-place operation",
+def _in_place_of(refused: Refused) -> str:
+    return _of_activation(refused.call, refused.line)
+
+
+_VIEW = (_in_place_of, _of_view)
+REFUSALS = {
+    "leaf changed": Rule(
         "refused in place",
         "a leaf that requires grad was to be changed in place while operations are recorded.",
-        "whether the new value is to be part of the graph. If so, make a new tensor of another name:\n"
-        "w = p + ...; an update of a parameter is made under torch.no_grad().",
-        _of_refused_leaf,
+        (_in_place_of, _of_refused_leaf),
+        (
+            "whether the new value is to be part of the graph. If so, make a new tensor of another name:\n"
+            "w = p + ...; an update of a parameter is made under torch.no_grad().",
+        ),
     ),
-    RefusalMeaning(
-        "nference tensors cannot be saved for backward",
+    "inference saved": Rule(
         "inference tensor",
         "it was made under inference_mode, which forbids it in any graph.",
-        "where it was made. Make it under torch.no_grad() instead of inference_mode(); a .clone() of it, made\n"
-        "outside, is an ordinary constant.",
+        unknown=(
+            "where it was made. Make it under torch.no_grad() instead of inference_mode(); a .clone() of it, made\n"
+            "outside, is an ordinary constant.",
+        ),
     ),
-    RefusalMeaning(
-        "nplace update to inference tensor",
+    "inference changed": Rule(
         "inference tensor",
         "it was made under inference_mode, and cannot be changed outside.",
-        "where it was made. Make it under torch.no_grad() instead of inference_mode(), or change a .clone() of it.",
+        unknown=(
+            "where it was made. Make it under torch.no_grad() instead of inference_mode(), or change a .clone() of it.",
+        ),
     ),
-    RefusalMeaning(
-        "BackwardHookFunction",
+    "hooked view changed": Rule(
         "refused in place",
         "a full backward hook makes what its module takes or returns a view that may not be changed in place.",
-        "who reads the changed values: make the change to a new tensor, or leave the hook out.",
-        _of_view,
+        _VIEW,
+        ("who reads the changed values: make the change to a new tensor, or leave the hook out.",),
     ),
-    RefusalMeaning(
-        "is a view and is being modified inplace",
+    "view changed": Rule(
         "refused in place",
         "it is one of several views that an operation gave, and those may not be changed in place.",
-        "who reads the changed values. Where it is what the views are of, compute all of that anew (x = (x - m) / s);\n"
-        "a copy of the view would leave it unchanged.",
-        _of_view,
+        _VIEW,
+        (
+            "who reads the changed values. Where it is what the views are of, compute all of that anew "
+            "(x = (x - m) / s);\na copy of the view would leave it unchanged.",
+        ),
     ),
-    RefusalMeaning(
-        "support the deepcopy protocol",
+    "copied": Rule(
         "copied",
         "a tensor with a graph was to be copied: an attribute of the object holds a result of its forward.",
-        "whether that attribute is to keep its graph. Copy before the first forward; or keep a detached value in it,\n"
-        "and the one that is trained through in a local variable.",
+        unknown=(
+            "whether that attribute is to keep its graph. Copy before the first forward; or keep a detached value in "
+            "it,\nand the one that is trained through in a local variable.",
+        ),
     ),
-)
+}
+"""Operations that are refused for the sake of gradients, by the kind of PyTorch's error."""
 
 
-def explain_refused(refused: Refused) -> Explanation | None:
-    """The explanation of an operation that was refused for the sake of gradients; None for other errors."""
-    error = str(refused.case.error)
-    rule = next((rule for rule in RULES if rule.words in error), None)
-    if rule is None:
-        return None
+def explain_refused(refused: Refused, rule: Rule) -> Explanation:
+    """The explanation of such an operation."""
     line = refused.line
-    in_place = rule.cause == "refused in place"
-    variable = _changed(refused) if in_place else _which(refused)
-    text = [
-        f"refused: {refused.call}" + (f", of `{variable}`" if variable else ""),
-        f"  at           {quoted(line)}",
-    ]
-    text += [
-        f"  called from  {quoted(outer)}"
-        for outer in dict.fromkeys(refused.lines[1:2] + refused.lines[-1:])
-        if outer != line
-    ]
-    if in_place and refused.call in ACTIVATIONS:
-        fix = f"let the module or function at {at(line)} not work in place: inplace=False."
-    else:
-        fix = rule.fix(refused) if rule.fix is not None else None
+    variable = _changed(refused) if rule.name == "refused in place" else _which(refused)
+    callers = dict.fromkeys(refused.lines[1:2] + refused.lines[-1:])
+    fixes = said(rule.fixes, refused)[:1]
     return refused.case.explanation(
-        rule.cause,
+        rule.name,
+        f"refused: {refused.call}" + (f", of `{variable}`" if variable else ""),
+        ("at", line),
+        *(("called from", outer) for outer in callers if outer != line),
         variable=variable,
         created=line,
-        text=tuple(text),
         reason=rule.sentence,
-        fixes=(fix,) if fix is not None else (),
-        unknown=() if fix is not None else (rule.unknown,),
+        fixes=fixes,
+        unknown=() if fixes else said(rule.unknown, refused),
     )
 
 

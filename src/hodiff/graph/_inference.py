@@ -14,14 +14,6 @@ from hodiff.graph._case import FailedPass
 from hodiff.graph._names import local_variables
 from hodiff.graph._source import Line, line_of
 
-SENTENCES = {
-    "hoisted": "it was built once, outside the loop, and every iteration differentiates through it again.",
-    "cached": "an object computed it once and keeps it; every pass through the object needs it again.",
-    "carried": "it is state from a previous step, whose pass freed its graph; this step differentiates into it.",
-    "two losses": "it belongs to both losses, and the pass of the first freed it.",
-    "same loss twice": "the same loss is differentiated twice, and the first pass freed what it needs.",
-}
-
 
 class Likely(NamedTuple):
     """What seems to be the part that was freed before, and why it is met again."""

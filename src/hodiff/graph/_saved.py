@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _nodes, _settings
+from hodiff._core import _messages, _nodes, _settings
 from hodiff._core._nodes import Node
 from hodiff._core._settings import Scope, Undo
 from hodiff.errors import GraphError
@@ -156,8 +156,6 @@ RELEASED = "released"
 NONE = "none"
 UNKNOWN = "unknown"
 
-FREED_TEXT = "a second time"
-STALE_TEXT = "modified by an inplace operation"
 _BUILTIN = re.compile(r".*Backward\d*$")
 _EMPTY = frozenset({"AccumulateGrad", "CopyBackwards", "UndefinedGradBackward", "GraphRoot", "Identity"})
 _RAISING = frozenset({"Error", "DelayedError", "NotImplemented"})
@@ -223,7 +221,7 @@ def _one_slot(node: Node, name: str, raw_name: str, value_name: str) -> list[Sav
     try:
         raw = getattr(node, raw_name)
     except RuntimeError as error:  # the getter of a list raises by itself
-        return [SavedTensor(name, FREED if FREED_TEXT in str(error) else UNKNOWN, None)]
+        return [SavedTensor(name, _refused(error), None)]
     if isinstance(raw, tuple):
         several = [state_of(part) for part in raw]
         if any(state == ALIVE for state, _ in several) and not any(state == PACKED for state, _ in several):
@@ -249,8 +247,13 @@ def state_of(raw: Any) -> tuple[str, Tensor | None]:
     try:
         raw.unpack()
     except RuntimeError as error:
-        return (FREED if FREED_TEXT in str(error) else UNKNOWN), None
+        return _refused(error), None
     return NONE, None
+
+
+def _refused(error: RuntimeError) -> str:
+    """The state of a saved tensor that cannot be read."""
+    return {"freed": FREED, "changed": STALE}.get(_messages.kind_of(error), UNKNOWN)
 
 
 def _packed(hook: Any) -> str:
@@ -279,7 +282,7 @@ def _unpacked(raw: Any) -> str:
         try:
             raw.unpack()
         except RuntimeError as error:
-            return STALE if STALE_TEXT in str(error) else UNKNOWN
+            return _refused(error)
     return state
 
 
@@ -290,7 +293,7 @@ def _check(node: Node, name: str, state: str) -> str:
     try:
         getattr(node, name)
     except RuntimeError as error:
-        return STALE if STALE_TEXT in str(error) else UNKNOWN
+        return _refused(error)
     return ALIVE
 
 
@@ -299,7 +302,7 @@ def read_function(node: Node) -> list[SavedTensor]:
     try:
         raws = node._raw_saved_tensors or ()
     except RuntimeError as error:
-        return [SavedTensor("tensors", FREED if FREED_TEXT in str(error) else UNKNOWN, None)]
+        return [SavedTensor("tensors", _refused(error), None)]
     except AttributeError:
         return [SavedTensor("tensors", UNKNOWN, None)]
     slots = [SavedTensor(f"tensors[{index}]", *state_of(raw)) for index, raw in enumerate(raws)]

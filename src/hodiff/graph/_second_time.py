@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _causes, _inference, _inspect, _names, _saved, _source
-from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised
+from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised, said
 from hodiff.graph._names import NamedVariable
 from hodiff.graph._record import Pass, Record
 from hodiff.graph._source import Frame, Line, Path, line_of, lines_of, quoted
@@ -35,24 +35,20 @@ def _recorded(case: FailedPass, evidence: Evidence) -> Explanation:
     cause = _causes.first_cause(evidence)
     part = evidence.first
     freed = evidence.freed_by
-    text = [f"shared part: {', '.join(_what(each) for each in evidence.parts[:SHOWN])}"]
-    if part.created is not None:
-        text.append(f"  created at   {quoted(part.created)}")
-        text += [f"  called from  {quoted(line)}" for line in _callers(evidence)]
-    text += [
-        f"  {'kept by ' if freed.retained else 'freed by'}     {freed}",
-        f"  failing call {case.call}",
-        f"  {_lost(evidence)}",
-    ]
     return case.explanation(
         cause.name,
+        f"shared part: {', '.join(_what(each) for each in evidence.parts[:SHOWN])}",
+        ("created at", part.created),
+        *(("called from", line) for line in _callers(evidence) if part.created is not None),
+        ("kept by" if freed.retained else "freed by", freed),
+        ("failing call", case.call),
+        f"  {_lost(evidence)}",
         variable=part.variable,
         created=part.created,
         freed=freed.stack[0] if freed.path and not freed.retained else None,
-        text=tuple(text),
-        reason=cause.sentence(evidence) or "",
-        fixes=_causes.said(cause.fixes, evidence),
-        unknown=_causes.said(cause.unknown, evidence),
+        reason="".join(said([cause.sentence], evidence)),
+        fixes=said(cause.fixes, evidence),
+        unknown=said(cause.unknown, evidence),
     )
 
 
@@ -61,9 +57,8 @@ SHOWN = 4
 
 
 def _what(part: SharedValue) -> str:
-    name = f"`{part.variable}`" if part.variable else "a value without a name"
     shape = _saved.shape(part.node)
-    return f"{name} = {type(part.node).__name__}" + (f" (output shape {shape})" if shape is not None else "")
+    return _of(part.node, part.variable) + (f" (output shape {shape})" if shape is not None else "")
 
 
 def _callers(evidence: Evidence) -> list[Line]:
@@ -92,20 +87,17 @@ def _inferred(case: FailedPass) -> Explanation | None:
     explanation = _inference.infer(case)
     if explanation is None:
         return None
-    text = [f"shared part: {_of(explanation.node, explanation.variable)}"]
-    if explanation.created is not None:
-        text.append(f"  created at   {quoted(explanation.created)}")
-    if explanation.freed is not None:
-        text.append(f"  freed by     {quoted(explanation.freed)}{explanation.earlier}")
-    if case.line is not None:
-        text.append(f"  failing call {quoted(case.line)}")
+    freed = explanation.freed
     return case.explanation(
         explanation.cause,
+        f"shared part: {_of(explanation.node, explanation.variable)}",
+        ("created at", explanation.created),
+        ("freed by", f"{quoted(freed)}{explanation.earlier}" if freed is not None else None),
+        ("failing call", case.line),
         variable=explanation.variable,
         created=explanation.created,
-        freed=explanation.freed,
-        text=tuple(text),
-        reason=_inference.SENTENCES[explanation.cause],
+        freed=freed,
+        reason=_causes.SENTENCES[explanation.cause],
         unknown=("which fix is sound here: that takes a record of what changed between the passes.",),
         certain=False,
     )
