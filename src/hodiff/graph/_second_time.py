@@ -6,13 +6,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import CodeType
+from typing import NamedTuple
 
 from torch import Tensor
 
+from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _inference, _inspect, _names, _saved, _source
+from hodiff.graph import _causes, _inspect, _names, _saved, _source
 from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised, said
-from hodiff.graph._names import NamedVariable
+from hodiff.graph._names import NamedVariable, local_variables
 from hodiff.graph._record import Pass, Record
 from hodiff.graph._source import Frame, Line, Path, line_of, lines_of, quoted
 
@@ -80,27 +82,6 @@ def _freed_below(evidence: Evidence) -> str:
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
-
-
-def _inferred(case: FailedPass) -> Explanation | None:
-    """Nothing was recorded: what is likely is said; no fix, as none of its conditions can be checked."""
-    explanation = _inference.infer(case)
-    if explanation is None:
-        return None
-    freed = explanation.freed
-    return case.explanation(
-        explanation.cause,
-        f"shared part: {_of(explanation.node, explanation.variable)}",
-        ("created at", explanation.created),
-        ("freed by", f"{quoted(freed)}{explanation.earlier}" if freed is not None else None),
-        ("failing call", case.line),
-        variable=explanation.variable,
-        created=explanation.created,
-        freed=freed,
-        reason=_causes.SENTENCES[explanation.cause],
-        unknown=("which fix is sound here: that takes a record of what changed between the passes.",),
-        certain=False,
-    )
 
 
 def _of(node: Node | None, variable: str) -> str:
@@ -333,3 +314,168 @@ def _assigned(path: Path) -> tuple[str, CodeType | None]:
         if not _source.returns(frame.line):
             break
     return "", None
+
+
+# --- after the fact, with nothing recorded: an inference from variables and source ------------------------------------
+
+
+def _inferred(case: FailedPass) -> Explanation | None:
+    """Nothing was recorded: what is likely is said; no fix, as none of its conditions can be checked."""
+    if not case.roots or case.line is None:
+        return None
+    likely = _infer(case, case.line)
+    if likely is None and _source.number(case.line.file):
+        with _source.reruns():
+            likely = _infer(case, case.line)
+    if likely is None:
+        return None
+    freed = likely.freed
+    return case.explanation(
+        likely.cause,
+        f"shared part: {_of(likely.node, likely.variable)}",
+        ("created at", likely.created),
+        ("freed by", f"{quoted(freed)}{likely.earlier}" if freed is not None else None),
+        ("failing call", case.line),
+        variable=likely.variable,
+        created=likely.created,
+        freed=freed,
+        reason=_causes.SENTENCES[likely.cause],
+        unknown=("which fix is sound here: that takes a record of what changed between the passes.",),
+        certain=False,
+    )
+
+
+class Likely(NamedTuple):
+    """What seems to be the part that was freed before, and why it is met again."""
+
+    node: Node | None
+    variable: str
+    created: Line | None
+    freed: Line | None
+    cause: str
+    earlier: str = ""  # what to add to the line that freed it
+
+
+EARLIER = "   (an earlier call on that line)"
+
+
+def _hoisted_or_carried(case: FailedPass, variable: str) -> str:
+    """What the source says of a variable: assigned outside the innermost loop, within it, or nowhere."""
+    line = next((line for frame in case.frames if _source.loops(line := line_of(frame))), None)
+    if line is None:
+        return ""
+    loop, name = _source.loops(line)[0], _source.base(variable)
+    numbers = _source.assignments(name, line)
+    if any(_source.within(loop, number) for number in numbers):
+        return "carried"
+    if name != variable and _source.fills(loop, name):
+        return "carried"  # a list to which each step adds
+    writers = _writers(case, name)
+    if numbers or ("." in name and writers == {"__init__"}):
+        return "hoisted"
+    if "." not in name:
+        return ""
+    return "carried" if writers else "cached"
+
+
+def _writers(case: FailedPass, name: str) -> set[str]:
+    """The functions, in the files of the user's frames, that assign a variable."""
+    files = {frame.f_code.co_filename for frame in case.frames}
+    return {writer for file in files for writer in _source.assigned_in(name, file)}
+
+
+def _infer(case: FailedPass, line: Line) -> Likely | None:
+    """Judge by the variables in sight and the source."""
+    graph = _inspect.below(case.roots)
+    needing = _nodes.leading_to(graph, _inspect.having(graph, "freed"))
+    twice = _same_twice(case, line)
+    if twice is not None:
+        return twice
+    spent = {node: name for node, name in case.names.nodes.items() if node in needing and node not in case.roots}
+    judged = [(node, name, _hoisted_or_carried(case, name)) for node, name in spent.items()]
+    for cause in ("cached", "hoisted"):
+        chosen = {node: name for node, name, named in judged if named == cause}
+        if chosen:
+            first = set(_nodes.topmost(case.roots, chosen))
+            node = next(node for node in chosen if node in first)
+            return _shared(line, node, chosen[node], cause)
+    other = _other_loss(case, line, needing)
+    if other is not None:
+        return other
+    loops = next(filter(None, (_source.loops(line_of(frame)) for frame in case.frames)), [])
+    tensors = [tensor for tensor in case.names.all_tensors() if tensor.grad_fn in graph]
+    sight = [path for tensor in tensors for path in case.names.paths[id(tensor)]]
+    for name in [name for loop in loops for name in _source.carried(loop)]:
+        if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in sight):
+            return _shared(line, None, name, "carried")
+    for node, name, named in judged:
+        if named == "carried" and name != _source.base(name):
+            return _shared(line, node, name, "carried")
+    for name in map(_source.base, sight):
+        if "." in name and _writers(case, name):
+            return _shared(line, None, name, "carried")
+    in_order = _in_order(line, spent) if not loops else None
+    if in_order is not None or _source.function_at(line) is None:
+        return in_order
+    for node, name in spent.items():  # no loop is in sight: an optimizer calls this function again and again
+        if not _source.assignments(_source.base(name), line):
+            return _shared(line, node, name, "hoisted")
+    return None
+
+
+def _in_order(line: Line, spent: dict[Node, str]) -> Likely | None:
+    """No loop: statements ran as they stand, those of cells in the order of their runs."""
+    root = _source.target_of(line)
+    given = [number for number in _source.assignments(root, line) if number <= line.number] if root else []
+    if given and _source.extends(Line(line.file, given[-1]), root):
+        earlier = _source.between(given[0], line)
+        of_it = [number for number in earlier if _source.target_of(Line(line.file, number)) == root]
+        if of_it:  # total = total + loss, and a pass of it before
+            return Likely(None, root, Line(line.file, given[-1]), Line(line.file, of_it[-1]), "carried")
+    for node, name in spent.items():
+        made = [number for number in _source.assignments(_source.base(name), line) if number < line.number]
+        earlier = _source.between(made[-1], line) if made else []
+        if earlier:
+            freed = Line(line.file, earlier[0]) if len(earlier) == 1 else None
+            return Likely(node, name, Line(line.file, made[-1]), freed, "two losses")
+    return None
+
+
+def _shared(line: Line, node: Node | None, variable: str, cause: str) -> Likely:
+    numbers = _source.assignments(_source.base(variable), line)
+    return Likely(node, variable, Line(line.file, numbers[-1]) if numbers else None, line, cause, EARLIER)
+
+
+def _same_twice(case: FailedPass, line: Line) -> Likely | None:
+    """Is there an earlier pass of the same variable, or none of its assignments in the loop?"""
+    root = case.roots[0]
+    variable = case.names.nodes.get(root, "") or _source.target_of(line)
+    if not variable:
+        return None
+    numbers = [number for number in _source.made_at(variable, line) if number <= line.number]
+    passes = [each.lineno for each in _source.statements(line) if _source.frees(each, variable)]
+    earlier = [number for number in passes if number < line.number and not (numbers and number < numbers[-1])]
+    loops = _source.loops(line)
+    a_name = _source.base(variable) == variable
+    outside = bool(a_name and loops and numbers) and not any(_source.within(loops[0], number) for number in numbers)
+    if not earlier and not outside:
+        return None
+    freed = Line(line.file, earlier[0]) if earlier else line
+    created = Line(line.file, numbers[-1]) if numbers else None
+    return Likely(root, variable, created, freed, "same loss twice", "" if earlier else EARLIER)
+
+
+def _other_loss(case: FailedPass, line: Line, needing: set[Node]) -> Likely | None:
+    """A scalar in sight that shares nodes with this loss, and was differentiated before."""
+    for name, value in local_variables(case.frames[0]).items():
+        node = _nodes.node_of(value) if isinstance(value, Tensor) and value.numel() == 1 else None
+        if node is None or node in case.roots:
+            continue
+        common = [each for each in _nodes.walk([node]) if each in needing and _saved.leaf(each) is None]
+        passes = [each.lineno for each in _source.statements(line) if _source.frees(each, name)]
+        if common and passes:
+            edge = _nodes.topmost(case.roots, common)
+            chosen = next((each for each in edge if each in case.names.nodes), edge[0])
+            shared = _shared(line, chosen, case.names.nodes.get(chosen, ""), "two losses")
+            return shared._replace(freed=Line(line.file, passes[0]), earlier="")
+    return None
