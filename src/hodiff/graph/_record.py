@@ -412,7 +412,7 @@ class Record:
 
     def path(self, node: Node) -> Path:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
-        number = self._log.line(_saved.sequence(node)) if _saved.sequences_work() else None
+        number = self._log.line(_saved.sequence(node)) if _saved.answers().sequences else None
         return () if number is None else self._paths[number]
 
     def made(self, node: Node) -> Line | None:

@@ -36,19 +36,17 @@ def is_raising(node: Node) -> bool:
 
 def slots(node: Node) -> list[SavedTensor]:
     """The saved tensors of a node with their states. Runs no hook."""
-    names, function, opaque, _ = plan(node.__class__)
-    if not names and not function and not opaque:
-        return []
+    names, _, opaque, _ = plan(node.__class__)
     if opaque or not works():
         return [SavedTensor("?", UNKNOWN, None)]
-    return read_function(node) if function else read(node, names)
+    return read(node, names)
 
 
 def is_whole(node: Node) -> bool:
     """Whether all that a node saved is there as it was saved, as is so of most: told without a record of each."""
-    names, function, opaque, raising = plan(node.__class__)
+    names, _, opaque, raising = plan(node.__class__)
     if not names:
-        return not (function or opaque or raising)
+        return not (opaque or raising)
     if not works():
         return False
     try:
@@ -108,32 +106,16 @@ def is_freed_like_others(node: Node) -> bool:
     return False
 
 
-def release(node: Node) -> int:
-    """Drop the saved tensors of a node; a later use raises `RELEASED_TEXT`. Returns how many were dropped."""
-    return drop(node) if works() else 0
-
-
 def held_by_python(slot: SavedTensor, slots: list[SavedTensor]) -> bool:
     """Whether Python holds that very tensor, besides those slots of a node that hold it now."""
-    others = sys.getrefcount(slot.value) - _answers().references - 1
+    others = sys.getrefcount(slot.value) - answers().references - 1
     return others > 0 and others >= [other.value is slot.value for other in slots].count(True)
 
 
 @cache
 def works() -> bool:
     """Whether this PyTorch answers as this module expects."""
-    return _answers().states
-
-
-@cache
-def sequences_work() -> bool:
-    """Whether nodes and the thread's counter agree on the order of creation."""
-    return _answers().sequences
-
-
-@cache
-def _answers() -> Answers:
-    return answers()
+    return answers().states
 
 
 # --- saved tensors ----------------------------------------------------------------------------------------------------
@@ -182,7 +164,7 @@ class NodeLayout(NamedTuple):
 def plan(kind: type) -> NodeLayout:
     """How to read the nodes of a class."""
     if issubclass(kind, BackwardCFunction):
-        return NodeLayout(function=True)
+        return NodeLayout((("tensors", "_raw_saved_tensors", "saved_tensors"),), function=True)
     if kind.__name__ in _RAISING:
         return NodeLayout(raising=True)
     names = tuple(
@@ -194,7 +176,7 @@ def plan(kind: type) -> NodeLayout:
 
 
 def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]:
-    """The saved tensors of these names, of a node that is no Python Function."""
+    """The saved tensors of these names."""
     slots: list[SavedTensor] = []
     for name, raw_name, value_name in names:
         # Most slots are alive, and are read without a further call. A list has no `unpack_hook`.
@@ -208,7 +190,7 @@ def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]
                     continue
         except (RuntimeError, AttributeError):
             pass
-        slots += _one_slot(node, name, raw_name, value_name)
+        slots += _read_name(node, name, raw_name, value_name)
     return slots
 
 
@@ -216,21 +198,22 @@ _slot = tuple.__new__
 """Makes a named tuple at a third of the cost; `inspect` and `predict` make one for each saved tensor."""
 
 
-def _one_slot(node: Node, name: str, raw_name: str, value_name: str) -> list[SavedTensor]:
-    """The slot of this name, whatever its state; several, if it is a list."""
+def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[SavedTensor]:
+    """The saved tensor of this name, whatever its state; several, if it is a list."""
     try:
         raw = getattr(node, raw_name)
     except RuntimeError as error:  # the getter of a list raises by itself
         return [SavedTensor(name, _refused(error), None)]
-    if isinstance(raw, tuple):
-        several = [state_of(part) for part in raw]
-        if any(state == ALIVE for state, _ in several) and not any(state == PACKED for state, _ in several):
-            several = [(_check(node, value_name, state), value) for state, value in several]
-        return [SavedTensor(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
-    state, value = state_of(raw)
-    if state == ALIVE:
-        state = _check(node, value_name, state)
-    return [SavedTensor(name, state, value)]
+    except AttributeError:
+        return [SavedTensor(name, UNKNOWN, None)]
+    several = [state_of(part) for part in (raw if isinstance(raw, tuple) else (raw,)) if part is not None]
+    states = [state for state, _ in several]
+    if ALIVE in states and PACKED not in states and RELEASED not in states:
+        now = _check(node, value_name)
+        several = [(now if state == ALIVE else state, value) for state, value in several]
+    if not isinstance(raw, tuple):
+        return [SavedTensor(name, *pair) for pair in several]
+    return [SavedTensor(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
 
 
 def state_of(raw: Any) -> tuple[str, Tensor | None]:
@@ -271,7 +254,7 @@ def _packed(hook: Any) -> str:
         states = {_unpacked(raw) for raw in arguments if hasattr(raw, "unpack_hook")}
     else:  # until torch 2.12 or so: a node that saves them
         saver = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
-        states = {slot.state for slot in read_function(saver)} if saver is not None else {UNKNOWN}
+        states = {slot.state for slot in slots(saver)} if saver is not None else {UNKNOWN}
     return next((state for state in (STALE, UNKNOWN) if state in states), PACKED)
 
 
@@ -286,10 +269,8 @@ def _unpacked(raw: Any) -> str:
     return state
 
 
-def _check(node: Node, name: str, state: str) -> str:
-    """`state`, if it is not alive or the value can be read; reading compares version counters."""
-    if state != ALIVE:
-        return state
+def _check(node: Node, name: str) -> str:
+    """Whether values that are there are alive, or stale: to read them is to compare version counters."""
     try:
         getattr(node, name)
     except RuntimeError as error:
@@ -297,27 +278,15 @@ def _check(node: Node, name: str, state: str) -> str:
     return ALIVE
 
 
-def read_function(node: Node) -> list[SavedTensor]:
-    """The saved tensors of a Python Function."""
-    try:
-        raws = node._raw_saved_tensors or ()
-    except RuntimeError as error:
-        return [SavedTensor("tensors", _refused(error), None)]
-    except AttributeError:
-        return [SavedTensor("tensors", UNKNOWN, None)]
-    slots = [SavedTensor(f"tensors[{index}]", *state_of(raw)) for index, raw in enumerate(raws)]
-    if not any(slot.state == ALIVE for slot in slots) or any(slot.state in (PACKED, RELEASED) for slot in slots):
-        return slots
-    if _check(node, "saved_tensors", ALIVE) == ALIVE:
-        return slots
-    return [slot._replace(state=STALE) if slot.state == ALIVE else slot for slot in slots]
+def release(node: Node) -> int:
+    """Drop the saved tensors of a node; a later use raises `RELEASED_TEXT`. Returns how many were dropped."""
+    return drop(node) if works() else 0
 
 
 def drop(node: Node) -> int:
-    """Drop the saved tensors of a node; a later use raises `RELEASED_TEXT`. Returns how many were dropped."""
-    names, function, *_ = plan(type(node))
+    """Drop them without asking whether this PyTorch is known."""
     dropped = 0
-    for name in ("_raw_saved_tensors",) if function else (raw_name for _, raw_name, _ in names):
+    for _, name, _ in plan(type(node)).names:
         try:
             raws = getattr(node, name)
         except (RuntimeError, AttributeError):  # freed already
@@ -460,10 +429,7 @@ def storage(tensor: Tensor) -> tuple[int, int]:
 
 def memory(tensor: Tensor) -> int:
     """An identity for the memory under a tensor."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except _WITHOUT_MEMORY:
-        return id(tensor)
+    return storage(tensor)[0]
 
 
 def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
@@ -493,6 +459,7 @@ class Answers(NamedTuple):
     sequences: bool = False
 
 
+@cache
 def answers() -> Answers:
     """Try it all, in a thread of its own, where no mode or hook of the caller is on."""
     lines: list[Answers] = []
