@@ -82,54 +82,14 @@ def sigmoid(x: Any, order: int) -> Series:
     return s[: order + 1]
 
 
-@elementwise("exp")
-def exp(x: Any, order: int) -> Series:
-    """The exponential: y' = y."""
-    y = torch.exp(x)
-    return [y, *(scaled(y, 1 / math.factorial(m)) for m in range(1, order + 1))]
+def _growing(y: Any, rate: float, order: int) -> Series:
+    """The coefficients of y' = rate y."""
+    return [scaled(y, rate**m / math.factorial(m)) for m in range(order + 1)]
 
 
-@elementwise("exp2", "special_exp2")
-def exp2(x: Any, order: int) -> Series:
-    """Y' = y log 2."""
-    y = torch.exp2(x)
-    return [y, *(y * (math.log(2) ** m / math.factorial(m)) for m in range(1, order + 1))]
-
-
-@elementwise("expm1", "special_expm1")
-def expm1(x: Any, order: int) -> Series:
-    """Y' = exp x."""
-    return [torch.expm1(x), *exp(x, order)[1:]]
-
-
-def _cycle(first: list[Any], order: int) -> Series:
-    return [scaled(first[m % len(first)], 1 / math.factorial(m)) for m in range(order + 1)]
-
-
-@elementwise("sin")
-def sin(x: Any, order: int) -> Series:
-    """sin, cos, -sin, -cos, ..."""
-    s, c = torch.sin(x), torch.cos(x)
-    return _cycle([s, c, -s, -c] if order > 1 else [s, c], order)
-
-
-@elementwise("cos")
-def cos(x: Any, order: int) -> Series:
-    """cos, -sin, -cos, sin, ..."""
-    s, c = torch.sin(x), torch.cos(x)
-    return _cycle([c, -s, -c, s] if order > 1 else [c, -s], order)
-
-
-@elementwise("sinh")
-def sinh(x: Any, order: int) -> Series:
-    """The hyperbolic sine: its derivatives are cosh, sinh, ..."""
-    return _cycle([torch.sinh(x), torch.cosh(x)], order)
-
-
-@elementwise("cosh")
-def cosh(x: Any, order: int) -> Series:
-    """The hyperbolic cosine: its derivatives are sinh, cosh, ..."""
-    return _cycle([torch.cosh(x), torch.sinh(x)], order)
+def _waves(even: Any, odd: Any, signs: tuple[int, ...], order: int) -> Series:
+    """Two functions that are each other's derivatives, up to signs."""
+    return [scaled((even, odd)[m % 2], signs[m % len(signs)] / math.factorial(m)) for m in range(order + 1)]
 
 
 @elementwise("tan")
@@ -157,59 +117,12 @@ def power_series(x: Any, p: float, order: int) -> Series:
     return s
 
 
-@elementwise("square")
-def square(x: Any, order: int) -> Series:
-    """The square: x², 2x, 1."""
-    return power_series(x, 2, order)
-
-
-@elementwise("sqrt")
-def sqrt(x: Any, order: int) -> Series:
-    """Each coefficient from the one before: s_m = s_{m-1} (p - m + 1) / (m x)."""
-    return _falling(torch.sqrt(x), x, 0.5, order)
-
-
-@elementwise("rsqrt")
-def rsqrt(x: Any, order: int) -> Series:
-    """As sqrt, with p = -1/2."""
-    return _falling(torch.rsqrt(x), x, -0.5, order)
-
-
-@elementwise("reciprocal")
-def reciprocal(x: Any, order: int) -> Series:
-    """As sqrt, with p = -1."""
-    return _falling(torch.reciprocal(x), x, -1.0, order)
-
-
 def _falling(value: Any, x: Any, p: float, order: int) -> Series:
+    """The coefficients of x**p from its value, each from the one before: s_m = s_{m-1} (p - m + 1) / (m x)."""
     s, inverse = [value], 1 / x
     for m in range(1, order + 1):
         s.append(s[-1] * inverse * ((p - m + 1) / m))
     return s
-
-
-@elementwise("log")
-def log(x: Any, order: int) -> Series:
-    """The logarithm: y' = 1/x."""
-    return integrated(torch.log(x), reciprocal(x, order - 1))
-
-
-@elementwise("log2")
-def log2(x: Any, order: int) -> Series:
-    """Log over log 2."""
-    return [torch.log2(x), *(scaled(s, 1 / math.log(2)) for s in log(x, order)[1:])]
-
-
-@elementwise("log10")
-def log10(x: Any, order: int) -> Series:
-    """Log over log 10."""
-    return [torch.log10(x), *(scaled(s, 1 / math.log(10)) for s in log(x, order)[1:])]
-
-
-@elementwise("log1p", "special_log1p")
-def log1p(x: Any, order: int) -> Series:
-    """Y' = 1/(1 + x)."""
-    return integrated(torch.log1p(x), reciprocal(1 + x, order - 1))
 
 
 def _of_quadratic(p: float, c0: Any, c1: Any, c2: float, order: int) -> Series:
@@ -223,42 +136,6 @@ def _of_quadratic(p: float, c0: Any, c1: Any, c2: float, order: int) -> Series:
     return y
 
 
-@elementwise("atan", "arctan")
-def atan(x: Any, order: int) -> Series:
-    """Y' = 1/(1 + x²)."""
-    return integrated(torch.atan(x), _of_quadratic(-1, 1 + x * x, 2 * x, 1, order - 1))
-
-
-@elementwise("atanh", "arctanh")
-def atanh(x: Any, order: int) -> Series:
-    """Y' = 1/(1 - x²)."""
-    return integrated(torch.atanh(x), _of_quadratic(-1, 1 - x * x, -2 * x, -1, order - 1))
-
-
-@elementwise("asin", "arcsin")
-def asin(x: Any, order: int) -> Series:
-    """Y' = (1 - x²)^(-1/2)."""
-    return integrated(torch.asin(x), _of_quadratic(-0.5, 1 - x * x, -2 * x, -1, order - 1))
-
-
-@elementwise("acos", "arccos")
-def acos(x: Any, order: int) -> Series:
-    """Y' = -(1 - x²)^(-1/2)."""
-    return [torch.acos(x), *(-s for s in asin(x, order)[1:])]
-
-
-@elementwise("asinh", "arcsinh")
-def asinh(x: Any, order: int) -> Series:
-    """Y' = (x² + 1)^(-1/2)."""
-    return integrated(torch.asinh(x), _of_quadratic(-0.5, x * x + 1, 2 * x, 1, order - 1))
-
-
-@elementwise("acosh", "arccosh")
-def acosh(x: Any, order: int) -> Series:
-    """Y' = (x² - 1)^(-1/2)."""
-    return integrated(torch.acosh(x), _of_quadratic(-0.5, x * x - 1, 2 * x, 1, order - 1))
-
-
 def _gaussian(x: Any, scale: float, rate: float, order: int) -> Series:
     """Scale * exp(-rate x²): y' = -2 rate x y."""
     s = [torch.exp(x * x * -rate) * scale]
@@ -266,18 +143,6 @@ def _gaussian(x: Any, scale: float, rate: float, order: int) -> Series:
         coefficient = x * s[m] if m == 0 else x * s[m] + s[m - 1]
         s.append(coefficient * (-2 * rate / (m + 1)))
     return s
-
-
-@elementwise("erf", "special_erf")
-def erf(x: Any, order: int) -> Series:
-    """Y' = 2/√π exp(-x²)."""
-    return integrated(torch.erf(x), _gaussian(x, 2 / math.sqrt(math.pi), 1.0, order - 1))
-
-
-@elementwise("erfc", "special_erfc")
-def erfc(x: Any, order: int) -> Series:
-    """The complementary error function, 1 - erf."""
-    return [torch.erfc(x), *(-s for s in erf(x, order)[1:])]
 
 
 @elementwise("special_erfcx")
@@ -387,18 +252,6 @@ def logsigmoid(x: Any, order: int) -> Series:
     return [F.logsigmoid(x), torch.sigmoid(-x), *(s[m - 1] * (-1 / m) for m in range(2, order + 1))]
 
 
-@elementwise("lgamma", "special_gammaln")
-def lgamma(x: Any, order: int) -> Series:
-    """The logarithm of the gamma function: its derivatives are polygamma functions."""
-    return [torch.lgamma(x), *(torch.polygamma(m - 1, x) * (1 / math.factorial(m)) for m in range(1, order + 1))]
-
-
-@elementwise("digamma", "special_psi", "special_digamma")
-def digamma(x: Any, order: int) -> Series:
-    """Polygamma functions, from the first on."""
-    return [torch.digamma(x), *(torch.polygamma(m, x) * (1 / math.factorial(m)) for m in range(1, order + 1))]
-
-
 @rule("elementwise", "pow", "float_power", "rpow")
 def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """`x ** p` for a number or a constant tensor p, `a ** x`, and `x ** y` as exp(y log x)."""
@@ -465,76 +318,85 @@ def elu(x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale:
     return y
 
 
-@elementwise("celu")
-def celu(x: Any, order: int, alpha: float = 1.0) -> Series:
-    """Elu with a smooth first derivative."""
-    return elu(x, order, alpha, 1.0, 1 / alpha)
+# --- tables: operations of which a formula says all -------------------------------------------------------------------
 
 
-@elementwise("selu")
-def selu(x: Any, order: int) -> Series:
-    """Elu with the self-normalising constants."""
-    return elu(x, order, 1.6732632423543772, 1.0507009873554805)
+SERIES: dict[str, Coefficients] = {
+    "exp": lambda x, order: _growing(torch.exp(x), 1.0, order),
+    "exp2 special_exp2": lambda x, order: _growing(torch.exp2(x), math.log(2), order),
+    "sin": lambda x, order: _waves(torch.sin(x), torch.cos(x), (1, 1, -1, -1), order),
+    "cos": lambda x, order: _waves(torch.cos(x), torch.sin(x), (1, -1, -1, 1), order),
+    "sinh": lambda x, order: _waves(torch.sinh(x), torch.cosh(x), (1,), order),
+    "cosh": lambda x, order: _waves(torch.cosh(x), torch.sinh(x), (1,), order),
+    "square": lambda x, order: power_series(x, 2, order),
+    "sqrt": lambda x, order: _falling(torch.sqrt(x), x, 0.5, order),
+    "rsqrt": lambda x, order: _falling(torch.rsqrt(x), x, -0.5, order),
+    "reciprocal": lambda x, order: _falling(torch.reciprocal(x), x, -1.0, order),
+    "digamma special_psi special_digamma": lambda x, order: [
+        torch.digamma(x),
+        *(torch.polygamma(m, x) * (1 / math.factorial(m)) for m in range(1, order + 1)),
+    ],
+    "celu": lambda x, order, alpha=1.0: elu(x, order, alpha, 1.0, 1 / alpha),
+    "selu": lambda x, order: elu(x, order, 1.6732632423543772, 1.0507009873554805),
+}
+"""All coefficients."""
+
+INTEGRALS: dict[str, tuple[Callable[[Any], Any], Coefficients]] = {
+    "expm1 special_expm1": (torch.expm1, SERIES["exp"]),
+    "log": (torch.log, SERIES["reciprocal"]),
+    "log2": (torch.log2, lambda x, order: _falling(1 / (x * math.log(2)), x, -1.0, order)),
+    "log10": (torch.log10, lambda x, order: _falling(1 / (x * math.log(10)), x, -1.0, order)),
+    "log1p special_log1p": (torch.log1p, lambda x, order: SERIES["reciprocal"](1 + x, order)),
+    "atan arctan": (torch.atan, lambda x, order: _of_quadratic(-1, 1 + x * x, 2 * x, 1, order)),
+    "atanh arctanh": (torch.atanh, lambda x, order: _of_quadratic(-1, 1 - x * x, -2 * x, -1, order)),
+    "asin arcsin": (torch.asin, lambda x, order: _of_quadratic(-0.5, 1 - x * x, -2 * x, -1, order)),
+    "acos arccos": (torch.acos, lambda x, order: [-s for s in _of_quadratic(-0.5, 1 - x * x, -2 * x, -1, order)]),
+    "asinh arcsinh": (torch.asinh, lambda x, order: _of_quadratic(-0.5, x * x + 1, 2 * x, 1, order)),
+    "acosh arccosh": (torch.acosh, lambda x, order: _of_quadratic(-0.5, x * x - 1, 2 * x, 1, order)),
+    "erf special_erf": (torch.erf, lambda x, order: _gaussian(x, 2 / math.sqrt(math.pi), 1.0, order)),
+    "erfc special_erfc": (torch.erfc, lambda x, order: _gaussian(x, -2 / math.sqrt(math.pi), 1.0, order)),
+    "lgamma special_gammaln": (torch.lgamma, SERIES["digamma special_psi special_digamma"]),
+}
+"""The function, and the coefficients of its derivative."""
+
+LINES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "relu": lambda x: (torch.relu(x), x > 0),
+    "relu6": lambda x: (torch.clamp(x, 0, 6), (x > 0) & (x < 6)),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0: (
+        torch.clamp(x, min_val, max_val),
+        (x > min_val) & (x < max_val),
+    ),
+    "leaky_relu": lambda x, negative_slope=0.01: (
+        F.leaky_relu(x, negative_slope),
+        torch.where(x > 0, torch.ones_like(x), negative_slope),
+    ),
+    "threshold": lambda x, threshold, value: (torch.where(x > threshold, x, value), x > threshold),
+    "hardshrink": lambda x, lambd=0.5: (F.hardshrink(x, lambd), (x > lambd) | (x < -lambd)),
+    "softshrink": lambda x, lambd=0.5: (F.softshrink(x, lambd), (x > lambd) | (x < -lambd)),
+    "abs fabs": lambda x: (torch.abs(x), torch.sign(x)),
+    "nan_to_num": lambda x, nan=0.0, posinf=None, neginf=None: (
+        torch.nan_to_num(x, nan, posinf, neginf),
+        torch.isfinite(x),
+    ),
+}
+"""The value and the slope of what is linear in pieces; higher derivatives are zero almost everywhere."""
 
 
-def _piecewise_linear(value: Any, slope: Any, order: int) -> Series:
-    return [value, slope, *[None] * (order - 1)]
+def _integral(value: Callable[[Any], Any], derivative: Coefficients) -> Coefficients:
+    return lambda x, order: integrated(value(x), derivative(x, order - 1))
 
 
-@elementwise("relu")
-def relu(x: Any, order: int) -> Series:
-    """Slope 0 or 1; higher derivatives are zero almost everywhere."""
-    return _piecewise_linear(torch.relu(x), (x > 0).to(x.dtype), order)
+def _line(value_and_slope: Callable[..., tuple[Any, Any]]) -> Coefficients:
+    def coefficients(x: Any, order: int, *args: Any, **kwargs: Any) -> Series:
+        value, slope = value_and_slope(x, *args, **kwargs)
+        return [value, slope.to(x.dtype), *[None] * (order - 1)]
+
+    return coefficients
 
 
-@elementwise("relu6")
-def relu6(x: Any, order: int) -> Series:
-    """Clamp to [0, 6]."""
-    return _piecewise_linear(torch.clamp(x, 0, 6), ((x > 0) & (x < 6)).to(x.dtype), order)
-
-
-@elementwise("hardtanh")
-def hardtanh(x: Any, order: int, min_val: float = -1.0, max_val: float = 1.0) -> Series:
-    """A clamp with open ends."""
-    inside = (x > min_val) & (x < max_val)
-    return _piecewise_linear(torch.clamp(x, min_val, max_val), inside.to(x.dtype), order)
-
-
-@elementwise("leaky_relu")
-def leaky_relu(x: Any, order: int, negative_slope: float = 0.01) -> Series:
-    """Leaky ReLU: a line with two slopes."""
-    slope = torch.where(x > 0, torch.ones_like(x), negative_slope)
-    return _piecewise_linear(x * slope, slope, order)
-
-
-@elementwise("threshold")
-def threshold(x: Any, order: int, threshold: float, value: float) -> Series:
-    """X above the threshold, a constant below."""
-    above = x > threshold
-    return _piecewise_linear(torch.where(above, x, value), above.to(x.dtype), order)
-
-
-@elementwise("hardshrink")
-def hardshrink(x: Any, order: int, lambd: float = 0.5) -> Series:
-    """X outside the interval, zero inside."""
-    outside = ((x > lambd) | (x < -lambd)).to(x.dtype)
-    return _piecewise_linear(x * outside, outside, order)
-
-
-@elementwise("softshrink")
-def softshrink(x: Any, order: int, lambd: float = 0.5) -> Series:
-    """Shifted towards zero outside the interval."""
-    outside = ((x > lambd) | (x < -lambd)).to(x.dtype)
-    return _piecewise_linear((x - torch.sign(x) * lambd) * outside, outside, order)
-
-
-@elementwise("abs", "fabs")
-def absolute(x: Any, order: int) -> Series:
-    """The absolute value |x|."""
-    return _piecewise_linear(torch.abs(x), torch.sign(x), order)
-
-
-@elementwise("nan_to_num")
-def nan_to_num(x: Any, order: int, *args: Any, **kwargs: Any) -> Series:
-    """The identity where finite."""
-    return _piecewise_linear(torch.nan_to_num(x, *args, **kwargs), torch.isfinite(x).to(x.dtype), order)
+for _names, _coefficients in {
+    **SERIES,
+    **{names: _integral(*given) for names, given in INTEGRALS.items()},
+    **{names: _line(given) for names, given in LINES.items()},
+}.items():
+    elementwise(*_names.split())(_coefficients)
