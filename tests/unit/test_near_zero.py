@@ -150,6 +150,7 @@ PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.prod": lambda x: torch.prod(stack(x, x.cos(), x + 1)),
     "prod of a dimension": lambda x: stack(x, x.cos(), x + 1)[:, None].prod(0, keepdim=True)[0, 0],
     "cumprod": lambda x: stack(x, x.cos(), x + 1).cumprod(0)[2],
+    "names of NumPy's": lambda x: torch.prod(stack(x, x.cos(), x + 1)[:, None], axis=0, keepdims=True)[0, 0],
     "torch.cumprod": lambda x: torch.cumprod(stack(x, x.cos(), x + 1)[:, None], dim=0)[2, 0],
 }
 

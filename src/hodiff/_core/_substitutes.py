@@ -16,7 +16,7 @@ deviation that the kernel returns beside its result, and autograd takes those fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from typing import Any
 
@@ -336,7 +336,15 @@ class ExactNorms(TorchFunctionMode):
         if func in (F.batch_norm, torch.batch_norm):
             training = args[5] if len(args) > 5 else (kwargs or {}).get("training", False)
             self.mixes_samples |= bool(training)
-        return definition(*args, **(kwargs or {}))
+        return definition(*args, **named_by_torch(kwargs or {}))
+
+
+def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments by PyTorch's names, where they were given by those of NumPy, which it takes as well."""
+    return {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
+
+
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
 
 
 # --- control flow in operators (`torch.cond`, `scan`), run as the Python that it is defined to be ---------------------

@@ -18,7 +18,7 @@ from hodiff._core._settings import InTime, RandomState, Scope, Undo
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _pushforward
 from hodiff.jets._jet import NoConstants, NoDerivative, NoRule
-from hodiff.jets._series import Series
+from hodiff.jets._series import Series, entry
 
 What = Callable[..., Any] | Tensor
 
@@ -254,4 +254,4 @@ def _by_jets(
 
 def _orders(series: Series, n: int) -> list[Any]:
     """The coefficients up to n along a single direction."""
-    return [series[0], *(_pushforward.entry(series, k, 1)[0] for k in range(1, n + 1))]
+    return [series[0], *(entry(series, k, 1)[0] for k in range(1, n + 1))]

@@ -20,7 +20,7 @@ from hodiff.calculus import _directional
 from hodiff.errors import GraphError, InputError
 from hodiff.fields._field import FieldCall, choose, push, released
 from hodiff.jets import _jet, _pushforward
-from hodiff.jets._series import CoefficientTooLarge
+from hodiff.jets._series import CoefficientTooLarge, entry
 
 Probes = Literal["rademacher", "gaussian", "coordinates"]
 PROBES = get_args(Probes)
@@ -336,7 +336,7 @@ def _rehearse(call: FieldCall, directions: Directions) -> Rehearsal:
 def _series_along(call: FieldCall, vector: Tensor) -> tuple[list[Tensor], int]:
     """The coefficients of f along one direction, and the bytes of the largest tensor met."""
     series, expansion = push(call, [vector], 2, max_bytes=float("inf"))
-    return [series[0], *(_pushforward.entry(series, k, 1)[0] for k in (1, 2))], expansion.widest
+    return [series[0], *(entry(series, k, 1)[0] for k in (1, 2))], expansion.widest
 
 
 def _rounding(order: Tensor) -> Tensor:
@@ -431,7 +431,7 @@ def by_jets(call: FieldCall, directions: Directions, drift: Any = None, *, max_b
     rows = vectors.shape[0]
     seeds = [vectors] if drift is None else [vectors, (drift * 0.5).unsqueeze(0)]
     series, _ = push(call, seeds, 2, groups=groups, weights=weights, max_bytes=max_bytes)
-    return Curves(series[0], _pushforward.entry(series, 1, rows), _pushforward.entry(series, 2, groups) * 2)
+    return Curves(series[0], entry(series, 1, rows), entry(series, 2, groups) * 2)
 
 
 def by_reverse(call: FieldCall, directions: Directions, drift: Any, *, first: bool = True) -> Curves:

@@ -18,6 +18,7 @@ from hodiff.errors import InputError
 from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, released
 from hodiff.jets import _jet, _pushforward
 from hodiff.jets._jet import OTHER_ROUTE, NoRule
+from hodiff.jets._series import entry
 
 What = Callable[..., Any] | Tensor
 
@@ -267,7 +268,7 @@ def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     series = _pushforward.coefficients(output, expansion, call.batch)
     derivatives: dict[Index, Any] = {(): series[0]}
     for k in range(1, order + 1):
-        rows = _pushforward.entry(series, k, len(axes)) * factor[k]
+        rows = entry(series, k, len(axes)) * factor[k]
         derivatives |= {(axis,) * k: rows[i] for i, axis in enumerate(axes)}
     return derivatives
 
@@ -288,7 +289,7 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
         output, expansion = _pushforward.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
         series = _pushforward.coefficients(output, expansion)
         factor = _pushforward.factorials(power, call.x.dtype)
-        parts = [series[0], *(_pushforward.entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1))]
+        parts = [series[0], *(entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1))]
         return torch.cat(parts, 0)
 
     stacked = expand(0, call.x)
@@ -363,7 +364,7 @@ def jet(
         items, _, tree = _tree.flatten(output)
         coefficients = [_pushforward.coefficients(item, expansion) for item in items]
         rows = [
-            _tree.rebuild(tree, iter([_pushforward.entry(each, k, 1)[0] * factor[k] for each in coefficients]))
+            _tree.rebuild(tree, iter([entry(each, k, 1)[0] * factor[k] for each in coefficients]))
             for k in range(1, order + 1)
         ]
         value = _tree.rebuild(tree, iter([each[0] for each in coefficients]))

@@ -15,8 +15,7 @@ from hodiff.fields import _expansions
 from hodiff.fields._expansions import Probes
 from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, push, released
 from hodiff.fields._second_order import Estimate, Given, estimate
-from hodiff.jets import _pushforward
-from hodiff.jets._series import full
+from hodiff.jets._series import entry, full
 
 What = Callable[..., Any] | Tensor
 
@@ -296,7 +295,7 @@ def jacobian_products(call: FieldCall, vectors: Any) -> tuple[Any, Any]:
     def jets() -> Any:
         series, _ = push(call, [vectors], 1)
         _check_shape(series[0], call)
-        return series[0], _pushforward.entry(series, 1, vectors.shape[0])
+        return series[0], entry(series, 1, vectors.shape[0])
 
     def reverse() -> Any:
         with call.evaluation(passes=2) as graph:

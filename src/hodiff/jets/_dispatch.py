@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _compiled_callers, _tree
+from hodiff._core import _compiled_callers, _substitutes, _tree
 from hodiff._core._call import is_wrapped
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import memory_of
@@ -128,6 +128,7 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not inside.rules):
         return _constant(name, func, args, kwargs)
     if kwargs:
+        kwargs = _substitutes.named_by_torch(kwargs)
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
         if kwargs.get("inplace") is True and RULES.known.get(f"{name}_") is None:

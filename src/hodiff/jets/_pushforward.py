@@ -18,7 +18,7 @@ from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule
-from hodiff.jets._series import CoefficientTooLarge, Expansion, ExpansionScope, Series, full
+from hodiff.jets._series import CoefficientTooLarge, Expansion, ExpansionScope, Series
 
 
 def units(x: Any, batch_ndim: int) -> Tensor:
@@ -163,13 +163,6 @@ def check_batch(value: Tensor, batch: Sequence[int]) -> None:
             f"f: returned shape {tuple(value.shape)}; with batch_ndim={len(batch)} it must begin with {tuple(batch)}, "
             f"one row per sample."
         )
-
-
-def entry(series: Series, k: int, rows: int) -> Any:
-    """Coefficient k at full size, `(rows, *S)`; zeros where it is structurally zero."""
-    if series[k] is None:
-        return series[0].new_zeros(()).expand(rows, *series[0].shape)
-    return full(series[k], series[0].shape)
 
 
 def factorials(order: int, dtype: torch.dtype) -> list[float]:

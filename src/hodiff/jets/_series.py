@@ -237,6 +237,13 @@ def full(coefficient: Any, shape: Sequence[int]) -> Any:
     return coefficient if tuple(coefficient.shape) == wanted else coefficient.expand(wanted)
 
 
+def entry(series: Series, k: int, rows: int) -> Any:
+    """Coefficient k at full size, `(rows, *S)`; zeros where it is structurally zero."""
+    if series[k] is None:
+        return series[0].new_zeros(()).expand(rows, *series[0].shape)
+    return full(series[k], series[0].shape)
+
+
 def total(a: Any, b: Any) -> Any:
     """A + b, where None is zero."""
     if a is None or b is None:

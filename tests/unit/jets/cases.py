@@ -61,6 +61,7 @@ OTHERS = {
     "sum with shapes": lambda x: x + x.sin()[:, :1] - 2 * x.sum(0),
     "rsub": lambda x: 1 - x * x,
     "sub, alpha": lambda x: torch.sub(x, x.sin(), alpha=3),
+    "names of NumPy's": lambda x: torch.sum(x**3, axis=1, keepdims=True) * torch.cumsum(x, axis=0) + x.std(axis=0),
     "product": lambda x: x[:, :1] * x.sin() * 2,
     "product with itself": lambda x: x * x,
     "division": lambda x: x / (1 + x[:, :1]),

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hodiff.jets import _pushforward
+from hodiff.jets._series import entry
 
 
 def derivative(output: Tensor, by: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def pushed(f, x: Tensor, path: list[Tensor], order: int) -> list[Tensor]:
     """The same by jets."""
     output, expansion = _pushforward.push(f, [x], [[c.unsqueeze(0) for c in path[:order]]], order)
     series = _pushforward.coefficients(output, expansion)
-    return [series[0], *(_pushforward.entry(series, k, 1)[0] for k in range(1, order + 1))]
+    return [series[0], *(entry(series, k, 1)[0] for k in range(1, order + 1))]
 
 
 def error(got: Tensor, expected: Tensor) -> float:

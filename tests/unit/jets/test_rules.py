@@ -7,6 +7,7 @@ import hodiff
 from hodiff._core import _substitutes
 from hodiff.jets import _pushforward
 from hodiff.jets._jet import RULES
+from hodiff.jets._series import entry
 from tests.support.differences import first_difference
 from tests.unit.jets.cases import NORMS, OTHERS, UNARY, D
 from tests.unit.jets.oracle import error, nested, pushed
@@ -98,19 +99,19 @@ def test_collapsing_is_summing(name, order, x, path):
     first, second = torch.randn(4, 5, 3, dtype=D), torch.randn(4, 1, 3, dtype=D)
     seeds = [first, second]
     single, expansion = _pushforward.push(f, [x], [seeds], order, record=False)
-    single = _pushforward.entry(_pushforward.coefficients(single, expansion), order, 4)
+    single = entry(_pushforward.coefficients(single, expansion), order, 4)
     weights = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=D)
     for groups, expected in {1: single.sum(0, keepdim=True), 2: single.unflatten(0, (2, 2)).sum(1)}.items():
         top = [first, second.sum(0, keepdim=True) if groups == 1 else second.unflatten(0, (2, 2)).sum(1)]
         output, expansion = _pushforward.push(
             f, [x], [top if order == 2 else seeds], order, groups=groups, record=False
         )
-        assert error(_pushforward.entry(_pushforward.coefficients(output, expansion), order, groups), expected) < 1e-10
+        assert error(entry(_pushforward.coefficients(output, expansion), order, groups), expected) < 1e-10
     output, expansion = _pushforward.push(f, [x], [[first]], order, groups=1, weights=weights, record=False)
     plain, unweighted = _pushforward.push(f, [x], [[first]], order, record=False)
-    expected = _pushforward.entry(_pushforward.coefficients(plain, unweighted), order, 4)
+    expected = entry(_pushforward.coefficients(plain, unweighted), order, 4)
     expected = (expected * weights.reshape(4, *[1] * (expected.ndim - 1))).sum(0, keepdim=True)
-    assert error(_pushforward.entry(_pushforward.coefficients(output, expansion), order, 1), expected) < 1e-10
+    assert error(entry(_pushforward.coefficients(output, expansion), order, 1), expected) < 1e-10
 
 
 NESTING = [

@@ -143,13 +143,6 @@ def add_product(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return made if beta == 0 else c * beta + made  # as in PyTorch, a NaN in c does not matter then
 
 
-@rule("composite", "outer", "ger")
-def outer(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The outer product a bᵀ."""
-    a, b = [*args, *kwargs.values()]
-    return a.unsqueeze(-1) * b
-
-
 @rule("composite", "inner", "vdot", "linalg_vecdot", "vecdot")
 def inner(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Σ a b over the last dimension."""
@@ -159,27 +152,6 @@ def inner(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if operation(func) == "inner" and b.ndim > 1:
         return torch.tensordot(a, b, dims=([-1], [-1]))  # pyright: ignore[reportArgumentType]
     return (a * b).sum(kwargs.get("dim", -1))
-
-
-@rule("composite", "addcmul")
-def addcmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A + v b c."""
-    a, b, c = args
-    return a + b * c * kwargs.get("value", 1)
-
-
-@rule("composite", "addcdiv")
-def addcdiv(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A + v b / c."""
-    a, b, c = args
-    return a + b / c * kwargs.get("value", 1)
-
-
-@rule("composite", "lerp")
-def lerp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A + w (b - a)."""
-    a, b, weight = [*args, *kwargs.values()]
-    return a + (b - a) * weight
 
 
 @rule("bilinear", "einsum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,89 +15,89 @@ from hodiff.jets._jet import MixesSamples, NoRule, operation, rule
 from hodiff.jets._series import Expansion, aligned
 from hodiff.jets.rules.fallback import fallback
 
+Definition = Callable[..., Any]
 
-def _detached_value(x: Any, expansion: Expansion) -> Any:
-    """The value of a jet of this expansion, for shifts that do not change the result."""
-    return x.series[0].detach() if _jet.belongs(x, expansion) else x.detach()
+_FLAGS = ("inplace", "out", "_stacklevel")
+"""Arguments that are seen to before a rule is asked, or of no effect on values."""
+
+
+def composite(*names: str) -> Callable[[Definition], Definition]:
+    """Register a definition, a function of the operation's own arguments, under names of operations."""
+
+    def register(definition: Definition) -> Definition:
+        def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+            return definition(*args, **{key: kwargs[key] for key in kwargs if key not in _FLAGS})
+
+        rule("composite", *names)(apply)
+        return definition
+
+    return register
+
+
+def _constant(x: Any) -> Any:
+    """The value of a jet, for shifts that do not change the result."""
+    return _jet.value_of(x).detach()
 
 
 def _root(total: Any, power: float = 0.5) -> Any:
     """A power of a sum; at 0 its derivatives of every order are zero, as PyTorch has those of distances."""
-    still = _jet.value_of(total).detach() == 0
+    still = _constant(total) == 0
     safe = torch.where(still, 1.0, total)
     return torch.where(still, 0.0, torch.sqrt(safe) if power == 0.5 else safe**power)
 
 
-def _powers(x: Any, p: Any, dims: Any, keep: bool) -> Any:
+def _powers(x: Any, p: Any, dims: Any, keepdim: bool) -> Any:
     """The sum of powers Σ |x|^p."""
     if p == 2:
-        return x.square().sum(dims, keepdim=keep)
+        return x.square().sum(dims, keepdim=keepdim)
     size = x if _near_zero.is_even(p) else torch.abs(x)
-    return (size if p == 1 else size**p).sum(dims, keepdim=keep)
+    return (size if p == 1 else size**p).sum(dims, keepdim=keepdim)
 
 
-def _norm(expansion: Expansion, total: Any, p: Any) -> Any:
+def _norm(total: Any, p: Any) -> Any:
     """(Σ |x|^p)^(1/p). At 0 its slope is zero, as in PyTorch; and, as there, the rest is NaN below p = 3, else zero."""
     if p == 1 or p >= 3:
         return total if p == 1 else _root(total, 1 / p)
     norm: Any = torch.sqrt(total) if p == 2 else total ** (1 / p)
-    if not _jet.belongs(norm, expansion) or norm.series[1] is None:
+    if not _jet.is_jet(norm) or norm.series[1] is None:
         return norm
     value, slope, *rest = norm.series
-    slope = torch.where(_jet.value_of(value).detach() == 0, 0.0, aligned(slope, value.ndim))
-    return _jet.wrap([value, slope, *rest], expansion)
+    slope = torch.where(_constant(value) == 0, 0.0, aligned(slope, value.ndim))
+    return _jet.wrap([value, slope, *rest], norm.expansion)
 
 
-def _softmax_parts(expansion: Expansion, x: Any, dim: int) -> tuple[Any, Any, Any]:
-    shift = torch.amax(_detached_value(x, expansion), dim, keepdim=True)
-    shift = torch.where(torch.isfinite(shift), shift, torch.zeros_like(shift))
-    e = torch.exp(x - shift)
-    return shift, e, e.sum(dim, keepdim=True)
-
-
-def _softmax_dim(names: dict[str, Any]) -> int:
-    dim = names.get("dim")
+def _softmax_parts(input: Any, dim: Any, dtype: torch.dtype | None = None) -> tuple[Any, Any, Any, Any]:
+    """The largest entry, as a constant; the argument less that; its exponentials; their sum."""
     if dim is None:
         raise NoRule("softmax without a dimension")
-    return dim
+    x = input if dtype is None else input.to(dtype)
+    shift = torch.amax(_constant(x), dim, keepdim=True)
+    shift = torch.where(torch.isfinite(shift), shift, torch.zeros_like(shift))
+    shifted = x - shift
+    e = torch.exp(shifted)
+    return shift, shifted, e, e.sum(dim, keepdim=True)
 
 
-@rule("composite", "softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax")
-def softmax(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@composite("softmax", "special_softmax")
+def softmax(input: Any, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
     """Exponentials over their sum, shifted by a constant for safety."""
-    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    x = names["input"] if names.get("dtype") is None else names["input"].to(names["dtype"])
-    name = operation(func).removeprefix("special_")
-    if name == "softmin":
-        x = -x
-    dim = _softmax_dim(names)
-    shift, e, total = _softmax_parts(expansion, x, dim)
-    return x - shift - torch.log(total) if name == "log_softmax" else e * (1 / total)
+    *_, e, total = _softmax_parts(input, dim, dtype)
+    return e * (1 / total)
 
 
-@rule("composite", "logsumexp", "special_logsumexp")
-def logsumexp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@composite("log_softmax", "special_log_softmax")
+def log_softmax(input: Any, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    """The logarithm of `softmax`."""
+    _, shifted, _, total = _softmax_parts(input, dim, dtype)
+    return shifted - torch.log(total)
+
+
+@composite("logsumexp", "special_logsumexp")
+def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     """The logarithm of a sum of exponentials."""
-    names = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
-    dim, keep = names["dim"], names.get("keepdim", False)
-    shift, _, total = _softmax_parts(expansion, names["input"], dim)
-    result = torch.log(total) + shift
-    return result if keep else _squeezed(result, dim)
-
-
-def _squeezed(x: Any, dim: Any) -> Any:
-    if not x.ndim:
-        return x
-    dims = sorted((d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)), reverse=True)
-    for d in dims:
-        x = x.squeeze(d)
-    return x
-
-
-@rule("composite", "layer_norm")
-def layer_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Layer norm from its definition: PyTorch's own is wrong at third order."""
-    return _substitutes.layer_norm(*args, **kwargs)
+    shift, _, _, total = _softmax_parts(input, dim)
+    logarithm = torch.log(total) + shift
+    return logarithm if keepdim else logarithm.squeeze(dim)
 
 
 @rule("composite", "batch_norm")
@@ -122,18 +123,6 @@ def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
 
 
-@rule("composite", "_weight_norm")
-def weight_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Weight norm from its definition: PyTorch's own is wrong at second order."""
-    return _substitutes.weight_norm(*args, **kwargs)
-
-
-@rule("composite", "sinc")
-def sinc(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Sinc from its series near 0, where PyTorch's derivatives divide by it."""
-    return _near_zero.sinc(*args, **kwargs)
-
-
 @rule("composite", "i0", *(f"special_{name}" for name in _near_zero.BESSEL))
 def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Bessel functions from their series near 0, by PyTorch's derivatives elsewhere."""
@@ -141,112 +130,83 @@ def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return _near_zero.BESSEL[operation(func).removeprefix("special_")](*args, **kwargs, far=far)
 
 
-@rule("composite", "group_norm")
-def group_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@composite("group_norm")
+def group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> Any:
     """A layer norm of each group of channels."""
-    names = dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)) | kwargs
-    x = names["input"]
-    weight = names.get("weight")
-    bias = names.get("bias")
-    groups = x.reshape(x.shape[0], names["num_groups"], -1)
+    groups = input.reshape(input.shape[0], num_groups, -1)
     centred = groups - groups.mean(-1, keepdim=True)
-    normal = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + names.get("eps", 1e-5))
-    normal = normal.reshape(x.shape)
-    shape = (1, -1, *[1] * (x.ndim - 2))
+    normal = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    normal = normal.reshape(input.shape)
+    shape = (1, -1, *[1] * (input.ndim - 2))
     normal = normal if weight is None else normal * weight.reshape(shape)
     return normal if bias is None else normal + bias.reshape(shape)
 
 
-@rule("composite", "rms_norm")
-def rms_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@composite("rms_norm")
+def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
     """Over the root of the mean square."""
-    names = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
-    x = names["input"]
-    weight = names.get("weight")
-    eps = names.get("eps")
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    dims = tuple(range(-len(names["normalized_shape"]), 0))
-    normal = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    dims = tuple(range(-len(normalized_shape), 0))
+    least = torch.finfo(input.dtype).eps if eps is None else eps
+    normal = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + least)
     return normal if weight is None else normal * weight
 
 
 @rule("composite", "var", "std", "var_mean", "std_mean")
 def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Mean square deviation, with Bessel's correction unless told otherwise."""
-    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    x = names["input"]
-    dim = names.get("dim")
-    keep = names.get("keepdim", False)
-    if len(args) > 2 or isinstance(dim, bool):
-        raise NoRule(operation(func), "with positional flags; use keywords")
-    if dim is None:
-        dim = tuple(range(x.ndim))
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    count = math.prod(x.shape[d] for d in dims)
-    correction = names.get("correction", 1 if names.get("unbiased", True) else 0)
-    correction = 1 if correction is None else correction
-    centred = x - x.mean(dims, keepdim=True)
-    squares = centred.square().sum(dims, keepdim=keep) * (
-        1 / max(count - correction, 0) if count > correction else math.nan
-    )
-    squares = _root(squares) if operation(func).startswith("std") else squares
-    return (squares, x.mean(dims, keepdim=keep)) if operation(func).endswith("mean") else squares
-
-
-@rule("composite", "norm", "linalg_vector_norm", "linalg_norm")
-def vector_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The Euclidean norm, and those of whole and half-whole powers of |x|."""
     name = operation(func)
-    first = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}[name]
-    names: dict[str, Any] = dict(zip(("input", first, "dim", "keepdim", "dtype"), args, strict=False))
-    names |= kwargs
-    x: Any = names.get("input", names.get("x", names.get("A")))
-    order = names.get(first)
-    dim = names.get("dim")
-    keep = names.get("keepdim", False)
-    pair = (dim is None and x.ndim == 2) or (isinstance(dim, (tuple, list)) and len(dim) == 2)
-    p: Any = 2 if order in (None, "fro") else order  # the Frobenius norm is the Euclidean one of all entries
-    spectral = name == "linalg_norm" and pair and order not in (None, "fro")
-    if spectral or isinstance(p, str) or p in (math.inf, -math.inf, 0) or names.get("dtype") is not None:
-        raise NoRule(f"{name} of this kind")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if len(args) > 2 or isinstance(dim, bool):
+        raise NoRule(name, "with positional flags; use keywords")
+    x, keepdim = args[0] if args else kwargs["input"], kwargs.get("keepdim", False)
+    dims = _dims(x, dim)
+    correction = kwargs.get("correction")
+    free = math.prod(x.shape[d] for d in dims) - (kwargs.get("unbiased", True) if correction is None else correction)
+    centred = x - x.mean(dims, keepdim=True)
+    squares = centred.square().sum(dims, keepdim=keepdim) * (1 / free if free > 0 else math.nan)
+    squares = _root(squares) if name.startswith("std") else squares
+    return (squares, x.mean(dims, keepdim=keepdim)) if name.endswith("mean") else squares
+
+
+def _dims(x: Any, dim: Any) -> tuple[int, ...]:
+    """The dimensions that are meant; None means all."""
     if dim is None:
-        dim = range(x.ndim)
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    return _norm(expansion, _powers(x, p, dims, keep), p)
+        return tuple(range(x.ndim))
+    return (dim,) if isinstance(dim, int) else tuple(dim)
 
 
-@rule("composite", "dist", "pairwise_distance")
-def norm_of_difference(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The norm of x1 - x2 from its definition."""
-    if operation(func) == "dist":
-        names = dict(zip(("input", "other", "p"), args, strict=False)) | kwargs
-        return torch.linalg.vector_norm(names["input"] - names["other"], names.get("p", 2))
-    names = dict(zip(("x1", "x2", "p", "eps", "keepdim"), args, strict=False)) | kwargs
-    difference = names["x1"] - names["x2"] + names.get("eps", 1e-6)
-    return torch.linalg.vector_norm(difference, names.get("p", 2.0), -1, names.get("keepdim", False))
+def _vector_norm(name: str, x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
+    """The Euclidean norm, and those of whole and half-whole powers of |x|."""
+    p = 2 if order in (None, "fro") else order  # the Frobenius norm is the Euclidean one of all entries
+    if isinstance(p, str) or p in (math.inf, -math.inf, 0) or dtype is not None:
+        raise NoRule(f"{name} of this kind")
+    return _norm(_powers(x, p, _dims(x, dim), keepdim), p)
 
 
-@rule("composite", "cdist", "pdist")
-def distances(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Distances from their definition: the third derivatives of PyTorch's own are NaN, or not there."""
-    pairs = operation(func) == "pdist"
-    names = dict(zip(("input", "p") if pairs else ("x1", "x2", "p"), args, strict=False)) | kwargs
-    p = names.get("p", 2.0)
+@composite("linalg_norm")
+def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """A norm of vectors, or the Frobenius norm of a matrix."""
+    pair = A.ndim == 2 if dim is None else isinstance(dim, (tuple, list)) and len(dim) == 2
+    if pair and ord not in (None, "fro"):
+        raise NoRule("linalg_norm of this kind")
+    return _vector_norm("linalg_norm", A, ord, dim, keepdim, dtype)
+
+
+def _distance(name: str, difference: Any, p: float) -> Any:
+    """A norm from its definition: the third derivatives of PyTorch's own distances are NaN, or not there."""
     if p in (0, math.inf):
-        raise NoRule(f"{operation(func)} of this kind")
-    if pairs:
-        i, j = torch.triu_indices(len(names["input"]), len(names["input"]), 1, device=names["input"].device)
-        difference = names["input"][i] - names["input"][j]
-    else:
-        difference = names["x1"].unsqueeze(-2) - names["x2"].unsqueeze(-3)
+        raise NoRule(f"{name} of this kind")
     total = _powers(difference, p, -1, False)
     return total if p == 1 else _root(total, 1 / p)
 
 
-@rule("composite", "prod", "cumprod")
-def products(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """By multiplying the entries."""
-    return (_near_zero.prod if operation(func) == "prod" else _near_zero.cumprod)(*args, **kwargs)
+@composite("pdist")
+def pdist(input: Any, p: float = 2.0) -> Any:
+    """The distances between all pairs of rows."""
+    i, j = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return _distance("pdist", input[i] - input[j], p)
 
 
 @rule("composite", "det", "linalg_det")
@@ -256,94 +216,88 @@ def det(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return _near_zero.det(larger)(*args, **kwargs)
 
 
-@rule("composite", "cosine_similarity")
-def cosine_similarity(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@composite("cosine_similarity")
+def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """The inner product of unit vectors."""
-    names = dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)) | kwargs
-    a = names["x1"]
-    b = names["x2"]
-    dim = names.get("dim", 1)
-    eps = names.get("eps", 1e-8)
-    size = lambda v: torch.clamp(_norm(expansion, v.square().sum(dim), 2), min=eps)  # noqa: E731
-    return (a * b).sum(dim) / (size(a) * size(b))
+    size = lambda v: torch.clamp(_norm(v.square().sum(dim), 2), min=eps)  # noqa: E731
+    return (x1 * x2).sum(dim) / (size(x1) * size(x2))
 
 
-def _safe_softmax(expansion: Expansion, scores: Any) -> Any:
+@composite("scaled_dot_product_attention")
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(q kᵀ / √d + mask) v."""
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.mT
+    mask = attn_mask
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = F.softmax(scores, dim=-1) if attn_mask is None else _safe_softmax(scores)
+    return (F.dropout(weights, p=dropout_p) if dropout_p else weights) @ value
+
+
+def _safe_softmax(scores: Any) -> Any:
     """Softmax whose rows are zero where they are masked in full, as PyTorch has them in attention."""
-    masked = (_detached_value(scores, expansion) == -math.inf).all(-1, keepdim=True)
+    masked = (_constant(scores) == -math.inf).all(-1, keepdim=True)
     return F.softmax(scores.masked_fill(masked, 0.0), dim=-1).masked_fill(masked, 0.0)
 
 
-@rule("composite", "scaled_dot_product_attention")
-def attention(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """softmax(q kᵀ / √d + mask) v."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    q = given["query"]
-    k = given["key"]
-    v = given["value"]
-    mask = given.get("attn_mask")
-    if given.get("enable_gqa"):
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
-    scale = given.get("scale")
-    scores = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.mT
-    if given.get("is_causal"):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = _safe_softmax(expansion, scores) if given.get("attn_mask") is not None else F.softmax(scores, dim=-1)
-    dropped = given.get("dropout_p", 0.0)
-    return (F.dropout(weights, p=dropped) if dropped else weights) @ v
-
-
-@rule("composite", "mish")
-def mish(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Mish: x tanh(softplus x)."""
-    return args[0] * torch.tanh(F.softplus(args[0]))
-
-
-@rule("composite", "softsign")
-def softsign(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """X / (1 + |x|)."""
-    return args[0] / (1 + torch.abs(args[0]))
-
-
-@rule("composite", "tanhshrink")
-def tanhshrink(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """X - tanh x."""
-    return args[0] - torch.tanh(args[0])
-
-
-@rule("composite", "hardsigmoid")
-def hardsigmoid(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The hard sigmoid: a clamped line."""
-    return F.hardtanh(args[0] / 6, -0.5, 0.5) + 0.5
-
-
-@rule("composite", "hardswish")
-def hardswish(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """X times a hard sigmoid."""
-    return args[0] * (F.hardtanh(args[0] / 6, -0.5, 0.5) + 0.5)
-
-
-@rule("composite", "glu")
-def glu(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@composite("glu")
+def glu(input: Any, dim: int = -1) -> Any:
     """One half times the sigmoid of the other."""
-    names = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    a, b = torch.chunk(names["input"], 2, dim=names.get("dim", -1))
+    a, b = torch.chunk(input, 2, dim=dim)
     return a * torch.sigmoid(b)
 
 
-@rule("composite", "logit", "special_logit")
-def logit(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@composite("logit", "special_logit")
+def logit(input: Any, eps: float | None = None) -> Any:
     """log(x / (1 - x))."""
-    if len(args) > 1 or kwargs:
+    if eps is not None:
         raise NoRule("logit with eps")
-    return torch.log(args[0]) - torch.log1p(-args[0])
+    return torch.log(input) - torch.log1p(-input)
 
 
-@rule("composite", "frac")
-def frac(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """X minus its whole part."""
-    return args[0] - torch.trunc(_detached_value(args[0], expansion))
+DEFINITIONS: dict[str, Definition] = {
+    # PyTorch's own derivatives of these are wrong at some order, or divide by the entries.
+    "layer_norm": _substitutes.layer_norm,
+    "_weight_norm": _substitutes.weight_norm,
+    "sinc": _near_zero.sinc,
+    "prod": _near_zero.prod,
+    "cumprod": _near_zero.cumprod,
+    "cdist": lambda x1, x2, p=2.0, compute_mode=None: _distance("cdist", x1.unsqueeze(-2) - x2.unsqueeze(-3), p),
+    "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.linalg.vector_norm(
+        x1 - x2 + eps, p, -1, keepdim
+    ),
+    "dist": lambda input, other, p=2: torch.linalg.vector_norm(input - other, p),
+    "norm": lambda input, p="fro", dim=None, keepdim=False, dtype=None: _vector_norm(
+        "norm", input, p, dim, keepdim, dtype
+    ),
+    "linalg_vector_norm": lambda x, ord=2, dim=None, keepdim=False, dtype=None: _vector_norm(
+        "linalg_vector_norm", x, ord, dim, keepdim, dtype
+    ),
+    "softmin": lambda input, dim=None, dtype=None: softmax(-input, dim, dtype),
+    "mish": lambda input: input * torch.tanh(F.softplus(input)),
+    "softsign": lambda input: input / (1 + torch.abs(input)),
+    "tanhshrink": lambda input: input - torch.tanh(input),
+    "hardsigmoid": lambda input: F.hardtanh(input / 6, -0.5, 0.5) + 0.5,
+    "hardswish": lambda input: input * F.hardsigmoid(input),
+    "frac": lambda input: input - torch.trunc(_constant(input)),
+    "outer ger": lambda input, vec2: input.unsqueeze(-1) * vec2,
+    "addcmul": lambda input, tensor1, tensor2, value=1: input + tensor1 * tensor2 * value,
+    "addcdiv": lambda input, tensor1, tensor2, value=1: input + tensor1 / tensor2 * value,
+    "lerp": lambda input, end, weight: input + (end - input) * weight,
+}
+
+for _names, _definition in DEFINITIONS.items():
+    composite(*_names.split())(_definition)

@@ -5,7 +5,7 @@ The hot ones have a form of their own for that dimension, here and in `shape`; t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from hodiff._core import _reverse
 from hodiff.jets import _jet
-from hodiff.jets._jet import RULES, NoRule, Several, belongs, listed, operation, rule, series_of
-from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination, ndim_of, total
+from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
+from hodiff.jets._series import Expansion, Series, aligned, entry, full, linear_combination, ndim_of, total
 
 
 @rule("linear", "add", "sub", "rsub", "radd")
@@ -41,13 +41,6 @@ def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def _sum(a: Any, b: Any, ndim: int) -> Any:
     a, b = (None if c is None else aligned(c, ndim) for c in (a, b))
     return total(a, b)
-
-
-@rule("linear", "subtract_operator")
-def subtract(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The difference a - b."""
-    a, b = args
-    return linear_combination([(1, series_of(a, expansion)), (-1, series_of(b, expansion))], expansion.order)
 
 
 def each(series: Series, function: Callable[[Any], Any]) -> Series:
@@ -101,49 +94,6 @@ def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     ]
 
 
-DIM_LAST = {"split": "split_size_or_sections", "chunk": "chunks", "tensor_split": "indices_or_sections"}
-
-
-@rule("linear", *listed("select narrow index_select gather split chunk tensor_split unbind cumsum"))
-def along_dim(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Operations along one dimension, which moves by one."""
-    name, x = operation(func), args[0] if args else kwargs["input"]
-    if not belongs(x, expansion) or _jet.jets_among((args[1:], [v for k, v in kwargs.items() if k != "input"])):
-        return generic(expansion, func, args, kwargs)
-    if not x.ndim:  # a number has no dimension to move, but takes part
-        return generic(expansion, func, args, kwargs)
-    series = x.series
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "self", "dtype")}
-    if name in DIM_LAST:
-        given = dict(zip(("how", "dim"), args[1:], strict=False))
-        how = given.get("how", next((v for k, v in rest.items() if k != "dim"), None))
-        dim, behind = given.get("dim", rest.get("dim", 0)), ()
-        call = lambda c, d: getattr(torch, name)(c, how, d)  # noqa: E731
-    else:
-        given = list(args[1:])
-        dim = rest.pop("dim", None)
-        if dim is None:
-            dim = given.pop(0) if given else 0
-        behind = (*given, *rest.values())
-        call = lambda c, d: getattr(torch, name)(c, d, *_leading(name, behind, c, series))  # noqa: E731
-    value = func(*((series[0], *args[1:]) if args else ()), **({**kwargs, "input": series[0]} if not args else kwargs))
-    ndim = series[0].ndim
-    coefficients = [None if c is None else call(full(c, series[0].shape), shifted(dim, ndim)) for c in series[1:]]
-    if kwargs.get("dtype") is not None:  # of a running sum
-        if not value.is_floating_point():
-            return value
-        coefficients = [None if c is None else c.to(value.dtype) for c in coefficients]
-    return assembled(value, coefficients)
-
-
-def _leading(name: str, behind: tuple[Any, ...], c: Any, series: Series) -> tuple[Any, ...]:
-    """A gather's index, with the directions in front."""
-    if name != "gather":
-        return behind
-    index = behind[0].unsqueeze(0)
-    return (index.expand(c.shape[0], *index.shape[1:]),)
-
-
 @rule("linear", "flip")
 def flipped(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Entries in reverse order."""
@@ -165,17 +115,14 @@ def joined(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     ndim = parts[0][0].ndim + new
     out: Series = [func([part[0] for part in parts], dim)]
     for k in range(1, expansion.order + 1):
-        present = [part[k] for part in parts if part[k] is not None]
-        if not present:
-            out.append(None)
-            continue
-        rows = present[0].shape[0]
-        filled = [
-            part[0].new_zeros(()).expand(rows, *part[0].shape) if part[k] is None else full(part[k], part[0].shape)
-            for part in parts
-        ]
-        out.append(func(filled, dim % ndim + 1))
+        rows = rows_of(parts, k)
+        out.append(func([entry(part, k, rows) for part in parts], dim % ndim + 1) if rows else None)
     return out
+
+
+def rows_of(parts: Iterable[Series], k: int) -> int:
+    """How many directions the coefficients k of several series have; 0 where all are zero."""
+    return next((part[k].shape[0] for part in parts if part[k] is not None), 0)
 
 
 @rule("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -246,18 +193,9 @@ def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     single = isinstance(value, torch.Tensor) or _jet.is_jet(value)
     coefficients: list[Any] = []
     for k in range(1, expansion.order + 1):
-        present = [jet.series[k] for jet in jets if jet.series[k] is not None]
-        if not present:
-            coefficients.append(None)
-            continue
-        rows = present[0].shape[0]
-        points = [
-            jet.series[0].new_zeros(()).expand(rows, *jet.series[0].shape)
-            if jet.series[k] is None
-            else full(jet.series[k], jet.series[0].shape)
-            for jet in jets
-        ]
-        coefficients.append(_batched(at, points, single))
+        rows = rows_of((jet.series for jet in jets), k)
+        points = [entry(jet.series, k, rows) for jet in jets]
+        coefficients.append(_batched(at, points, single) if rows else None)
     if single:
         return [value, *(None if c is None else c[0] - offset for c in coefficients)]
     return Several(
@@ -335,10 +273,10 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
     return [shifted(d, ndim) for d in ([dim] if isinstance(dim, int) else dim)]
 
 
-def lifted(*names: str) -> Callable[[Lifted], Lifted]:
-    """Register `function(coefficient, shape, args, kwargs)` for operations linear in their first argument alone."""
+def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
+    """A rule from `function(coefficient, shape, args, kwargs)`, of operations linear in their first argument alone."""
 
-    def register(function: Lifted) -> Lifted:
+    def register(function: Lifted) -> Callable[..., Any]:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             rest = dict(kwargs)
             x, others = (args[0], args[1:]) if args else (rest.pop("input"), ())
@@ -347,14 +285,13 @@ def lifted(*names: str) -> Callable[[Lifted], Lifted]:
                 return generic(expansion, func, args, kwargs)
             series = x.series
             value = func(series[0], *others, **rest)
-            if isinstance(value, torch.Tensor):
-                rest["value"] = value
-            shape = series[0].shape
+            if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+                return value
+            rest["value"], shape = value, series[0].shape
             coefficients = [None if c is None else function(full(c, shape), shape, others, rest) for c in series[1:]]
             return assembled(value, coefficients)
 
-        rule("linear", *names)(apply)
-        return function
+        return rule("linear", *names)(apply)
 
     return register
 
@@ -380,21 +317,18 @@ def spread(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[i
     return list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size)) else list(args)
 
 
-@lifted("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze_all")
+@lifted("squeeze")
 def _reshaped(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
     return c.reshape(c.shape[0], *kwargs["value"].shape)
 
 
-def _view(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """`view` and its kin; `view(dtype)` reinterprets bits and has no derivative."""
+@rule("linear", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel")
+def view(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Another shape; `view(dtype)` reinterprets bits and has no derivative."""
     if any(isinstance(arg, torch.dtype) for arg in args):
         raise NoRule("view(dtype)")
     args = (args[0], *(_jet.value_of(arg) for arg in args[1:]))  # view_as: only the shape matters
-    return _reshape_rule(expansion, func, args, kwargs)
-
-
-_reshape_rule = RULES.known["reshape"].apply
-rule("linear", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel")(_view)
+    return _reshaped(expansion, func, args, kwargs)
 
 
 @lifted("permute")
@@ -416,18 +350,13 @@ def _turned(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
 @rule("linear", "numpy_T")
 def reverseddims_of(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """`x.T`: all dimensions in reverse order."""
-    return RULES.known["permute"].apply(expansion, torch.permute, (args[0], list(range(args[0].ndim))[::-1]), {})
+    return _permuted(expansion, torch.permute, (args[0], list(range(args[0].ndim))[::-1]), {})
 
 
 @lifted("movedim", "moveaxis")
 def _moved(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
     given = named(args, kwargs, "source", "destination")
     return c.movedim(dims_of(given["source"], len(shape)), dims_of(given["destination"], len(shape)))
-
-
-@lifted("squeeze")
-def _squeezed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.reshape(c.shape[0], *kwargs["value"].shape)
 
 
 @lifted("unsqueeze")
@@ -440,13 +369,13 @@ def _expanded(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
     return full(c, kwargs["value"].shape)
 
 
-@lifted("getitem")
+@lifted()
 def _item(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    return c[(slice(None), *index)]
+    return c[(slice(None), *args[0])]
 
 
-def _getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+@rule("linear", "getitem")
+def getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """An index; with integer tensors apart from each other PyTorch would move their dimension before the directions."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
@@ -455,15 +384,52 @@ def _getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     kinds = [isinstance(i, (torch.Tensor, list)) for i in index]
     if any(kinds):
         first, last = kinds.index(True), len(kinds) - kinds[::-1].index(True)
-        if not all(k or isinstance(i, int) for k, i in zip(kinds[first:last], index[first:last], strict=True)):
+        if not all(kinds[first:last]) or any(isinstance(i, int) for i in index):
             return generic(expansion, torch.Tensor.__getitem__, args, kwargs)
-        if any(isinstance(i, int) for i in index):
-            return generic(expansion, torch.Tensor.__getitem__, args, kwargs)
-    return _getitem_rule(expansion, torch.Tensor.__getitem__, (x, index), kwargs)
+    return _item(expansion, torch.Tensor.__getitem__, (x, index), kwargs)
 
 
-_getitem_rule = RULES.known["getitem"].apply
-rule("linear", "getitem")(_getitem)
+def _along(shape: Any, args: Any, kwargs: Any, *names: str) -> list[Any]:
+    """The dimension of the coefficients that is meant, the first of all where none is named; and further arguments."""
+    given = named(args, kwargs, *names)
+    return [shifted(given.get("dim", 0), len(shape)), *(given.get(name) for name in names if name != "dim")]
+
+
+@lifted("select")
+def _selected(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.select(*_along(shape, args, kwargs, "dim", "index"))
+
+
+@lifted("narrow")
+def _narrowed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.narrow(*_along(shape, args, kwargs, "dim", "start", "length"))
+
+
+@lifted("unbind")
+def _unbound(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.unbind(*_along(shape, args, kwargs, "dim"))
+
+
+@lifted("split", "chunk", "tensor_split")
+def _divided(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    dim, _ = _along(shape, args, kwargs, "how", "dim")
+    return c.split([part.shape[dim - 1] for part in kwargs["value"]], dim)
+
+
+@lifted("cumsum")
+def _summed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.cumsum(*_along(shape, args, kwargs, "dim"), dtype=kwargs["value"].dtype) if shape else c
+
+
+@lifted("index_select")
+def _rows(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    return c.index_select(*_along(shape, args, kwargs, "dim", "index")) if shape else c
+
+
+@lifted("gather")
+def _gathered(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    dim, index = _along(shape, args, kwargs, "dim", "index")
+    return c.gather(dim, index.expand(c.shape[0], *index.shape)) if shape else full(c, index.shape)
 
 
 # --- Fourier transforms, and the little of complex arithmetic that stands between one and its inverse -----------------
