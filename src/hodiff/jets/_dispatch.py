@@ -35,7 +35,7 @@ from hodiff.jets._jet import (
     value_of,
     wrap,
 )
-from hodiff.jets._series import Expansion, FunctionDetector, Series, inside, surroundings
+from hodiff.jets._series import Expansion, FunctionDetector, inside, surroundings
 
 _FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
 
@@ -220,18 +220,14 @@ def _applied(rule: JetRule, name: str, func: Any, expansion: Expansion, args: An
 def wrapped(result: Any, expansion: Expansion, name: str) -> Any:
     """What a rule returned, with series as jets."""
     if isinstance(result, list):
-        return wrap(_checked(result, name), expansion)
+        dtype = result[0].dtype
+        if dtype.is_complex:
+            _check_complex(name)
+            result = [c if c is None or c.dtype.is_complex else c.to(dtype) for c in result]
+        return wrap(result, expansion)
     if isinstance(result, Several):
         return result.build([wrapped(part, expansion, name) for part in result.parts])
     return result
-
-
-def _checked(series: Series, name: str) -> Series:
-    dtype = series[0].dtype
-    if not dtype.is_complex:
-        return series
-    _check_complex(name)
-    return [c if c is None or c.dtype.is_complex else c.to(dtype) for c in series]
 
 
 def _check_complex(name: str) -> None:

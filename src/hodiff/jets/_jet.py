@@ -45,15 +45,6 @@ class ByNoRoute(NoRule):
     """An operation that no other route passes rightly either: the operators do not fall back."""
 
 
-class MixesSamples(ByNoRoute):
-    """An operation that mixes the samples of a batch: a field has no derivative per sample then."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "BatchNorm in training mode", "it mixes the samples of a batch", "Use model.eval() or another norm."
-        )
-
-
 class NoDerivative(ByNoRoute):
     """An operation that PyTorch cannot differentiate, and takes for a constant without a word."""
 
@@ -65,17 +56,12 @@ class NoDerivative(ByNoRoute):
         )
 
 
-def without_derivative(func: Any) -> bool:
-    """Whether an operation is smooth, and PyTorch takes it for a constant."""
-    return func in TAKEN_FOR_CONSTANTS
-
-
 class NoConstants(TorchFunctionMode):
     """Inside it those operations raise, as in Taylor mode: for evaluations by a route that was chosen in its place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass everything else through."""
-        given = without_derivative(func) and any(getattr(arg, "requires_grad", False) for arg in args)
+        given = func in TAKEN_FOR_CONSTANTS and any(getattr(arg, "requires_grad", False) for arg in args)
         if given and torch.is_grad_enabled():
             raise NoDerivative(operation(func))
         return func(*args, **(kwargs or {}))
@@ -285,53 +271,18 @@ class TracedJet:
         """Hand an operation to the rules, as `Jet` does."""
         return RULES.dispatch(func, args, kwargs or {})
 
-    @property
-    def shape(self) -> torch.Size:
-        """As of the value."""
-        return self.series[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As of the value."""
-        return self.series[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """As of the value."""
-        return self.series[0].device
-
-    @property
-    def ndim(self) -> int:
-        """As of the value."""
-        return self.series[0].ndim
-
-    @property
-    def T(self) -> Any:
-        """As of a tensor."""
-        return RULES.dispatch(torch.t, (self,), {})
-
-    @property
-    def mT(self) -> Any:
-        """As of a tensor."""
-        return RULES.dispatch(torch.transpose, (self, -2, -1), {})
-
-    def size(self, *args: Any) -> Any:
-        """As of the value."""
-        return self.series[0].size(*args)
-
-    def dim(self) -> int:
-        """As of the value."""
-        return self.series[0].ndim
-
-    def numel(self) -> int:
-        """As of the value."""
-        return self.series[0].numel()
+    T = property(lambda self: RULES.dispatch(torch.t, (self,), {}))
+    mT = property(lambda self: RULES.dispatch(torch.transpose, (self, -2, -1), {}))
 
     def __len__(self) -> int:
         return self.series[0].shape[0]
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(_method, name, self)
+
+
+def _of_value(name: str) -> property:
+    return property(lambda self: getattr(self.series[0], name))
 
 
 def _method(name: str, jet: TracedJet, *args: Any, **kwargs: Any) -> Any:
@@ -350,6 +301,9 @@ def _operator(name: str, swapped: bool = False) -> Callable[..., Any]:
 def _refused(self: Any, other: Any) -> Any:
     raise NoRule("an augmented assignment (a += b) under torch.compile", "write a = a + b")
 
+
+for _name in ("shape", "dtype", "device", "ndim"):
+    setattr(TracedJet, _name, _of_value(_name))
 
 for _name in OPERATORS:
     _slot = "truediv" if _name == "div" else _name

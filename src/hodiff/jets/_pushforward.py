@@ -114,9 +114,7 @@ def _jets(points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expa
 
 def base(point: Any, record: bool) -> Any:
     """The value that an expansion begins with: an alias of the caller's tensor, or a copy without its graph."""
-    if _jet.is_jet(point):
-        return point if record else point.detach()
-    if torch.compiler.is_compiling():
+    if _jet.is_jet(point) or torch.compiler.is_compiling():
         return point if record else point.detach()
     if point.is_inference():
         point = point.clone()

@@ -123,6 +123,7 @@ class Expansion:
         constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
         surroundings: The transform and the tracer that it began in.
         refused: The operation that was last refused below Python, where another error may take the place of ours.
+        top: The order at which products are summed over directions: K, or -1 where they all are kept.
     """
 
     __slots__ = (
@@ -137,6 +138,7 @@ class Expansion:
         "record",
         "refused",
         "surroundings",
+        "top",
         "weights",
         "widest",
     )
@@ -158,6 +160,7 @@ class Expansion:
         self.directions = directions
         self.groups = directions if groups is None else groups
         self.weights = weights
+        self.top = -1 if weights is None and self.groups == directions else order
         self.record = record
         self.counter = counter
         self.max_bytes = max_bytes
@@ -213,10 +216,6 @@ class Expansion:
         if size <= TILE_BYTES or a.device.type != "cpu" or len(a) != self.directions or len(b) != self.directions:
             return None
         return max(1, TILE_BYTES * self.directions // size)
-
-    def top(self, k: int) -> bool:
-        """Whether products at order k are summed over directions."""
-        return k == self.order and (self.groups != self.directions or self.weights is not None)
 
     def constant(self, value: Any) -> Series:
         """The series of something that does not depend on the variable."""
@@ -322,7 +321,7 @@ Adder = Callable[[Any, Any, Any], Any]
 
 def _adder(expansion: Expansion, k: int, multiply: Callable[[Any, Any], Any] = torch.mul) -> Adder:
     """How `found + a b` is formed at order k: at the top, the product is summed over directions."""
-    if expansion.top(k):
+    if k == expansion.top:
         multiply = functools.partial(expansion.collapsed, multiply=multiply)
     elif multiply is torch.mul:
         return added

@@ -52,7 +52,7 @@ def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [series[0] / b, *(None if c is None else aligned(c, ndim) / b for c in series[1:])]
 
 
-@rule("bilinear", "matmul", "rmatmul", "mm", "bmm", "mv", "dot", "inner_product")
+@rule("bilinear", "matmul", "rmatmul", "mm", "bmm", "mv", "dot")
 def matmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A @ b, by NumPy's rules for vectors and stacks."""
     a, b = [*args, *kwargs.values()]
@@ -69,17 +69,13 @@ def product_of_matrices(expansion: Expansion, a: Series, b: Series) -> Series:
     ndim = max(a[0].ndim, b[0].ndim)
     a = [a[0], *(None if c is None else aligned(c, ndim) for c in a[1:])]
     b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
-    out = [convolved(expansion, a, b, k, _matmul) for k in range(expansion.order + 1)]
+    out = [convolved(expansion, a, b, k, torch.matmul) for k in range(expansion.order + 1)]
     if column:
         out = [None if c is None else c.squeeze(-1) for c in out]
     if row:
         dim = -1 if column else -2
         out = [None if c is None else c.squeeze(dim) for c in out]
     return out
-
-
-def _matmul(a: Any, b: Any) -> Any:
-    return torch.matmul(a, b)
 
 
 def _matrices(series: Series, dim: int) -> Series:
@@ -196,9 +192,9 @@ def _einsum_series(
             if any(series[i][order] is None for i, order in orders.items()):
                 continue
             inner = len(orders) == 2 and all(orders.values())
-            joined = inner and expansion.top(k) and expansion.groups == 1 and expansion.weights is None
+            joined = inner and k == expansion.top and expansion.groups == 1 and expansion.weights is None
             term = run(orders, joined)
-            if inner and expansion.top(k) and not joined:
+            if inner and k == expansion.top and not joined:
                 term = expansion.collapse(term)
             coefficient = total(coefficient, term)
         out.append(coefficient)

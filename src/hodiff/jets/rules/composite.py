@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hodiff._core import _near_zero, _substitutes
 from hodiff.jets import _jet
-from hodiff.jets._jet import MixesSamples, NoRule, operation, rule
+from hodiff.jets._jet import ByNoRoute, NoRule, operation, rule
 from hodiff.jets._series import Expansion, aligned
 from hodiff.jets.rules.fallback import fallback
 
@@ -105,7 +105,8 @@ def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """With running statistics only; those of the batch mix its samples."""
     given = _named(func, args, kwargs, "training")
     if given.get("training") or given.get("running_mean") is None:
-        raise MixesSamples
+        why, way_out = "it mixes the samples of a batch", "Use model.eval() or another norm."
+        raise ByNoRoute("BatchNorm in training mode", why, way_out)
     return _substitutes.batch_norm(**given)
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from hodiff._core import _nodes, _refusals, _reverse, _settings, _tree
 from hodiff._core._faults import is_fault
+from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._jet import RULES, ByNoRoute, NoDerivative, NoRule, Several, operation, without_derivative
+from hodiff.jets._jet import RULES, ByNoRoute, NoDerivative, NoRule, Several, operation
 from hodiff.jets._series import Expansion, Series, full
 
 UNKNOWN_TO_JETS = {
@@ -45,7 +46,7 @@ UNKNOWN_TO_JETS = {
 def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Coefficients of any differentiable operation of PyTorch."""
     name = operation(func)
-    if without_derivative(func):
+    if func in TAKEN_FOR_CONSTANTS:
         raise NoDerivative(name)
     if name in UNKNOWN_TO_JETS:
         raise NoRule(name, UNKNOWN_TO_JETS[name])
@@ -85,18 +86,19 @@ def _coefficients(
         result = func(*_jet.replaced(args, replaced), **_jet.replaced(kwargs, replaced))
         return (_tree.flatten(result)[0][place],)
 
-    order, summed = expansion.order, expansion.top(expansion.order)
+    order, summed = expansion.order, expansion.top == expansion.order
     orders = range(1, order if summed else order + 1)
     try:
-        coefficients = _along(one, [_path(jet.series, orders, expansion.directions) for jet in jets], order, value)
+        rows = expansion.directions
+        coefficients = _along(one, [_path(jet.series, orders, rows) for jet in jets], rows, order, value)
         if coefficients is None:
             return expansion.constant(value)
         if summed:
             coefficients[-1] = expansion.collapse(coefficients[-1])
             if any(jet.series[order] is not None for jet in jets):
-                top = [jet.series[order] for jet in jets if jet.series[order] is not None]
+                rows = next(len(jet.series[order]) for jet in jets if jet.series[order] is not None)
                 steps = [[jet.series[0], jet.series[order]] for jet in jets]
-                linear = _along(one, [_path(step, range(1, 2), len(top[0])) for step in steps], 1, value)
+                linear = _along(one, [_path(step, range(1, 2), rows) for step in steps], rows, 1, value)
                 coefficients[-1] = coefficients[-1] + linear[0] if linear else coefficients[-1]
     except GraphError as error:
         raise NoRule(name, str(error)) from error
@@ -118,13 +120,13 @@ def _path(series: Series, orders: range, rows: int) -> Path:
             point = point + coefficient * t.reshape(-1, *[1] * (base.ndim - 1)) ** k
         return point
 
-    at.rows = rows  # pyright: ignore[reportFunctionMemberAccess]
     return at
 
 
-def _along(one: Callable[..., tuple[Tensor, ...]], paths: list[Path], order: int, value: Tensor) -> list[Tensor] | None:
+def _along(
+    one: Callable[..., tuple[Tensor, ...]], paths: list[Path], rows: int, order: int, value: Tensor
+) -> list[Tensor] | None:
     """The coefficients 1 to `order` of the operation along the paths; None where its result is a constant."""
-    rows = paths[0].rows  # pyright: ignore[reportFunctionMemberAccess]
     t = torch.zeros(rows, dtype=value.dtype, device=value.device, requires_grad=True)
     points = [path(t) for path in paths]
     try:

@@ -11,6 +11,7 @@ from hodiff._core import _versions
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
 from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination
+from hodiff.jets.rules.linear import dims_of
 
 
 @rule(
@@ -22,7 +23,7 @@ from hodiff.jets._series import Expansion, Series, aligned, full, linear_combina
         "empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
         "new_tensor detach item __bool__ __float__ __int__ __index__ __len__ __contains__ bool int long "
         "heaviside bitwise_and bitwise_or bernoulli multinomial searchsorted bucketize histc unique bincount "
-        "numpy_dtype is_nonzero is_same_size result_type can_cast __repr__ __format__ __str__ short byte char "
+        "is_nonzero is_same_size result_type can_cast __repr__ __format__ __str__ short byte char "
         "isreal isneginf isposinf get_device is_floating_point __floordiv__ __rfloordiv__ finfo"
     ),
 )
@@ -75,17 +76,15 @@ def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-@rule("special", "max", "min", "amax", "amin", "median", "kthvalue", "sort", "topk", "mode", "nanmedian", "aminmax")
+@rule("special", "max", "min", "median", "kthvalue", "sort", "topk", "mode", "nanmedian")
 def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Entries chosen by their value: the coefficients at the same places."""
     name = operation(func)
     if name in ("max", "min") and len(args) + len(kwargs) > 1 and not isinstance([*args, *kwargs.values()][1], int):
         return extreme(expansion, getattr(torch, name), args, kwargs)
-    if name == "aminmax" or not belongs(args[0], expansion):
+    if not belongs(args[0], expansion):
         raise NoRule(name)
     x = series_of(args[0], expansion)
-    if name in ("amax", "amin"):
-        return _amax(expansion, func, x, args[1:], kwargs)
     if name in ("max", "min", "median", "nanmedian") and len(args) + len(kwargs) == 1:
         value = func(x[0])
         index = (x[0].reshape(-1) == value).to(torch.uint8).argmax()
@@ -107,25 +106,20 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return Several([out, indices], type(result))
 
 
-def _amax(expansion: Expansion, func: Any, x: Series, args: Any, kwargs: Any) -> Series:
+@rule("special", "amax", "amin")
+def extreme_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Extremes over some dimensions; where several entries are equal, their mean, as in PyTorch."""
-    value = func(x[0], *args, **kwargs)
+    if not belongs(args[0], expansion):
+        raise NoRule(operation(func))
+    x = series_of(args[0], expansion)
+    value = func(x[0], *args[1:], **kwargs)
     if not x[0].ndim:
         return x
-    names = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
-    dims = names.get("dim", ())
-    dims = [d % x[0].ndim for d in ((dims,) if isinstance(dims, int) else tuple(dims) or range(x[0].ndim))]
-    kept = value
-    if not names.get("keepdim", False):
-        for d in sorted(dims):
-            kept = kept.unsqueeze(d)
-    mask = (x[0] == kept).to(x[0].dtype)
-    mask = mask / mask.sum(dims, keepdim=True)
-    shifted = [d + 1 for d in dims]
-    keep = bool(names.get("keepdim", False))
-    if not shifted:
-        return x
-    return [value, *(None if c is None else (aligned(c, x[0].ndim) * mask).sum(shifted, keepdim=keep) for c in x[1:])]
+    given = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
+    dims, keep = dims_of(given.get("dim", ()), x[0].ndim), bool(given.get("keepdim", False))
+    mask = (x[0] == value.reshape([1 if d in dims else n for d, n in enumerate(x[0].shape, 1)])).to(x[0].dtype)
+    mask = mask / mask.sum([d - 1 for d in dims], keepdim=True)
+    return [value, *(None if c is None else (aligned(c, x[0].ndim) * mask).sum(dims, keepdim=keep) for c in x[1:])]
 
 
 @rule("special", "clamp", "clip", "clamp_min", "clamp_max")
@@ -161,11 +155,9 @@ def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [x[0] * mask, *(None if c is None else aligned(c, mask.ndim) * mask for c in x[1:])]
 
 
-@rule("special", "prelu", "_prelu_kernel", "rrelu")
+@rule("special", "prelu", "_prelu_kernel")
 def prelu(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A learned slope below zero."""
-    if operation(func) == "rrelu":
-        raise NoRule("rrelu")
     x, weight = [*args, *kwargs.values()]
     if belongs(weight, expansion):
         raise NoRule("prelu with a slope that depends on the variable")
@@ -206,6 +198,7 @@ unsupported(
     "its result is not real",
     *listed("polar stft hilbert to_sparse"),
 )
+unsupported("", "rrelu", "aminmax")
 unsupported("jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function")
 unsupported(
     "forward mode inside f (torch.func.jvp, torch.autograd.forward_ad) takes the tangent for a constant",
