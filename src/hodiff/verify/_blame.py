@@ -9,12 +9,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _locks, _nodes, _settings
+from hodiff._core import _locks, _nodes, _settings, _tree
 from hodiff._core._arguments import Allowed
 from hodiff._core._faults import interrupts
 from hodiff.calculus._first import grad
@@ -87,7 +87,7 @@ def _held(
     evaluation: ScalarEvaluation, function: Scalar, path: Sequence[Point], failed: Check, sites: Sequence[Site]
 ) -> Slope | None:
     """The differences with the values of these cuts held; None where they cannot be."""
-    with evaluation.holding({site.key: site.value for site in sites}):
+    with evaluation.altered({site.key: site.value for site in sites}):
         try:
             return difference(function, evaluation.point, path[failed.order - 1])
         except Exception as error:  # f goes another way then, or the value has another shape
@@ -148,7 +148,7 @@ def _hooks(
     places = evaluation.recorded().hooks
     fix = "remove it for this check, or write what it does into f."
     if places:
-        with evaluation.without_hooks():
+        with evaluation.altered(hooks=False):
             without = along(function, evaluation.point, path[failed.order - 1], allow)
         if abs(without - failed.differences) <= max(failed.tolerance, 1e-6 * abs(failed.differences)):
             reason = f"a hook on a tensor changes the gradient; without it, it is {without:+.6e}"
@@ -177,32 +177,24 @@ def functions(evaluation: ScalarEvaluation, order: int, allow: Allowed) -> list[
     leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in evaluation.point)
     with _settings.grad_mode(True):
         output = evaluation.run(leaves)
-    kinds = {kind: None for kind, _ in _nodes.survey([output]).functions() if not _is_known(kind)}
     function_causes = []
-    for kind in kinds:
+    for kind in dict.fromkeys(kind for kind, _ in _nodes.survey([output]).functions()):
+        if kind.__module__.startswith(("torch.", "hodiff.")):
+            continue
         with _locks.ThreadClaim(kind), _watched(kind) as uses, _settings.grad_mode(True):
             evaluation.run(leaves)
-        for use in uses[:3]:
-            wrong = _first_wrong(kind.apply, use.args, {}, order, (kind,))  # type: ignore[attr-defined]
+        for args, line in uses[:3]:
+            wrong = _first_wrong(kind.apply, args, {}, order, (kind,))  # type: ignore[attr-defined]
             if wrong is not None:
-                function_causes.append(_of_function(kind, use.line, wrong))
+                function_causes.append(_of_function(kind, line, wrong))
                 break
     return function_causes
 
 
-def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith(("torch.", "hodiff."))
-
-
-class _Use(NamedTuple):
-    args: tuple[Any, ...]
-    line: Line
-
-
 @contextmanager
-def _watched(kind: type) -> Iterator[list[_Use]]:
-    """Note what a Function's forward is called with, while this lasts."""
-    uses: list[_Use] = []
+def _watched(kind: type) -> Iterator[list[tuple[tuple[Any, ...], Line]]]:
+    """Note what a Function's forward is called with, and on which line, while this lasts."""
+    uses = []
     mine, theirs = threading.get_ident(), kind.forward  # type: ignore[attr-defined]
     own = kind.__dict__.get("forward")
 
@@ -210,7 +202,7 @@ def _watched(kind: type) -> Iterator[list[_Use]]:
         if threading.get_ident() == mine:
             given = args[1:] if args and hasattr(args[0], "save_for_backward") else args
             frame = next(user_frames(sys._getframe(1)), None)
-            uses.append(_Use(tuple(map(copied, given)), line_of(frame) if frame is not None else Line("", 0)))
+            uses.append((tuple(map(copied, given)), line_of(frame) if frame is not None else Line("", 0)))
         return theirs(*args, **kwargs)
 
     kind.forward = staticmethod(forward)  # type: ignore[attr-defined]
@@ -286,8 +278,7 @@ def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, a
     def run(leaves: Point) -> list[Tensor]:
         torch.set_rng_state(state)
         given = iter(leaves)
-        put = lambda value: _put(value, given)  # noqa: E731
-        result = func(*map(put, args), **{name: put(value) for name, value in kwargs.items()})
+        result = func(*_put(args, given), **_put(kwargs, given))
         return [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
 
     def scalar(leaves: Point) -> Tensor:
@@ -301,7 +292,9 @@ def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, a
                 torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu").to(each)
                 for each in outputs
             ]
-            path = [tuple(part.to(point[0].device) for part in _directions(point, generator)) for _ in range(order)]
+            origin = tuple(part.cpu() for part in point)
+            drawn = [random_direction(origin, generator) for _ in range(order)]
+            path = [tuple(part.to(point[0].device) for part in direction) for direction in drawn]
             for level in range(order):
                 lower = derived(scalar, path[:level], allow)
                 check = compare(lower, point, path[level], level + 1, allow, [""] * len(point))
@@ -316,20 +309,16 @@ def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, a
     return None
 
 
-def _directions(point: Point, generator: torch.Generator) -> Point:
-    return random_direction(tuple(part.cpu() for part in point), generator)
-
-
 def _varies(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def _put(value: Any, given: Iterator[Tensor]) -> Any:
     """An argument with the leaves in the place of the tensors that vary, in the order of `tensors_in`."""
-    if isinstance(value, Tensor):
-        return next(given) * 1 if _varies(value) else value.clone()  # it may be changed in place
-    if isinstance(value, dict):
-        return {name: _put(item, given) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_put(item, given) for item in value)
-    return value
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return next(given) * 1 if _varies(leaf) else leaf.clone()  # it may be changed in place
+
+    return _tree.tree_map(put, value)

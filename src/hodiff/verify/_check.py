@@ -163,7 +163,7 @@ def _run(
         evaluation = ScalarEvaluation(context, generator)
         try:
             remarks = _evaluation.remarks(evaluation, surroundings)
-            evaluation.steady()
+            evaluation.steady = True
             evaluation.allow(context.call.allow)
             point = evaluation.point
             paths = [[random_direction(point, generator) for _ in range(order)] for _ in range(directions)]

@@ -59,10 +59,10 @@ def _judged(
     computed = float(inner(gradient, direction))
     numeric = difference(function, point, direction, finer)
     scale = max(
-        abs(value(function, point)),
+        abs(float(function(point).detach())),
         abs(computed),
         abs(numeric.value),
-        float(norm(gradient) * norm(direction)) / size(point) ** 0.5,
+        float(norm(gradient) * norm(direction)) / max(1, sum(leaf.numel() for leaf in point)) ** 0.5,
     )
     tolerance = 10 * numeric.error + eps**0.4 * scale + 100 * eps
     distance = abs(computed - numeric.value)
@@ -74,17 +74,13 @@ def _judged(
     return Check(order, computed, numeric.value, tolerance, "disagrees", parts, direction)
 
 
-def value(function: Scalar, point: Point) -> float:
-    """A value of the function, as a number."""
-    return float(function(point).detach())
-
-
 def difference(function: Scalar, point: Point, direction: Point, finer: float = 1.0) -> Slope:
     """The slope of `function` along a direction, numerically."""
     eps = epsilon(point)
 
     def line(t: float) -> float:
-        return value(function, tuple(leaf + t * part for leaf, part in zip(point, direction, strict=True)))
+        moved = tuple(leaf + t * part for leaf, part in zip(point, direction, strict=True))
+        return float(function(moved).detach())
 
     return slope(line, finer * first_step(eps), eps)
 
@@ -131,11 +127,6 @@ def inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
 def norm(parts: Sequence[Tensor]) -> Tensor:
     """The length of a point."""
     return torch.stack([part.detach().double().square().sum() for part in parts]).sum().sqrt()
-
-
-def size(point: Point) -> int:
-    """How many numbers a point has."""
-    return max(1, sum(leaf.numel() for leaf in point))
 
 
 # --- numerical derivatives along a line, with an estimate of their own error ------------------------------------------

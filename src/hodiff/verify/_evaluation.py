@@ -56,13 +56,14 @@ class ScalarEvaluation:
         drew: Whether it drew random numbers.
         attributes: What its modules keep.
         allowed: Cuts that the caller means: their values are held always.
+        steady: Whether each run begins with the attributes that the modules had before the first one.
     """
 
     def __init__(self, context: EvaluationContext, generator: torch.Generator | None) -> None:
         self.context = context
         self.point: Point = tuple(leaf.detach().clone() for leaf in context.leaves())
         self._held: dict[Key, Any] = {}
-        self._hooks, self._steady = True, False
+        self._hooks, self.steady = True, False
         self.allowed: list[Site] = []
         context.remember()
         self.output = _arguments.check_output(self.run(self.point))
@@ -72,17 +73,14 @@ class ScalarEvaluation:
     def run(self, leaves: Point) -> Any:
         """What the function returns: with a graph, for leaves that require grad."""
         if not any(leaf.requires_grad for leaf in leaves):  # f sees such leaves always
-            return _detached(self.run(tuple(leaf.detach().clone().requires_grad_() for leaf in leaves)))
+            value = self.run(tuple(leaf.detach().clone().requires_grad_() for leaf in leaves))
+            return value.detach() if isinstance(value, Tensor) else value
         self.context.restart()
-        if self._steady:
+        if self.steady:
             self.attributes.restore()
         held = {site.key: site.value for site in self.allowed} | self._held
         with _settings.on(HeldValues(held, hooks=self._hooks)) if held or not self._hooks else nullcontext():
             return self.context.run(leaves, leaves)
-
-    def steady(self) -> None:
-        """Begin each run from now on with the attributes that the modules had before the first one."""
-        self._steady = True
 
     def allow(self, places: Iterable[Any]) -> None:
         """Hold the values that are cut at these places, now and always."""
@@ -104,26 +102,13 @@ class ScalarEvaluation:
         return recorder
 
     @contextmanager
-    def holding(self, held: Mapping[Key, Any]) -> Iterator[None]:
-        """Inside it, these values are what they were at the point."""
-        before, self._held = self._held, dict(held)
+    def altered(self, held: Mapping[Key, Any] | None = None, *, hooks: bool = True) -> Iterator[None]:
+        """Inside it, these values are what they were at the point, or hooks on tensors are taken off at once."""
+        self._held, self._hooks = dict(held or {}), hooks
         try:
             yield
         finally:
-            self._held = before
-
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
-        """Inside it, hooks that the function puts on tensors are taken off at once."""
-        self._hooks = False
-        try:
-            yield
-        finally:
-            self._hooks = True
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+            self._held, self._hooks = {}, True
 
 
 # --- what else to know of `f` -----------------------------------------------------------------------------------------

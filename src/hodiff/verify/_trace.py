@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hodiff.errors
-from hodiff._core import _messages, _settings
+from hodiff._core import _messages, _settings, _tree
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import tracing
 from hodiff.graph import _record
@@ -93,7 +93,18 @@ class _Counting(TorchFunctionMode):
         self._entered = next(user_frames(sys._getframe(1)), None)
         return super().__enter__()
 
-    def concerns(self, func: Function, kind: int, frame: FrameType) -> bool:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Show one call, where it concerns the user's code; run it as it is elsewhere."""
+        frame, kind = sys._getframe(1), _record.kind_of(func)
+        if not self._concerns(func, kind, frame):
+            return func(*args, **(kwargs or {}))
+        return self.see(func, args, kwargs or {}, kind, frame)
+
+    def see(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], kind: int, frame: FrameType) -> Any:
+        """What a call gives, or is to give."""
+        raise NotImplementedError
+
+    def _concerns(self, func: Function, kind: int, frame: FrameType) -> bool:
         """Whether a call is one of the user's that can cut: not of values, no attribute is set, and we did not ask."""
         if tracing():  # stand-ins, as in `torch.func.linearize`
             return False
@@ -156,12 +167,8 @@ class Recorder(_Counting):
         self.choices: dict[Key, tuple[Any, str, Place]] = {}
         self.unheld: list[tuple[str, Place]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], kind: int, frame: FrameType) -> Any:
         """Run one call, and note what it did."""
-        kwargs, frame = kwargs or {}, sys._getframe(1)
-        kind = _record.kind_of(func)
-        if not self.concerns(func, kind, frame):
-            return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
         if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
             if kind == CUT or name in _COPIES:
@@ -218,12 +225,8 @@ class HeldValues(_Counting):
         super().__init__()
         self._held, self._hooks = held, hooks
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], kind: int, frame: FrameType) -> Any:
         """Run one call, and put the value in the place of its result."""
-        kwargs, frame = kwargs or {}, sys._getframe(1)
-        kind = _record.kind_of(func)
-        if not self.concerns(func, kind, frame):
-            return func(*args, **kwargs)
         key, name = self.key(func, frame), getattr(func, "__name__", "")
         result = func(*args, **kwargs)
         if not self._hooks and name == "register_hook":
@@ -245,14 +248,14 @@ def _changed(name: str, args: Sequence[Any], result: Any) -> Any:
 
 def copied(value: Any, recorded: bool = True) -> Any:
     """A value with copies of the tensors in it, which nothing changes any more; they say whether they had a graph."""
-    if isinstance(value, Tensor):
-        copy = value.detach().clone()
-        return copy.requires_grad_(recorded and value.requires_grad) if value.is_floating_point() else copy
-    if isinstance(value, dict):
-        return {name: copied(item, recorded) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(copied(item, recorded) for item in value)
-    return value
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = leaf.detach().clone()
+        return own.requires_grad_(recorded and leaf.requires_grad) if leaf.is_floating_point() else own
+
+    return _tree.tree_map(copy, value)
 
 
 def _constants(value: Any) -> Any:
@@ -309,10 +312,6 @@ def _clamped(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, 
     return [(given[0] - bound).sign() for bound in bounds if isinstance(bound, (int, float, Tensor))]
 
 
-def _rounded(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
-    return given[0].floor(), given[0].round(), given[0].sign()
-
-
 def _larger(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
     if len(given) > 1:
         return ((given[0] - given[1]).sign(),)
@@ -320,10 +319,6 @@ def _larger(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, A
     if isinstance(dim, int):
         return whole.argmax(dim), whole.argmin(dim)
     return whole.flatten().argmax(), whole.flatten().argmin()
-
-
-def _ordered(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
-    return (given[0].flatten().argsort(stable=True),)
 
 
 def _pooled(name: str) -> Sides:
@@ -336,10 +331,6 @@ def _pooled(name: str) -> Sides:
     return sides
 
 
-def _apart(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
-    return ((given[0] - given[1]).sign(),) if len(given) > 1 else ()
-
-
 _POOLS = [f"{kind}max_pool{n}d" for n in (1, 2, 3) for kind in ("", "adaptive_")]
 
 KINKS: dict[str, Sides] = {
@@ -350,10 +341,16 @@ KINKS: dict[str, Sides] = {
     **dict.fromkeys(("hardshrink", "softshrink", "threshold"), _beyond(0.5, "lambd", "threshold")),
     **dict.fromkeys(("clamp", "clamp_", "clip", "clamp_min", "clamp_max", "clamp_min_"), _clamped),
     "hardtanh": lambda given, args, kwargs: [*_clamped(given, args, kwargs), *_at(-1, 1)(given, args, kwargs)],
-    **dict.fromkeys(("floor", "ceil", "round", "trunc", "fix", "frac", "remainder", "fmod", "__mod__"), _rounded),
+    **dict.fromkeys(
+        ("floor", "ceil", "round", "trunc", "fix", "frac", "remainder", "fmod", "__mod__"),
+        lambda given, args, kwargs: (given[0].floor(), given[0].round(), given[0].sign()),
+    ),
     **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum", "fmax", "fmin", "aminmax"), _larger),
-    **dict.fromkeys(("median", "nanmedian", "kthvalue", "quantile"), _ordered),
+    **dict.fromkeys(
+        ("median", "nanmedian", "kthvalue", "quantile"),
+        lambda given, args, kwargs: (given[0].flatten().argsort(stable=True),),
+    ),
     **{name: _pooled(name) for name in _POOLS},
-    "l1_loss": _apart,
+    "l1_loss": lambda given, args, kwargs: ((given[0] - given[1]).sign(),) if len(given) > 1 else (),
 }
 """How each piecewise function's pieces are told apart, by the function's name."""

@@ -34,7 +34,7 @@ def test_random_numbers_are_drawn_again(evaluation):
 
 def test_hooks_are_off_inside_and_on_after(evaluation):
     whole = gradient(evaluation)
-    with evaluation.without_hooks():
+    with evaluation.altered(hooks=False):
         torch.testing.assert_close(gradient(evaluation), whole / 3)
     torch.testing.assert_close(gradient(evaluation), whole)
 
@@ -43,7 +43,7 @@ def test_values_are_held_inside_and_not_after(evaluation):
     (site,) = evaluation.recorded().sites
     moved = (evaluation.point[0] * 3,)
     free, still = float(evaluation.scalar(moved)), float(evaluation.scalar(evaluation.point))
-    with evaluation.holding({site.key: site.value}):
+    with evaluation.altered({site.key: site.value}):
         assert float(evaluation.scalar(moved)) == pytest.approx(3 * still)
     assert float(evaluation.scalar(moved)) == free == pytest.approx(9 * still)
     evaluation.allow(["f"])
