@@ -3,6 +3,7 @@
 All of them, and all public names: tests/contract/test_inside.py.
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,3 +272,18 @@ def test_selective_checkpoints_let_one_pass_through() -> None:
     assert torch.allclose(hodiff.grad(f, X), X.cos() * X + X.sin())  # type: ignore[arg-type]
     with pytest.raises(hodiff.GraphError, match=r"selective activation checkpoint \(context_fn=\)"):
         hodiff.hvp(f, X, X)  # type: ignore[arg-type]
+
+
+POWERS = {
+    "cond": lambda p: torch.cond(p[0] > 0, lambda a, b: a**b, lambda a, b: a * b, (p[0] * 1, p[1] * 1)),
+    "map": lambda p: map_(lambda a, b: a**b, p[:1] * 1, p[1] * 1).sum(),
+    "scan": lambda p: scan(lambda c, a: (c + a ** p[1], c * 1), p[0] * 0, p[:1] * 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_what_is_written_out_is_so_inside(name: str) -> None:
+    """The Hessian of a ** b at (2, 0)."""
+    expected = torch.tensor([[0.0, 0.5], [0.5, math.log(2) ** 2]], dtype=torch.float64)
+    point = torch.tensor([2.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(hodiff.hessian(POWERS[name], point), expected)

@@ -1,5 +1,6 @@
 """Functions with a removable singularity at 0: right there at every order, by mpmath; a graph of them is refused."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +298,19 @@ def test_a_checkpoint_of_what_is_written_out_says_so() -> None:
         hodiff.hessian(f, torch.tensor([2.0, 0.0], dtype=D))
     found = hodiff.hessian(f, torch.tensor([2.0, 0.5], dtype=D))
     torch.testing.assert_close(found[0, 1], 2**-0.5 * (1 + 0.5 * torch.tensor(2.0, dtype=D).log()))
+
+
+@pytest.mark.parametrize("name", ["sinc_", "i0_", "cumprod_"])
+def test_functions_that_write_into_a_view_are_written_out(name: str) -> None:
+    """The fourth derivative, of x and of 2 x beside 0."""
+
+    def f(x: Tensor) -> Tensor:
+        y = torch.stack([x, 2 * x])
+        getattr(y[:], name)(*((0,) if name == "cumprod_" else ()))
+        return y.sum()
+
+    exact = {"sinc_": 17 * math.pi**4 / 5, "i0_": 17 * 3 / 8, "cumprod_": 0.0}
+    g = f
+    for _ in range(3):
+        g = lambda z, g=g: hodiff.grad(g, z)
+    assert float(hodiff.grad(g, torch.tensor(1e-9, dtype=torch.float64))) == pytest.approx(exact[name], abs=1e-6)

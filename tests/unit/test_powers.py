@@ -11,6 +11,7 @@ import hodiff
 from hodiff import GraphError
 
 D = torch.float64
+Function = Callable[[Tensor], Tensor]
 Power = Callable[[Tensor, Tensor], Tensor]
 
 SPELLINGS: dict[str, Power] = {
@@ -21,6 +22,7 @@ SPELLINGS: dict[str, Power] = {
     "in place": lambda a, b: (a * 1).pow_(b),
     "float_power": lambda a, b: torch.float_power(a, b),
     "a method in place": lambda a, b: (a * 1).float_power_(b),
+    "reflected": lambda a, b: b.__rpow__(a),
     "aten": lambda a, b: torch.ops.aten.pow.Tensor_Tensor(a, b),
 }
 
@@ -153,10 +155,39 @@ def test_jets_of_an_exponent_that_is_broadcast(shape: tuple[int, ...], n: int) -
     torch.testing.assert_close(found, (base**b * (base.log() * v) ** n).sum())
 
 
+ZERO: dict[str, Callable[[Tensor], Tensor]] = {
+    "**": lambda x: 0.0**x,
+    "torch.pow": lambda x: torch.pow(0, x),
+    "reflected": lambda x: x.__rpow__(0.0),
+    "float_power": lambda x: torch.float_power(0, x),
+    "a tensor": lambda x: torch.zeros(2, dtype=D) ** x,
+    "an argument": lambda x: (0 * x) ** x,
+}
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_powers_of_zero_have_derivatives(name: str) -> None:
+    x, f = torch.tensor([5.0, 61.0], dtype=D), ZERO[name]
+    for n in (1, 2, 3, 4):
+        assert hodiff.nth_derivative(f, x, n).equal(0 * x)
+    total: Function = lambda x: f(x).sum()
+    assert hodiff.hessian(total, x).equal(torch.zeros(2, 2, dtype=D))
+    assert hodiff.grad(lambda x: hodiff.hessian(total, x).sum(), x).equal(0 * x)
+    by_hand = lambda x: torch.autograd.grad(total(x), x, create_graph=True)[0].sum()
+    assert hodiff.grad(by_hand, x).equal(0 * x)
+
+
+def test_where_a_higher_derivative_of_a_power_of_zero_is_infinite_it_is_not_finite() -> None:
+    """The derivative by b of b (b - 1) a ** (b - 2) has a logarithm of a at b = 2, and none at 2.5."""
+    f: Function = lambda p: hodiff.hessian(lambda p: p[0] ** p[1], p)[0, 0]
+    assert not hodiff.grad(f, torch.tensor([0.0, 2.0], dtype=D)).isfinite().all()
+    assert hodiff.grad(f, torch.tensor([0.0, 3.5], dtype=D)).equal(torch.zeros(2, dtype=D))
+
+
 def test_orders_of_an_elementwise_function_say_where_they_are_not_finite() -> None:
     x = torch.ones(2, dtype=D)
     with pytest.warns(hodiff.HodiffWarning, match=r"not finite.*a power of 0"):
-        hodiff.nth_derivative(lambda x: 0.0 ** (x + 60), x, 2)
+        hodiff.nth_derivative(lambda x: 0.0 ** (x - 1), x, 2)
 
 
 def test_a_cumulative_product_with_zeros_in_forward_mode_of_f() -> None:
@@ -185,3 +216,66 @@ def test_a_graph_of_parameters_is_refused() -> None:
     a, b = (torch.nn.Parameter(torch.tensor(value, dtype=D)) for value in (2.0, 0.0))
     with pytest.raises(GraphError, match=r"order 2 of a \*\* b is wrong .* where b is 0"):
         hodiff.hessian(a**b, [a, b])
+
+
+def assigned(p: Tensor) -> Tensor:
+    whole = p * 1
+    part = whole[:1]
+    part **= p[1:]
+    return whole[0]
+
+
+HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "pow_": lambda p: (p * 1)[:1].pow_(p[1:]).squeeze(),
+    "float_power_": lambda p: (p * 1)[0].float_power_(p[1]),
+    "**=": assigned,
+    "aten": lambda p: torch.ops.aten.pow_.Tensor((p * 1)[0], p[1]),
+    "a subclass": lambda p: (p.as_subclass(Plain)[0] * 1).pow_(p[1]),
+    "lists": lambda p: torch._foreach_pow([p[0]], [p[1]])[0],
+}
+"""Powers whose node cannot be seen, or has another name."""
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_power_that_is_hidden_is_refused_where_it_is_wrong(name: str) -> None:
+    f = HIDDEN[name]
+    x = torch.tensor([2.0, 0.0], dtype=D, requires_grad=True)
+    for what in (f, f(x)):
+        with pytest.raises(GraphError, match=r"order 2 of a \*\* b is wrong .* where b is 0 .* written to a view"):
+            hodiff.hessian(what, x)
+    value = {2: exact(2, 1, 1, 1), 3: exact(2, 1, 1, 2)}
+    point = torch.tensor([2.0, 1.0], dtype=D)
+    assert float(hodiff.hessian(f, point)[0, 1]) == pytest.approx(value[2])
+    if name != "lists":
+        third = hodiff.grad(lambda p: hodiff.hessian(f, p).as_subclass(Tensor)[0, 1], point)
+        torch.testing.assert_close(third, torch.tensor([exact(2, 1, 2, 1), value[3]], dtype=D))
+
+
+def test_a_power_that_is_hidden_is_right_at_third_order() -> None:
+    point = torch.tensor([2.0, 0.0], dtype=D)
+    for name in HIDDEN.keys() - {"lists"}:
+        third = hodiff.grad(lambda p: hodiff.hessian(HIDDEN[name], p).as_subclass(Tensor)[0, 1], point)
+        torch.testing.assert_close(third, torch.tensor([exact(2, 0, 2, 1), exact(2, 0, 1, 2)], dtype=D))
+
+
+def test_a_derivative_that_f_takes_of_a_power_in_a_view() -> None:
+    def f(p: Tensor) -> Tensor:
+        return torch.autograd.grad(assigned(p), p, create_graph=True)[0][0]
+
+    found = hodiff.grad(f, torch.tensor([2.0, 0.0], dtype=D))
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.5], dtype=D))
+
+
+@pytest.mark.parametrize(("b", "order"), [(0.0, 2), (1.0, 3), (2.0, 4)])
+def test_a_graph_that_hides_it_in_a_view_is_refused(b: float, order: int) -> None:
+    x = torch.tensor([2.0, 0.5], dtype=D, requires_grad=True)
+
+    def given() -> Tensor:
+        y = x * 1
+        y[:1].pow_(b * x[:1] / x[:1].detach())
+        return y * 1
+
+    with pytest.raises(GraphError, match=rf"order {order} of a \*\* b is wrong .* where b is 0"):
+        hodiff.nth_derivative(given(), x, order)
+    if order > 2:
+        hodiff.nth_derivative(given(), x, order - 1)

@@ -137,7 +137,7 @@ class OutputGraph:
         exact = self.call.order >= 3 or context.forward_mode
         survey = failure = None
         try:
-            survey = self._run(exact=exact)
+            survey = self._run(exact=self.call.order if exact else 0)
         except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
             if context.by_hand is None:
                 raise
@@ -146,11 +146,14 @@ class OutputGraph:
         by_hand = context.by_hand
         if by_hand is not None:
             names = names | by_hand.names
+        order = self.call.order + (by_hand.count if by_hand is not None else 0)
         inexact = context.forward_mode or names & _messages.WRITTEN_OUT
         if names & _messages.WRITTEN_AT_SOME and not exact:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
-        if by_hand is not None and (by_hand.batched or self.call.order + by_hand.count >= 3):
+        if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
+        if by_hand is not None and survey is not None and names & _messages.HIDING:
+            inexact = inexact or _messages.POWER in survey.names()  # of a gradient that f has taken
         if self.call.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
             context.also(second_derivatives)
         elif "CudnnRnnBackward0" in names:
@@ -160,11 +163,12 @@ class OutputGraph:
         elif survey is not None and (exact or not inexact):
             return survey
         context.restart()
-        return self._run(exact=exact or bool(inexact or failure))
+        return self._run(exact=max(order, 2) if exact or inexact or failure else 0)
 
-    def _run(self, *, exact: bool) -> _nodes.Survey:
+    def _run(self, *, exact: int) -> _nodes.Survey:
+        """Evaluate `f`, where `exact` is an order of derivatives by definitions that are right up to it."""
         if exact:
-            with _settings.on(ExactNorms()) as norms:
+            with _settings.on(ExactNorms(exact)) as norms:
                 outputs = self._context.run(self.leaves)
             self._mixes = norms.mixes_samples
         else:

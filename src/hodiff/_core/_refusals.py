@@ -312,8 +312,10 @@ def loses_digits(graph: _nodes.Survey) -> bool:
             # At a base of 0 the second derivative by the exponent is not a number.
             if kept is not None and (bool((kept[0] == 0).any()) or _loses_part(node, 0)):
                 return True
-        return any(_divides(node, 2) for node in graph.named(*_messages.PRODUCTS)) or any(
-            _inverts(node, 2) for node in graph.named(_messages.DET)
+        return (
+            any(_versions.argument(node) == 0 for node in graph.named(_messages.ZERO_POWER))
+            or any(_divides(node, 2) for node in graph.named(*_messages.PRODUCTS))
+            or any(_inverts(node, 2) for node in graph.named(_messages.DET))
         )
 
 
@@ -380,8 +382,8 @@ def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) ->
         )
 
 
-def _loses_part(node: Any, most: int) -> bool:
-    """Whether a power has entries with a positive base whose exponent, which varies, is 0, 1, ... or `most`.
+def _loses_part(node: Any, most: int, least: int = 0) -> bool:
+    """Whether a power has entries with a positive base whose exponent, which varies, is `least`, ... or `most`.
 
     PyTorch's rule for the base is 0 where the exponent is, as if that were constant; the rule of the gradient's power
     is so at 1, and so on.
@@ -391,18 +393,25 @@ def _loses_part(node: Any, most: int) -> bool:
         return False
     base, exponent, _ = kept
     positive = base != 0 if base.is_complex() else base > 0
-    return any(bool((positive & (exponent == k)).any()) for k in range(most + 1))
+    return any(bool((positive & (exponent == k)).any()) for k in range(least, most + 1))
 
 
-def _refuse_power(most: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches([node for node in nodes if _loses_part(node, most)], leaves):
-        where = " or ".join(map(str, range(most + 1)))
+def _refuse_power(most: int, nodes: list[Any], leaves: Sequence[Tensor], least: int = 0) -> None:
+    if _nodes.reaches([node for node in nodes if _loses_part(node, most, least)], leaves):
+        orders = range(most - least + 1)
         raise GraphError.about(
-            f"a derivative of order {most + 2} of a ** b is wrong in PyTorch where b is {where} and differentiated: "
-            f"its rule takes a part of it for 0, silently. Give hodiff the function instead of its value, which writes "
-            f"the power out, or write torch.exp(b * a.log()).",
+            f"a derivative of order {most - least + 2} of a ** b is wrong in PyTorch where b is "
+            f"{' or '.join(map(str, orders))} and differentiated: its rule takes a part of it for 0, silently. Give "
+            f"hodiff the function instead of its value, which writes the power out, or write torch.exp(b * a.log()); "
+            f"where one is written to a view (x[i].pow_(b)), make a new tensor of it.",
             operations=["pow"],
         )
+
+
+def refuse_hidden(graph: _nodes.Survey, gradient: _nodes.Survey, leaves: Sequence[Tensor], order: int) -> None:
+    """Raise for a power whose node a graph hides: the graph of its gradient has one, whose exponent is lower by 1."""
+    new = [node for node in gradient.named(_messages.POWER) if node not in graph.visited]
+    _said(partial(_refuse_power, order - 3, least=-1), new, leaves)
 
 
 SCATTER = "AsStridedScatterBackward0"

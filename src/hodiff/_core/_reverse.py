@@ -389,7 +389,10 @@ def _search(
     """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
     third = graph.call.order >= 3
     _refuse_missing(outputs, gradients, inputs, third=third, product=product)
-    _cleared[third].update(kind for kind in graph.kinds if _is_harmless(kind, third=third))
+    hiding = {kind for kind in graph.kinds if kind.__name__ in _messages.HIDING}
+    if hiding and outputs[0] is graph.tensors()[0]:
+        _refusals.refuse_hidden(_nodes.survey(outputs), _nodes.survey(gradients), inputs, graph.call.order)
+    _cleared[third].update(kind for kind in graph.kinds - hiding if _is_harmless(kind, third=third))
 
 
 def _refuse_missing(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import _higher_order_ops
+from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
@@ -163,6 +163,8 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.logcumsumexp: logcumsumexp,
     **dict.fromkeys((torch.prod, Tensor.prod), _near_zero.prod),
     **dict.fromkeys((torch.cumprod, Tensor.cumprod), _near_zero.cumprod),
+    **dict.fromkeys((torch.scatter_reduce, Tensor.scatter_reduce), _near_zero.scatter_product),
+    **dict.fromkeys((torch.index_reduce, Tensor.index_reduce), _near_zero.index_product),
     torch.norm: _near_zero.norm(torch.norm, "p"),
     Tensor.norm: _near_zero.norm(Tensor.norm, "p"),
     torch.linalg.vector_norm: _near_zero.norm(torch.linalg.vector_norm, "ord"),
@@ -272,11 +274,11 @@ for _function in (torch.linalg.det, torch.det, Tensor.det):
     _REPLACED[_function] = _near_zero.det(_REPLACED.get(_function, _function))
 
 
-def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True) -> Tensor:
+def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True, order: int = 2) -> Tensor:
     """A power by a^b_0 exp((b - b_0) log a), for PyTorch's rule for a has zeros where b is 0, as if b were constant.
 
     Where a is 0 its derivatives by b are 0, as PyTorch has the first; its further ones are not numbers. Below 0, and
-    where b is so small that a limit is infinite, all is as PyTorch has it.
+    where b is so small that a derivative of that order is infinite, all is as PyTorch has it.
     """
     base = base if base.is_floating_point() or base.is_complex() else base.to(exponent.dtype)
     value, start = base.detach(), exponent.detach()
@@ -284,7 +286,7 @@ def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True) -> Tensor
     if value.is_complex() or start.is_complex():
         ours = ~still
     else:
-        ours = (value > 0) | (still & (start > int(base_varies)))
+        ours = (value > 0) | (still & (start > (order - 1 if base_varies else 0)))
     kept, logarithm = torch.where(ours, base, 1.0), torch.where(ours & ~still, base, 1.0).log()
     near = torch.pow(kept, start) * torch.exp((exponent - start) * logarithm)
     far = torch.pow(torch.where(ours, 1.0, base), torch.where(ours, 0.5, exponent))
@@ -297,46 +299,83 @@ def _power(function: Callable[..., Any], wide: bool, inside: bool) -> Callable[.
     def varies(x: Tensor) -> bool:
         return x.requires_grad or (_call.tangents() and _call.carries_tangent(x))
 
-    def choose(*args: Any, **kwargs: Any) -> Any:
+    def choose(mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        if len(given) != 2 or not all(isinstance(x, Tensor) for x in given) or not varies(given[1]):
+        if len(given) != 2 or not isinstance(given[1], Tensor) or not varies(given[1]):
             return function(*args, **kwargs)
+        if not isinstance(given[0], Tensor):
+            if given[0] != 0:
+                return function(*args, **kwargs)
+            given[0] = torch.zeros_like(given[1].detach())
         pair = [x.to(torch.promote_types(x.dtype, torch.float64)) for x in given] if wide else given
-        value = power(pair[0].clone() if inside else pair[0], pair[1], base_varies=varies(given[0]))
+        base = pair[0].clone() if inside else pair[0]
+        value = power(base, pair[1], base_varies=varies(given[0]), order=mode.order)
         return given[0].copy_(value) if inside else value
 
     return choose
 
 
+_TOLD: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Definitions whose first argument is the mode in which they stand."""
+
 for _name, _wide in (("pow", False), ("float_power", True)):
     for _ending in ("", "_"):
         for _function in _spellings(_name + _ending):
-            _REPLACED[_function] = _power(_function, _wide, bool(_ending))
-_REPLACED |= {Tensor.__pow__: _REPLACED[Tensor.pow], Tensor.__ipow__: _REPLACED[Tensor.pow_]}
+            _TOLD[_function] = _power(_function, _wide, bool(_ending))
+_reflected = _power(lambda base, exponent: Tensor.__rpow__(exponent, base), False, False)
+_TOLD |= {
+    Tensor.__pow__: _TOLD[Tensor.pow],
+    Tensor.__ipow__: _TOLD[Tensor.pow_],
+    Tensor.__rpow__: lambda mode, exponent, base: _reflected(mode, base, exponent),
+}
+
+
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The spelling of a function that writes into its argument."""
+    return lambda input, *args, **kwargs: input.copy_(function(input.clone(), *args, **kwargs))
+
+
+for _name in ("cumprod", "scatter_reduce", "index_reduce", "sinc", "i0", "renorm"):
+    for _function in _spellings(_name + "_"):
+        _plain = getattr(Tensor, _name)
+        _REPLACED[_function] = _in_place(_REPLACED.get(_plain, _plain))
+
+
+def _noted(definition: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A batch norm that tells the mode whether it mixes samples."""
+
+    def norm(mode: ExactNorms, *args: Any, **kwargs: Any) -> Tensor:
+        mode.mixes_samples |= bool(args[5] if len(args) > 5 else kwargs.get("training", False))
+        return definition(*args, **kwargs)
+
+    return norm
+
+
+_TOLD |= {function: _noted(_REPLACED[function]) for function in (F.batch_norm, torch.batch_norm)}
 
 
 class ExactNorms(TorchFunctionMode):
     """Inside it, layer, batch, instance and weight norm (and a few others) are computed from their definition.
 
-    `mixes_samples` tells whether a batch norm in training mode was met: written out, it leaves no
-    node in the graph by which to recognise it.
+    Attributes:
+        order: Up to which order there are derivatives.
+        mixes_samples: Whether a batch norm in training mode was met: written out, it leaves no node in the graph by
+            which to recognise it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: int = 2) -> None:
         super().__init__()
-        self.mixes_samples = False
+        self.order, self.mixes_samples = order, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace these functions, pass everything else through."""
+        definition = _TOLD.get(func)
+        if definition is not None:
+            return definition(self, *args, **named_by_torch(kwargs or {}))
         definition = _REPLACED.get(func)
-        if definition is None:
-            return func(*args, **(kwargs or {}))
-        if func in (F.batch_norm, torch.batch_norm):
-            training = args[5] if len(args) > 5 else (kwargs or {}).get("training", False)
-            self.mixes_samples |= bool(training)
-        return definition(*args, **named_by_torch(kwargs or {}))
+        return func(*args, **(kwargs or {})) if definition is None else definition(*args, **named_by_torch(kwargs or {}))
 
 
 def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,6 +474,14 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
 """What each operator is, by its name."""
 
 
+def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
+    """An operator under a mode that sees what its functions call as well."""
+    if not watch_modules.on or tracing():
+        return operator(*args, **kwargs)
+    with _settings.on(mode):
+        return operator.dispatch(None, *args, **kwargs)  # type: ignore[arg-type]
+
+
 def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator's own way, or its definition where a call of hodiff runs and nothing is traced."""
     if not watch_modules.on or tracing():
@@ -448,3 +495,4 @@ def install() -> None:
     for name in DEFINITIONS.keys() & _higher_order_ops.keys():  # `switch` is new in 2.15
         operator: Any = _higher_order_ops[name]
         operator.dispatch = functools.partial(_instead, operator.dispatch, DEFINITIONS[name])
+        _TOLD[operator] = functools.partial(_seen, operator)

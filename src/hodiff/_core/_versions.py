@@ -324,12 +324,24 @@ def is_once_differentiable(function: type) -> bool:
 # --- proof ------------------------------------------------------------------------------------------------------------
 
 
-def _names(result: Any) -> dict[str, Node]:
-    """The nodes below a result, by the names of their classes."""
+def _below(result: Any) -> list[Node]:
+    """The nodes below a result."""
     nodes = [result.grad_fn]
     for node in nodes:  # which grows
         nodes += [below for below, _ in node.next_functions if below is not None and below not in nodes]
-    return {node.__class__.__name__: node for node in nodes}
+    return nodes
+
+
+def _names(result: Any) -> dict[str, Node]:
+    """The nodes below a result, by the names of their classes."""
+    return {node.__class__.__name__: node for node in _below(result)}
+
+
+def _raised(x: Tensor) -> Tensor:
+    """A write to a view: of a power, to a differentiated exponent of 0."""
+    whole = x.sin()
+    whole[0].pow_(x[0, 0] * 0)
+    return whole
 
 
 def _gradient(result: Tensor, x: Tensor) -> Tensor:
@@ -442,7 +454,10 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "PdistBackwardBackward0": lambda x: _gradient(torch.pdist(x).sin(), x),
     "EmbeddingBagBackwardBackward0": lambda x: _gradient(F.embedding_bag(_INDICES[:, :3], x).sin(), x),
     "LinalgDetBackward0": lambda x: torch.linalg.det(x[:, :3]),
+    "CopySlices": _raised,
+    "ForeachPowBackward0": lambda x: torch._foreach_pow([x], [x])[0],
     "PowBackward1": lambda x: x**x,
+    "PowBackward2": lambda x: 2.0**x,
     "ProdBackward0": torch.prod,
     "ProdBackward1": lambda x: x.prod(0),
     "CumprodBackward0": lambda x: x.cumprod(0),
@@ -529,6 +544,10 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "what was raised to what power": lambda x: (
         power((x ** x.detach()).grad_fn) is None
         and [getattr(part, "shape", part) for part in power((x ** x[0]).grad_fn) or ()] == [x.shape, x.shape[1:], True]
+    ),
+    "what a write to a view hides": lambda x: any(
+        node.__class__.__name__ == "PowBackward1" and bool((node._saved_exponent == -1).all())
+        for node in _below(_gradient(_raised(x), x))
     ),
     "of what a determinant was taken": lambda x: (
         [
