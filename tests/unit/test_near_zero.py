@@ -314,3 +314,125 @@ def test_functions_that_write_into_a_view_are_written_out(name: str) -> None:
     for _ in range(3):
         g = lambda z, g=g: hodiff.grad(g, z)
     assert float(hodiff.grad(g, torch.tensor(1e-9, dtype=torch.float64))) == pytest.approx(exact[name], abs=1e-6)
+
+
+# --- products of what is scattered ------------------------------------------------------------------------------------
+
+GROUPS = torch.tensor([0, 0, 2, 0, 2, 2])
+GROUPS_2D = torch.tensor([[0, 0, 1], [1, 0, 1], [0, 0, 0]])
+INDEX = torch.tensor([1, 1, 0])
+
+
+def of_groups(start: Tensor, x: Tensor) -> Tensor:
+    """What a scattered product of six is, by multiplying."""
+    return torch.stack([start[0] * x[0] * x[1] * x[3], start[1], start[2] * x[2] * x[4] * x[5]])
+
+
+def written_into(call: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
+    def f(start: Tensor) -> Tensor:
+        start = start * 1
+        call(start)
+        return start
+
+    return f
+
+
+SCATTERED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "scatter_reduce": (lambda s, x: torch.scatter_reduce(s, 0, GROUPS, x, "prod"), of_groups),
+    "a method": (lambda s, x: s.scatter_reduce(0, GROUPS, x, reduce="prod"), of_groups),
+    "in place": (
+        lambda s, x: written_into(lambda y: y.scatter_reduce_(0, GROUPS, src=x, reduce="prod"))(s),
+        of_groups,
+    ),
+    "without what is there": (
+        lambda s, x: s.scatter_reduce(-1, GROUPS, x, "prod", include_self=False),
+        lambda s, x: of_groups(torch.ones_like(s), x) * torch.stack([s[1] ** 0, s[1], s[1] ** 0]),
+    ),
+    "of rows": (
+        lambda s, x: (
+            s.repeat(3, 2).scatter_reduce(1, GROUPS_2D[:2], x.repeat(2, 1)[:, :3], "prod").square().sum(0)
+        ),
+        lambda s, x: torch.stack(
+            [
+                (s[0] * x[0] * x[1]) ** 2 + (s[0] * x[1]) ** 2 + s[0] ** 2,
+                (s[1] * x[2]) ** 2 + (s[1] * x[0] * x[2]) ** 2 + s[1] ** 2,
+                3 * s[2] ** 2,
+                *(3 * part**2 for part in s),
+            ]
+        ),
+    ),
+    "index_reduce": (
+        lambda s, x: s.reshape(3, 1).repeat(1, 2).index_reduce(0, INDEX, x.reshape(3, 2), "prod"),
+        lambda s, x: torch.stack(
+            [s[0] * x[4:], s[1] * x[:2] * x[2:4], torch.stack([s[2], s[2]])]  # the third is left
+        ),
+    ),
+    "index_reduce in place": (
+        lambda s, x: written_into(lambda y: y.index_reduce_(0, INDEX, source=x[:3], reduce="prod"))(s),
+        lambda s, x: torch.stack([s[0] * x[2], s[1] * x[0] * x[1], s[2]]),
+    ),
+}
+FACTORS = {
+    "regular": [0.7, -1.2, 0.5, 2.0, 1.1, -0.4],
+    "a zero": [0.0, -1.2, 0.5, 2.0, 1.1, -0.4],
+    "zeros": [0.0, 0.0, 0.5, 0.0, 1.1, 0.0],
+    "near zero": [1e-9, -1e-8, 0.5, 1e-9, 1.1, -1e-8],
+    "underflow": [1e-200, 1e-200, 0.5, 1e150, 1e-170, -1e-170],
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("factors", FACTORS)
+@pytest.mark.parametrize("name", SCATTERED)
+def test_scattered_products(name: str, factors: str) -> None:
+    scattered, multiplied = SCATTERED[name]
+    start, x = torch.tensor([1.5, 0.8, -0.6], dtype=D), torch.tensor(FACTORS[factors], dtype=D)
+    v = (start.cos(), torch.arange(6, dtype=D).cos())
+
+    def derivatives(f: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        total = lambda point: (f(*point) * torch.arange(1, f(*point).numel() + 1).reshape(f(*point).shape)).sum()
+        along = lambda point: sum((part * w).sum() for part, w in zip(hodiff.hvp(total, point, v), v, strict=True))
+        return [*hodiff.grad(total, (start, x)), *hodiff.hvp(total, (start, x), v), *hodiff.grad(along, (start, x))]
+
+    torch.testing.assert_close(scattered(start, x), multiplied(start, x))
+    for found, expected in zip(derivatives(scattered), derivatives(multiplied), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14 if factors == "regular" else 1e-300)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("name", ["scatter_reduce", "index_reduce"])
+def test_a_graph_of_a_scattered_product_is_refused_where_it_is_wrong(name: str) -> None:
+    def derivative(factors: str, n: int) -> Tensor:
+        x = torch.tensor(FACTORS[factors], dtype=D, requires_grad=True)
+        value = SCATTERED[name][0](torch.ones(3, dtype=D), x).sum()
+        return hodiff.grad(value, x) if n == 1 else hodiff.hvp(value, x, torch.ones_like(x))
+
+    if name == "scatter_reduce":
+        with pytest.raises(hodiff.GraphError, match=rf"order 1 through PyTorch's {name} is wrong where an entry is ne"):
+            derivative("underflow", 1)
+    with pytest.raises(hodiff.GraphError, match=rf"order 2 through PyTorch's {name} is wrong where an entry is near 0"):
+        derivative("near zero", 2)
+    derivative("near zero", 1)
+    derivative("a zero", 2)
+
+
+UNDERFLOW = torch.tensor([1e-200, 3e-200, 1e-3, 2.0], dtype=D)
+FLOWING: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
+    "prod": (torch.prod, [3e-200 * 2e-3, 1e-200 * 2e-3, 0, 0]),
+    "of a column": (lambda x: x.reshape(2, 2).T.prod(1)[0], [1e-3, 0, 1e-200, 0]),
+    "of a row": (lambda x: x.reshape(2, 2).prod(1)[0], [3e-200, 1e-200, 0, 0]),
+    "cumprod": (lambda x: x.cumprod(0)[1], [3e-200, 1e-200, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", FLOWING)
+def test_first_derivatives_of_products_that_underflow(name: str) -> None:
+    f, expected = FLOWING[name][0], torch.tensor(FLOWING[name][1], dtype=D)
+    torch.testing.assert_close(hodiff.grad(f, UNDERFLOW), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(hodiff.vjp(f, UNDERFLOW, torch.ones((), dtype=D)), expected, rtol=1e-12, atol=0)
+    x = UNDERFLOW.clone().requires_grad_()
+    if name == "of a column":
+        torch.testing.assert_close(hodiff.grad(f(x), x), expected, rtol=1e-12, atol=0)
+    else:
+        with pytest.raises(hodiff.GraphError, match=r"prod is wrong where an entry is near 0"):
+            hodiff.grad(f(x), x)

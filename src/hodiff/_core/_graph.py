@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree
+from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree, _versions
 from hodiff._core._call import Call
 from hodiff._core._hooks import second_derivatives
 from hodiff._core._lending import LEAF_TAG, EvaluationContext, LeafTag, tag_of
@@ -147,14 +147,15 @@ class OutputGraph:
         if by_hand is not None:
             names = names | by_hand.names
         order = self.call.order + (by_hand.count if by_hand is not None else 0)
-        inexact = context.forward_mode or names & _messages.WRITTEN_OUT
+        wrong = _refusals.wrong_at_once(survey) if survey is not None and self.call.order < 2 else set()
+        inexact = context.forward_mode or names & _messages.WRITTEN_OUT or wrong & _versions.PRODUCTS.keys()
         if names & _messages.WRITTEN_AT_SOME and not exact:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
         if by_hand is not None and survey is not None and names & _messages.HIDING:
             inexact = inexact or _messages.POWER in survey.names()  # of a gradient that f has taken
-        if self.call.order < 2 and (_messages.fused(names) or (survey and _refusals.rounds_attention(survey))):
+        if self.call.order < 2 and _messages.fused(names | wrong):
             context.also(second_derivatives)
         elif "CudnnRnnBackward0" in names:
             context.also(_settings.no_cudnn)

@@ -68,9 +68,8 @@ WEIGHT_NORM = "WeightNormInterfaceBackward0"
 POWER = "PowBackward1"  # of two tensors
 ZERO_POWER = "PowBackward2"  # of a number, to a tensor
 HIDING = {"CopySlices", "ForeachPowBackward0"}  # a write to a view, of whatever; powers of lists
-PRODUCTS = ("ProdBackward0", "ProdBackward1", "CumprodBackward0")
 DET = "LinalgDetBackward0"
-WRITTEN_AT_SOME = {POWER, ZERO_POWER, *PRODUCTS, DET}  # arguments: at second order; at third always
+WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET}  # arguments: at second order; at third always
 WRITTEN_OUT = {
     WEIGHT_NORM,
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side

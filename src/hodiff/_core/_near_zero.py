@@ -109,6 +109,42 @@ def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
     return torch.stack([*accumulate(x.unbind(dim), torch.mul)], dim)
 
 
+def scatter_product(
+    input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """`torch.scatter_reduce` of products: the factors of each entry, one after another, are multiplied in pairs."""
+    if reduce != "prod" or not index.numel() or not index.ndim or not (src.is_floating_point() or src.is_complex()):
+        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+    places, order = index.sort(dim=dim, stable=True)
+    x = src.gather(dim, order)  # of a `src` that is larger than the index the rest is not used
+    length, step = index.shape[dim], 1
+    while step < length:
+        same = places.narrow(dim, step, length - step) == places.narrow(dim, 0, length - step)
+        factors = torch.where(same, x.narrow(dim, 0, length - step), 1.0)
+        x = torch.cat([x.narrow(dim, 0, step), x.narrow(dim, step, length - step) * factors], dim)
+        step *= 2
+    beyond = torch.full_like(places.narrow(dim, 0, 1), input.shape[dim])
+    last = places != torch.cat([places.narrow(dim, 1, length - 1), beyond], dim)
+    places = torch.where(last, places, beyond)
+    room = torch.cat([torch.ones_like(input), torch.ones_like(input.narrow(dim, 0, 1))], dim)
+    products = room.scatter(dim, places, x).narrow(dim, 0, input.shape[dim])
+    if include_self:
+        return input * products
+    met = room.to(torch.bool).scatter(dim, places, False).narrow(dim, 0, input.shape[dim])
+    return torch.where(met, input, products)
+
+
+def index_product(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """`torch.index_reduce` of products."""
+    if reduce != "prod" or not input.ndim:
+        return torch.index_reduce(input, dim, index, source, reduce, include_self=include_self)
+    shape = [-1 if d == dim % input.ndim else 1 for d in range(input.ndim)]
+    places = index.reshape(shape).expand_as(source)
+    return scatter_product(input, dim, places, source, reduce, include_self=include_self)
+
+
 def det(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A spelling of `det`: of up to three rows, multiplied out."""
 

@@ -314,22 +314,29 @@ def loses_digits(graph: _nodes.Survey) -> bool:
                 return True
         return (
             any(_versions.argument(node) == 0 for node in graph.named(_messages.ZERO_POWER))
-            or any(_divides(node, 2) for node in graph.named(*_messages.PRODUCTS))
+            or any(_divides(node, 2) or _meets_zeros(node) for node in graph.named(*_versions.PRODUCTS))
             or any(_inverts(node, 2) for node in graph.named(_messages.DET))
         )
 
 
 def _divides(node: Any, order: int) -> bool:
     """Whether a product has entries, not 0 and so small that few digits are left of a derivative of that order."""
-    x = _versions.argument(node)
-    size = x.detach().abs()
-    return bool(((size != 0) & (size < torch.finfo(x.dtype).eps ** (1 / (2 * order - 2)))).any())
+    sizes = [x.detach().abs() for x in _versions.factors(node)]
+    return any(bool(((x != 0) & (x < torch.finfo(x.dtype).eps ** (1 / (2 * order - 2)))).any()) for x in sizes)
 
 
-def _refuse_product(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    small = [node for node in nodes if _divides(node, order)]
+def _meets_zeros(node: Any) -> bool:
+    """Whether a scattered product has zeros: PyTorch has no second derivative where two are in one place."""
+    factors = _versions.factors(node)
+    return len(factors) > 1 and any(bool((x == 0).any()) for x in factors)
+
+
+def _refuse_product(
+    order: int, nodes: list[Any], leaves: Sequence[Tensor], wrong: Callable[[Any, int], bool] = _divides
+) -> None:
+    small = [node for node in nodes if wrong(node, order)]
     if _nodes.reaches(small, leaves):
-        name = "cumprod" if type(small[0]).__name__.startswith("Cum") else "prod"
+        name = _versions.PRODUCTS[type(small[0]).__name__]
         raise GraphError.about(
             f"a derivative of order {order} through PyTorch's {name} is wrong where an entry is near 0 (it divides by "
             f"the entries), and here one is. Give hodiff the function instead of its value, which multiplies them one "
@@ -420,14 +427,15 @@ _IS_WRONG: dict[str, Callable[[Any], bool]] = {
     SCATTER: lambda node: True,
     _messages.DET: _versions.is_singular,
     ATTENTION: lambda node: _versions.rounds_rows(node) is not False,
+    **dict.fromkeys(_versions.PRODUCTS, _versions.underflows),
 }
 WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(node).__name__](node))
 """What has a wrong first gradient, or may, where that cannot be seen; `det`, in a pass not recorded."""
 
 
-def rounds_attention(graph: _nodes.Survey) -> bool:
-    """Whether there is fused attention whose first gradient is wrong, or may be, where that cannot be seen."""
-    return any(type(node).__name__ == ATTENTION for node in WRONG_AT_ONCE.among(graph))
+def wrong_at_once(graph: _nodes.Survey) -> set[str]:
+    """The names of the nodes whose first gradient is wrong, or may be, where that cannot be seen."""
+    return {type(node).__name__ for node in WRONG_AT_ONCE.among(graph)}
 
 
 def _are_singular(nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
@@ -452,7 +460,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
     ("linear_cross_entropy", 2, _refuse_chunked_loss),
     *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
     *((_messages.POWER, order, partial(_refuse_power, order - 2)) for order in _ORDERS),
-    *((name, order, partial(_refuse_product, order)) for name in _messages.PRODUCTS for order in _ORDERS),
+    *((name, order, partial(_refuse_product, order)) for name in _versions.PRODUCTS for order in _ORDERS),
     *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
     ("LogcumsumexpBackward0", 3, _refuse_logcumsumexp),
     ("BatchNormWithUpdateBackward0", 3, _refuse_batch_norm_with_update),
@@ -465,8 +473,10 @@ def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
     nodes = WRONG_AT_ONCE.among(graph)
     if not nodes:
         return False
-    for name, remark in ((SCATTER, _refuse_strided_scatter), (ATTENTION, _refuse_rounded_attention)):
-        remark([node for node in nodes if type(node).__name__ == name], leaves)
+    _refuse_strided_scatter([node for node in nodes if type(node).__name__ == SCATTER], leaves)
+    _refuse_rounded_attention([node for node in nodes if type(node).__name__ == ATTENTION], leaves)
+    products = [node for node in nodes if type(node).__name__ in _versions.PRODUCTS]
+    _refuse_product(1, products, leaves, lambda node, order: True)
     return any(type(node).__name__ == _messages.DET for node in nodes)
 
 

@@ -203,6 +203,30 @@ def argument(node: Node) -> Tensor:
     return node._saved_self
 
 
+def factors(node: Node) -> list[Tensor]:
+    """What the node of a product has multiplied; nothing where it is of another reduction."""
+    if not node.__class__.__name__.endswith("ReduceBackward0"):
+        return [node._saved_self]
+    if node._saved_reduce != "prod":
+        return []
+    return [node._saved_self, node._saved_src if hasattr(node, "_saved_src") else node._saved_source]
+
+
+def underflows(node: Node) -> bool:
+    """Whether a product has results that are 0, or nearly, by factors that are not; not told where a hook packed it.
+
+    PyTorch's derivatives are the result divided by the factors.
+    """
+    kept = node._raw_saved_result
+    if kept.unpack_hook is not None or not _has_numbers(kept):
+        return False
+    with _disable_current_modes():  # it is we who look, not `f`
+        least = torch.finfo(kept.data.dtype).tiny
+        return bool((kept.data.abs() < least).any()) and any(
+            bool(((x != 0) & (x.abs() < least**0.5)).any()) for x in factors(node)
+        )
+
+
 LARGEST = 1e3
 """The absolute value of a row's log-sum-exp beyond which the fused kernel's gradient loses digits that count."""
 
@@ -461,6 +485,8 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "ProdBackward0": torch.prod,
     "ProdBackward1": lambda x: x.prod(0),
     "CumprodBackward0": lambda x: x.cumprod(0),
+    "ScatterReduceBackward0": lambda x: x.scatter_reduce(0, _INDICES[:, :1], x, "prod"),
+    "IndexReduceBackward0": lambda x: x.index_reduce(0, _INDICES[0, :3], x, "prod"),
     "LinalgVectorNormBackward0": lambda x: torch.linalg.vector_norm(x, 4),
     "NormBackward1": lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 4, [0]),
     "DistBackward0": lambda x: torch.dist(x, x.detach() + 1, 4),
@@ -471,6 +497,14 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "Error": lambda x: _gradient(_Once.apply(x).sin(), x),
 }
 """For each class of nodes that is told by its name, how a graph comes to have one."""
+
+PRODUCTS = {
+    **dict.fromkeys(("ProdBackward0", "ProdBackward1"), "prod"),
+    "CumprodBackward0": "cumprod",
+    "ScatterReduceBackward0": "scatter_reduce",
+    "IndexReduceBackward0": "index_reduce",
+}
+"""Those of products, and what these are called."""
 
 NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "DistBackward0", "RenormBackward0")
 """Those of a power of |x|."""
@@ -540,6 +574,11 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     ),
     "whether a determinant is 0": lambda x: (
         [is_singular(torch.linalg.det(matrix).grad_fn) for matrix in (x[:2, :2], x[:2, :2] * 0)] == [False, True]
+    ),
+    "what a product has multiplied": lambda x: (
+        [len(factors(GRAPHS[name](x).grad_fn)) for name in PRODUCTS] == [1, 1, 1, 2, 2]
+        and [underflows((x * scale).prod().grad_fn) for scale in (1.0, 1e-200)] == [False, True]
+        and not factors(x.scatter_reduce(0, _INDICES[:, :1], x, "amax").grad_fn)
     ),
     "what was raised to what power": lambda x: (
         power((x ** x.detach()).grad_fn) is None
