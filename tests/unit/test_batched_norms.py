@@ -191,3 +191,47 @@ def test_a_batched_pass_of_fs_own(f: Function, way: str) -> None:
     size = lambda p: (BY_HAND[way](f, p) / 4).sin().sum()
     expected = directional_derivative(lambda p: size(p.requires_grad_()), P, STEP, 2e-3)
     assert relative_error(hodiff.grad(size, P) @ STEP, expected) < 1e-6
+
+
+def native_layer(p: Tensor) -> Tensor:
+    x, w, b = parts(p)
+    return torch.native_layer_norm(x.reshape(4, 2), (2,), w, b, 0.5)[0].reshape(-1)
+
+
+def of_aten(p: Tensor) -> Tensor:
+    x, w, b = parts(p)
+    return torch.ops.aten.native_layer_norm(x.reshape(4, 2), (2,), w, b, 0.5)[0].reshape(-1)
+
+
+def native_batch(p: Tensor) -> Tensor:
+    x, w, b = parts(p)
+    return torch.native_batch_norm(x.reshape(4, 2), w, b, None, None, True, 0.1, 0.5)[0].reshape(-1)
+
+
+def without_statistics(p: Tensor) -> Tensor:
+    x, w, b = parts(p)
+    return torch.ops.aten._native_batch_norm_legit.no_stats(x.reshape(4, 2), w, b, True, 0.1, 0.5)[0].reshape(-1)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("way", BY_HAND)
+@pytest.mark.parametrize("f", [native_layer, of_aten, native_batch, without_statistics])
+def test_a_batched_pass_of_fs_own_through_a_kernel_is_refused_where_it_is_wrong(f: Function, way: str) -> None:
+    size = lambda p: (BY_HAND[way](f, p) / 4).sin().sum()
+    expected = directional_derivative(lambda p: size(p.requires_grad_()), P, STEP, 2e-3)
+    if way == "is_grads_batched":
+        assert relative_error(hodiff.grad(size, P) @ STEP, expected) < 1e-6
+    else:
+        with pytest.raises(hodiff.GraphError, match=r"batched pass .* norm by .* weights.*F\.layer_norm"):
+            hodiff.grad(size, P)
+
+
+def test_a_batched_pass_by_what_is_normed_alone_is_right() -> None:
+    w = P[8:10]
+
+    def size(x: Tensor) -> Tensor:
+        f: Function = lambda x: torch.native_layer_norm(x.reshape(4, 2), (2,), w, w.sin(), 0.5)[0].reshape(-1)
+        return (torch.func.jacrev(f)(x) / 4).sin().sum()  # type: ignore[operator,arg-type]
+
+    expected = directional_derivative(size, P[:8], STEP[:8], 2e-3)
+    assert relative_error(hodiff.grad(size, P[:8]) @ STEP[:8], expected) < 1e-6

@@ -57,12 +57,14 @@ def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     by_hand = context.by_hand = context.by_hand or ByHand()
     graph = _nodes.Survey(roots)
     by_hand.count += 1
-    by_hand.batched |= _call.inside_vmap()
+    by_hand.batched |= (batched := _call.inside_vmap())
     by_hand.names |= graph.names()
     by = [_base(each) for each in inputs if isinstance(each, Tensor)]
     try:
-        order = context.call.order + by_hand.count
-        _refusals.judge(graph, by if by and len(by) == len(inputs) else graph.variables(), order, context.call.allow)
+        by = by if by and len(by) == len(inputs) else graph.variables()
+        _refusals.judge(graph, by, context.call.order + by_hand.count, context.call.allow)
+        if batched and _refusals.has_norm_weights(graph, by):
+            raise _refusals.batched_norm()
     except GraphError as error:
         by_hand.refused = by_hand.refused or error
 

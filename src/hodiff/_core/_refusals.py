@@ -271,6 +271,17 @@ def has_norm_weights(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
     return _nodes.reaches([weight for weight in weights if weight is not None], leaves)
 
 
+def batched_norm() -> GraphError:
+    """The error for a batched pass of `f`'s own through such a norm, where that is not written out."""
+    return GraphError.about(
+        "f takes derivatives in a batched pass (torch.vmap, torch.func.jacrev) through a norm by PyTorch's kernel, "
+        "by its weights among others, and their derivative is wrong, silently: PyTorch takes the statistics for "
+        "constants there. In place of torch.native_layer_norm or native_batch_norm call F.layer_norm or F.batch_norm, "
+        "which hodiff writes out, or take the derivatives by hodiff.jacobian.",
+        operations=["nativelayernorm", "nativebatchnorm"],
+    )
+
+
 def _refuse_strided_scatter(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
         raise GraphError.about(
