@@ -244,3 +244,38 @@ def test_pytorch_has_its_name_back() -> None:
     theirs: Any = torch.utils.checkpoint._CheckpointFrame  # type: ignore[attr-defined]
     hodiff.grad(loss, Net())
     assert isinstance(theirs, type) and torch.utils.checkpoint._CheckpointFrame is theirs  # type: ignore[attr-defined]
+
+
+BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pow": lambda x: (x * x + 1) ** x,
+    "prod": lambda x: x.prod() * x,
+    "det": lambda x: torch.linalg.det(x.reshape(2, 2)) * x,
+    "layer_norm": lambda x: F.layer_norm(x, (4,), x.sin()),
+    "norm": lambda x: torch.linalg.vector_norm(x, 4) * x,
+    "nested": lambda x: checkpoint(lambda y: F.layer_norm(y, (4,)), x.sin(), use_reentrant=False) * x,
+}
+ORDERS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "hvp": lambda f, x: hodiff.hvp(f, x, x.cos()),
+    "its gradient": lambda f, x: hodiff.grad(lambda z: (hodiff.hvp(f, z, x.cos()) * x).sum(), x),
+    "recorded": lambda f, x: hodiff.grad(lambda z: hodiff.hvp(f, z, x.cos(), create_graph=True).sum(), x),
+    "biharmonic": lambda f, x: hodiff.biharmonic(f, x, batch_ndim=0, method="reverse"),
+    "by hand": lambda f, x: hodiff.grad(lambda z: torch.autograd.grad(f(z), z, create_graph=True)[0].sin().sum(), x),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_runs_again_by_the_definitions_that_it_ran_by(name: str, order: str) -> None:
+    """Norms, powers, products and determinants are written out at third order, and the block again."""
+    x, block = torch.tensor([0.3, 0.8, -1.2, 0.5], dtype=D), BLOCKS[name]
+    found = ORDERS[order](lambda z: checkpoint(block, z, use_reentrant=False).sin().sum(), x)  # type: ignore[union-attr]
+    torch.testing.assert_close(found, ORDERS[order](lambda z: block(z).sin().sum(), x))
+
+
+def test_what_is_recorded_of_a_block_is_differentiated_when_the_call_is_over() -> None:
+    x = torch.tensor([0.3, 0.8, -1.2, 0.5], dtype=D, requires_grad=True)
+    results = []
+    for f in (BLOCKS["layer_norm"], lambda z: checkpoint(BLOCKS["layer_norm"], z, use_reentrant=False)):
+        product = hodiff.hvp(lambda z, f=f: f(z).sin().sum(), x, x.detach().cos(), create_graph=True)
+        results += [torch.autograd.grad(product.sin().sum(), x)[0]]
+    torch.testing.assert_close(*results)

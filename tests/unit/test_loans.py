@@ -4,6 +4,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _locks
@@ -523,3 +524,85 @@ def test_what_an_inner_call_meets_is_tidied_by_it():
 
     hodiff.grad(f, X)
     assert seen == [False]
+
+
+class Scaled(nn.Module):
+    """With a buffer that counts, and one that it multiplies by; in its forward, or in a checkpoint of that."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.inner = nn.Sequential(nn.BatchNorm1d(2))
+        self.checkpointed = checkpointed
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.checkpointed:
+            return checkpoint(self.body, x, use_reentrant=False)  # type: ignore[return-value]
+        return self.body(x)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.inner(self.linear(x) * self.scale).tanh().sum()
+
+
+GIVEN = {
+    "a constant": lambda z: torch.tensor([1.0, 0.5]),
+    "what depends on x": lambda z: z[0] * 1,
+    "a parameter": lambda z: nn.Parameter(torch.tensor([1.0, 0.5])),
+}
+FAILING = {"by name": {"nope": torch.ones(2)}, "in the forward": {"scale": torch.ones(5)}}
+
+
+def entries(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    tables = [(path, {**module._parameters, **module._buffers}) for path, module in model.named_modules()]
+    return {f"{path}.{name}": (t, t.detach().clone()) for path, table in tables for name, t in table.items()}
+
+
+def unchanged(model: nn.Module, before: dict[str, tuple[Tensor, Tensor]]) -> bool:
+    now = entries(model)
+    return all(now[name][0] is tensor and now[name][1].equal(value) for name, (tensor, value) in before.items())
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_functional_call_leaves_buffers_as_they_were(given: str, checkpointed: bool, again: bool) -> None:
+    x, model = torch.tensor([[0.3, 0.7], [1.1, -0.2]]), Scaled(checkpointed)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    statistics = {"inner.0.running_mean": torch.ones(2), "inner.0.running_var": torch.ones(2)}
+    before = entries(model)
+
+    def f(z: Tensor) -> Tensor:
+        kept = {name: value.clone() for name, value in statistics.items()}
+        value = torch.func.functional_call(model, {**weights, **kept, "scale": GIVEN[given](z)}, (z,))
+        return value + model(z) if again else value
+
+    leaf = x.clone().requires_grad_()
+    hodiff.hvp(f, leaf, x, create_graph=True).sum().backward()
+    assert unchanged(model, before)
+    hodiff.grad(f, x)
+    hodiff.grad(lambda z: hodiff.hvp(f, z, x).sum(), x)
+    swapped = lambda m: torch.func.functional_call(m, {"scale": torch.ones(2)}, (x,))
+    hodiff.hvp(swapped, model, dict(model.named_parameters()))
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_functional_call_that_fails_leaves_buffers_as_they_were(name: str) -> None:
+    x, model = torch.tensor([[0.3, 0.7], [1.1, -0.2]]), Scaled()
+    before = entries(model)
+    with pytest.raises(RuntimeError, match=r"nope|size of tensor"):
+        hodiff.hvp(lambda z: torch.func.functional_call(model, FAILING[name], (z,), strict=name == "by name"), x, x)
+    assert unchanged(model, before)
+
+
+def test_a_functional_call_of_an_embedding_that_renormalises_leaves_its_table() -> None:
+    table = nn.Embedding(3, 2, max_norm=0.1)
+    before = entries(table)
+    f = lambda w: torch.func.functional_call(table, {"weight": w * 1}, (torch.arange(3),)).square().sum()
+    torch.testing.assert_close(hodiff.grad(f, torch.full((3, 2), 0.01)), torch.full((3, 2), 0.02))
+    assert unchanged(table, before)
+
+

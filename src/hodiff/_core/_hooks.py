@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless as _stateless
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -87,6 +88,7 @@ def _node(output: Any) -> Any:
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
 _torch: Any = torch._C
+stateless: Any = _stateless
 
 
 class Hooks:
@@ -130,7 +132,7 @@ _KEY = "hodiff"
 
 
 def _watch_modules(undo: Undo) -> None:
-    """Let the innermost evaluation know of each module that is called, and of each differentiable pass.
+    """Let the innermost evaluation know of each module that is called or swapped, and of each differentiable pass.
 
     `torch.autograd.grad`, `backward` and the transforms of `torch.func` look their way to the engine up under a name of
     `torch.autograd`; passes of ours enter the engine past it, and pay nothing.
@@ -138,7 +140,7 @@ def _watch_modules(undo: Undo) -> None:
     hooks: dict[Any, Any] = nn.modules.module._global_forward_pre_hooks
     autograd: Any = torch.autograd
     theirs = autograd._engine_run_backward
-    frames = checkpoint._CheckpointFrame
+    frames, swap = checkpoint._CheckpointFrame, stateless._reparametrize_module
 
     def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _, _, create_graph, inputs, *_ = args
@@ -150,12 +152,19 @@ def _watch_modules(undo: Undo) -> None:
         running = _call.state.running
         return frames(running[-1].repeatable(recompute) if running else recompute, *args)
 
+    def swapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for part in module.modules():  # before it has what `torch.func.functional_call` puts into it
+            lend_module(part, ())
+        return swap(module, *args, **kwargs)
+
     def restore() -> None:
         hooks.pop(_KEY, None)
         if autograd._engine_run_backward is passes:
             autograd._engine_run_backward = theirs
         if checkpoint._CheckpointFrame is frame:
             checkpoint._CheckpointFrame = frames
+        if stateless._reparametrize_module is swapped:
+            stateless._reparametrize_module = swap
 
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
     # what it had looked up, and slows what comes after.
@@ -163,6 +172,7 @@ def _watch_modules(undo: Undo) -> None:
     hooks[_KEY] = lend_module
     autograd._engine_run_backward = passes
     checkpoint._CheckpointFrame = frame
+    stateless._reparametrize_module = swapped
 
 
 def lend_module(module: nn.Module, args: Any) -> None:

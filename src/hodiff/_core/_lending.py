@@ -288,8 +288,9 @@ class EvaluationContext:
         )
 
     def repeatable(self, recompute: Callable[..., object]) -> Callable[..., object]:
-        """What runs a checkpointed block again: while the modules have what they had in the block's evaluations."""
+        """What runs a checkpointed block again: by the same definitions, and while the modules have what they had."""
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
+        modes = _settings.those_on(_substitutes.ExactNorms)
 
         def resume(undo: _settings.Undo) -> None:
             for evaluation in evaluations:
@@ -301,6 +302,9 @@ class EvaluationContext:
                 _hooks.lend_module(module, ())
             if swapped:
                 put(swapped, undo)
+            for mode in modes:
+                if mode not in _settings.those_on(_substitutes.ExactNorms):
+                    _settings.push_calls(mode, undo)
 
         def again(*args: Any) -> None:
             with _settings.Scope(resume):

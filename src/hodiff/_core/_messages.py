@@ -214,9 +214,9 @@ _REENTRANT = (
     "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 _RECOMPUTED = (
-    "an activation checkpoint recomputed something else than its forward pass. A third or higher derivative, and any "
-    "of a function that uses forward mode, writes norm layers out from their definition, and powers, products and "
-    "determinants, which a recomputation does not repeat: switch checkpointing off for this call."
+    "an activation checkpoint recomputed something else than its forward pass: its block reads something that has "
+    "changed since (an attribute, a global), or its graph was made under other modes than it is differentiated in. Give "
+    "the block what it reads as an argument, or switch checkpointing off for this call."
 )
 _SELECTIVE = (
     "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "

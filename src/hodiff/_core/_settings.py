@@ -235,13 +235,20 @@ def on(mode: M) -> Scope[M]:
     """A mode of our own that sees each operation: it is on the stack within the block, and gone after it."""
     if isinstance(mode, TorchDispatchMode):
         return Scope(partial(_push_operations, mode))
-    return Scope(partial(_push_calls, mode))
+    return Scope(partial(push_calls, mode))
 
 
-def _push_calls(mode: M, undo: Undo) -> M:
+def push_calls(mode: M, undo: Undo) -> M:
+    """Put a mode that sees calls on the stack until it is undone."""
     undo += [partial(take_off, mode)]
     mode.__enter__()
     return mode
+
+
+def those_on(kind: type[M]) -> list[M]:
+    """The modes of a kind that see calls at this moment."""
+    modes = map(_torch._get_function_stack_at, range(_torch._len_torch_function_stack()))
+    return [mode for mode in modes if isinstance(mode, kind)]
 
 
 class _Absent(threading.local):

@@ -426,9 +426,10 @@ def _repeats_are_told() -> bool:
 
 
 def _swaps_are_told() -> bool:
-    """Whether `torch.func.functional_call` runs a module in a frame that says which."""
+    """Whether `torch.func.functional_call` runs a module in a frame that says which, swapped by the name we take."""
     code = stateless._functional_call.__code__
-    return "_functional_call" in torch.func.functional_call.__code__.co_names and code.co_varnames[0] == "module"
+    told = "_functional_call" in torch.func.functional_call.__code__.co_names and code.co_varnames[0] == "module"
+    return told and "_reparametrize_module" in code.co_names
 
 
 class _Plain(torch.autograd.Function):
