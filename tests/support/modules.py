@@ -374,7 +374,6 @@ ZOO: tuple[Case, ...] = (
     _case(
         "checkpoint of BatchNorm1d",
         lambda: Checkpointed(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), False), 5, 3,
-        verdicts=_refused(r"(?is)checkpoint.*\boff\b", 3),
     ),
     _case(
         "checkpoint, reentrant", lambda: Checkpointed(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), True),
