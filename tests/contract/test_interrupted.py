@@ -10,7 +10,6 @@ The state is then put back when the context is forgotten, which is when the inte
 
 import ast
 import contextlib
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from tests.meta.source import ROOT, library_files, tree
 from tests.support.audit import taken_locks, unchanged
 from tests.support.callers import CALLERS, SCALE, direction, generator, tensors
 from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_module
-from tests.support.interrupts import Interrupter, Kind, Seen
+from tests.support.interrupts import Interrupter, Kind, Seen, Stack
 from tests.support.processes import group_of_one
 from tests.support.scene import Model, X
 
@@ -50,16 +49,26 @@ CALLS: dict[str, Call] = {
 }
 
 
+_tried: set[tuple[Kind, Stack]] = set()
+"""Where a call of this process was interrupted: of a million moments some 35,000 differ."""
+
+
 def interrupt(call: Call, moments: int | None, kind: Kind = "calls") -> None:
-    """Interrupt a call at so many moments, all of them by default, and look around after each."""
+    """Interrupt a call at so many moments, by default at each whose stack was not tried before; look around after."""
     model = Model()
     run = lambda: call(model)
     torch.manual_seed(7)
     expected = tensors(run())
     count = Interrupter(kind=kind)
     count(run)
-    step = 1 if moments is None else max(1, count.moments // moments)
-    for at in itertools.islice(range(1 + step // 2, count.moments + 1, step), moments):
+    if moments is None:
+        first = {stack: at for at, stack in reversed([*enumerate(count.stacks, 1)])}
+        places = sorted(at for stack, at in first.items() if (kind, stack) not in _tried)
+    else:
+        step = max(1, count.moments // moments)
+        places = list(range(1 + step // 2, count.moments + 1, step))[:moments]
+    for at in places:
+        _tried.add((kind, count.stacks[at - 1]))
         interrupter = Interrupter(at, kind)
         stopped = False
         try:
@@ -315,3 +324,20 @@ def test_forgotten() -> None:
         scope.__enter__()
         assert not torch.backends.cuda.flash_sdp_enabled()
         del scope
+
+
+def test_forgotten_inside_another() -> None:
+    """What an inner context found belongs to the outer one, which ends first: put back later, it would stay for good."""
+    model = Model()
+    inner = lambda m: sum(value.sum() for value in hodiff.grad(lambda m: m(X).sin().sum(), m).values())
+    run = lambda: hodiff.grad(inner, model)
+    run()
+    count = Interrupter()
+    count(run)
+    entries = [at for at, stack in enumerate(count.stacks, 1) if stack[0] == "call" and stack[1][0].co_name == "undo_all"]
+    assert len(entries) == 2
+    for at in entries:
+        with unchanged(model, X):
+            with pytest.raises(KeyboardInterrupt, match="^$") as caught:
+                Interrupter(at)(run)
+            del caught

@@ -8,6 +8,7 @@ between any two steps: `sys.settrace` sees each line, of which those count where
 """
 
 import inspect
+import itertools
 import linecache
 import sys
 from collections.abc import Callable
@@ -30,6 +31,10 @@ CONTEXTS = tuple(
 )  # fmt: skip
 """Where Python and PyTorch keep the contexts, switches and hooks that a library may use."""
 
+Stack = tuple[Any, ...]
+DEPTH = 3
+"""How many functions of hodiff, each with its line, tell two moments apart where all are tried."""
+
 Kind = Literal["calls", "contexts", "lines"]
 """Moments in hodiff's own code; in contexts that it calls; lines of it where a context begins or ends."""
 
@@ -39,6 +44,7 @@ class Interrupter:
 
     Attributes:
         moments: How many there were.
+        stacks: Of each moment, where it was, and from where that was called.
         place: Where it was interrupted.
         lost: Whether that may be in a finaliser: Python prints the interrupt then, and goes on.
     """
@@ -46,6 +52,7 @@ class Interrupter:
     def __init__(self, at: int = 0, kind: Kind = "calls") -> None:
         self.at = at
         self.moments = 0
+        self.stacks: list[Stack] = []
         self.place = ""
         self.lost = False
         self._counts = _is_ours if kind == "calls" else _is_in_a_context
@@ -73,6 +80,9 @@ class Interrupter:
 
     def _moment(self, frame: FrameType, event: str) -> None:
         self.moments += 1
+        if not self.at:
+            ours = itertools.islice(filter(_is_ours, _callers(frame)), DEPTH)
+            self.stacks.append((event, *((each.f_code, each.f_lineno) for each in (frame, *ours))))
         if self.moments == self.at:
             ours = [each for each in _callers(frame) if _is_ours(each)][:3]
             lines = [f"{each.f_code.co_filename[len(HERE) + 1 :]}:{each.f_lineno}" for each in ours]

@@ -189,7 +189,12 @@ class EvaluationContext:
 
     def close(self) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
-        _settings.undo_all(self._undo)
+        undos = _settings.opened.undos
+        try:
+            if undos and undos[-1] is not self._undo:
+                _settings.undo_inner(self._undo)
+        finally:
+            _settings.undo_all(self._undo)
 
     def also(self, switch: _settings.Counted) -> None:
         """One more switch, left with the rest."""

@@ -34,9 +34,24 @@ Switch = Callable[[Undo], object]
 """Switches a setting; it is given where to note what restores it, before it does."""
 
 
+class _Opened(threading.local):
+    """What undoes each context of a thread that is open, the innermost last."""
+
+    def __init__(self) -> None:
+        self.undos: list[Undo] = []
+
+
+opened = _Opened()
+
+
 def undo_all(undo: Undo) -> None:
     """Undo everything. What fails, or is interrupted, is run once more, and does not keep the rest from it."""
+    undos = opened.undos
     try:
+        if undos and undos[-1] is undo:
+            del undos[-1]
+        elif undos:
+            _forget(undos, undo)
         while undo:
             undo[-1]()
             del undo[-1]
@@ -48,6 +63,18 @@ def undo_all(undo: Undo) -> None:
             finally:
                 undo_all(undo)
         raise
+
+
+def undo_inner(undo: Undo) -> None:
+    """Undo what contexts did that an interrupt kept open inside this one: later, it would put back what they found."""
+    undos = opened.undos
+    while any(each is undo for each in undos[:-1]):
+        at = next(at for at, each in enumerate(undos) if each is undo)
+        undo_all(undos[at + 1])  # the outer ones first: what is inside may be among their steps
+
+
+def _forget(undos: list[Undo], undo: Undo) -> None:
+    undos[:] = [each for each in undos if each is not undo]
 
 
 class InTime(partial[Any]):
@@ -62,13 +89,16 @@ _entered: dict[weakref.ref[Any], None] = {}  # held here, for the collector call
 
 def when_lost(undo: Undo, context: Any) -> None:
     """Undo it when nobody holds the context any more. Not by `__del__`: at the end of a call it loses interrupts."""
-    reference = weakref.ref(context, partial(_undo_late, undo))
+    undos = opened.undos
+    reference = weakref.ref(context, partial(_undo_late, undos, undo))
     undo += [partial(_entered.pop, reference, None)]
+    undos += [undo]
     _entered[reference] = None
 
 
-def _undo_late(undo: Undo, _: object) -> None:
+def _undo_late(undos: list[Undo], undo: Undo, _: object) -> None:
     """Undo what a context did that has been lost; modes are left to the contexts of the caller."""
+    _forget(undos, undo)
     _lost.extend(step for step in undo if isinstance(step, InTime))
     undo[:] = [step for step in undo if not isinstance(step, InTime)]
     undo_all(undo)
