@@ -604,5 +604,3 @@ def test_a_functional_call_of_an_embedding_that_renormalises_leaves_its_table() 
     f = lambda w: torch.func.functional_call(table, {"weight": w * 1}, (torch.arange(3),)).square().sum()
     torch.testing.assert_close(hodiff.grad(f, torch.full((3, 2), 0.01)), torch.full((3, 2), 0.02))
     assert unchanged(table, before)
-
-

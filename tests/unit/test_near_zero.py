@@ -348,9 +348,7 @@ SCATTERED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor,
         lambda s, x: of_groups(torch.ones_like(s), x) * torch.stack([s[1] ** 0, s[1], s[1] ** 0]),
     ),
     "of rows": (
-        lambda s, x: (
-            s.repeat(3, 2).scatter_reduce(1, GROUPS_2D[:2], x.repeat(2, 1)[:, :3], "prod").square().sum(0)
-        ),
+        lambda s, x: s.repeat(3, 2).scatter_reduce(1, GROUPS_2D[:2], x.repeat(2, 1)[:, :3], "prod").square().sum(0),
         lambda s, x: torch.stack(
             [
                 (s[0] * x[0] * x[1]) ** 2 + (s[0] * x[1]) ** 2 + s[0] ** 2,

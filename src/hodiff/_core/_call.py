@@ -96,7 +96,7 @@ def call(
         else _arguments.check_batch(where.tensors, where.names, batch_ndim),
         args,
         kwargs or {},
-        allow if allow is _NONE else allowed(allow),
+        _NONE if allow is _NONE else allowed(allow),
         strict if strict is None else is_set(strict, "strict"),
         has_aux is not False and is_set(has_aux, "has_aux"),
         unpack_point,

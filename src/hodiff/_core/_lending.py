@@ -255,7 +255,7 @@ class EvaluationContext:
         else:
             leaves = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
         for index, tensor in enumerate(call.where.tensors):
-            attributes = leaves[index].__dict__
+            attributes: dict[str, Any] = leaves[index].__dict__  # pyright: ignore[reportAssignmentType]
             attributes[LEAF_TAG] = tag, index
             if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:  # as `_mark_as_parameter`
                 attributes["_is_param"] = True

@@ -215,8 +215,8 @@ _REENTRANT = (
 )
 _RECOMPUTED = (
     "an activation checkpoint recomputed something else than its forward pass: its block reads something that has "
-    "changed since (an attribute, a global), or its graph was made under other modes than it is differentiated in. Give "
-    "the block what it reads as an argument, or switch checkpointing off for this call."
+    "changed since (an attribute, a global), or its graph was made under other modes than it is differentiated in. "
+    "Give the block what it reads as an argument, or switch checkpointing off for this call."
 )
 _SELECTIVE = (
     "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "

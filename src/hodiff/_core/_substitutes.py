@@ -337,8 +337,8 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 for _name in ("cumprod", "scatter_reduce", "index_reduce", "sinc", "i0", "renorm"):
     for _function in _spellings(_name + "_"):
-        _plain = getattr(Tensor, _name)
-        _REPLACED[_function] = _in_place(_REPLACED.get(_plain, _plain))
+        _plain: Callable[..., Tensor] = getattr(Tensor, _name)
+        _REPLACED[_function] = _in_place(_REPLACED.get(_plain) or _plain)
 
 
 def _noted(definition: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -375,7 +375,9 @@ class ExactNorms(TorchFunctionMode):
         if definition is not None:
             return definition(self, *args, **named_by_torch(kwargs or {}))
         definition = _REPLACED.get(func)
-        return func(*args, **(kwargs or {})) if definition is None else definition(*args, **named_by_torch(kwargs or {}))
+        if definition is None:
+            return func(*args, **(kwargs or {}))
+        return definition(*args, **named_by_torch(kwargs or {}))
 
 
 def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:

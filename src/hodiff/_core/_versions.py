@@ -480,7 +480,7 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "EmbeddingBagBackwardBackward0": lambda x: _gradient(F.embedding_bag(_INDICES[:, :3], x).sin(), x),
     "LinalgDetBackward0": lambda x: torch.linalg.det(x[:, :3]),
     "CopySlices": _raised,
-    "ForeachPowBackward0": lambda x: torch._foreach_pow([x], [x])[0],
+    "ForeachPowBackward0": lambda x: torch._foreach_pow([x], [x])[0],  # pyright: ignore[reportPrivateImportUsage]
     "PowBackward1": lambda x: x**x,
     "PowBackward2": lambda x: 2.0**x,
     "ProdBackward0": torch.prod,
