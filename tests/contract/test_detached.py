@@ -224,7 +224,10 @@ def test_where_a_constant_is_said_to_be_meant_it_is_silent(operator: str, name: 
     assert not any(leaf.requires_grad for leaf in leaves)
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("trace", "eigsh")])
+DIFFERENTIABLE = ("trace", "diagonal", "eigsh", "logdet", "solve")
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in DIFFERENTIABLE])
 def test_what_cannot_be_differentiated_names_the_way(name: str) -> None:
     with pytest.raises(hodiff.InputError, match=f"create_graph: {name} cannot be differentiated. For its derivative: "):
         ESTIMATORS[name](hodiff.MatrixOperator(K), create_graph=True)
@@ -277,18 +280,24 @@ def test_where_a_solution_starts_does_not_matter_when_it_converges() -> None:
 
 
 def test_each_keyword_that_takes_a_tensor_is_looked_at() -> None:
-    """Numbers (`damping=`, `shift=`, factors) are refused as tensors that require grad; what takes vectors is above."""
+    """Factors are refused as tensors that require grad; `damping=` and `shift=` are said to; vectors are above."""
     live = torch.tensor(0.5, dtype=D, requires_grad=True)
     for run in (
-        lambda: hodiff.solve(P(K), ONES, damping=live),
-        lambda: hodiff.logdet(P(K), shift=live),
         lambda: hodiff.nystrom(P(K), 2, live),
         lambda: P(K) + live,
         lambda: live * P(K),
         lambda: P(K) / live,
     ):
-        with pytest.raises((hodiff.InputError, TypeError), match=r"damping|shift|requires grad"):
+        with pytest.raises((hodiff.InputError, TypeError), match=r"shift|requires grad"):
             run()
+    with pytest.warns(hodiff.HodiffWarning, match="although damping requires grad"):
+        hodiff.solve(P(K), ONES, damping=live)
+    with pytest.warns(hodiff.HodiffWarning, match="although shift requires grad"):
+        hodiff.logdet(P(K), shift=live)
+    with pytest.raises(hodiff.InputError, match="start: requires grad, and with create_graph=True a solution"):
+        hodiff.solve(P(K), ONES, start=live * ONES, iterations=2, create_graph=True)
+    with pytest.raises(hodiff.InputError, match="vectors: requires grad, and with create_graph=True the derivative is"):
+        hodiff.logdet(P(K), vectors=live * ONES, create_graph=True)
     taking = {
         (name, word)
         for name in (*ESTIMATORS, "nystrom")
@@ -336,7 +345,7 @@ def test_inside_another_call_it_is_refused_or_differentiated(operator: str, name
         found = RESULTS[name](A, **options)
         return x.sum() + (found.sum() if isinstance(found, Tensor) else 0.0)
 
-    if operator == "Hessian" and name in ("trace", "eigsh"):
+    if name in DIFFERENTIABLE:
         assert not torch.equal(hodiff.grad(f, POINT), ONES)
     else:
         with pytest.raises((hodiff.GraphError, hodiff.InputError), match=r"are detached, so inside|create_graph: the"):
@@ -422,8 +431,9 @@ HESSIAN_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "A.gradient": lambda x: hodiff.grad(quadratic, x, create_graph=True),
     "trace": lambda x: hodiff.trace(hodiff.HessianOperator(quadratic, x), create_graph=True).value,
     "eigsh": lambda x: hodiff.eigsh(hodiff.HessianOperator(quadratic, x), 1, create_graph=True, rtol=1e-12).value,
-    "diagonal": lambda x: hodiff.hessian_diagonal(quadratic, x, create_graph=True),
-    "logdet": lambda x: torch.logdet(hodiff.hessian(quadratic, x, matrix=True, create_graph=True)),
+    "diagonal": lambda x: hodiff.diagonal(hodiff.HessianOperator(quadratic, x), create_graph=True).value,
+    "logdet": lambda x: hodiff.logdet(hodiff.HessianOperator(quadratic, x), create_graph=True).value,
+    "solve": lambda x: hodiff.solve(hodiff.HessianOperator(quadratic, x), ONES, create_graph=True, rtol=1e-13).value,
     "eigs": lambda x: torch.linalg.eigvals(
         hodiff.jacobian(lambda x: hodiff.grad(quadratic, x), x, create_graph=True)
     ).real.max().reshape(1),

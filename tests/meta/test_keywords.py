@@ -43,6 +43,7 @@ DEFAULTS = {
     "which": "the largest of real eigenvalues; complex ones have no order but their magnitude",
 }
 ANNOTATIONS = {
+    "damping": "a solution is also differentiated by it",
     "method": "each family has routes of its own",
     "reduction": "of samples: mean, sum, none; of outputs also max",
     "samples": "None is exact, where there is an exact one",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments
+from hodiff._core import _arguments, _call, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import standard_error, sum_dtype
 from hodiff.curvature._krylov import without
-from hodiff.curvature._operator import LinearOperator, as_given
+from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -26,9 +26,11 @@ from hodiff.curvature._probes import (
     flat_product,
     power_of_two,
     reached,
+    refuse_live,
     warn_not_converged,
 )
 from hodiff.curvature._records import DensityRecord, TraceRecord
+from hodiff.curvature._solve import as_float, solve
 from hodiff.errors import InputError
 
 
@@ -124,7 +126,7 @@ def spectral_density(
         empty = torch.empty(0, device="cpu")
         bare = DensityRecord(empty, None, grid, quadrature.nodes, quadrature.weights, sigma, exact, spent)
         value, error = bare.at(grid, sigma)
-        return dataclasses.replace(bare, value=value, stderr=error)
+        return replace(bare, value=value, stderr=error)
 
     with EstimatorProgress("spectral_density", operator, drawn.number * steps, callback, progress) as watch:
 
@@ -138,7 +140,7 @@ def spectral_density(
 def logdet(
     operator: LinearOperator,
     *,
-    shift: float = 0.0,
+    shift: float | Tensor = 0.0,
     samples: int = 10,
     probes: Probes = "rademacher",
     vectors: Any = None,
@@ -162,8 +164,10 @@ def logdet(
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
             are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
             count as one.
-        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
-            False says that a constant is meant; True is refused, and names the way to the derivative.
+        create_graph: Whether `value` can be differentiated, once and twice, in `shift` and all that the operator is
+            made of, as for `hodiff.solve`: an evidence to maximise. None: only inside the function of another hodiff
+            call; elsewhere it warns of a constant that is made of something that requires grad, and False says that a
+            constant is meant.
         steps: How many products each vector takes.
         rtol: Stop as soon as the standard error is below `rtol * |value|` (looked at every 8 vectors). None: spend all.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
@@ -186,7 +190,9 @@ def logdet(
 
     Cost:
         `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
-        256 MiB.
+        256 MiB. With `create_graph`, a differentiable product with each vector, and in the backward pass a linear
+        system for each: the derivative is the mean of \((A^{-1} z)^\top\, \mathrm{d}A\; z\) over the same vectors, an
+        estimate without bias of the derivative, not the derivative of the estimate.
 
     Examples:
         >>> import torch, hodiff
@@ -194,16 +200,46 @@ def logdet(
         >>> hodiff.logdet(A, samples=4, steps=2).value.round(decimals=1), 100 * torch.tensor(4.0).log()
         (tensor(138.6000), tensor(138.6294))
 
+        The derivative of \(\log a b\) by *a* is \(1 / a\):
+
+        >>> diagonal = torch.tensor([4.0, 5.0], requires_grad=True)
+        >>> value = hodiff.logdet(hodiff.MatrixOperator(diagonal), create_graph=True).value
+        >>> torch.autograd.grad(value, diagonal)
+        (tensor([0.2500, 0.2000]),)
+
     Reference:
         Ubaru, S., Chen, J., Saad, Y. (2017). Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIAM J.
         Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
     operator = check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
-    check_detached("logdet", operator, create_graph, vectors=vectors)
-    _arguments.check_number(shift, "shift")
+    recorded = _call.recorded(create_graph)
+    if not recorded:
+        check_detached("logdet", operator, create_graph, vectors=vectors, shift=shift)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
+    if recorded:
+        refuse_live("the derivative is not by them", vectors=vectors)
+        drawn.kept()
     check_rtol(rtol, drawn.number)
     _arguments.check_integer(steps, "steps", least=1)
+    number = as_float(shift, "shift")
+    with EstimatorProgress("logdet", operator, drawn.number * steps, callback, progress) as watch:
+        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch)
+    if not recorded:
+        return made
+    exact = quadrature.exact
+    rows = operator._domain.units(0, operator.shape[0]) if exact else drawn.kept()[: len(quadrature.nodes)]
+    return replace(made, value=_differentiable_logdet(operator, rows, shift, made.value, exact=exact))
+
+
+def _estimated_logdet(
+    operator: LinearOperator,
+    shift: float,
+    drawn: RandomVectors,
+    steps: int,
+    rtol: float | None,
+    watch: EstimatorProgress,
+) -> tuple[TraceRecord, GaussRules]:
+    """The record, and the rules that it is the mean of."""
     size, dtype = operator.shape[0], sum_dtype(operator.dtype)
     eps = torch.finfo(operator.dtype).eps
 
@@ -219,27 +255,54 @@ def logdet(
         converged = reached(value, error, rtol_asked)
         return TraceRecord(value.to(dtype), None if error is None else error.to(dtype), converged, spent)
 
-    with EstimatorProgress("logdet", operator, drawn.number * steps, callback, progress) as watch:
+    def look(so_far: GaussRules) -> bool:
+        watch(lambda spent: record(so_far, None, spent))
+        return rtol is not None and len(so_far.nodes) > 1 and bool(record(so_far, rtol, 0).converged)
 
-        def look(so_far: GaussRules) -> bool:
-            watch(lambda spent: record(so_far, None, spent))
-            return rtol is not None and len(so_far.nodes) > 1 and bool(record(so_far, rtol, 0).converged)
+    quadrature = rules(operator, drawn, steps, "logdet", look)
+    value, spread, rest = estimate(quadrature)
+    made = record(quadrature, rtol, watch.spent)
+    allowed = 1e-2 * value.abs() if spread is None else spread.clamp_min(1e2 * eps * float(value.abs()))
+    if rest > allowed:
+        warn_not_converged(
+            f"logdet: the error of rules of {steps} steps is about {float(rest):.2g}, more than the spread over "
+            f"random vectors; allow more steps, or add a shift."
+        )
+    elif made.converged is False:
+        warn_not_converged(
+            f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} of the value; "
+            f"allow more samples."
+        )
+    return made, quadrature
 
-        quadrature = rules(operator, drawn, steps, "logdet", look)
-        value, spread, rest = estimate(quadrature)
-        made = record(quadrature, rtol, watch.spent)
-        allowed = 1e-2 * value.abs() if spread is None else spread.clamp_min(1e2 * eps * float(value.abs()))
-        if rest > allowed:
-            warn_not_converged(
-                f"logdet: the error of rules of {steps} steps is about {float(rest):.2g}, more than the spread over "
-                f"random vectors; allow more steps, or add a shift."
-            )
-        elif made.converged is False:
-            warn_not_converged(
-                f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} of the value; "
-                f"allow more samples."
-            )
-        return made
+
+def _differentiable_logdet(
+    operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, *, exact: bool
+) -> Tensor:
+    """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
+    rows = normal(rows.to(operator.dtype))
+    with _settings.recording():
+        images = operator._recorded_rows(rows) + shift * rows
+        if exact:
+            return torch.logdet((images + images.T) / 2).to(value.dtype)
+        return _LogDeterminant.apply(operator, rows, shift, value, images)
+
+
+class _LogDeterminant(torch.autograd.Function):
+    """The value; its derivative by the products A z is A⁻¹ z, of the mean over vectors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, images: Tensor
+    ) -> Tensor:
+        ctx.operator, ctx.rows, ctx.shift = operator, rows, shift
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
+        again = torch.is_grad_enabled()
+        solutions = [solve(ctx.operator, z, damping=ctx.shift, create_graph=again).value for z in ctx.rows]
+        return None, None, None, None, v[0] * torch.stack(solutions) / len(solutions)
 
 
 def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:

@@ -50,16 +50,15 @@ class HessianBuilder(Builder[BatchGraph]):
         weight = 1.0 if computed else evaluation.aux
         return BatchGraph(evaluation, value, weight, gradient, graph, random, calls_back)
 
-    def forms(
+    def recorded(
         self, where: Where, batch: Any, number: int, vectors: Leaves, count: int, chosen: list[int], chunk: int | None
-    ) -> tuple[Tensor, float]:
-        """The v'Hv of one batch's sum for `count` vectors, which can be differentiated, and the batch's weight."""
+    ) -> tuple[Leaves, float]:
+        """The products of one batch's sum with `count` vectors, which can be differentiated, and the batch's weight."""
         with self._evaluation(where, batch, number, create_graph=True) as graph:
             gradient = _reverse.gradient(graph, differentiated=True)
             own, leaves = ([values[index] for index in chosen] for values in (gradient, graph.leaves))
             products = _reverse.products(graph, own, vectors, count, chunk_size=chunk, inputs=leaves)
-        forms = [(v * product).reshape(count, -1).sum(1) for v, product in zip(vectors, products, strict=True)]
-        return torch.stack(forms).sum(0), 1.0 if isinstance(self.f, Tensor) else graph.aux
+        return products, 1.0 if isinstance(self.f, Tensor) else graph.aux
 
     def _evaluation(self, where: Where, batch: Any, number: int, *, create_graph: bool) -> OutputGraph:
         f, computed = self.f, isinstance(self.f, Tensor)
@@ -178,7 +177,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress, process_group=process_group,
         )  # fmt: skip
 
-    def _forms(self, parts: Leaves, count: int) -> Tensor:
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
         if self._group_sum is not None:
             raise InputError(
                 "create_graph: goes without process_group=, since the graph would be that of this rank's data alone. "
@@ -187,14 +186,15 @@ class HessianOperator(SummedOperator[BatchGraph]):
             )
         self._count(count)
         graphs = self._graphs
-        forms = graphs.each(
-            lambda batch, number: graphs.builder.forms(
+        made = graphs.each(
+            lambda batch, number: graphs.builder.recorded(
                 graphs.where, batch, number, parts, count, self._chosen, self._chunk_size
             )
         )
-        sums, weights = zip(*forms, strict=True)
-        check_total(sum(weights))
-        return torch.stack(sums).sum(0) / sum(weights)
+        products, weights = zip(*made, strict=True)
+        total = sum(weights)
+        check_total(total)
+        return [torch.stack(column).sum(0) / total for column in zip(*products, strict=True)]
 
     def _apply(self, graph: BatchGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         ends = (graph.roots, graph.evaluation.leaves)

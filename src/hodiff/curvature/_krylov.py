@@ -1,4 +1,4 @@
-"""Krylov spaces: their orthonormal bases; conjugate gradients, MINRES, GMRES."""
+"""Krylov spaces: their orthonormal bases; conjugate gradients, MINRES, GMRES; Neumann's series."""
 
 from __future__ import annotations
 
@@ -120,6 +120,35 @@ def minres(
         if beta <= 10 * eps * scale or eps * scale * float(x.norm()) > 0.1 * abs(phi):
             return Solution(x, "stagnation", None)
     return Solution(x, "budget", None)
+
+
+def neumann(
+    product: Product,
+    inverse: Product,
+    b: Tensor,
+    tolerance: float,
+    eps: float,
+    left: Callable[[], int],
+    show: Show,
+    *,
+    scale: float,
+) -> Solution:
+    """The first terms of the series x = Σ (I - M A / s)^j M b / s: with no product M b / s, with each one term more.
+
+    The residual is that of the sum before the last term.
+    """
+    r = b.clone()
+    size = first = float(r.norm())
+    x = term = inverse(r) / scale
+    while left() > 0:
+        r = r - product(term)
+        size = float(r.norm())
+        if size <= tolerance:
+            return Solution(x, "converged", size)
+        term = inverse(r) / scale
+        x = x + term
+        show(lambda x=x: x, size)
+    return Solution(x, "budget" if size <= first else "divergence", size)
 
 
 def dot(a: Tensor, b: Tensor) -> float:

@@ -63,6 +63,7 @@ class MatrixOperator(LinearOperator):
             )
         super().__init__()
         self._own = "the matrix requires grad" if A.requires_grad else ""
+        self._given = A
         self._matrix = A.detach()
         symmetric = None if symmetric is None else is_set(symmetric, "symmetric")
         diagonal, square = A.ndim == 1, A.ndim == 2 and A.shape[0] == A.shape[1]
@@ -84,10 +85,14 @@ class MatrixOperator(LinearOperator):
         with as_given(rows):
             return [rows @ self._matrix.t()]
 
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        (rows,) = parts
+        self._count(count)
+        with as_given(rows):
+            return [rows * self._given if self._given.ndim == 1 else rows @ self._given.t()]
+
     def _transposed(self) -> LinearOperator:
-        turned = MatrixOperator(self._matrix.t(), symmetric=False)
-        turned._own = self._own
-        return turned
+        return MatrixOperator(self._given.t(), symmetric=False)
 
     def _chunk(self, count: int) -> int:
         return max(1, _reverse.CHUNK_BYTES // (2 * max(self.shape) * self._matrix.element_size()))

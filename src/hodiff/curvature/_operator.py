@@ -42,12 +42,12 @@ class LinearOperator(ABC):
     `V @ A`, several vectors are rows. A NumPy array, or a list of numbers, is converted to the
     operator's dtype and device, and a tensor comes back.
 
-    Products are detached, as are `dense()`, `value`, `gradient` and what estimators return, but for `hodiff.trace` and
-    `hodiff.eigsh` with `create_graph=True`. Where that makes a constant of something that requires grad (a vector, the
-    matrix of a `MatrixOperator`, a point that was computed from something), a `HodiffWarning` says so, once for each
-    line that calls, and names the way to the derivative; inside the function of another hodiff call it is an error.
-    The parameters of a module as the point do not count, nor does a tensor that is a leaf; and what a function closes
-    over is not seen.
+    Products are detached, as are `dense()`, `value`, `gradient` and what estimators return, but for `hodiff.trace`,
+    `hodiff.diagonal`, `hodiff.logdet`, `hodiff.eigsh` and `hodiff.solve` with `create_graph=True`. Where that makes a
+    constant of something that requires grad (a vector, the matrix of a `MatrixOperator`, a point that was computed from
+    something), a `HodiffWarning` says so, once for each line that calls, and names the way to the derivative; inside
+    the function of another hodiff call it is an error. The parameters of a module as the point do not count, nor does
+    a tensor that is a leaf; and what a function closes over is not seen.
 
     | written | means |
     |---|---|
@@ -142,18 +142,23 @@ class LinearOperator(ABC):
         """What one process raises in here, all of those that share the data raise."""
         return nullcontext() if self._group_sum is None else self._group_sum.raise_on_all_ranks()
 
-    def _forms(self, parts: Leaves, count: int) -> Tensor:
-        """The v'Av of each of `count` stacked vectors, `(count,)`, differentiable in what the operator is made of."""
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        """The products with `count` stacked vectors, differentiable in them and in what the operator is made of."""
         raise InputError(
             f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those of a "
-            f"hodiff.HessianOperator, of its blocks, sums and multiples can."
+            f"hodiff.HessianOperator, a hodiff.MatrixOperator, of their blocks, sums, products and multiples can."
         )
 
-    def _recorded_forms(self, rows: Tensor) -> Tensor:
-        """The forms v'Av of each flat row, in the dtype of sums, with their graph whatever the caller's modes are."""
+    def _recorded_rows(self, rows: Tensor) -> Tensor:
+        """The products with flat rows `(K, D)`, as rows, with their graph whatever the caller's modes are."""
         with _settings.recording():
-            rows = rows.clone() if rows.is_inference() else rows
-            return self._forms(self._domain.split(rows), len(rows)).to(sum_dtype(self.dtype))
+            return self._range.join(self._recorded(self._domain.split(normal(rows)), len(rows)), len(rows))
+
+    def _recorded_forms(self, rows: Tensor) -> Tensor:
+        """The forms v'Av of each flat row, in the dtype of sums, likewise."""
+        dtype = sum_dtype(self.dtype)
+        with _settings.recording():
+            return (normal(rows).to(dtype) * self._recorded_rows(rows).to(dtype)).sum(1)
 
     # --- size
 
@@ -473,6 +478,11 @@ class LinearOperator(ABC):
         return ScipyOperator(shape=tuple(self.shape), dtype=dtype, **products)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+def normal(tensor: Tensor) -> Tensor:
+    """A tensor that can be saved for a backward pass."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 def as_number(value: object, sign: str) -> float:
     """A scalar operand as a float."""
     if isinstance(value, Tensor):
@@ -535,9 +545,12 @@ class SumOperator(LinearOperator):
         )
         return [a + b for a, b in zip(left, right, strict=True)]
 
-    def _forms(self, parts: Leaves, count: int) -> Tensor:
-        left, right = (A._forms(A._domain.take(parts, count, self._domain), count) for A in self._made_of)
-        return left + right
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        left, right = (
+            self._range.take(A._recorded(A._domain.take(parts, count, self._domain), count), count, A._range)
+            for A in self._made_of
+        )
+        return [a + b for a, b in zip(left, right, strict=True)]
 
     def _transposed(self) -> LinearOperator:
         return SumOperator(*(A.T for A in self._made_of))
@@ -578,9 +591,10 @@ class AffineOperator(LinearOperator):
         own = self._range.take(parts, count, self._domain)
         return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
 
-    def _forms(self, parts: Leaves, count: int) -> Tensor:
-        squares = self._domain.join(parts, count).square().sum(1)
-        return self._factor * self._inner._forms(parts, count) + self._shift * squares
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        own = self._range.take(parts, count, self._domain)
+        products = self._inner._recorded(parts, count)
+        return [self._factor * part + self._shift * v for part, v in zip(products, own, strict=True)]
 
     def _transposed(self) -> LinearOperator:
         return AffineOperator(self._inner.T, self._factor, self._shift)
@@ -614,6 +628,12 @@ class ProductOperator(LinearOperator):
         left, right = self._made_of
         middle = right._product(right._domain.take(parts, count, self._space), count)
         products = left._product(left._domain.take(middle, count, right._range), count)
+        return self._range.take(products, count, left._range)
+
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        left, right = self._made_of
+        middle = right._recorded(right._domain.take(parts, count, self._space), count)
+        products = left._recorded(left._domain.take(middle, count, right._range), count)
         return self._range.take(products, count, left._range)
 
     def _transposed(self) -> LinearOperator:
@@ -673,6 +693,13 @@ class BlockOperator(LinearOperator):
         products = self._inner._multiply(padded, count)  # which `_block_of` counts
         return [products[index] for index in self._chosen]
 
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        padded = self._inner._domain.zeros(count)
+        for index, part in zip(self._chosen, parts, strict=True):
+            padded[index] = part
+        products = self._inner._recorded(padded, count)
+        return [products[index] for index in self._chosen]
+
     def _transposed(self) -> LinearOperator:
         return BlockOperator(self._inner.T, self._chosen)
 
@@ -697,17 +724,11 @@ WAYS = {
     "A.to_scipy()": "none by NumPy's arrays; hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True",
     "A.value": "the function itself, or hodiff.value_and_grad with create_graph=True",
     "A.gradient": "hodiff.grad with create_graph=True",
-    "trace": "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, torch.trace",
-    "eigsh": (
-        "create_graph=True, of a hodiff.HessianOperator, its blocks, sums and multiples; of a matrix, "
-        "torch.linalg.eigvalsh"
+    **dict.fromkeys(
+        ("trace", "eigsh", "diagonal", "solve", "logdet"),
+        "create_graph=True, of a hodiff.HessianOperator or hodiff.MatrixOperator, of their blocks, sums, products and "
+        "multiples",
     ),
-    "diagonal": "hodiff.hessian_diagonal with create_graph=True; of a matrix, torch.diagonal",
-    "solve": (
-        "hodiff.implicit.root(lambda x: A x - b, found.value), or hodiff.implicit.argmin(lambda x: x @ (A x) / 2 - "
-        "b @ x, found.value) of a symmetric operator; of a small matrix, torch.linalg.solve"
-    ),
-    "logdet": "torch.logdet of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix",
     "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
     "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
     "spectral_density": (

@@ -62,6 +62,13 @@ class RandomVectors:
         """Whether so many products, of vectors drawn, are as many as the operator has columns."""
         return not self.given and products >= self._size
 
+    def kept(self) -> Tensor:
+        """All of them, which from now on can be taken more than once."""
+        if self._rows is None:
+            self._rows = self.take(self.number)
+            self._taken = 0
+        return self._rows
+
     def take(self, count: int) -> Tensor:
         """The next `count` of them."""
         start, self._taken = self._taken, self._taken + count
@@ -141,6 +148,13 @@ def check_detached(name: str, operator: object, create_graph: bool | None, **giv
     elif isinstance(operator, LinearOperator):
         live = [f"{argument} requires grad" for argument, value in given.items() if _requires_grad(value, argument)]
         say_detached(name, operator._live or "".join(live[:1]))
+
+
+def refuse_live(why: str, **given: Any) -> None:
+    """Raise where a differentiable result would count as a constant by one of these arguments."""
+    for name, value in given.items():
+        if _requires_grad(value, name):
+            raise InputError(f"{name}: requires grad, and with create_graph=True {why}; give it detached.")
 
 
 def _requires_grad(value: Any, name: str) -> bool:

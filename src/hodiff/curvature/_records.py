@@ -88,7 +88,7 @@ def after(products: int) -> str:
 
 
 V = TypeVar("V")
-Status = Literal["converged", "negative curvature", "budget", "stagnation", "iterations", "running"]
+Status = Literal["converged", "negative curvature", "budget", "stagnation", "divergence", "iterations", "running"]
 End = Literal["interior", "boundary", "negative curvature", "budget"]
 _REACHED: dict[bool | None, str] = {True: "converged", False: "not converged"}
 
@@ -321,8 +321,8 @@ class SolveRecord(Shown, Generic[V]):
         converged: Whether that is within the tolerance; None where none was asked for.
         products: How many products it took.
         status: `"converged"`, `"negative curvature"` (CG met d with d'A d <= 0), `"budget"` (the products
-            ran out), `"stagnation"` (rounding, or a singular system, allows no better), `"iterations"` (as many
-            as were asked for) or, for a callback, `"running"`.
+            ran out), `"stagnation"` (rounding, or a singular system, allows no better), `"divergence"` (the terms of a
+            Neumann series grew), `"iterations"` (as many as were asked for) or, for a callback, `"running"`.
         direction: The d of negative curvature, where CG met one; else None.
     """
 

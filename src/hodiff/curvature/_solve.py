@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _reverse, _vectors
+from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
 from hodiff._core._arguments import check_option
 from hodiff._core._vectors import Leaves, Space, Vectors, sum_dtype
-from hodiff.curvature._krylov import Product, Solution, conjugate_gradients, gmres, minres
-from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
+from hodiff.curvature._krylov import Product, Solution, conjugate_gradients, gmres, minres, neumann
+from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
+from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given, normal
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -25,13 +27,14 @@ from hodiff.curvature._probes import (
     flat_product,
     kept_vectors,
     power_of_two,
+    refuse_live,
     source,
     warn_not_converged,
 )
 from hodiff.curvature._records import SolveRecord
 from hodiff.errors import InputError
 
-Method = Literal["cg", "minres", "gmres"]
+Method = Literal["cg", "minres", "gmres", "neumann"]
 V = TypeVar("V")
 
 
@@ -49,11 +52,12 @@ def solve(
     *,
     create_graph: bool | None = None,
     method: Method = "cg",
-    damping: float = 0.0,
+    damping: float | Tensor = 0.0,
     preconditioner: LinearOperator | None = None,
     start: Any = None,
     restart: int | None = None,
     iterations: int | None = None,
+    scale: float = 1.0,
     rtol: float | None = None,
     products: int | None = None,
     callback: Callback | None = None,
@@ -68,9 +72,14 @@ def solve(
     Args:
         operator: A symmetric operator; for GMRES, a square one.
         b: The right-hand side: like the point, or flat `(D,)`.
-        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
-            False says that a constant is meant; True is refused, and names the way to the derivative.
-        method: `"cg"`, `"minres"` or `"gmres"`.
+        create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
+            operator is made of: the matrix of a `hodiff.MatrixOperator`, what the function of a
+            `hodiff.HessianOperator` uses; also of their blocks, sums, products and multiples. None: only inside the
+            function of another hodiff call, as often as that takes; elsewhere it warns of a constant that is made of
+            something that requires grad, and False says that a constant is meant.
+        method: `"cg"`, `"minres"` or `"gmres"`; or `"neumann"`, the first terms of the series
+            \(\sum_j (I - A / s)^j\, b / s\), inexact on purpose: it goes with `iterations`, and needs all eigenvalues
+            of \(A / s\) within the unit circle around 1.
         damping: The \(\lambda\) that is added.
         preconditioner: An operator close to the inverse of \(A + \lambda I\): `hodiff.nystrom(A, rank, damping)`,
             or `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*. Positive definite, except for GMRES,
@@ -79,7 +88,10 @@ def solve(
         restart: For GMRES, how many vectors to keep before it begins anew; None: as many as fit into 8 MiB,
             between 30 and 300.
         iterations: Take exactly so many steps, of one product each, whatever they reach: a step of TRPO, an inner
-            solver of fixed length. Fewer only where nothing but rounding is left of the residual.
+            solver of fixed length. Fewer only where nothing but rounding is left of the residual. Of a Neumann series,
+            0 is its first term, \(b / s\). With `create_graph` the backward pass takes as many; its derivative is then
+            as inexact as the solution.
+        scale: The \(s\) of a Neumann series: at least half the largest eigenvalue, as LiSSA's scale.
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
             \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
         products: How many products to spend at most; None: `10 D`, at most 1000.
@@ -98,10 +110,14 @@ def solve(
     Warns:
         ConvergenceWarning: The solution has not converged; the message says why, and what to do. With
             `iterations`: only where the steps could not be taken.
+            In a backward pass it names the line of this call.
         HodiffWarning: The solution is detached, although the operator or *b* requires grad (see `create_graph`).
 
     Cost:
         A product per iteration, and one for the residual. Memory: a few vectors; for GMRES, `restart` of them.
+        With `create_graph`, two differentiable products more (of a Hessian an evaluation and two passes each), and in
+        the backward pass one more system with the transpose, two for a second derivative, to a hundredth of the
+        tolerance: \(\bar b = A^{-\top} \bar x,\ \bar A = -\bar b\, x^\top\).
 
     Examples:
         >>> import torch, hodiff
@@ -113,30 +129,68 @@ def solve(
         >>> hodiff.solve(turn, torch.tensor([1.0, 2.0]), method="gmres").value.round(decimals=4)
         tensor([ 2., -1.])
 
+        The derivative of \(b / a\) by *a* is \(-b / a^2\):
+
+        >>> a = torch.tensor([2.0], requires_grad=True)
+        >>> x = hodiff.solve(hodiff.MatrixOperator(a), torch.tensor([12.0]), create_graph=True).value
+        >>> torch.autograd.grad(x.sum(), a)
+        (tensor([-3.]),)
+
     Reference:
         Hestenes, M. R., Stiefel, E. (1952). J. Res. Nat. Bur. Standards 49. doi:10.6028/jres.049.044.
         Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
         Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3). doi:10.1137/0907058.
     """
+    recorded = _call.recorded(create_graph)
     inexact = {} if iterations is None else {"start": start, "preconditioner": preconditioner}
-    check_detached("solve", operator, create_graph, b=b, **inexact)
-    record, trouble = attempt(
-        operator,
-        b,
+    if recorded:
+        refuse_live("a solution of so many iterations is not differentiated by it", **inexact)
+    else:
+        check_detached("solve", operator, create_graph, b=b, damping=damping, **inexact)
+    solver = functools.partial(
+        attempt,
         method=method,
-        damping=damping,
-        preconditioner=preconditioner,
-        start=start,
+        damping=as_float(damping, "damping"),
         restart=restart,
         iterations=iterations,
-        rtol=rtol,
+        scale=scale,
         products=products,
-        callback=callback,
-        progress=progress,
+    )
+    record, trouble = solver(
+        operator, b, preconditioner=preconditioner, start=start, rtol=rtol, callback=callback, progress=progress
     )
     if trouble:
         warn_not_converged(trouble)
-    return record
+    if not recorded:
+        return record
+    system = ImplicitSystem(
+        operator._fixed().T,
+        "solve",
+        CallSite.now(),
+        solver=solver,
+        preconditioner=None if preconditioner is None else preconditioner.T,
+        rtol=rtol,
+        order=max(2, _call.outer_order()),
+        steps=iterations is not None,
+    )
+    return replace(record, value=_linked(operator, b, record.value, damping, system))
+
+
+def _linked(operator: LinearOperator, b: Any, value: Any, damping: float | Tensor, system: ImplicitSystem) -> Any:
+    """The solution as a function of the right-hand side, of the damping, and of what the operator is made of."""
+    domain = operator._domain
+    given = domain.parse(b, "b")
+    with _settings.recording():
+        right, flat = normal(domain.join(given.parts, None)), normal(operator.flatten(value))
+        before = domain.split(flat)
+        chain = Chain(system, before)
+        for number in range(1, system.order + 1):
+            residual = operator._recorded_rows(flat[None])[0] + damping * flat - right
+            before = chain.link(number, before, domain.split(residual))
+            flat = domain.join(before, None)
+    spelled = _spelled(operator, flat, given)
+    _nodes.mark_results([part for part in _tree.flatten(spelled)[0] if isinstance(part, Tensor)])
+    return spelled
 
 
 def attempt(
@@ -151,15 +205,16 @@ def attempt(
     start: Any = None,
     restart: int | None = None,
     iterations: int | None = None,
+    scale: float = 1.0,
     callback: Callback | None = None,
     progress: bool = False,
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has something else to say than a warning."""
     check_option(method, Method, "method")
-    operator = check_square(operator, "solve", symmetric=method != "gmres", instead="method='gmres'")
+    operator = check_square(operator, "solve", symmetric=method in ("cg", "minres"), instead="method='gmres'")
     check_rtol(rtol)
-    _arguments.check_number(damping, "damping")
-    limits = _limits(operator, rtol, products, iterations)
+    as_float(damping, "damping")
+    limits = _limits(operator, method, rtol, products, iterations)
     right, given = _vector(operator, b, "b")
     unit = float(right.abs().max()) or 1.0  # squares of very small or large entries have no place in their dtype
     right = right / unit
@@ -174,7 +229,7 @@ def attempt(
         return SolveRecord(value, end.size or 0.0, converged, spent, end.status, along)
 
     with EstimatorProgress("solve", operator, limits.steps or limits.products, callback, progress) as watch:
-        method_of = _method(method, operator, restart)
+        method_of = _method(method, operator, restart, scale)
 
         def run(base: Tensor, r: Tensor, tolerance: float, left: Callable[[], int]) -> Solution:
             def show(current: Callable[[], Tensor], least: float) -> None:
@@ -225,6 +280,15 @@ def _spelled(operator: LinearOperator, x: Tensor, given: Vectors) -> Any:
     return x if given.kind == "flat" else operator._domain.result(operator._domain.split(x), given.tree)
 
 
+def as_float(value: Any, name: str) -> float:
+    """A number, which may be given as a tensor of one real element."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
+        value = value.detach().item()
+    if not _arguments.is_number(value):
+        raise InputError(f"{name}: got {value!r}, expected a number.")
+    return float(value)
+
+
 def _damped(operator: LinearOperator, damping: float) -> Product:
     product = _rounded(operator)
     return (lambda v: torch.add(product(v), v, alpha=float(damping))) if damping else product
@@ -259,7 +323,7 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
     if preconditioner is None:
         return lambda r: r
     preconditioner = check_square(
-        preconditioner, "preconditioner", symmetric=method != "gmres", instead="method='gmres'"
+        preconditioner, "preconditioner", symmetric=method in ("cg", "minres"), instead="method='gmres'"
     )
     if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
         raise InputError(
@@ -269,7 +333,11 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
     return _rounded(preconditioner)
 
 
-def _method(method: Method, operator: LinearOperator, restart: int | None) -> Callable[..., Solution]:
+def _method(method: Method, operator: LinearOperator, restart: int | None, scale: float) -> Callable[..., Solution]:
+    if not _arguments.is_number(scale) or scale <= 0 or (scale != 1 and method != "neumann"):
+        raise InputError(f"scale: got {scale!r}; it is a positive number, an option of method='neumann'.")
+    if method == "neumann":
+        return functools.partial(neumann, scale=float(scale))
     if restart is not None and method != "gmres":
         raise InputError(f"restart: is an option of method='gmres', not of {method!r}.")
     if method != "gmres":
@@ -279,15 +347,17 @@ def _method(method: Method, operator: LinearOperator, restart: int | None) -> Ca
     return functools.partial(gmres, max_basis=min(room, size))
 
 
-def _limits(operator: LinearOperator, rtol: Any, products: Any, iterations: Any) -> Limits:
+def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> Limits:
     if iterations is None:
+        if method == "neumann":
+            raise InputError("method='neumann': is a number of terms, not a tolerance; say how many by iterations=.")
         default = min(10 * operator.shape[0] + 10, 1000)
         limit = default if products is None else _arguments.check_integer(products, "products", least=2)
         return Limits(default_rtol(operator.dtype) if rtol is None else rtol, limit, None)
     if rtol is not None or products is not None:
         other = "products" if rtol is None else "rtol"
         raise InputError(f"iterations: are taken whatever they reach, so there is no {other} beside them; give one.")
-    return Limits(0.0, 0, _arguments.check_integer(iterations, "iterations", least=1))
+    return Limits(0.0, 0, _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1))
 
 
 Attempt = Callable[[Tensor, Tensor, float, Callable[[], int]], Solution]
@@ -343,6 +413,10 @@ def _explanation(record: SolveRecord[Any], limits: Limits) -> str:
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
             "Add damping, use method='minres', or take hodiff.GaussNewtonOperator"
+        ),
+        "divergence": (
+            "the terms of the Neumann series grow: an eigenvalue of A / scale is not within the unit circle around 1. "
+            "Give a larger scale=, or damping"
         ),
         "budget": "the products ran out. Allow more, add damping, or give a preconditioner",
         "stagnation": (

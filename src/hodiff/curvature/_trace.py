@@ -12,7 +12,7 @@ from hodiff._core import _call, _settings
 from hodiff._core._arguments import Probes, check_option
 from hodiff._core._vectors import near, standard_error, sum_dtype
 from hodiff.curvature._leave_one_out import xdiag, xnystrace, xtrace
-from hodiff.curvature._operator import LinearOperator, as_given
+from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     BLOCK,
     Callback,
@@ -282,8 +282,9 @@ def diagonal(
         vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
             are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
             count as one.
-        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
-            False says that a constant is meant; True is refused, and names the way to the derivative.
+        create_graph: Whether `value` can be differentiated, as in `hodiff.trace`; by `"estimate"` or `"exact"`. None:
+            only inside the function of another hodiff call; elsewhere it warns of a constant that is made of something
+            that requires grad, and False says that a constant is meant.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, every 8 vectors.
         progress: Whether to show a bar over the products.
@@ -302,7 +303,8 @@ def diagonal(
 
     Cost:
         A product for each vector drawn, two for XDiag (one of them with the transpose), or as many as there are
-        columns; memory for a few vectors, for XDiag for `samples`, in double precision.
+        columns; memory for a few vectors, for XDiag for `samples`, in double precision. With `create_graph`, an
+        evaluation and a pass more, and the graphs of all products at once.
 
     Examples:
         >>> import torch, hodiff
@@ -317,14 +319,18 @@ def diagonal(
         trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
     operator = check_square(operator, "diagonal")
-    check_detached("diagonal", operator, create_graph, vectors=vectors)
     check_option(method, DiagonalMethod, "method")
-    drawn = RandomVectors(operator, samples, probes, vectors, generator)
+    recorded = _call.recorded(create_graph)
+    if not recorded:
+        check_detached("diagonal", operator, create_graph, vectors=vectors)
+    drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, None if method == "exact" else drawn.number)
     size, needed = operator.shape[0], drawn.number * (2 if method == "xdiag" else 1)
     exact = method == "exact" or drawn.exhaust(needed)
     if method == "xdiag" and not exact:
         _check_signs(drawn, probes)
+    if recorded:
+        return _differentiable_diagonal(operator, drawn, method, rtol, exact=exact)
 
     def record(value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int) -> DiagonalRecord:
         shaped = [None if part is None else operator.unflatten(part.to(operator.dtype)) for part in (value, stderr)]
@@ -347,6 +353,25 @@ def diagonal(
                 f"rtol={rtol:g}; allow more samples."
             )
         return record(value, stderr, rtol, watch.spent)
+
+
+def _differentiable_diagonal(
+    operator: LinearOperator, drawn: RandomVectors, method: DiagonalMethod, rtol: float | None, *, exact: bool
+) -> DiagonalRecord:
+    """The mean of z * Az with its graph, or that of the unit vectors, where it is exact."""
+    if method == "xdiag" or rtol is not None:
+        raise InputError("create_graph: goes with method='estimate' or 'exact', without rtol=.")
+    before, size = operator.products, operator.shape[0]
+    rows = normal(operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype))
+    with _settings.recording():
+        forms = rows * operator._recorded_rows(rows)
+        value = forms.sum(0) if exact else forms.mean(0)
+    known = forms.detach()
+    error = torch.zeros_like(known[0]) if exact else None
+    if error is None and len(known) > 1:
+        error = known.std(0) / len(known) ** 0.5
+    shaped = [None if part is None else operator.unflatten(part) for part in (value, error)]
+    return DiagonalRecord(shaped[0], shaped[1], None, operator.products - before)
 
 
 def _check_signs(drawn: RandomVectors, probes: Probes) -> None:

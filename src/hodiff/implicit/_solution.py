@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,17 @@ from hodiff._core._call import Call, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
 from hodiff._core._where import Selection, Where
+from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._solve import Method
+from hodiff.curvature._records import Status
+from hodiff.curvature._solve import Method, attempt
 from hodiff.errors import GraphError, InputError
-from hodiff.implicit._system import CallSite, Chain, Given, ImplicitSystem, Transposed
+from hodiff.implicit._jacobian import Transposed
 
 V = TypeVar("V")
 ByName = dict[str, Tensor]
+AnySystem = Literal["gmres", "neumann"]
+"""The methods for systems that are not symmetric."""
 Function = Callable[..., Any]
 
 
@@ -33,6 +38,9 @@ class SolutionOptions(TypedDict, total=False):
     preconditioner: LinearOperator | None
     rtol: float | None
     products: int | None
+    iterations: int | None
+    restart: int | None
+    scale: float
     polish: int
     gradient_tol: float | None
     args: Sequence[Any]
@@ -59,6 +67,9 @@ def argmin(
     preconditioner: LinearOperator | None = None,
     rtol: float | None = None,
     products: int | None = None,
+    iterations: int | None = None,
+    restart: int | None = None,
+    scale: float = 1.0,
     polish: int = 0,
     gradient_tol: float | None = None,
     args: Sequence[Any] = (),
@@ -78,13 +89,18 @@ def argmin(
             `hodiff.select(module, ...)`. Copied; neither it nor its history is changed.
         order: How many derivatives the result has. None: as many as the enclosing hodiff call takes; else 1. One
             more raises.
-        method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is no minimum); `"gmres"`.
+        method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is no minimum); `"gmres"`;
+            `"neumann"`, the first terms of a series, with `iterations`, as for `hodiff.solve`.
         damping: Added to *H*: another derivative, of a solution that is held near where it is (by the gradient of
             half *damping* times its squared distance from there).
         preconditioner: An operator close to the inverse of *H*, as for `hodiff.solve`.
         rtol: The tolerance of linear systems, relative to their right-hand side. None: that of `hodiff.solve`;
             for second and higher derivatives a hundredth of it.
         products: How many products a linear system may take, as for `hodiff.solve`.
+        iterations: Take exactly so many steps in each linear system, whatever they reach, without a warning: inexact on
+            purpose. Derivatives are then off by what the steps leave of the system, relatively.
+        restart: Of GMRES, how many vectors to keep, as for `hodiff.solve`.
+        scale: Of a Neumann series, as for `hodiff.solve`.
         polish: So many steps of Newton's method before; each squares the error of the solution. The values change.
         gradient_tol: Warn where the gradient at *x_star* is larger than this times its size at zero, as \(H x^*\)
             measures it; None: 1e-3.
@@ -124,17 +140,20 @@ def argmin(
         Lorraine, J., Vicol, P., Duvenaud, D. (2020). Optimizing millions of hyperparameters by implicit
         differentiation. AISTATS. arXiv:1911.02590.
     """
-    check_option(method, Method, "method")
-    given = Given(order, method, damping, preconditioner, rtol, products, polish, gradient_tol)
+    given = Given(
+        order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish, gradient_tol
+    )
     return attached("argmin", f, x_star, args, kwargs, given)
 
 
 @overload
-def root(F: Function, x_star: nn.Module | Selection, **options: Unpack[SolutionOptions]) -> ByName: ...
+def root(
+    F: Function, x_star: nn.Module | Selection, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+) -> ByName: ...
 
 
 @overload
-def root(F: Function, x_star: V, **options: Unpack[SolutionOptions]) -> V: ...
+def root(F: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]) -> V: ...
 
 
 def root(
@@ -142,10 +161,14 @@ def root(
     x_star: Any,
     *,
     order: int | None = None,
+    method: AnySystem = "gmres",
     damping: float = 0.0,
     preconditioner: LinearOperator | None = None,
     rtol: float | None = None,
     products: int | None = None,
+    iterations: int | None = None,
+    restart: int | None = None,
+    scale: float = 1.0,
     polish: int = 0,
     gradient_tol: float | None = None,
     args: Sequence[Any] = (),
@@ -161,10 +184,14 @@ def root(
             name for a module).
         x_star: The zero, as for `argmin`.
         order: How many derivatives the result has, as for `argmin`.
+        method: `"gmres"`, or `"neumann"`, as for `argmin`.
         damping: Added to *J*.
         preconditioner: An operator close to the inverse of \(J^\top\).
         rtol: The tolerance of linear systems, as for `argmin`.
         products: How many products a linear system may take.
+        iterations: Exactly so many steps in each linear system, as for `argmin`.
+        restart: How many vectors GMRES keeps, as for `hodiff.solve`: what the backward pass takes of memory.
+        scale: Of a Neumann series, as for `hodiff.solve`.
         polish: So many steps of Newton's method before, as for `argmin`.
         gradient_tol: Warn where \(F(x^*)\) is larger than this times \(J^\top x^*\); None: 1e-3.
         args: Further positional arguments for `F`.
@@ -197,16 +224,20 @@ def root(
     Reference:
         Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS. arXiv:2105.15183.
     """
-    given = Given(order, "gmres", damping, preconditioner, rtol, products, polish, gradient_tol)
+    given = Given(
+        order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish, gradient_tol
+    )
     return attached("root", F, x_star, args, kwargs, given)
 
 
 @overload
-def fixed_point(g: Function, x_star: nn.Module | Selection, **options: Unpack[SolutionOptions]) -> ByName: ...
+def fixed_point(
+    g: Function, x_star: nn.Module | Selection, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+) -> ByName: ...
 
 
 @overload
-def fixed_point(g: Function, x_star: V, **options: Unpack[SolutionOptions]) -> V: ...
+def fixed_point(g: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]) -> V: ...
 
 
 def fixed_point(
@@ -214,10 +245,14 @@ def fixed_point(
     x_star: Any,
     *,
     order: int | None = None,
+    method: AnySystem = "gmres",
     damping: float = 0.0,
     preconditioner: LinearOperator | None = None,
     rtol: float | None = None,
     products: int | None = None,
+    iterations: int | None = None,
+    restart: int | None = None,
+    scale: float = 1.0,
     polish: int = 0,
     gradient_tol: float | None = None,
     args: Sequence[Any] = (),
@@ -232,10 +267,15 @@ def fixed_point(
         g: The function; what it returns is like *x_star* (a dict by parameter name for a module).
         x_star: The fixed point, as for `argmin`.
         order: How many derivatives the result has, as for `argmin`.
+        method: `"gmres"`; or `"neumann"`, the first terms of \(\sum_j (\partial g^\top)^j\): with `iterations=0` the
+            first alone, \(\partial x^* / \partial \theta \approx \partial_\theta g\), which is called Jacobian-free.
         damping: Added to \(1 - \partial g\).
         preconditioner: An operator close to the inverse of \((1 - \partial g)^\top\).
         rtol: The tolerance of linear systems, as for `argmin`.
         products: How many products a linear system may take.
+        iterations: Exactly so many steps in each linear system, as for `argmin`.
+        restart: How many vectors GMRES keeps, as for `hodiff.solve`: what the backward pass takes of memory.
+        scale: Of a Neumann series, as for `hodiff.solve`.
         polish: So many steps of Newton's method before, as for `argmin`.
         gradient_tol: Warn where \(x^* - g(x^*)\) is larger than this times its size at zero; None: 1e-3.
         args: Further positional arguments for `g`.
@@ -263,10 +303,21 @@ def fixed_point(
         >>> torch.autograd.grad(x.sum(), theta)
         (tensor([2.]),)
 
+        Of its series \(1 + 1/2 + 1/4 + \dots\), the first two terms:
+
+        >>> x = hodiff.implicit.fixed_point(
+        ...     lambda x: theta + x / 2, torch.tensor([6.0]), method="neumann", iterations=1
+        ... )
+        >>> torch.autograd.grad(x.sum(), theta)
+        (tensor([1.5000]),)
+
     Reference:
         Bai, S., Kolter, J. Z., Koltun, V. (2019). Deep equilibrium models. NeurIPS. arXiv:1909.01377.
+        Fung, S. W. et al. (2022). JFB: Jacobian-free backpropagation for implicit networks. AAAI. arXiv:2103.12803.
     """
-    given = Given(order, "gmres", damping, preconditioner, rtol, products, polish, gradient_tol)
+    given = Given(
+        order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish, gradient_tol
+    )
     return attached("fixed_point", g, x_star, args, kwargs, given)
 
 
@@ -275,6 +326,22 @@ def fixed_point(
 
 Kind = Literal["argmin", "root", "fixed_point"]
 Leaves = list[Tensor]
+
+
+class Given(NamedTuple):
+    """The options, as they were given."""
+
+    order: int | None
+    method: Method
+    damping: float
+    preconditioner: LinearOperator | None
+    rtol: float | None
+    products: int | None
+    iterations: int | None
+    restart: int | None
+    scale: float
+    polish: int
+    gradient_tol: float | None
 
 
 def attached(
@@ -288,6 +355,7 @@ def attached(
     where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
+    check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
     order = _call.outer_order() if given.order is None else _arguments.check_integer(given.order, "order", least=1)
     _arguments.check_integer(given.polish, "polish", least=0)
     limit = given.gradient_tol
@@ -298,10 +366,7 @@ def attached(
     linked = call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
     plain = linked._replace(create_graph=False, keep=True, order=2)
     problem = Problem(kind, where, given, order, line)
-    values = [tensor.detach().clone() for tensor in where.tensors]
-    for name, value in zip(where.names, values, strict=True):
-        if not bool(value.isfinite().all()):
-            raise InputError(f"{name}: has entries that are not finite, so it is no solution.")
+    values = _values(where)
     for _ in range(given.polish):
         values = problem.polished(plain, values)
     if not torch.is_grad_enabled():
@@ -330,6 +395,14 @@ def attached(
 
 def _leaves(values: Leaves) -> Leaves:
     return [value.clone().requires_grad_() for value in values]
+
+
+def _values(where: Where) -> Leaves:
+    """Copies of the solution's tensors, checked to be numbers."""
+    for name, tensor in zip(where.names, where.tensors, strict=True):
+        if not bool(tensor.isfinite().all()):
+            raise InputError(f"{name}: has entries that are not finite, so it is no solution.")
+    return [tensor.detach().clone() for tensor in where.tensors]
 
 
 class Problem:
@@ -378,8 +451,26 @@ class Problem:
         return outputs
 
     def _system(self, graph: OutputGraph, residual: Leaves) -> ImplicitSystem:
-        operator = Transposed(graph, residual, symmetric=self.kind == "argmin")
-        return ImplicitSystem(operator, self.kind, self._line, self._given, self._order)
+        given = self._given
+        return ImplicitSystem(
+            Transposed(graph, residual, symmetric=self.kind == "argmin"),
+            self.kind,
+            self._line,
+            solver=functools.partial(
+                attempt,
+                method=given.method,
+                damping=given.damping,
+                products=given.products,
+                iterations=given.iterations,
+                restart=given.restart,
+                scale=given.scale,
+            ),
+            preconditioner=given.preconditioner,
+            rtol=given.rtol,
+            steps=given.iterations is not None,
+            order=self._order,
+            fatal=NO_DERIVATIVE,
+        )
 
     def polished(self, plain: Call, values: Leaves) -> Leaves:
         """A step of Newton's method."""
@@ -419,3 +510,15 @@ class Problem:
 
 
 WHAT: dict[Kind, str] = {"argmin": "the gradient of f", "root": "F(x)", "fixed_point": "x - g(x)"}
+NO_DERIVATIVE: dict[Status, str] = {
+    "negative curvature": (
+        "the second derivative of f at x_star has a direction of negative or zero curvature, so x_star is no isolated "
+        "minimum: a saddle point (method='minres' differentiates it as a stationary point), or a flat direction "
+        "(damping= adds to the curvature)."
+    ),
+    "stagnation": (
+        "the linear system of the derivative is singular: the solution is not isolated, so that its derivative does "
+        "not exist. Use damping=, or add a term to f that makes the solution unique."
+    ),
+}
+"""Why a linear system of the derivative has no solution, by how its solver ended."""

@@ -1,4 +1,4 @@
-"""Traces, v'Hv and eigenvalues that one trains with: their gradients against central differences."""
+"""Traces, v'Hv, eigenvalues, solutions and determinants that one trains with: gradients against central differences."""
 
 from collections.abc import Callable
 
@@ -66,6 +66,18 @@ LOSSES: dict[str, Callable[[nn.Module, bool], Tensor]] = {
         -2 * operator(m) + 0.5 + hodiff.HessianOperator(lambda q: (q[0].weight ** 4).sum(), m),
         vectors=draw(size(m), 2, seed=8), create_graph=graph,
     ).value,
+    "solution": lambda m, graph: hodiff.solve(
+        operator(m), draw(size(m), seed=8), damping=30.0, rtol=1e-12, create_graph=graph
+    ).value @ draw(size(m), seed=9),
+    "solution of an indefinite system": lambda m, graph: hodiff.solve(
+        operator(m) + 0.3, draw(size(m), seed=8), method="minres", rtol=1e-11, create_graph=graph
+    ).value @ draw(size(m), seed=9),
+    "log-determinant": lambda m, graph: hodiff.logdet(operator(m), shift=30.0, create_graph=graph).value,
+    "diagonal": lambda m, graph: torch.cat([
+        part.reshape(-1) for part in hodiff.diagonal(
+            operator(m), vectors=draw(size(m), 3, seed=8), create_graph=graph
+        ).value.values()
+    ]) @ draw(size(m), seed=9),
 }  # fmt: skip
 
 
@@ -161,8 +173,11 @@ def test_an_operator_of_another_point_is_refused() -> None:
 
 
 BAD = {
-    "create_graph: the products of a MatrixOperator cannot": lambda H: hodiff.trace(
-        hodiff.MatrixOperator(torch.ones(3)), create_graph=True
+    "create_graph: the products of a NystromOperator cannot": lambda H: hodiff.trace(
+        hodiff.nystrom(hodiff.MatrixOperator(torch.ones(3)), 2, 1.0), create_graph=True
+    ),
+    "create_graph: goes with method='estimate' or 'exact'": lambda H: hodiff.diagonal(
+        H, method="xdiag", samples=3, create_graph=True
     ),
     "create_graph: goes with method='hutchinson', without": lambda H: hodiff.trace(
         H, method="hutch++", create_graph=True
@@ -195,3 +210,142 @@ def test_who_asks_for_a_graph_gets_one_in_any_mode(mode: Callable) -> None:
 def flat_gradient(value: Tensor, model: nn.Module) -> Tensor:
     grads = torch.autograd.grad(value.sum(), list(model.parameters()), allow_unused=True, materialize_grads=True)
     return torch.cat([part.reshape(-1) for part in grads])
+
+
+# --- through linear systems: b, the matrix, the damping, the shift ----------------------------------------------------
+
+
+HADAMARD = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=D)
+for _ in range(2):
+    HADAMARD = torch.kron(HADAMARD, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=D))
+"""Eight vectors whose mean of z'Az is the trace, for any A."""
+
+
+def matrix(size: int, seed: int, *, symmetric: bool) -> Tensor:
+    root = draw(size, size, seed=seed) / size**0.5
+    return (root @ root.T if symmetric else root) + torch.eye(size, dtype=D)
+
+
+def systems(method: str) -> Callable[..., Tensor]:
+    def solution(A: Tensor, b: Tensor, damping: Tensor) -> Tensor:
+        A = A if method == "gmres" else (A + A.T) / 2
+        return hodiff.solve(
+            hodiff.MatrixOperator(A), b, damping=damping, method=method, rtol=1e-13, create_graph=True
+        ).value
+
+    return solution
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_a_solution_by_all_that_makes_the_system(method: str, order: int) -> None:
+    A = matrix(3, 1, symmetric=method != "gmres").requires_grad_()
+    b, damping = draw(3, seed=2).requires_grad_(), torch.tensor(0.25, dtype=D, requires_grad=True)
+    check = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
+    assert check(systems(method), (A, b, damping), atol=1e-6)
+
+
+def curved(c: Tensor, x: Tensor) -> Tensor:
+    return (x * c).cosh().sum() + x.sum() ** 4 * c.square().sum()
+
+
+def dense(c: Tensor, x: Tensor) -> Tensor:
+    """The Hessian of `curved` in closed form."""
+    return torch.diag(c**2 * (x * c).cosh()) + 12 * x.sum() ** 2 * c.square().sum() * torch.ones(4, 4, dtype=D)
+
+
+@pytest.mark.parametrize("form", ["solve", "logdet", "diagonal"])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_inside_other_calls_as_often_as_they_take(form: str, order: int) -> None:
+    x, b, c = draw(4, seed=3), draw(4, seed=4), draw(4, seed=5).abs() + 0.5
+
+    def ours(c: Tensor) -> Tensor:
+        H = hodiff.HessianOperator(lambda x: curved(c, x), x)
+        if form == "logdet":
+            return hodiff.logdet(H).value
+        return (hodiff.solve(H, b, rtol=1e-13) if form == "solve" else hodiff.diagonal(H)).value.square().sum()
+
+    def closed(c: Tensor) -> Tensor:
+        H = dense(c, x)
+        if form == "logdet":
+            return torch.logdet(H)
+        return (torch.linalg.solve(H, b) if form == "solve" else H.diagonal()).square().sum()
+
+    calls = {
+        1: lambda f: hodiff.grad(f, c),
+        2: lambda f: hodiff.hessian(f, c),
+        3: lambda f: hodiff.grad(lambda c: hodiff.hessian(f, c).square().sum(), c),
+    }
+    agree(calls[order](ours), calls[order](closed), 1e-7)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("vectors", [None, HADAMARD], ids=["dense", "by vectors"])
+def test_a_log_determinant_by_all_that_makes_it(vectors: Tensor | None, order: int) -> None:
+    A, scale = matrix(8, 6, symmetric=True), torch.tensor(1.5, dtype=D, requires_grad=True)
+    diagonal, shift = draw(8, seed=7).abs().requires_grad_(), torch.tensor(0.25, dtype=D, requires_grad=True)
+
+    def value(scale: Tensor, diagonal: Tensor, shift: Tensor) -> Tensor:
+        operator = hodiff.MatrixOperator(scale * A) + hodiff.MatrixOperator(diagonal)
+        return hodiff.logdet(operator, shift=shift, vectors=vectors, create_graph=True).value
+
+    expected = torch.logdet(scale * A + diagonal.diag() + shift * torch.eye(8, dtype=D))
+    agree(value(scale, diagonal, shift).detach(), expected.detach(), 1e-9)
+    check = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
+    assert check(value, (scale, diagonal, shift), atol=1e-6)
+
+
+def test_the_gradient_of_an_estimated_log_determinant_is_of_the_vectors_that_were_drawn() -> None:
+    """The mean of (A⁻¹z)' dA z over them, by a dense inverse."""
+    A = matrix(40, 8, symmetric=True)
+    scale = torch.ones(40, dtype=D, requires_grad=True)
+    operator = hodiff.MatrixOperator(A) + hodiff.MatrixOperator(scale)
+    value, plain = (
+        hodiff.logdet(
+            operator, samples=4, steps=9, generator=torch.Generator().manual_seed(3), create_graph=graph
+        ).value
+        for graph in (True, False)
+    )
+    assert torch.equal(value.detach(), plain)
+    z = hodiff._core._vectors.draw((4, 40), scale.detach(), "rademacher", torch.Generator().manual_seed(3))
+    expected = (torch.linalg.solve(A + torch.eye(40, dtype=D), z.T).T * z).mean(0)
+    agree(torch.autograd.grad(value, scale)[0], expected, 1e-7)
+
+
+def test_the_value_of_a_differentiable_solution_is_that_of_the_detached_one() -> None:
+    A = hodiff.MatrixOperator(matrix(5, 9, symmetric=True).requires_grad_())
+    for b in (draw(5, seed=1), [1.0, 2.0, 3.0, 4.0, 5.0]):
+        record, plain = (hodiff.solve(A, b, create_graph=graph) for graph in (True, False))
+        assert (
+            torch.equal(record.value, plain.value) and record.value.requires_grad and record.residual == plain.residual
+        )
+    named = hodiff.HessianOperator(lambda p: (p["a"] ** 4).sum() + p["b"].square().sum(), {"a": draw(2), "b": draw(2)})
+    found = hodiff.solve(named + 3, {"a": draw(2).requires_grad_(), "b": draw(2)}, create_graph=True).value
+    assert set(found) == {"a", "b"} and found["a"].requires_grad
+
+
+def test_a_solution_of_so_many_steps_has_a_derivative_of_as_many() -> None:
+    A, b = matrix(30, 10, symmetric=True).requires_grad_(), draw(30, seed=1).requires_grad_()
+    solution = hodiff.solve(hodiff.MatrixOperator(A), b, iterations=4, create_graph=True)
+    g = draw(30, seed=2)
+    found = torch.autograd.grad(solution.value @ g, b)[0]
+    agree(found, hodiff.solve(hodiff.MatrixOperator(A.detach()), g, iterations=4).value, 1e-12)
+
+
+def test_a_system_that_fails_in_the_backward_pass_names_the_line_of_the_call() -> None:
+    """In 40 products the first right-hand side, an eigenvector, is done; the backward pass has another."""
+    A = torch.logspace(0, 12, 60, dtype=D).requires_grad_()
+    x = hodiff.solve(hodiff.MatrixOperator(A), torch.eye(60, dtype=D)[0], products=20, create_graph=True).value
+    with pytest.warns(
+        hodiff.ConvergenceWarning, match=r"solve, called at .*test_differentiable.py:\d+: after .* products"
+    ):
+        x.sum().backward()
+
+
+def test_a_changed_operator_is_refused_in_the_backward_pass() -> None:
+    model = network(False)
+    value = LOSSES["solution"](model, True)
+    with torch.no_grad():
+        model[0].weight += 1
+    with pytest.raises(RuntimeError, match=r"parameters changed|modified by an inplace operation"):
+        value.backward()

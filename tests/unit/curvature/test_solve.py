@@ -344,3 +344,39 @@ def test_right_hand_sides_whose_squares_leave_the_dtype(method: str, scale: floa
     found = hodiff.solve(hodiff.MatrixOperator(A), b, method=method, start=b)
     assert found.converged
     agree(found.value.double() / scale, 1 / A.double(), 1e-3)
+
+
+# --- Neumann's series -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terms", [0, 1, 5])
+def test_a_neumann_series_is_its_first_terms(terms: int) -> None:
+    torch.manual_seed(0)
+    A, b = torch.randn(6, 6, dtype=torch.float64) / 6 + 2 * torch.eye(6, dtype=torch.float64), torch.randn(6).double()
+    left = torch.eye(6, dtype=torch.float64) - A / 3
+    expected = sum(torch.linalg.matrix_power(left, j) for j in range(terms + 1)) @ b / 3
+    record = hodiff.solve(hodiff.MatrixOperator(A), b, method="neumann", iterations=terms, scale=3.0)
+    torch.testing.assert_close(record.value, expected)
+    assert (record.products, record.status, record.converged) == (terms, "iterations", None)
+
+
+def test_a_neumann_series_that_diverges_says_so() -> None:
+    A = hodiff.MatrixOperator(torch.tensor([1.0, 5.0]))
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"terms of the Neumann series grow: .* Give a larger"):
+        record = hodiff.solve(A, torch.ones(2), method="neumann", iterations=3)
+    assert record.status == "divergence"
+    assert hodiff.solve(A, torch.ones(2), method="neumann", iterations=3, scale=2.6).status == "iterations"
+
+
+NEUMANN = {
+    "method='neumann': is a number of terms": {"method": "neumann"},
+    "scale: got 2.0; it is a positive number, an option of method='neumann'": {"scale": 2.0},
+    "scale: got 0": {"method": "neumann", "iterations": 1, "scale": 0},
+    "iterations: got 0, expected an integer of at least 1": {"iterations": 0},
+}
+
+
+@pytest.mark.parametrize("pattern", NEUMANN)
+def test_bad_options_of_a_neumann_series(pattern: str) -> None:
+    with pytest.raises(hodiff.InputError, match=pattern):
+        hodiff.solve(hodiff.MatrixOperator(torch.ones(3)), torch.ones(3), **NEUMANN[pattern])

@@ -11,8 +11,9 @@ from torch.func import functional_call
 
 import hodiff
 from hodiff import ConvergenceWarning, GraphError, InputError
-from hodiff.implicit import _system, _unroll, argmin, fixed_point, root
-from hodiff.implicit._system import ImplicitSystem
+from hodiff.curvature import _krylov
+from hodiff.curvature._links import ImplicitSystem
+from hodiff.implicit import _solution, _unroll, argmin, fixed_point, root
 from tests.support.differences import first_difference, relative_error
 
 D = torch.float64
@@ -332,8 +333,8 @@ def test_a_small_right_hand_side_beside_a_large_one(
     size: float, relative: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is solved to what the tolerance is of the large one; below that, zero is the solution."""
-    seen, solve = [], _system.attempt
-    monkeypatch.setattr(_system, "attempt", lambda *a, **k: (seen.append(k["rtol"]), solve(*a, **k))[1])
+    seen, solve = [], _solution.attempt
+    monkeypatch.setattr(_solution, "attempt", lambda *a, **k: (seen.append(k["rtol"]), solve(*a, **k))[1])
     made: list[ImplicitSystem] = []
     monkeypatch.setattr(ImplicitSystem, "_report", lambda self, found: None)
     init = ImplicitSystem.__init__
@@ -348,8 +349,8 @@ def test_a_small_right_hand_side_beside_a_large_one(
 
 def test_products_with_many_vectors_at_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """J' and J, at once, as their systems see them one vector at a time."""
-    M, seen, solve = torch.triu(randn(5, 5, seed=10)) + 3 * torch.eye(5, dtype=D), [], _system.attempt
-    monkeypatch.setattr(_system, "attempt", lambda A, *a, **k: (seen.append(A.dense()), solve(A, *a, **k))[1])
+    M, seen, solve = torch.triu(randn(5, 5, seed=10)) + 3 * torch.eye(5, dtype=D), [], _solution.attempt
+    monkeypatch.setattr(_solution, "attempt", lambda A, *a, **k: (seen.append(A.dense()), solve(A, *a, **k))[1])
     theta = randn(5, seed=11).requires_grad_()
     x = root(lambda x: M @ x - theta, torch.linalg.solve(M, theta).detach(), polish=1)
     x.sum().backward()
@@ -711,3 +712,69 @@ def test_a_deep_equilibrium_by_gmres() -> None:
 
     index = next(i for i, leaf in enumerate(leaves) if leaf is p)
     assert relative_error((got[index] * v).sum(), first_difference(moved, 1e-4)) < 1e-6
+
+
+# --- inexact on purpose -----------------------------------------------------------------------------------------------
+
+
+def equilibrium() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights, bias, the fixed point of tanh(W x + bias), and the Jacobian there."""
+    W, bias = randn(6, 6, seed=1) / 6, randn(6, seed=2)
+    x = torch.zeros(6, dtype=D)
+    for _ in range(200):
+        x = torch.tanh(W @ x + bias)
+    return W, bias.requires_grad_(), x, (1 - x**2)[:, None] * W
+
+
+@pytest.mark.parametrize("terms", [0, 1, 4])
+def test_the_first_terms_of_a_neumann_series(terms: int) -> None:
+    """With none it is the Jacobian-free backward pass."""
+    W, bias, x, J = equilibrium()
+    v = randn(6, seed=3)
+    attached = fixed_point(lambda x: torch.tanh(W @ x + bias), x, method="neumann", iterations=terms)
+    (found,) = torch.autograd.grad(attached @ v, bias)
+    series = sum(torch.linalg.matrix_power(J.T, j) for j in range(terms + 1))
+    torch.testing.assert_close(found, (1 - x**2) * (series @ v))
+
+
+@pytest.mark.parametrize("solution", [argmin, root, fixed_point])
+def test_so_many_steps_of_a_linear_system_are_taken_without_a_warning(solution) -> None:
+    """Each is an iteration of its method on the transposed system."""
+    A, b = torch.diag(torch.tensor([1.0, 2.0, 5.0, 9.0], dtype=D)) / 9, randn(4, seed=4).requires_grad_()
+    x, v = torch.linalg.solve(A, b.detach()), randn(4, seed=5)
+    residual = {
+        argmin: lambda x: x @ A @ x / 2 - b @ x,
+        root: lambda x: A @ x - b,
+        fixed_point: lambda x: x - A @ x + b,
+    }[solution]
+    (found,) = torch.autograd.grad(solution(residual, x, iterations=2) @ v, b)
+    method = "cg" if solution is argmin else "gmres"
+    expected = hodiff.solve(hodiff.MatrixOperator(A), v, method=method, iterations=2).value
+    torch.testing.assert_close(found, expected)
+    assert float((A @ expected - v).norm()) > 0.1
+
+
+def test_a_series_that_diverges_raises() -> None:
+    bias = randn(3, seed=6).requires_grad_()
+    x = fixed_point(lambda x: bias - 3 * x, bias.detach() / 4, method="neumann", iterations=4)
+    with pytest.raises(hodiff.GraphError, match=r"fixed_point, called at .*: the terms of the Neumann series grow"):
+        x.sum().backward()
+
+
+def test_a_restart_bounds_what_gmres_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    W, bias, x, J = equilibrium()
+    kept, basis = [], _krylov.Basis
+    monkeypatch.setattr(
+        _krylov, "Basis", lambda p, r, most, *rest, **how: (kept.append(most), basis(p, r, most, *rest, **how))[1]
+    )
+    v = randn(6, seed=3)
+    attached = fixed_point(lambda x: torch.tanh(W @ x + bias), x, restart=2)
+    (found,) = torch.autograd.grad(attached @ v, bias)
+    expected = (1 - x**2) * torch.linalg.solve((torch.eye(6, dtype=D) - J).T, v)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert set(kept) == {2}
+
+
+def test_bad_methods() -> None:
+    with pytest.raises(hodiff.InputError, match="method: got 'cg', expected \"gmres\" or"):
+        root(lambda x: x - 1, torch.ones(2), method="cg")

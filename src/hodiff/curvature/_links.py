@@ -1,24 +1,31 @@
-"""The linear system of an implicit derivative, with the links that attach a solution to the graph."""
+"""A solution of equations attached to the graph: frozen linear systems, and the links that they make."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _nodes, _reverse, _settings
-from hodiff._core._graph import OutputGraph
+from hodiff._core import _arguments, _settings
 from hodiff._core._vectors import Leaves
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import default_rtol
-from hodiff.curvature._records import SolveRecord
-from hodiff.curvature._solve import Method, attempt
+from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import ConvergenceWarning, GraphError, InputError
+
+Solver = Callable[..., tuple[SolveRecord[Tensor], "str | None"]]
+"""Solves an operator's system for a flat right-hand side, with `preconditioner=` and `rtol=`; says what went wrong."""
+
+
+GROWS = (
+    "the terms of the Neumann series grow, so that they add up to nothing: an eigenvalue of J / scale is not within "
+    "the unit circle around 1. Give a larger scale=, damping=, or method='gmres'."
+)
 
 
 class CallSite(NamedTuple):
@@ -46,77 +53,37 @@ class CallSite(NamedTuple):
         warnings.warn_explicit(text, ConvergenceWarning, self.file, self.number, self.module, self.registry)
 
 
-@final
-class Transposed(LinearOperator):
-    """Jᵀ at a solution, by reverse passes through the graph of the residual; J itself by the derivative of those."""
-
-    def __init__(self, graph: OutputGraph, residual: Leaves, *, symmetric: bool) -> None:
-        super().__init__()
-        self._graph = graph
-        self._residual = residual
-        self._symmetric = symmetric
-        self._space = graph.call.where.space().side()
-        self._linear: tuple[Leaves, Leaves] | None = None
-        self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether J is the Hessian of a function."""
-        return self._symmetric
-
-    def ready(self) -> AbstractContextManager[Any]:
-        """The state in which passes may run."""
-        return self._graph.resumed() if self._calls_back else _settings.recording()
-
-    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
-        with self.ready():
-            return _reverse.products(self._graph, self._residual, parts, count, chunk_size=None)
-
-    def _times(self, flat: Tensor) -> Tensor:
-        """As for any operator; but what it gives is read alone, and need not be memory of its own."""
-        self._count(1)
-        with self.ready():
-            parts = _reverse.writable(self._graph, self._space.split(flat))
-            return self._space.join(_reverse.vjp(self._graph, self._residual, parts), None)
-
-    def _pull(self, parts: Leaves, count: int | None) -> Leaves:
-        """The product J v, of the matrix that is not transposed."""
-        with self.ready():
-            if self._linear is None:
-                cotangents = [torch.ones_like(part, requires_grad=True) for part in self._residual]
-                self._linear = cotangents, _reverse.transposed_product(self._graph, self._residual, cotangents)
-            cotangents, pulled = self._linear
-            return _reverse.products(self._graph, pulled, parts, count, chunk_size=None, inputs=cotangents)
-
-    def _about(self) -> str:
-        return "at a solution"
-
-
-class Given(NamedTuple):
-    """The options, as they were given."""
-
-    order: int | None
-    method: Method
-    damping: float
-    preconditioner: LinearOperator | None
-    rtol: float | None
-    products: int | None
-    polish: int
-    gradient_tol: float | None
-
-
 class ImplicitSystem:
     """J and Jᵀ at a solution, and how systems with them are solved; what fails is said of the line of the call."""
 
-    def __init__(self, operator: Transposed, name: str, line: CallSite, given: Given, order: int) -> None:
+    def __init__(
+        self,
+        operator: LinearOperator,
+        name: str,
+        line: CallSite,
+        *,
+        solver: Solver,
+        preconditioner: LinearOperator | None,
+        rtol: float | None,
+        order: int,
+        steps: bool = False,
+        fatal: Mapping[Status, str] = MappingProxyType({}),
+    ) -> None:
+        """The system of `operator`, which is Jᵀ.
+
+        With `steps` its solver takes so many, to no tolerance. `fatal` says why there is no solution where it ends so.
+        """
         self.operator = operator
         self.name = name
         self.line = line
         self.order = order
-        self._given = given
+        self._solver = solver
+        self._preconditioner = preconditioner
+        self._steps = steps
+        self._fatal = {"divergence": GROWS, **fatal}
         # What is differentiated again has the errors of several solves in it.
         default = default_rtol(operator.dtype) * (1 if order == 1 else 1e-2)
-        self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if given.rtol is None else given.rtol
+        self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if rtol is None else rtol
 
     def solved(self, v: Sequence[Tensor], *, transposed: bool, least: float = 0.0) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v; to a tolerance relative to |v|, or to `least` where that is larger."""
@@ -127,19 +94,12 @@ class ImplicitSystem:
             return space.split(torch.zeros_like(flat))
         if not bool(flat.isfinite().all()):
             return space.split(torch.full_like(flat, torch.nan))
-        operator, preconditioner = self.operator, self._given.preconditioner
+        operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
-            solution, trouble = attempt(
-                operator,
-                flat,
-                method=self._given.method,
-                damping=self._given.damping,
-                preconditioner=preconditioner,
-                rtol=min(0.5, self._rtol * max(1.0, least / size)),
-                products=self._given.products,
-            )
+            rtol = None if self._steps else min(0.5, self._rtol * max(1.0, least / size))
+            solution, trouble = self._solver(operator, flat, preconditioner=preconditioner, rtol=rtol)
         if trouble:
             self._report(solution)
         return space.split(solution.value)
@@ -147,19 +107,11 @@ class ImplicitSystem:
     def _report(self, record: SolveRecord[Tensor]) -> None:
         """Raise where there is no solution to speak of; warn where it is less exact than asked for."""
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
-        if record.status == "negative curvature":
+        lost = record.status != "stagnation" or record.residual > 1e-2
+        if lost and record.status in self._fatal:
             raise GraphError(
-                f"{place}: the second derivative of f at x_star has a direction of negative or zero curvature, so "
-                f"x_star is no isolated minimum: a saddle point (method='minres' differentiates it as a stationary "
-                f"point), or a flat direction (damping= adds to the curvature). "
-                f"Relative residual {record.residual:.2g}."
-            )
-        if record.status == "stagnation" and record.residual > 1e-2:
-            raise GraphError(
-                f"{place}: the linear system of the derivative is singular: the solution is not isolated, so that its "
-                f"derivative does not exist (relative residual {record.residual:.2g} "
-                f"after {record.products} products). "
-                f"Use damping=, or add a term to f that makes the solution unique."
+                f"{place}: {self._fatal[record.status]} Relative residual {record.residual:.2g} after "
+                f"{record.products} products."
             )
         self.line.warn(
             f"{place}: after {record.products} products the linear system of the derivative has a relative residual of "
