@@ -284,14 +284,14 @@ def score(rows: Tensor) -> Tensor:
 
 MEANS = {
     "laplacian.vectors": Mean(
-        lambda x, v: hodiff.laplacian(quadratic, x, vectors=v, batch_ndim=0).value, lambda rows: forms(rows).mean()
+        lambda x, v: hodiff.laplacian(quadratic, x, vectors=v, batch_ndim=0), lambda rows: forms(rows).mean()
     ),
     "divergence.vectors": Mean(
-        lambda x, v: hodiff.divergence(field_of(x), x, vectors=v, batch_ndim=0).value,
+        lambda x, v: hodiff.divergence(field_of(x), x, vectors=v, batch_ndim=0),
         lambda rows: forms(rows, S).mean(),
     ),
     "value_and_divergence.vectors": Mean(
-        lambda x, v: hodiff.value_and_divergence(field_of(x), x, vectors=v, batch_ndim=0)[1].value,
+        lambda x, v: hodiff.value_and_divergence(field_of(x), x, vectors=v, batch_ndim=0)[1],
         lambda rows: forms(rows, S).mean(),
     ),
     "hessian_penalty.vectors": Mean(
@@ -386,7 +386,7 @@ WORDS = """
     kind kwargs label last log_density loss losses made_of matrix memory_budget method module n names node one_sided
     operator ord order output outputs param_group params patch_reduction path pattern patterns points polish power
     preconditioner predict primals probes process_group products progress radius rank real records reduction release
-    restart return_outputs return_state return_used roots rtol rule samples scaled segments self series shared shift
+    restart return_outputs return_state return_used roots rtol rule samples scale scaled segments self series shared shift
     since state std steps strict symmetric target tensor variance_reduced w weight where which width x x_star y
 """
 NO_VECTORS = set(WORDS.split())

@@ -215,7 +215,7 @@ CALLERS: tuple[Caller, ...] = (
     Caller("value_and_divergence", "same", 1, lambda f, x, a: hodiff.value_and_divergence(f, x, args=a)),
     Caller(
         "divergence, own vectors", "same", 1,
-        lambda f, x, a: hodiff.divergence(f, x, vectors=direction(x), args=a).value,
+        lambda f, x, a: hodiff.divergence(f, x, vectors=direction(x), args=a),
     ),
     Caller(
         "laplacian, with an extra", "rows", 2,

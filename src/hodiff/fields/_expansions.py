@@ -178,6 +178,8 @@ def sampled(
     if probes not in PROBES:
         raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
     check_generator(generator)
+    if vectors is not None and samples is not None:
+        raise InputError(f"samples: got {samples} beside vectors=, which are the directions; give one of the two.")
     samples = _arguments.check_integer(1 if samples is None else samples, "samples", least=1)
     if weight is not None:
         weight = _factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())

@@ -53,7 +53,7 @@ def laplacian(
     x: Tensor,
     *,
     samples: None = None,
-    vectors: None = None,
+    vectors: Given | None = None,
     has_aux: Literal[False] = False,
     **options: Unpack[LaplacianOptions],
 ) -> Tensor: ...
@@ -65,19 +65,7 @@ def laplacian(
     x: Tensor,
     *,
     samples: int,
-    vectors: Any = None,
-    has_aux: Literal[False] = False,
-    **options: Unpack[LaplacianOptions],
-) -> Estimate: ...
-
-
-@overload
-def laplacian(
-    f: What,
-    x: Tensor,
-    *,
-    samples: int | None = None,
-    vectors: Given,
+    vectors: None = None,
     has_aux: Literal[False] = False,
     **options: Unpack[LaplacianOptions],
 ) -> Estimate: ...
@@ -137,8 +125,9 @@ def laplacian(
         samples: Estimate it from so many random directions instead of D.
         probes: Those directions: `"rademacher"` (signs) or `"gaussian"`, drawn for each sample of the
             batch on its own; or `"coordinates"`, drawn without replacement, the same for the batch.
-        vectors: Directions of your own, like *x*, or K of them with one extra leading dimension, whose entries are
-            independent, of mean 0 and variance 1; then nothing is drawn, and the estimate is a fixed function of *x*.
+        vectors: Directions of your own in the place of `samples`, like *x*, or K of them with one extra leading
+            dimension, whose entries are independent, of mean 0 and variance 1; then nothing is drawn, and the result,
+            a tensor, is a fixed function of *x*.
         has_aux: Whether `f` returns `(value, extra)`; the result is then a pair too, with the extra of the same
             evaluation, detached unless the result is differentiable.
         batch_ndim: So many leading dimensions of *x* index independent samples; 0 for a single point.
@@ -153,9 +142,9 @@ def laplacian(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`. With *samples* or *vectors*, an `Estimate` with `value` and `stderr` of that
-        shape (the standard error of the mean over directions; with one sample it is None). With *has_aux*
-        `(that, extra)`.
+        A tensor with the shape of `f(x)`: with *vectors* the mean over them. With *samples*, an `Estimate` with `value`
+        and `stderr` of that shape (the standard error of the mean over directions; with one sample it is None). With
+        *has_aux* `(that, extra)`.
 
     Raises:
         InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch dimensions.
@@ -205,12 +194,14 @@ def laplacian(
             return call.with_extra(second_order(call, _expansions.of_laplacian(x, batch_ndim, weight)).second[0])
     with call.grad_mode():
         directions, remaining = _expansions.sampled(x, batch_ndim, weight, samples, probes, vectors, generator)
-        return call.with_extra(estimate(second_order(call, directions).second, remaining))
+        return call.with_extra(mean_over(second_order(call, directions).second, remaining, vectors))
 
 
-def estimate(each: Any, remaining: float) -> Estimate:
-    """The mean over independent samples, and its standard error."""
+def mean_over(each: Any, remaining: float, vectors: Any) -> Estimate | Tensor:
+    """The mean over directions; of those that were drawn with its standard error."""
     count = each.shape[0]
+    if vectors is not None:
+        return each.mean(0)
     if not remaining:
         return Estimate(each.mean(0), torch.zeros_like(each[0]), count)
     error = standard_error(each)

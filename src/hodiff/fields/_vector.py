@@ -14,7 +14,7 @@ from hodiff.errors import InputError
 from hodiff.fields import _expansions
 from hodiff.fields._expansions import Probes
 from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, push, released
-from hodiff.fields._second_order import Estimate, Given, estimate
+from hodiff.fields._second_order import Estimate, Given, mean_over
 from hodiff.jets._series import entry, full
 
 What = Callable[..., Any] | Tensor
@@ -33,7 +33,7 @@ def divergence(
     x: Tensor,
     *,
     samples: None = None,
-    vectors: None = None,
+    vectors: Given | None = None,
     has_aux: Literal[False] = False,
     **options: Unpack[DivergenceOptions],
 ) -> Tensor: ...
@@ -45,19 +45,7 @@ def divergence(
     x: Tensor,
     *,
     samples: int,
-    vectors: Any = None,
-    has_aux: Literal[False] = False,
-    **options: Unpack[DivergenceOptions],
-) -> Estimate: ...
-
-
-@overload
-def divergence(
-    f: What,
-    x: Tensor,
-    *,
-    samples: int | None = None,
-    vectors: Given,
+    vectors: None = None,
     has_aux: Literal[False] = False,
     **options: Unpack[DivergenceOptions],
 ) -> Estimate: ...
@@ -99,8 +87,8 @@ def divergence(
         x: The points, `(*batch, *event)`.
         samples: Estimate it from so many random directions, \(v^\top J v\), instead of all D.
         probes: `"rademacher"`, `"gaussian"` or `"coordinates"`, as for `laplacian`.
-        vectors: Directions of your own, as for `laplacian`: for an ODE solver, whose right-hand side must stay the
-            same function from stage to stage.
+        vectors: Directions of your own in the place of `samples`, as for `laplacian`: for an ODE solver, whose
+            right-hand side must stay the same function from stage to stage.
         has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `laplacian`.
@@ -111,8 +99,8 @@ def divergence(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of the batch, `(N,)`. With *samples* or *vectors*, an `Estimate` of it. With
-        *has_aux* `(that, extra)`.
+        A tensor with the shape of the batch, `(N,)`: with *vectors* the mean over them. With *samples*, an `Estimate`
+        of it. With *has_aux* `(that, extra)`.
 
     Raises:
         InputError: `f(x)` does not have the shape of *x*.
@@ -148,7 +136,7 @@ def value_and_divergence(
     x: Tensor,
     *,
     samples: None = None,
-    vectors: None = None,
+    vectors: Given | None = None,
     has_aux: Literal[False] = False,
     **options: Unpack[DivergenceOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -160,19 +148,7 @@ def value_and_divergence(
     x: Tensor,
     *,
     samples: int,
-    vectors: Any = None,
-    has_aux: Literal[False] = False,
-    **options: Unpack[DivergenceOptions],
-) -> tuple[Tensor, Estimate]: ...
-
-
-@overload
-def value_and_divergence(
-    f: What,
-    x: Tensor,
-    *,
-    samples: int | None = None,
-    vectors: Given,
+    vectors: None = None,
     has_aux: Literal[False] = False,
     **options: Unpack[DivergenceOptions],
 ) -> tuple[Tensor, Estimate]: ...
@@ -278,7 +254,7 @@ def _divergence(
             return value, each.sum(0)
         directions, remaining = _expansions.sampled(call.x, call.batch_ndim, None, samples, probes, vectors, generator)
         value, each = along(call, directions.vectors, directions.weights)
-        return value, estimate(each, remaining)
+        return value, mean_over(each, remaining, vectors)
 
 
 def along(call: FieldCall, vectors: Any, weights: Any) -> tuple[Any, Any]:
