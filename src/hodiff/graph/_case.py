@@ -143,7 +143,9 @@ class FailedPass:
 
 def _labelled(label: str, what: object) -> str:
     """A line of an explanation; empty if what it is about is not known."""
-    return f"  {label:<12} {quoted(what) if isinstance(what, Line) else what}" if what else ""
+    if not what:
+        return ""
+    return f"  {label:<12} {quoted(what) if isinstance(what, Line) else what}"
 
 
 Words = str | Callable[[Any], str | None]
@@ -151,7 +153,7 @@ Words = str | Callable[[Any], str | None]
 
 
 @dataclass(frozen=True)
-class Rule:
+class FailureCause:
     """A cause: its name, its sentence, its fixes and what it leaves open; and of which evidence it is the cause."""
 
     name: str

@@ -1,4 +1,4 @@
-"""Why a pass meets a part of the graph that was freed: one `Rule` for each case, with its fixes.
+"""Why a pass meets a part of the graph that was freed: one `FailureCause` for each case, with its fixes.
 
 A fix is a function of evidence: it gives words only where the record shows that, done as they say, the program
 differentiates what it was written to differentiate. What the record cannot show (which gradients are wanted) is
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hodiff.graph import _names, _saved, _source
-from hodiff.graph._case import PARAMETRIZED, Evidence, Rule, SharedValue
+from hodiff.graph._case import PARAMETRIZED, Evidence, FailureCause, SharedValue
 from hodiff.graph._source import Line, at, outside
 
 # --- two losses that share a part of their graphs, one that is differentiated twice -----------------------------------
@@ -563,35 +563,35 @@ def _is_member(e: Evidence) -> bool:
 
 
 CAUSES = (
-    Rule(
+    FailureCause(
         "same loss twice",
         "the same loss is differentiated twice, and the first pass freed what it needs.",
         (loss_again,),
         (same_unknown,),
         lambda e: e.first.node in e.case.roots,
     ),
-    Rule(
+    FailureCause(
         "cached",
         "the context keeps the computed parameters, and every pass needs their graph again.",
         ("open `with parametrize.cached():` inside the loop, around one step: what it keeps is good for one pass.",),
         (),
         lambda e: e.first.variable == PARAMETRIZED,
     ),
-    Rule(
+    FailureCause(
         "cached",
         "functools keeps what the function returned once; every pass through it needs that graph again.",
         (memo_cleared,),
         (),
         lambda e: bool(e.memo),
     ),
-    Rule(
+    FailureCause(
         "carried",
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (detached_after,),
         (silences, unwritten, unrolled),
         lambda e: (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e)) and not _at_once(e),
     ),
-    Rule(
+    FailureCause(
         "stored",
         lambda e: (
             f"an earlier step put it into `{container(e)}`, and its pass {e.fate}; this step differentiates into it."
@@ -600,21 +600,21 @@ CAUSES = (
         (within, stored),
         lambda e: e.first.kept and e.first.again and e.first.variable.endswith("]"),
     ),
-    Rule(
+    FailureCause(
         "two losses",
         "it belongs to both losses, and the pass of the first freed it.",
         (first_detached, by_hand, summed, multi, kept_for_second, from_new_values),
         (whose, computed_again, together_unknown),
         lambda e: not e.rounds and e.call.path != e.freed_by.path,
     ),
-    Rule(
+    FailureCause(
         "cached",
         "an object computed it once and keeps it; every pass through the object needs it again.",
         (cleared, object_again),
         (cache,),
         lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and is_lazy(e))),
     ),
-    Rule(
+    FailureCause(
         "hoisted",
         "it was built once, outside the loop, and every iteration differentiates through it again.",
         (move_inside, each_time, retained),
@@ -628,6 +628,6 @@ SENTENCES = {
 """What is said of a cause that is inferred: a pass that freed its graph, and an object."""
 
 
-def first_cause(evidence: Evidence) -> Rule:
+def first_cause(evidence: Evidence) -> FailureCause:
     """The first cause that holds."""
     return next(cause for cause in CAUSES if cause.holds(evidence))

@@ -364,6 +364,7 @@ def second_derivative(case: FailedPass) -> Explanation | None:
     operation = _messages.without_derivative(case.error) or operation
     line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
     way = _messages.way_out("compiledfunction" if compiled else operation)
+    where = f"at {line}: " if line is not None else ""
     forbidden = f"a second derivative of {operation}: its backward forbids one. Write it without the Function."
     without = f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it."
     unknown = forbidden if kind == "once" else without
@@ -374,7 +375,7 @@ def second_derivative(case: FailedPass) -> Explanation | None:
         ("failing call", case.line),
         created=line,
         reason="PyTorch can differentiate it once, and not once more.",
-        fixes=(f"{f'at {line}: ' if line is not None else ''}{way.instead}." if way is not None else "",),
+        fixes=(f"{where}{way.instead}." if way is not None else "",),
         unknown=(unknown if way is None else "",),
     )
 

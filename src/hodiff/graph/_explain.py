@@ -16,7 +16,7 @@ from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
 from hodiff.graph._case import TITLE, Explanation, FailedPass
 from hodiff.graph._names import is_users, user_frames
-from hodiff.graph._record import PASSES, Pass, Record
+from hodiff.graph._record import PASSES, Pass, Record, as_list
 from hodiff.graph._source import Line, line_of
 
 
@@ -29,25 +29,24 @@ def of_pass(
     record: Record,
 ) -> Explanation | None:
     """The explanation of a pass that failed under a watch."""
-    nested = _nested(error)
+    steps = _trace(error.__traceback__)
+    nested = _nested(error, steps)
     if nested is not None:
         return nested
-    tensors = _given_tensors(error.__traceback__)
+    entries = _entries(steps)
+    tensors = _given(steps[entries[0]])[0] if entries else []
     return _dispatch(FailedPass(error, call.name, roots, tensors, inputs, frames, record, call))
 
 
-def _nested(error: BaseException) -> Explanation | None:
+def _nested(error: BaseException, steps: list[TracebackType]) -> Explanation | None:
     """The explanation of a pass that a hook or a Function asked for while another ran: no watch sees inside that."""
-    steps = _trace(error.__traceback__)
-    entries = [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
-    runs = [index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE]
-    inner = next((index for index in entries if runs and index > runs[0]), None)
+    run = next((index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE), len(steps))
+    inner = next((index for index in _entries(steps) if index > run), None)
     if inner is None or _messages.kind_of(error) != "no graph":
         return None
-    frames: list[Any] = [_At(step) for step in steps[:inner] if is_users(step.tb_frame.f_code)][::-1]
+    frames = _users(steps[:inner])
     name = _ENTRIES[steps[inner].tb_frame.f_code]
-    tensors = _given_tensors(steps[inner])
-    return _cut.within_pass(FailedPass(error, name, [], tensors, None, frames)) if frames else None
+    return _cut.within_pass(FailedPass(error, name, [], _given(steps[inner])[0], None, frames)) if frames else None
 
 
 def of_operation(
@@ -141,22 +140,25 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
 
 
 def _after_the_fact(error: BaseException) -> Explanation | None:
-    frames, name = _frames(error.__traceback__)
-    if not name:
+    steps = _trace(error.__traceback__)
+    entries = _entries(steps)
+    if not entries:
         return _read_after(error)
+    frames = [*_users(steps[: entries[0]]), *user_frames(steps[0].tb_frame.f_back)]
     if not frames:
         return None
-    nested = _nested(error)
+    nested = _nested(error, steps)
     if nested is not None:
         return nested
-    tensors = _given_tensors(error.__traceback__)
+    entry = steps[entries[0]]
+    tensors, inputs = _given(entry)
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    return _dispatch(FailedPass(error, name, roots, tensors, _given_inputs(error.__traceback__), frames))
+    return _dispatch(FailedPass(error, _ENTRIES[entry.tb_frame.f_code], roots, tensors, inputs, frames))
 
 
 def left(error: BaseException, record: Record) -> None:
     """An error leaves a watch: of those outside a pass and an operation, the reading of a freed tensor is explained."""
-    if getattr(error, "__notes__", ()) or _frames(error.__traceback__)[1]:
+    if getattr(error, "__notes__", ()) or _entries(_trace(error.__traceback__)):
         return
     explained = _read_after(error, record)
     if explained is not None:
@@ -167,12 +169,12 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
     """No pass failed, but the user read what a node had saved."""
     if not isinstance(error, RuntimeError) or _messages.kind_of(error) != "freed":
         return None
-    frames: list[Any] = [_At(step) for step in _trace(error.__traceback__) if is_users(step.tb_frame.f_code)]
+    frames = _users(_trace(error.__traceback__))
     if not frames:
         return None
-    line, outer = line_of(frames[-1]), line_of(frames[0])
-    variable, freed = _freed_node(frames[-1], record)
-    case = FailedPass(error, "reading a saved tensor", [], [], None, frames[::-1], record)
+    line, outer = line_of(frames[0]), line_of(frames[-1])
+    variable, freed = _freed_node(frames[0], record)
+    case = FailedPass(error, "reading a saved tensor", [], [], None, frames, record)
     return case.explanation(
         "read after freeing",
         f"what `{variable}` saved was read after it was freed" if variable else "a saved tensor was read too late",
@@ -191,19 +193,17 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
 def _freed_node(frame: Any, record: Record | None) -> tuple[str, Pass | None]:
     """The variable of a frame that holds a node which a pass freed, and the pass."""
     for name, value in dict(frame.f_locals).items():
-        if (
-            isinstance(value, torch.autograd.graph.Node)
-            and record is not None
-            and (call := record.tags.tag(value)) is not None
-        ):
+        node = isinstance(value, torch.autograd.graph.Node)
+        call = record.tags.tag(value) if node and record is not None else None
+        if call is not None:
             return name, call
     return "", None
 
 
 def _last_line(error: BaseException) -> Line | None:
     """The innermost of the user's lines that an exception came through."""
-    mine = [step for step in _trace(error.__traceback__) if is_users(step.tb_frame.f_code)]
-    return Line(mine[-1].tb_frame.f_code.co_filename, mine[-1].tb_lineno) if mine else None
+    frames = _users(_trace(error.__traceback__))
+    return line_of(frames[0]) if frames else None
 
 
 _ENTRIES = {call.__code__: name for call, (name, _) in PASSES.items()}
@@ -228,39 +228,18 @@ class _At:
         self.f_lineno, self.f_locals = traceback.tb_lineno, frame.f_locals
 
 
-def _frames(traceback: TracebackType | None) -> tuple[list[FrameType], str]:
-    """The user's frames down to the pass, the innermost first, and the name of the call."""
-    frames: list[Any] = []
-    steps = _trace(traceback)
-    if not steps:
-        return [], ""
-    for step in steps:
-        name = _ENTRIES.get(step.tb_frame.f_code)
-        if name is not None:
-            outer = list(user_frames(steps[0].tb_frame.f_back))
-            return [*frames[::-1], *outer], name
-        if is_users(step.tb_frame.f_code):
-            frames.append(_At(step))
-    return [], ""
+def _users(steps: list[TracebackType]) -> list[Any]:
+    """The user's frames in a part of a traceback, the innermost first."""
+    return [_At(step) for step in reversed(steps) if is_users(step.tb_frame.f_code)]
 
 
-def _given(traceback: TracebackType | None) -> dict[str, Any]:
-    """The arguments of the pass that failed."""
-    for step in _trace(traceback):
-        if step.tb_frame.f_code in _ENTRIES:
-            return dict(step.tb_frame.f_locals)
-    return {}
+def _entries(steps: list[TracebackType]) -> list[int]:
+    """Where in a traceback passes were asked for, the outermost first."""
+    return [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
 
 
-def _given_tensors(traceback: TracebackType | None) -> list[Tensor]:
-    given = _given(traceback)
+def _given(entry: TracebackType) -> tuple[list[Tensor], list[Any] | None]:
+    """What a pass was asked to differentiate, and by which inputs."""
+    given = dict(entry.tb_frame.f_locals)
     value = next((given[name] for name in ("self", "tensors", "outputs") if name in given), ())
-    value = [value] if isinstance(value, Tensor) else value
-    return [item for item in value if isinstance(item, Tensor)]
-
-
-def _given_inputs(traceback: TracebackType | None) -> list[Any] | None:
-    value = _given(traceback).get("inputs")
-    if value is None:
-        return None
-    return [value] if isinstance(value, Tensor) else list(value)
+    return [item for item in as_list(value) or () if isinstance(item, Tensor)], as_list(given.get("inputs"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _second_time, _source
-from hodiff.graph._case import Explanation, FailedPass, Rule, said
+from hodiff.graph._case import Explanation, FailedPass, FailureCause, said
 from hodiff.graph._record import Change, Pass, Record, tensors_in
 from hodiff.graph._source import Line, at, lines_of, outside
 
@@ -233,7 +233,7 @@ def _in_place_of(refused: Refused) -> str:
 
 _VIEW = (_in_place_of, _of_view)
 REFUSALS = {
-    "leaf changed": Rule(
+    "leaf changed": FailureCause(
         "refused in place",
         "a leaf that requires grad was to be changed in place while operations are recorded.",
         (_in_place_of, _of_refused_leaf),
@@ -242,7 +242,7 @@ REFUSALS = {
             "w = p + ...; an update of a parameter is made under torch.no_grad().",
         ),
     ),
-    "inference saved": Rule(
+    "inference saved": FailureCause(
         "inference tensor",
         "it was made under inference_mode, which forbids it in any graph.",
         unknown=(
@@ -250,20 +250,20 @@ REFUSALS = {
             "outside, is an ordinary constant.",
         ),
     ),
-    "inference changed": Rule(
+    "inference changed": FailureCause(
         "inference tensor",
         "it was made under inference_mode, and cannot be changed outside.",
         unknown=(
             "where it was made. Make it under torch.no_grad() instead of inference_mode(), or change a .clone() of it.",
         ),
     ),
-    "hooked view changed": Rule(
+    "hooked view changed": FailureCause(
         "refused in place",
         "a full backward hook makes what its module takes or returns a view that may not be changed in place.",
         _VIEW,
         ("who reads the changed values: make the change to a new tensor, or leave the hook out.",),
     ),
-    "view changed": Rule(
+    "view changed": FailureCause(
         "refused in place",
         "it is one of several views that an operation gave, and those may not be changed in place.",
         _VIEW,
@@ -272,7 +272,7 @@ REFUSALS = {
             "(x = (x - m) / s);\na copy of the view would leave it unchanged.",
         ),
     ),
-    "copied": Rule(
+    "copied": FailureCause(
         "copied",
         "a tensor with a graph was to be copied: an attribute of the object holds a result of its forward.",
         unknown=(
@@ -284,7 +284,7 @@ REFUSALS = {
 """Operations that are refused for the sake of gradients, by the kind of PyTorch's error."""
 
 
-def explain_refused(refused: Refused, rule: Rule) -> Explanation:
+def explain_refused(refused: Refused, rule: FailureCause) -> Explanation:
     """The explanation of such an operation."""
     line = refused.line
     variable = _changed(refused) if rule.name == "refused in place" else _which(refused)
