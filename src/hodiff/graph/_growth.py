@@ -331,12 +331,8 @@ def _grows(past: list[Step]) -> bool:
 
 
 def _most_used(nodes: list[Any]) -> str:
-    counts: dict[Any, int] = {}
-    for node in nodes:
-        for child in _saved.children(node):
-            if _saved.leaf(child) is not None:
-                counts[child] = counts.get(child, 0) + 1
-    most = max(counts.values(), default=1)
+    children = (child for node in nodes for child in _saved.children(node))
+    most = max(Counter(child for child in children if _saved.leaf(child) is not None).values(), default=1)
     return f" One parameter is used {most} times in it." if most > 1 else ""
 
 

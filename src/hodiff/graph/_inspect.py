@@ -6,6 +6,7 @@ import html
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,10 +144,7 @@ class Graph:
 
 def _summary(graph: Graph) -> str:
     held = ", ".join(f"{size:,} B {holder}" for holder, size in graph.bytes_by_holder.items() if size)
-    states: dict[str, int] = {}
-    for saved in graph.saved:
-        states[saved.state] = states.get(saved.state, 0) + 1
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(saved.state for saved in graph.saved).items())
     return (
         f"{len(graph.nodes)} nodes, {len(graph.leaves)} leaves; saved tensors: {counts or 'none'}; "
         f"held by: {held or 'nothing'}"
@@ -325,10 +323,9 @@ class Prediction:
 
     def __str__(self) -> str:
         lines = [{"ok": "ok: it would run", "fail": "fail: it would raise", "maybe": "maybe"}[self.verdict]]
-        shown = self.findings[:10]
-        lines += [f"  {finding.text}" for finding in shown]
-        if len(self.findings) > len(shown):
-            lines.append(f"  ... and {len(self.findings) - len(shown)} more")
+        lines += [f"  {finding.text}" for finding in self.findings[:10]]
+        if self.findings[10:]:
+            lines.append(f"  ... and {len(self.findings) - 10} more")
         if self.boundary:
             lines.append(f"  the part that cannot be used begins at {', '.join(self.boundary)}")
         return "\n".join(lines)
@@ -509,18 +506,8 @@ def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list
     if inputs is None:
         return list(nodes)
     targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges
-    parents: dict[Node, list[Node]] = {}
-    for node, children in nodes.items():
-        for child in children:
-            parents.setdefault(child, []).append(node)
-    needed: set[Node] = set()
-    stack = [parent for target in targets for parent in parents.get(target, ())]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += parents.get(node, ())
-    return [node for node in nodes if node in needed]
+    leading = _nodes.leading_to(nodes, targets)
+    return [node for node, children in nodes.items() if not leading.isdisjoint(children)]
 
 
 def label(node: Node, names: TensorNames | None) -> str:
@@ -554,28 +541,27 @@ def _about_tensors(
     losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: TensorNames | None
 ) -> list[Finding]:
     """What is wrong before any node is looked at."""
-    sentences = []
-    name = lambda tensor: (names.of(tensor) if names else "") or "a tensor"  # noqa: E731
+    findings: list[Finding] = []
+
+    def note(tensor: Tensor, reason: str, text: str) -> None:
+        name = (names.of(tensor) if names else "") or "a tensor"
+        findings.append(Finding("", reason, name, f"{name} {text}"))
+
     for loss, root in zip(losses, roots, strict=True):
         if root is None:
-            sentences.append(
-                Finding("", "no graph", name(loss), f"{name(loss)} does not require grad: it has no graph")
-            )
+            note(loss, "no graph", "does not require grad: it has no graph")
         elif loss.numel() != 1:
-            text = f"{name(loss)} has {loss.numel()} elements: backward() needs a gradient for them"
-            sentences.append(Finding("", "not a scalar", name(loss), text))
+            note(loss, "not a scalar", f"has {loss.numel()} elements: backward() needs a gradient for them")
         elif loss.is_complex():
-            text = f"{name(loss)} is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss"
-            sentences.append(Finding("", "complex", name(loss), text))
-    reached = set(_nodes.walk(roots)) if inputs is not None and not sentences else None
+            note(loss, "complex", f"is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss")
+    reached = set(_nodes.walk(roots)) if inputs is not None and not findings else None
     for tensor in inputs or ():
         node = _nodes.node_of(tensor)
         if node is None:
-            sentences.append(Finding("", "no graph", name(tensor), f"{name(tensor)} does not require grad"))
+            note(tensor, "no graph", "does not require grad")
         elif reached is not None and node not in reached:
-            text = f"{name(tensor)} is not in the graph: autograd.grad raises, unless allow_unused=True"
-            sentences.append(Finding("", "unused", name(tensor), text))
-    return sentences
+            note(tensor, "unused", "is not in the graph: autograd.grad raises, unless allow_unused=True")
+    return findings
 
 
 @dataclass(frozen=True)
@@ -647,20 +633,12 @@ def shared(*losses: Tensor) -> Shared:
 def split(losses: Sequence[Tensor]) -> tuple[set[Node], list[list[Node]]]:
     """The nodes of two losses or more, and those of each loss alone."""
     reached = [_nodes.walk([_nodes.node_of(loss)]) for loss in losses]
-    counts: dict[Node, int] = {}
-    for nodes in reached:
-        for node in nodes:
-            counts[node] = counts.get(node, 0) + 1
+    counts = Counter(node for nodes in reached for node in nodes)
     common = {node for node, count in counts.items() if count > 1}
     return common, [[node for node in nodes if node not in common] for nodes in reached]
 
 
 def saved_bytes(nodes: Iterable[Node]) -> int:
     """Bytes of what the nodes saved, as far as it can be seen, each storage once."""
-    sizes: dict[int, int] = {}
-    for node in nodes:
-        for slot in _saved.slots(node):
-            if slot.value is not None:
-                identity, size = _saved.storage(slot.value)
-                sizes[identity] = size
-    return sum(sizes.values())
+    slots = (slot for node in nodes for slot in _saved.slots(node))
+    return sum(dict(_saved.storage(slot.value) for slot in slots if slot.value is not None).values())

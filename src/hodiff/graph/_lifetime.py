@@ -73,13 +73,9 @@ class _Spans(Listener):
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
         """What the nodes hold now, before the pass frees it."""
-        self._sizes = {}
-        for node in nodes:
-            slots = _saved.slots(node)
-            if slots:
-                states = {slot.state for slot in slots}
-                missing = _saved.FREED in states or _saved.RELEASED in states
-                self._sizes[node] = -1 if missing else _inspect.saved_bytes([node])
+        states = {node: {slot.state for slot in _saved.slots(node)} for node in nodes}
+        gone = {_saved.FREED, _saved.RELEASED}
+        self._sizes = {node: -1 if had & gone else _inspect.saved_bytes([node]) for node, had in states.items() if had}
 
     def after(self, record: Record, call: Pass, failed: bool) -> None:
         """What the pass freed or kept; where it failed, what it freed on its way, and what it found missing."""
@@ -92,13 +88,13 @@ class _Spans(Listener):
         self._collect(record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0})
 
     def _collect(self, record: Record, call: Pass, state: str, sizes: dict[Node, int]) -> None:
-        rows: dict[Line, list[tuple[int, int]]] = {}
-        for node, size in sizes.items():
-            rows.setdefault(record.made(node) or _UNKNOWN, []).append((_saved.sequence(node), max(size, 0)))
-        for line, spans in rows.items():
-            start = min(place for place, _ in spans)
-            size = sum(size for _, size in spans)
-            self.all_spans.append(Span(line, min(start, call.place), call.number, state, len(spans), size))
+        rows: dict[Line, list[Node]] = {}
+        for node in sizes:
+            rows.setdefault(record.made(node) or _UNKNOWN, []).append(node)
+        for line, nodes in rows.items():
+            start = min(call.place, *map(_saved.sequence, nodes))
+            size = sum(max(sizes[node], 0) for node in nodes)
+            self.all_spans.append(Span(line, start, call.number, state, len(nodes), size))
 
 
 class Lifetime:
@@ -138,10 +134,7 @@ class Lifetime:
             self._watch.close()
 
     def _rows(self) -> list[Line]:
-        first: dict[Line, int] = {}
-        for span in self.spans:
-            first[span.line] = min(span.start, first.get(span.line, span.start))
-        return sorted(first, key=lambda line: first[line])[:ROWS]
+        return list(dict.fromkeys(span.line for span in sorted(self.spans, key=lambda span: span.start)))[:ROWS]
 
     def __str__(self) -> str:
         lines = [f"{len(self.passes)} backward passes"]
@@ -315,12 +308,7 @@ def drop(nodes: Iterable[Node]) -> Released:
     """Free what these nodes saved."""
     count, sizes = 0, {}
     for node in nodes:
-        mine: dict[Any, int] = {}
-        for slot in _saved.slots(node):
-            if slot.value is not None:
-                identity, size = _saved.storage(slot.value)
-                mine[identity] = size
-        slot = None
+        mine = dict(_saved.storage(slot.value) for slot in _saved.slots(node) if slot.value is not None)
         if _saved.release(node):
             count += 1
             sizes.update(mine)
