@@ -78,20 +78,23 @@ class Explanation:
     @property
     def body(self) -> str:
         """The lines below the title."""
-        lines = [f"  {line}" for line in self.text]
-        if self.reason:
-            lines.append(f"    => {self.reason}")
-        for number, fix in enumerate(self.fixes, 1):
-            lines += indented(f"    fix {number}: ", fix)
-        for sentence in self.unknown:
-            lines += indented("    not known: ", sentence)
-        return "\n".join(lines)
+        fixes = [(f"fix {number}", fix) for number, fix in enumerate(self.fixes, 1)]
+        return body(self.text, self.reason, [*fixes, *(("not known", sentence) for sentence in self.unknown)])
 
 
-def indented(label: str, text: str) -> list[str]:
-    """The lines of a text, the first after a label."""
-    first, *rest = text.split("\n")
-    return [label + first, *(" " * len(label) + line for line in rest)]
+def body(text: Iterable[str], reason: str = "", advice: Iterable[tuple[str, str]] = ()) -> str:
+    """What is said of a failure, as lines: facts, the reason, advice with its labels."""
+    lines = [f"  {line}" for line in text] + ([f"    => {reason}"] if reason else [])
+    for label, sentence in advice:
+        lines.append(f"    {label}: " + sentence.replace("\n", "\n" + " " * len(f"    {label}: ")))
+    return "\n".join(lines)
+
+
+def labelled(label: str, what: object) -> str:
+    """A fact: what happened, and the line, the pass or the name; empty if that is not known."""
+    if not what:
+        return ""
+    return f"{label:<12} {quoted(what) if isinstance(what, Line) else what}"
 
 
 @dataclass
@@ -134,18 +137,11 @@ class FailedPass:
             self.name,
             cause,
             failed=self.line,
-            text=tuple(text for line in lines if (text := line if isinstance(line, str) else _labelled(*line))),
+            text=tuple(line if isinstance(line, str) else f"  {labelled(*line)}" for line in lines if line and line[1]),
             fixes=tuple(filter(None, fixes)),
             unknown=tuple(filter(None, unknown)),
             **{"certain": watched, "watched": watched, **parts},
         )
-
-
-def _labelled(label: str, what: object) -> str:
-    """A line of an explanation; empty if what it is about is not known."""
-    if not what:
-        return ""
-    return f"  {label:<12} {quoted(what) if isinstance(what, Line) else what}"
 
 
 Words = str | Callable[[Any], str | None]

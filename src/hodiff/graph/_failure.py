@@ -21,10 +21,10 @@ from hodiff._core import _nodes, _settings
 from hodiff._core._messages import Failure
 from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import LIKELY, Explanation, FailedPass
+from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labelled
 from hodiff.graph._names import TensorNames, path_of, user_frames
 from hodiff.graph._record import Listener, Lost, Pass, is_gradient, tensors_in
-from hodiff.graph._source import Line, line_of, quoted
+from hodiff.graph._source import Line, line_of
 from hodiff.graph._watch import Watch, recording
 
 SHOWN = 3
@@ -58,7 +58,8 @@ class _Clues(Listener):
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """One call of `f`'s."""
-        line = _user_line(frame)
+        user = next(user_frames(frame), None)
+        line = Line("?", 0) if user is None else line_of(user)
         given = [] if getattr(func, "__name__", "") == "__get__" else tensors_in(arguments)
         for tensor in given:
             if id(tensor) in self._sought:
@@ -81,11 +82,6 @@ class _Clues(Listener):
         return _nodes.reaches(nodes, self._leaves)
 
 
-def _user_line(frame: FrameType) -> Line:
-    user = next(user_frames(frame), None)
-    return Line("?", 0) if user is None else line_of(user)
-
-
 def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]) -> str:
     clues = _Clues(failure)
     with Watch(clues) as record:
@@ -97,17 +93,12 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
         if cause is not None:
             return _from_engine(failure, cause, outputs, frames, record)
         if any(tensor.requires_grad and graph.contains(tensor) for tensor in failure.theirs):
-            return _bypass(failure, clues)
+            lines = {clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used}
+            return body(labelled("used at", line) for line in sorted(lines)[:SHOWN])
         missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
         if len(missing) == len(failure.leaves) or (missing and failure.strict):
             return _lost(failure, outputs, missing, frames, record, clues)
         return _blamed(failure, outputs, TensorNames(), record)
-
-
-def _bypass(failure: Failure, clues: _Clues) -> str:
-    """Where `f` used the caller's own tensor."""
-    lines = {clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used}
-    return "\n".join(f"  used at      {quoted(line)}" for line in sorted(lines)[:SHOWN])
 
 
 def _way_out(kind: str, line: Line, call: str = "") -> str:
@@ -130,34 +121,23 @@ def _lost(
     cuts = sorted(clues.cuts, key=lambda lost: lost != last)[:SHOWN]
     if cuts:
         kind, line = cuts[0].kind, cuts[0].line
-        lines = [f"  cut at       {quoted(lost.line)}" for lost in cuts]
-        return "\n".join([*lines, f"    => {_cut.CUTS[kind].reason}", f"    fix: {_way_out(kind, line, cuts[0].call)}"])
+        places = [labelled("cut at", lost.line) for lost in cuts]
+        return body(places, _cut.CUTS[kind].reason, [("fix", _way_out(kind, line, cuts[0].call))])
     steps = [line for line, concerned in clues.steps.items() if concerned]
     if clues.walks == WALKS:
         return ""
     if steps:
-        line = steps[-1]
-        return "\n".join(
-            [
-                f"  cut at       {quoted(line)}",
-                "    => its result is integer or boolean, which has no derivative.",
-                "    fix: use a smooth substitute (softmax, sigmoid, a soft mask) where a derivative is wanted.",
-            ]
-        )
-    lines = []
-    if not any(id(leaf) in clues.used for leaf in missing):
-        ids = {id(leaf) for leaf in missing}
-        names = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
-        lines.append(f"  no operation in f was given {', '.join(names[:6])}: compute with f's argument")
-    others = _others(failure, outputs, frames)
-    return "\n".join([*lines, f"  its graph leads to: {', '.join(others)}"] if others else lines)
-
-
-def _others(failure: Failure, outputs: Sequence[Tensor], frames: list[FrameType]) -> list[str]:
-    """The names of the leaves that the result was computed from instead."""
+        reason = "its result is integer or boolean, which has no derivative."
+        fix = "use a smooth substitute (softmax, sigmoid, a soft mask) where a derivative is wanted."
+        return body([labelled("cut at", steps[-1])], reason, [("fix", fix)])
+    ids = {id(leaf) for leaf in missing}
+    given = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
+    never = f"no operation in f was given {', '.join(given[:6])}: compute with f's argument"
     names = TensorNames(frames, _closure(failure.function))
     leaves = [leaf for node in _inspect.executed(_roots(outputs), None) if (leaf := _saved.leaf(node)) is not None]
-    return sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
+    others = sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
+    there = f"its graph leads to: {', '.join(others)}"
+    return body([*([] if ids & clues.used.keys() else [never]), *([there] if others else [])])
 
 
 def _closure(function: Any) -> dict[str, Any]:
@@ -186,7 +166,7 @@ def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
         graph = _nodes.survey(failure.outputs)
         if not all(graph.contains(leaf) for leaf in failure.leaves):
             explanation = _cut.not_used(_case(failure, failure.outputs, frames, record))
-            return "\n".join(f"  {line}" for line in explanation.text) if explanation is not None else ""
+            return body(explanation.text) if explanation is not None else ""
         return _blamed(failure, failure.outputs, TensorNames(frames), record)
 
 
@@ -196,9 +176,8 @@ def _untracked(case: FailedPass) -> str:
     if explanation is None or explanation.created is None:
         return ""
     kind = next((kind for kind, cut in _cut.CUTS.items() if cut.cause == explanation.cause), explanation.cause)
-    if kind == "smooth":
-        return _body(explanation)
-    return _body(replace(explanation, fixes=(_way_out(kind, explanation.created),)))
+    fixes = explanation.fixes if kind == "smooth" else (_way_out(kind, explanation.created),)
+    return _body(replace(explanation, fixes=fixes))
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -231,10 +210,6 @@ def _from_engine(
         return _body(explanation) if explanation is not None else _freed(case)
     if kind == "changed":
         explanation = _in_place.explain(case)
-        if (
-            explanation is not None and failure.function is not None
-        ):  # what else is said there is about a pass of the caller
-            explanation = replace(explanation, fixes=explanation.fixes[:1])
         return _body(explanation) if explanation is not None else ""
     return _blamed(failure, outputs, case.names, record)
 
@@ -255,19 +230,13 @@ def _freed(case: FailedPass) -> str:
 
 def _freed_by_f(case: FailedPass) -> str:
     """The pass that `f` ran itself."""
-    tags = [
-        tag for node in _freed_part(case) if case.record is not None and (tag := case.record.tags.tag(node)) is not None
-    ]
-    if not tags:
+    tags = [case.record.tags.tag(node) for node in _freed_part(case)] if case.record is not None else []
+    call = next((tag for tag in tags if tag is not None), None)
+    if call is None:
         return ""
-    line = tags[0].stack[0]
-    return "\n".join(
-        [
-            f"  freed by     {quoted(line)}",
-            "    => f differentiates by itself, and frees what its result needs.",
-            "    fix: leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True).",
-        ]
-    )
+    reason = "f differentiates by itself, and frees what its result needs."
+    fix = "leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True)."
+    return body([labelled("freed by", call.stack[0])], reason, [("fix", fix)])
 
 
 def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: Watch | None) -> str:
@@ -277,13 +246,13 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, rec
         line = record.made(node) if record is not None else None
         if _is_blamed(failure, node):
             if line is not None:
-                lines[f"  recorded at  {quoted(line)}"] = None
+                lines[labelled("recorded at", line)] = None
             elif node in names.nodes:
-                lines[f"  recorded as  {_inspect.label(node, names)}"] = None
+                lines[labelled("recorded as", _inspect.label(node, names))] = None
         # `Function.apply` is no torch function, which a watch could see: but what is done with its result is.
         elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
-            lines[f"  its result is used at  {quoted(line)}"] = None
-    return "\n".join(list(lines)[:SHOWN])
+            lines[labelled("its result is used at ", line)] = None
+    return body(list(lines)[:SHOWN])
 
 
 def _is_blamed(failure: Failure, node: Node) -> bool:

@@ -33,10 +33,10 @@ from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._case import indented
+from hodiff.graph._case import body, labelled
 from hodiff.graph._names import USERS, TensorNames, is_users, root, user_frames
 from hodiff.graph._record import Listener, Pass, Record
-from hodiff.graph._source import Line, line_of, lines_of, quoted
+from hodiff.graph._source import Line, line_of, lines_of
 
 RISES = 10
 """Iterations in which a count must have risen before anything is looked for."""
@@ -579,73 +579,57 @@ class Grown:
     def __str__(self) -> str:
         kind, holder = KINDS[self.kind], self.holder
         facts = {"variable": holder.variable, "count": holder.iterations, "bytes": f"{holder.bytes:,}"}
-        lines = ["  " + kind.what.format(**facts)]
-        if holder.line is not None:
-            lines.append(f"    grows at     {quoted(holder.line)}")
-        if self.call is not None and self.call.path:
-            line = self.call.stack[0]
-            lines.append(f"    pass         {quoted(line)}")
-        lines.append(f"    => {kind.reason.format(**facts)}")
-        lines += [line for fix in kind.fixes[:1] for line in indented("    fix: ", fix.format(**facts))]
-        lines += [line for text in kind.unknown for line in indented("    not known: ", text.format(**facts))]
-        return "\n".join(lines)
+        what, reason, fix, unknown = [text.format(**facts) for text in kind]
+        last = self.call.stack[0] if self.call is not None and self.call.path else None
+        places = [labelled("grows at", holder.line), labelled("pass", last)]
+        text = [what, *(f"  {place}" for place in places if place)]
+        return body(text, reason, [("fix", fix) if fix else ("not known", unknown)])
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """The sentences of one kind of growth; a fix only where nothing that is computed can change by it."""
 
     what: str
     reason: str
-    fixes: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    fix: str = ""
+    unknown: str = ""
 
-
-_LOSES = (
-    "whether gradients are to reach back through all iterations. If not, `{variable} = {variable}.detach()` at the\n"
-    "start of each cuts there, and `retain_graph=True` is no longer needed."
-)
 
 KINDS = {
     "spent": Kind(
         "`{variable}` holds the graphs of {count} iterations, whose passes have run",
         "the passes freed what another pass would need; what is left is of no use, and more in each iteration.",
-        ("put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",),
+        "put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
     ),
     "kept": Kind(
         "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
         "the passes were told to keep them.",
-        unknown=(
-            "whether another pass is to go through them. If not, leave `retain_graph` and `create_graph` out,\n"
-            "and put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
-        ),
+        unknown="whether another pass is to go through them. If not, leave `retain_graph` and `create_graph` out,\n"
+        "and put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
     ),
     "gradient": Kind(
         "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
         "backward(create_graph=True) adds a gradient with its graph to `.grad`, which was never reset.",
-        unknown=(
-            "whether the gradients of all iterations are to be added up. If not, set `.grad = None` before each\n"
-            "pass; hodiff.grad and torch.autograd.grad return a gradient, and leave `.grad` alone.",
-        ),
+        unknown="whether the gradients of all iterations are to be added up. If not, set `.grad = None` before each\n"
+        "pass; hodiff.grad and torch.autograd.grad return a gradient, and leave `.grad` alone.",
     ),
     "cycle": Kind(
         "{count} tensors and more hold their own graphs in `.grad`, and will until the program ends",
         "backward(create_graph=True) leaves in `.grad` a gradient whose graph leads back to the tensor: a cycle\n"
         "       that no garbage collector sees.",
-        ("take the gradient by hodiff.grad or torch.autograd.grad(..., create_graph=True), which write no `.grad`.",),
+        "take the gradient by hodiff.grad or torch.autograd.grad(..., create_graph=True), which write no `.grad`.",
     ),
     "again": Kind(
         "each pass runs the graphs of all iterations before it again: {count} nodes in the largest",
         "`{variable}` hands the graph of one iteration to the next, and `retain_graph=True` keeps them all.",
-        unknown=(_LOSES,),
+        unknown="whether gradients are to reach back through all iterations. If not, `{variable} = "
+        "{variable}.detach()` at the\nstart of each cuts there, and `retain_graph=True` is no longer needed.",
     ),
     "unused": Kind(
         "`{variable}` holds the graphs of {count} iterations and more, and {bytes} B that they saved",
         "no backward pass has gone through them.",
-        unknown=(
-            "whether one was meant to. If not, compute them under torch.no_grad(), or put the value alone into\n"
-            "`{variable}`: `.detach()`, or `.item()` for a number.",
-        ),
+        unknown="whether one was meant to. If not, compute them under torch.no_grad(), or put the value alone into\n"
+        "`{variable}`: `.detach()`, or `.item()` for a number.",
     ),
 }
 
