@@ -255,13 +255,13 @@ class Evidence:
 
     def moved(self, leaf: Tensor) -> bool:
         """Whether a leaf was changed in place since the part was freed."""
-        change = self.record.changed(leaf)
-        if change is not None and change.passes > self.freed_by.number:
-            return True
-        node = _nodes.node_of(leaf)
-        return self.record.tags.tag(node) == self.freed_by and self.record.tags.version_then(node) != _saved.version(
-            leaf
-        )
+        then = self.record.tags.version_then(_nodes.node_of(leaf))
+        return self.changed_since(leaf) or (self.was_reached(leaf) and then != _saved.version(leaf))
+
+    def changed_since(self, value: Tensor) -> bool:
+        """Whether a value was seen to be changed in place since the part was freed."""
+        change = self.record.changed(value)
+        return change is not None and change.passes > self.freed_by.number
 
     @cached_property
     def in_sight(self) -> list[Tensor]:

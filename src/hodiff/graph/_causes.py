@@ -8,6 +8,7 @@ said as not known, with what follows from either answer.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ def summed(e: Evidence) -> str | None:
     """One pass for the sum: the same gradients, where those of the first still lie in `.grad`."""
     if e.pass_lines is None or not e.added or e.changed or e.others:
         return None
-    first, second = (_source.loss_of(line) for line in e.pass_lines)
+    first, second = map(_source.loss_of, e.pass_lines)
     if not first or not second or first == second:
         return None
     return f"one pass for both, at {e.pass_lines[1]}: ({first} + {second}).backward(), and none at {e.pass_lines[0]}."
@@ -40,7 +41,7 @@ def kept_for_second(e: Evidence) -> str | None:
 def multi(e: Evidence) -> str | None:
     if summed(e) is None or e.pass_lines is None:
         return None
-    first, second = (_source.loss_of(line) for line in e.pass_lines)
+    first, second = map(_source.loss_of, e.pass_lines)
     return f"each loss's own gradients, one by one: hodiff.multi_grad([{first}, {second}], parameters)."
 
 
@@ -218,14 +219,9 @@ def _reads_the_same(e: Evidence, line: Line, loop: Any) -> bool:
         value = e.case.names.values.get(name)
         if _source.rebound_in(loop, name) or not _is_steady(value):
             return False
-        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or _has_changed(e, value)):
+        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or e.changed_since(value)):
             return False  # a value with a graph of its own would be the next to be met again
     return True
-
-
-def _has_changed(e: Evidence, value: Tensor) -> bool:
-    change = e.record.changed(value)
-    return change is not None and change.passes > e.freed_by.number
 
 
 def _is_steady(value: Any) -> bool:
@@ -323,18 +319,17 @@ def cleared(e: Evidence) -> str | None:
     """Empty the cache behind the pass: the guard fills it again."""
     if not e.first.kept or any(part.variable == "" for part in e.parts):
         return None
-    lines: dict[str, Line] = {}
-    for part in e.parts:
-        line, text = e.line_in(e.last_pass, part.code), _clearing(e, part)
-        if line is None or text is None:
-            return None
-        lines[text] = line
-    return "\n".join(
-        [
-            f"after {at(next(iter(lines.values())))}, empty the cache, so that the next step fills it:",
-            *(f"    {text}" for text in lines),
-        ]
-    )
+    behind = _behind_pass(e, lambda part: _clearing(e, part))
+    return f"after {at(behind[0])}, empty the cache, so that the next step fills it:{behind[1]}" if behind else None
+
+
+def _behind_pass(e: Evidence, write: Callable[[SharedValue], str | None]) -> tuple[Line, str] | None:
+    """The line of the last pass, and statements to write behind it, one for each part; None if one cannot be."""
+    lines = {write(part): e.line_in(e.last_pass, part.code) for part in e.parts}
+    first = next(iter(lines.values()))
+    if first is None or None in lines or None in lines.values():
+        return None
+    return first, "".join(f"\n    {text}" for text in lines)
 
 
 def _clearing(e: Evidence, part: SharedValue) -> str | None:
@@ -370,9 +365,12 @@ def is_remembered(e: Evidence) -> bool:
 
 def is_lazy(e: Evidence) -> bool:
     """Whether the source asks if the part was computed before: a cache, and no value that was put there once."""
-    file, name = e.first.path[0].line.file if e.first.path else "", e.first.variable
+    name = e.first.variable
     holder = name[:-1].rpartition("[")[0] if name.endswith("]") else name
-    return bool(file) and bool(_source.guarded(holder, file) or _source.refilled(holder, file))
+    if not e.first.path or e.first.path[0].code.co_name in ("__init__", "<module>"):
+        return False
+    file = e.first.path[0].line.file
+    return bool(_source.guarded(holder, file) or _source.refilled(holder, file))
 
 
 def object_again(e: Evidence) -> str | None:
@@ -408,13 +406,8 @@ def detached_after(e: Evidence) -> str | None:
     """Cut the state right behind the pass that freed its graph: what comes later cannot need that graph."""
     if e.silenced:
         return None
-    lines: dict[str, Line] = {}
-    for part in e.parts:
-        line, text = e.line_in(e.last_pass, part.code), _detaching(e, part.variable)
-        if line is None or text is None:
-            return None
-        lines[text] = line
-    return "\n".join([f"after {at(next(iter(lines.values())))}, write", *(f"    {text}" for text in lines)])
+    behind = _behind_pass(e, lambda part: _detaching(e, part.variable))
+    return f"after {at(behind[0])}, write{behind[1]}" if behind else None
 
 
 def _detaching(e: Evidence, path: str) -> str | None:
@@ -548,10 +541,6 @@ def _one(e: Evidence) -> str:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _in_init(e: Evidence) -> bool:
-    return bool(e.first.path) and e.first.path[0].code.co_name in ("__init__", "<module>")
-
-
 def _at_once(e: Evidence) -> bool:
     """Whether both losses had been computed when the first was differentiated: no state entered a step in between."""
     return e.made_before and not e.rounds and e.call.path != e.freed_by.path
@@ -612,7 +601,7 @@ CAUSES = (
         "an object computed it once and keeps it; every pass through the object needs it again.",
         (cleared, object_again),
         (cache,),
-        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and not _in_init(e) and is_lazy(e))),
+        lambda e: e.first.kept and (e.inside or ("." in e.first.variable and is_lazy(e))),
     ),
     FailureCause(
         "hoisted",

@@ -126,7 +126,7 @@ def no_graph(case: FailedPass) -> Explanation | None:
     variable = case.names.of(tensor)
     kind, line, call, certain = _where_lost(case, tensor, variable)
     beside = case.record.cuts.beside(tensor) if case.record is not None and certain else ()
-    made = _only_line(case, variable) if line is None else None
+    made = _source.only_assignment(variable, case.line) if line is None else None
     fix = ""
     if certain:
         fix = fix_of(kind, line, call) if line is None else _fix(case, Lost(kind, line, call), beside)
@@ -203,7 +203,7 @@ def within_pass(case: FailedPass) -> Explanation | None:
     if tensor is None or case.line is None:
         return None
     variable = case.names.of(tensor)
-    line = _only_line(case, variable)
+    line = _source.only_assignment(variable, case.line)
     return case.explanation(
         "inside a pass",
         _without_graph(variable),
@@ -215,12 +215,6 @@ def within_pass(case: FailedPass) -> Explanation | None:
         fixes=(fix_of("inside a pass", line, ""),),
         certain=True,
     )
-
-
-def _only_line(case: FailedPass, variable: str) -> Line | None:
-    """The line that computed a variable, if it is the only one of its function that does."""
-    numbers = _source.assignments(variable, case.line) if variable and case.line is not None else []
-    return Line(case.line.file, numbers[0]) if case.line is not None and len(numbers) == 1 else None
 
 
 def _ask(case: FailedPass, kind: str, line: Line | None, made: Line | None) -> str:
@@ -400,19 +394,13 @@ def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -
 def _of_compiled(case: FailedPass, node: Node) -> Line | None:
     """The line of a compiled call, which no watch sees: where what its pass differentiates was assigned, if once."""
     made = case.record.made(node) if case.record is not None else None
-    variable = _source.target_of(made) if made is not None else ""
-    numbers = _source.assignments(variable, made) if variable and made is not None else []
-    return Line(made.file, numbers[0]) if made is not None and len(numbers) == 1 else made
+    return (_source.only_assignment(_source.target_of(made), made) or made) if made is not None else None
 
 
 def _assigned(case: FailedPass, node: Node) -> Line | None:
     """Where the variable that holds a node's output is assigned, if that is one place."""
     variable = case.names.nodes.get(node, "")
-    for frame in case.frames if variable else ():
-        numbers = _source.assignments(variable, line_of(frame))
-        if len(numbers) == 1:
-            return Line(frame.f_code.co_filename, numbers[0])
-    return None
+    return next(filter(None, (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)), None)
 
 
 def recomputed(case: FailedPass) -> Explanation | None:

@@ -466,15 +466,9 @@ def _line(names: TensorNames, record: Record, variable: str, tensors: list[Tenso
 
 def _made(record: Record, variable: str, tensor: Tensor) -> Line | None:
     """The line that made a value, if it gives it to that variable."""
-    for line in lines_of(record.path(tensor.grad_fn)):
-        if _same(variable, _source.assigned_by(line)):
-            return line
-    return None
-
-
-def _same(variable: str, written: Collection[str]) -> bool:
-    """Whether a variable is among some as they are written: `trainer.total` is `self.total` within its class."""
-    return not set(_source.forms(variable)).isdisjoint(written)
+    forms = set(_source.forms(variable))
+    lines = lines_of(record.path(tensor.grad_fn))
+    return next((line for line in lines if not forms.isdisjoint(_source.assigned_by(line))), None)
 
 
 def _filling(variable: str) -> Iterator[Line]:

@@ -127,7 +127,7 @@ class TensorNames:
         values = self.values
         owners = self.owners
         code = frame.f_code
-        in_shell = _source.is_shell(names)
+        in_shell = "get_ipython" in names
         for name, value in list(names.items()):
             if (
                 name in values

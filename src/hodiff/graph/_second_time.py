@@ -246,18 +246,11 @@ def _part(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor
     else:
         before = record.tags.held(node)
         best, replaced = (before[0] if before else NamedVariable(*_assigned(path))), False
-    if not path and best.path:
-        path = _only_assignment(case, best.path)
+    if not path and best.path:  # the result of a Python Function, which no watch sees made
+        frame = next((frame for frame in case.frames if _source.assignments(best.path, line_of(frame))), None)
+        made = _source.only_assignment(best.path, line_of(frame)) if frame is not None else None
+        path = (Frame(frame.f_code, made.number),) if frame is not None and made is not None else ()
     return SharedValue(node, best.path, best.code, bool(now), replaced, path, again)
-
-
-def _only_assignment(case: FailedPass, variable: str) -> Path:
-    """Where a variable is assigned, if that is one place: the result of a Python Function, which no watch sees made."""
-    for frame in case.frames:
-        numbers = _source.assignments(variable, line_of(frame))
-        if numbers:
-            return (Frame(frame.f_code, numbers[0]),) if len(numbers) == 1 else ()
-    return ()
 
 
 def _holding(case: FailedPass, node: Node) -> list[str]:

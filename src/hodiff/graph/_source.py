@@ -164,12 +164,8 @@ def calls(line: Line, name: str) -> bool:
 
 def assigned_by(line: Line) -> list[str]:
     """What the statement at a line assigns."""
-    names = [
-        node
-        for node in nodes_in(line.file)
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and within(node, line.number)
-    ]
-    return targets(names[-1]) if names else []
+    node = statement(line)
+    return [] if node is None else targets(node)
 
 
 def given_by(line: Line) -> list[str]:
@@ -187,6 +183,12 @@ def assignments(name: str, line: Line) -> list[int]:
         for node in inside(scope_of(line))
         if name in targets(node)
     )
+
+
+def only_assignment(name: str, line: Line | None) -> Line | None:
+    """The line that assigns `name` in the function around a line, if it is the only one."""
+    numbers = assignments(name, line) if name and line is not None else []
+    return Line(line.file, numbers[0]) if line is not None and len(numbers) == 1 else None
 
 
 def made_at(expression: str, line: Line) -> list[int]:
@@ -221,10 +223,8 @@ def loaded(line: Line) -> list[str]:
 
 def chains(line: Line) -> list[str]:
     """The names and attributes that the statement at a line reads, at their longest: `self.w`, `torch.relu`."""
-    node = statement(line)
-    value = getattr(node, "value", None)
     texts: list[str] = []
-    stack = [value] if value is not None else []
+    stack = [value for value in [getattr(statement(line), "value", None)] if value is not None]
     while stack:
         each = stack.pop()
         if isinstance(each, ast.Name) or (isinstance(each, ast.Attribute) and is_plain(ast.unparse(each))):
@@ -406,8 +406,9 @@ def target_of(line: Line) -> str:
     for call in nodes_at(line):
         if isinstance(call, ast.Call):
             name = _called(call)
-            if name == "backward" and isinstance(call.func, ast.Attribute) and not _is_module(call.func.value):
-                return ast.unparse(call.func.value)
+            owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            if name == "backward" and owner not in ("", "torch.autograd", "autograd", "torch"):
+                return owner
             if name in ("grad", "backward") and call.args and isinstance(call.args[0], (ast.Name, ast.Attribute)):
                 return ast.unparse(call.args[0])
     return ""
@@ -422,10 +423,6 @@ def between(since: int, line: Line) -> list[int]:
 def _called(call: ast.Call) -> str:
     """The name of what is called, without what it belongs to."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _is_module(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("torch.autograd", "autograd", "torch")
 
 
 def frees(statement: ast.stmt, variable: str) -> bool:
@@ -511,10 +508,9 @@ _OFF = ("no_grad", "inference_mode", "set_grad_enabled")
 
 
 def _no_grad_blocks(line: Line) -> list[ast.AST]:
-    scope = scope_of(line)
     return [
         node
-        for node in (ast.walk(scope) if scope is not None else ())
+        for node in _walk(scope_of(line))
         if isinstance(node, ast.With) and any(word in ast.unparse(item) for item in node.items for word in _OFF[:2])
     ]
 
@@ -659,11 +655,6 @@ def resolve(file: str, line: int) -> tuple[int, int, str]:
 
 _KEPT = re.compile(r"_+|_i*|_i?\d+|_[iod]h|In|Out|exit|quit|get_ipython")
 _TOOLS = ("IPython", "ipykernel", "traitlets", "_pytest", "pluggy")
-
-
-def is_shell(names: Any) -> bool:
-    """Whether names are those of a shell's session."""
-    return "get_ipython" in names
 
 
 def is_kept(name: str) -> bool:

@@ -232,7 +232,11 @@ class Watch(Record, TorchFunctionMode):
         after = counter()
         if after != before:
             self._log.add(before, after, self._paths.number(frame, self._entered))
-        elif kind != INPLACE and (isinstance(result, (Tensor, tuple)) or kind == CUT) and _has_no_graph(result):
+        elif (
+            kind != INPLACE
+            and (isinstance(result, (Tensor, tuple)) or kind == CUT)
+            and not getattr(result, "requires_grad", False)
+        ):
             self.cuts.note(func, kind, (args, kwargs or {}), result, frame)
         if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
             self.note_change(getattr(func, "__name__", ""), args[0], self.place(frame))
@@ -307,10 +311,6 @@ class Watch(Record, TorchFunctionMode):
             self.tags.freed(call, self.tags.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
-
-
-def _has_no_graph(result: Any) -> bool:
-    return not isinstance(result, Tensor) or not result.requires_grad
 
 
 def watch() -> Watch:
