@@ -20,6 +20,7 @@ import torch
 from torch.overrides import handle_torch_function
 
 from hodiff.graph import _growth, _lifetime, _watch
+from hodiff.graph._explain import steps_of
 
 HELP = "run a script; if a backward pass fails, say which variable, which lines, why, and what to do"
 
@@ -51,8 +52,11 @@ def run(options: argparse.Namespace) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        _print(error)
-        ended = _is_out_of_memory(error)  # which is where growth ends
+        clean(error)  # the traceback as the program alone would have had it, with the note that the watch added
+        sys.stdout.flush()
+        sys.excepthook(type(error), error, error.__traceback__)
+        # Growth ends where memory does.
+        ended = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
         if isinstance(error, KeyboardInterrupt):
             sys.excepthook = lambda *_: None  # it was printed; but the process ends as by the signal
             raise
@@ -64,23 +68,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
-
-
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:
     """At the end, on stderr: which graphs grew, and what holds them."""
     said = _growth.report(growth.growing(ended=ended))
     if said:
         sys.stdout.flush()
         print(f"\n{said}", end="", file=sys.stderr)
-
-
-def _print(error: BaseException) -> None:
-    """The traceback as the program alone would have had it, with the note that the watch added."""
-    clean(error)
-    sys.stdout.flush()
-    sys.excepthook(type(error), error, error.__traceback__)
 
 
 # --- run a program as `python` runs it: its arguments, import path, `__main__`, and frames ----------------------------
@@ -176,10 +169,7 @@ def _without_command(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _without_watch(traceback: TracebackType | None) -> TracebackType | None:
-    steps: list[TracebackType] = []
-    while traceback is not None:
-        steps.append(traceback)
-        traceback = traceback.tb_next
+    steps = steps_of(traceback)
     kept = seen([step.tb_frame.f_code for step in steps])
     rest: TracebackType | None = None
     for step in [steps[index] for index in reversed(kept)]:

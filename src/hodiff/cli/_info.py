@@ -93,9 +93,7 @@ def extras() -> dict[str, str]:
 
 def _state(names: list[str]) -> str:
     missing = [name for name in names if not _installed(name)]
-    if not missing:
-        return "installed"
-    return f"missing {', '.join(missing)}"
+    return f"missing {', '.join(missing)}" if missing else "installed"
 
 
 def _installed(name: str) -> bool:

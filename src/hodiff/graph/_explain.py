@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _messages
+from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
@@ -29,7 +30,7 @@ def of_pass(
     record: Record,
 ) -> Explanation | None:
     """The explanation of a pass that failed under a watch."""
-    steps = _trace(error.__traceback__)
+    steps = steps_of(error.__traceback__)
     nested = _nested(error, steps)
     if nested is not None:
         return nested
@@ -87,10 +88,16 @@ def _dispatch(case: FailedPass) -> Explanation | None:
     return explain_kind(case) if explain_kind is not None else None
 
 
-def attach(error: BaseException, explanation: Explanation) -> None:
-    """Add the explanation to the exception, once."""
-    if not any(note.startswith(TITLE) for note in getattr(error, "__notes__", ())):
-        error.add_note(str(explanation))
+def note(error: BaseException, explanation: Callable[[], Explanation | None]) -> None:
+    """Add what explains an error to it, once; an explanation must not hide what it explains."""
+    try:
+        explained = explanation()
+    except Exception as other:
+        if interrupts(other):
+            raise
+        return
+    if explained is not None and not any(text.startswith(TITLE) for text in getattr(error, "__notes__", ())):
+        error.add_note(str(explained))
 
 
 def explain(exc: BaseException | None = None) -> Explanation | None:
@@ -140,7 +147,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
 
 
 def _after_the_fact(error: BaseException) -> Explanation | None:
-    steps = _trace(error.__traceback__)
+    steps = steps_of(error.__traceback__)
     entries = _entries(steps)
     if not entries:
         return _read_after(error)
@@ -156,20 +163,17 @@ def _after_the_fact(error: BaseException) -> Explanation | None:
     return _dispatch(FailedPass(error, _ENTRIES[entry.tb_frame.f_code], roots, tensors, inputs, frames))
 
 
-def left(error: BaseException, record: Record) -> None:
+def left(error: BaseException, record: Record) -> Explanation | None:
     """An error leaves a watch: of those outside a pass and an operation, the reading of a freed tensor is explained."""
-    if getattr(error, "__notes__", ()) or _entries(_trace(error.__traceback__)):
-        return
-    explained = _read_after(error, record)
-    if explained is not None:
-        attach(error, explained)
+    outside = not getattr(error, "__notes__", ()) and not _entries(steps_of(error.__traceback__))
+    return _read_after(error, record) if outside else None
 
 
 def _read_after(error: BaseException, record: Record | None = None) -> Explanation | None:
     """No pass failed, but the user read what a node had saved."""
     if not isinstance(error, RuntimeError) or _messages.kind_of(error) != "freed":
         return None
-    frames = _users(_trace(error.__traceback__))
+    frames = _users(steps_of(error.__traceback__))
     if not frames:
         return None
     line, outer = line_of(frames[0]), line_of(frames[-1])
@@ -202,19 +206,20 @@ def _freed_node(frame: Any, record: Record | None) -> tuple[str, Pass | None]:
 
 def _last_line(error: BaseException) -> Line | None:
     """The innermost of the user's lines that an exception came through."""
-    frames = _users(_trace(error.__traceback__))
+    frames = _users(steps_of(error.__traceback__))
     return line_of(frames[0]) if frames else None
 
 
 _ENTRIES = {call.__code__: name for call, (name, _) in PASSES.items()}
 
 
-def _trace(traceback: TracebackType | None) -> list[TracebackType]:
-    frames = []
+def steps_of(traceback: TracebackType | None) -> list[TracebackType]:
+    """The frames that an exception came through, the outermost first."""
+    steps = []
     while traceback is not None:
-        frames.append(traceback)
+        steps.append(traceback)
         traceback = traceback.tb_next
-    return frames
+    return steps
 
 
 class _At:

@@ -248,7 +248,7 @@ class Cuts:
     def __init__(self, path: Callable[[FrameType], Path], tell: Callable[[Lost, Any], None]) -> None:
         self._path = path
         self._tell = tell
-        self._lost: dict[int, tuple[Any, Lost, tuple[Lost, ...]]] = {}
+        self._lost: dict[int, tuple[Any, tuple[Lost, ...]]] = {}
         self._off: dict[Path, tuple[str, Line | None]] = {}
         self._stacks: dict[Line, tuple[Line, ...]] = {}
         self.latest: Lost | None = None
@@ -259,13 +259,15 @@ class Cuts:
 
     def of(self, tensor: Tensor) -> Lost | None:
         """Where a tensor without a graph lost it."""
-        entry = self._lost.get(id(tensor))
-        return entry[1] if entry and entry[0]() is tensor else None
+        return next(iter(self._places(tensor)), None)
 
     def beside(self, tensor: Tensor) -> tuple[Lost, ...]:
         """The other places of cuts, where what a tensor was computed from lost several graphs."""
+        return self._places(tensor)[1:]
+
+    def _places(self, tensor: Tensor) -> tuple[Lost, ...]:
         entry = self._lost.get(id(tensor))
-        return entry[2] if entry and entry[0]() is tensor else ()
+        return entry[1] if entry and entry[0]() is tensor else ()
 
     def stack(self, lost: Lost) -> tuple[Line, ...]:
         """The user's lines, the innermost first, that led to one where gradients were switched off."""
@@ -292,16 +294,11 @@ class Cuts:
 
     def _inherit(self, name: str, sources: list[Tensor], result: Any) -> None:
         """Nothing that went in has a graph: what comes out lost it where those did that had one."""
-        before = [place for tensor in sources if (place := self.of(tensor)) is not None]
+        before = list(dict.fromkeys(place for tensor in sources for place in self._places(tensor)))
         if before and name in LEAVING:
             self.latest = before[0]
         elif before:
-            every = [each for tensor in sources for each in self._all(tensor)]
-            self.remember(result, *list(dict.fromkeys(every))[:SHOWN])
-
-    def _all(self, tensor: Tensor) -> tuple[Lost, ...]:
-        place = self.of(tensor)
-        return () if place is None else (place, *self.beside(tensor))
+            self.remember(result, *before[:SHOWN])
 
     def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
         """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""
@@ -322,12 +319,12 @@ class Cuts:
         self.remember(result, lost)
         self._tell(lost, sources)
 
-    def remember(self, result: Any, lost: Lost, *beside: Lost) -> None:
+    def remember(self, result: Any, *places: Lost) -> None:
         """What lost its graph, or what was computed from it: a tensor, or several."""
         table = self._lost
         for tensor in tensors_in(result):
             key = id(tensor)
-            table[key] = (weakref.ref(tensor, lambda _, key=key: table.pop(key, None)), lost, beside)
+            table[key] = (weakref.ref(tensor, lambda _, key=key: table.pop(key, None)), places)
 
 
 SHOWN = 4

@@ -8,7 +8,6 @@ pass, in a dict that the node owns.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -22,11 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _settings
-from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff._core._settings import Undo, undo_all
 from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
+from hodiff.graph._case import Explanation
 from hodiff.graph._names import USERS, user_frames
 from hodiff.graph._record import CUT, GRADIENT, INPLACE, PASS, PASSES, Listener, Lost, Pass, Record
 from hodiff.graph._source import lines_of
@@ -185,8 +184,7 @@ class Watch(Record, TorchFunctionMode):
         try:
             self._steps.settle()
             if isinstance(exc[1], RuntimeError):
-                with contextlib.suppress(Exception):  # an explanation must not hide what it explains
-                    _explain.left(exc[1], self)
+                _explain.note(exc[1], partial(_explain.left, exc[1], self))
         finally:
             self.close()
 
@@ -244,15 +242,12 @@ class Watch(Record, TorchFunctionMode):
 
     def _refused(self, error: RuntimeError, func: Any, arguments: Any, frame: FrameType) -> None:
         """PyTorch refused an operation: if that is about gradients, say why."""
-        try:
-            path = self._path_of(frame)
-            explained = _explain.of_operation(error, func, arguments, lines_of(path), list(user_frames(frame)), self)
-        except Exception as other:  # an explanation must not hide what it explains
-            if interrupts(other):
-                raise
-            return
-        if explained is not None:
-            _explain.attach(error, explained)
+
+        def explanation() -> Explanation | None:
+            lines, frames = lines_of(self._path_of(frame)), list(user_frames(frame))
+            return _explain.of_operation(error, func, arguments, lines, frames, self)
+
+        _explain.note(error, explanation)
 
     def _run_pass(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
         name, names = PASSES[func]
@@ -299,14 +294,8 @@ class Watch(Record, TorchFunctionMode):
     ) -> None:
         """Explain, and then tag the nodes that the failing pass freed on its way."""
         with _inspect.unchanging():
-            try:
-                explained = _explain.of_pass(error, call, roots, inputs, list(user_frames(frame)), self)
-            except Exception as other:  # an explanation must not hide what it explains
-                if interrupts(other):
-                    raise
-                explained = None
-            if explained is not None:
-                _explain.attach(error, explained)
+            frames = list(user_frames(frame))
+            _explain.note(error, partial(_explain.of_pass, error, call, roots, inputs, frames, self))
             graph = _inspect.below(roots)
             self.tags.freed(call, self.tags.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
         for listener in self._listeners:

@@ -363,7 +363,7 @@ def test_an_explanation_is_added_once_beside_notes_of_others():
     error = RuntimeError("failed")
     error.add_note("of the user's")
     for _ in range(2):
-        _explain.attach(error, Explanation("this pass", "carried"))
+        _explain.note(error, lambda: Explanation("this pass", "carried"))
     assert len(error.__notes__) == 2
 
 
