@@ -26,6 +26,7 @@ class OutputGraph:
 
     Attributes:
         call: What was asked.
+        context: The state in which `f` runs.
         create_graph: Whether the final result stays differentiable.
         leaves: The tensors to differentiate by: aliases in the function form, the caller's own in
             the tensor form.
@@ -54,7 +55,7 @@ class OutputGraph:
     def __enter__(self) -> OutputGraph:
         if not self.call.builds_graph:
             self._check_tensors()
-        self._context = EvaluationContext(self.call).__enter__()
+        self.context = EvaluationContext(self.call).__enter__()
         try:
             if self.call.builds_graph:
                 survey = self._evaluate(self._at)
@@ -63,18 +64,18 @@ class OutputGraph:
                 survey = self._survey(_tensors(self.outputs))
             self._judge(survey)
         except BaseException:
-            self._context.close()
+            self.context.close()
             raise
         return self
 
     def move(self, leaves: Sequence[Tensor], args: Sequence[Any]) -> None:
         """Evaluate `f` once more, at other leaves and with other arguments; what it was before is forgotten here."""
-        self.call = self._context.call = self.call._replace(args=args)
+        self.call = self.context.call = self.call._replace(args=args)
         self._first = self._first or self.leaves
         self._judge(self._evaluate(leaves))
 
     def __exit__(self, kind: object, error: object, *rest: object) -> None:
-        context = self._context
+        context = self.context
         try:
             if error is not None and isinstance(error, GraphError):
                 self._explain(error)
@@ -102,7 +103,7 @@ class OutputGraph:
         An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
         be lent then, and the switches set, as they were in the forward pass.
         """
-        return self._context.resumed(self.leaves if self.call.builds_graph else ())
+        return self.context.resumed(self.leaves if self.call.builds_graph else ())
 
     def _check_tensors(self) -> None:
         """The tensor form: outputs with a graph, and the leaves they were computed from."""
@@ -130,7 +131,7 @@ class OutputGraph:
 
     def _evaluate(self, given: Sequence[Tensor] | None) -> _nodes.Survey:
         """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
-        context = self._context
+        context = self.context
         self.leaves = context.leaves(given)
         self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
         context.remember()
@@ -163,35 +164,19 @@ class OutputGraph:
             raise failure
         elif survey is not None and (exact or not inexact):
             return survey
-        context.restart()
+        context.random.restore()
         return self._run(exact=max(order, 2) if exact or inexact or failure else 0)
 
     def _run(self, *, exact: int) -> _nodes.Survey:
         """Evaluate `f`, where `exact` is an order of derivatives by definitions that are right up to it."""
         if exact:
             with _settings.on(ExactNorms(exact)) as norms:
-                outputs = self._context.run(self.leaves)
+                outputs = self.context.run(self.leaves)
             self._mixes = norms.mixes_samples
         else:
-            outputs = self._context.run(self.leaves)
+            outputs = self.context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
         return self._survey([self.outputs] if isinstance(self.outputs, Tensor) else _tensors(self.outputs))
-
-    def at(self, leaves: Sequence[Tensor]) -> Any:
-        """What `f` returns when `leaves` stand in the place of the point's tensors."""
-        return self._context.at(leaves)
-
-    def drew_random(self) -> bool:
-        """Whether `f` drew random numbers (from PyTorch's default generators)."""
-        return self._context.drew_random()
-
-    def restart(self) -> None:
-        """Let `f`, when it is called once more, draw the random numbers that it drew."""
-        self._context.restart()
-
-    def hooked(self) -> bool:
-        """Whether `f` registered a hook, on a tensor or a node of its graph."""
-        return self._context.hooks.registered()
 
     # --- what came out
 
@@ -217,13 +202,10 @@ class OutputGraph:
         return self._given(self.aux)
 
     def _given(self, value: Any) -> Any:
-        if not self.create_graph:
-            return self._apart(value)
-        _nodes.mark_results(_tensors(value))
-        return value
-
-    def _apart(self, value: Any) -> Any:
-        """`value` detached; copied where it is the caller's tensor or a view of it, as where f returns its argument."""
+        if self.create_graph:
+            _nodes.mark_results(_tensors(value))
+            return value
+        # Copied where it is the caller's tensor or a view of it, as where f returns its argument.
         theirs = [*self.call.where.tensors, *([] if self.call.builds_graph else _tensors(self.call.what))]
         return detached(value, {memory_of(tensor) for tensor in theirs})
 
@@ -235,7 +217,7 @@ class OutputGraph:
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
-        call, context = self.call, self._context
+        call, context = self.call, self.context
         self.kinds = frozenset(survey.by_class)
         self.higher = call.order >= 2 or context.nests or context.by_hand is not None
         try:
@@ -276,7 +258,7 @@ class OutputGraph:
         names = self.call.where.names
         if not self.call.builds_graph:
             return [name for leaf, name in zip(self.leaves, names, strict=True) if not survey.contains(leaf)]
-        mine, reached = self._context.leaf_tag, set[int]()
+        mine, reached = self.context.leaf_tag, set[int]()
         others: list[Tensor] = []
         if self._first:  # it has been moved
             past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
@@ -339,7 +321,7 @@ class OutputGraph:
 
     def _again(self) -> list[Tensor]:
         """The outputs of `f` when it is called once more."""
-        outputs = self._context.again(self.leaves)
+        outputs = self.context.again(self.leaves)
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
 
 

@@ -176,7 +176,7 @@ class EvaluationContext:
             if call.where.module_slices:
                 self._lend()
                 if self._leaves:
-                    self.put(self._leaves)
+                    self._parameters.put(self._leaves)
             if self._evaluation is not None:
                 self._evaluation.put(self, undo, whole=self._whole)
         except BaseException:
@@ -279,7 +279,7 @@ class EvaluationContext:
         self.by_hand = None
         call = self.call
         if call.where.module_slices:
-            self.put(arguments)
+            self._parameters.put(arguments)
         argument = call.where.argument(arguments)
         if self._normal:
             with _settings.on(NormalTensors()):
@@ -324,11 +324,6 @@ class EvaluationContext:
             self._undo += [partial(self._evaluation.end, self.loan)]
         return self._evaluation
 
-    def put(self, leaves: Sequence[Any]) -> None:
-        """Let the borrowed modules, where the point has any, have `leaves` for parameters."""
-        if self.call.where.module_slices:
-            self._parameters.put(leaves)
-
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
         """What `f` returns at `arguments`, once it is known that it changed none of the tensors `watched` in place."""
         watched = self._watched if watched is None else watched
@@ -338,7 +333,7 @@ class EvaluationContext:
         except RuntimeError as error:
             if not self._normal and _messages.about_inference(error):
                 self._normal = True  # tensors of inference mode that f brings along are copied, in another run of it
-                self.restart()
+                self.random.restore()
                 return self.run(arguments, watched)
             note = _messages.advice_for_f(error)
             if note:
@@ -355,13 +350,9 @@ class EvaluationContext:
             raise ours from error
         if [*map(_version, watched)] != versions:
             changed = next(i for i, version in enumerate(versions) if watched[i]._version != version)
-            raise _refusals.changed_in_place(self._name_of(watched[changed]))
+            mark = tag_of(watched[changed])
+            raise _refusals.changed_in_place(self.call.where.names[mark[1] if mark else 0])
         return value
-
-    def _name_of(self, leaf: Tensor) -> str:
-        """What the caller calls a leaf."""
-        mark = tag_of(leaf)
-        return self.call.where.names[mark[1] if mark else 0]
 
     # --- random numbers
 
@@ -374,14 +365,6 @@ class EvaluationContext:
                 device = tensor.device
                 break
         self.random = RandomState.of(device)
-
-    def restart(self) -> None:
-        """Let `f` draw again what it drew."""
-        self.random.restore()
-
-    def drew_random(self) -> bool:
-        """Whether `f` drew random numbers (from PyTorch's default generators)."""
-        return self.random.moved()
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
@@ -460,10 +443,9 @@ def _connected(tensor: Tensor, copied: bool) -> Tensor:
 class _Clones:
     """The buffers of one module while clones stand in for them."""
 
-    __slots__ = ("lent", "module", "originals", "users")
+    __slots__ = ("lent", "originals", "users")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
         self.lent: dict[str, Tensor] = {}
         self.users: dict[object, None] = {}
         self.originals = {
@@ -472,20 +454,13 @@ class _Clones:
             if buffer is not None and not buffer.requires_grad  # one that requires grad is an input of f
         }
 
-    def lend(self, dtype: torch.dtype | None) -> None:
-        self.lent = {name: cast(buffer, dtype).clone() for name, buffer in self.originals.items()}
-        self.module._buffers.update(self.lent)
-
-    def begun_with(self) -> dict[str, Any]:
+    def begun_with(self, module: nn.Module) -> dict[str, Any]:
         """The buffers that an evaluation began with; those that `f` has put there, where it has."""
-        now, begun = self.module._buffers.copy(), {}
+        now, begun = module._buffers.copy(), {}
         for name, clone in self.lent.items():
             if now.get(name) is clone:  # changed in place since, or not
                 begun[name] = self.originals[name].to(clone.dtype, copy=True) if clone._version else clone
         return now | begun
-
-    def give_back(self) -> None:
-        self.module._buffers.update(self.originals)
 
 
 _KEEP_NOTHING = frozenset(
@@ -557,7 +532,8 @@ class StateLoan:
         clones = _Clones(module)
         clones.users[self] = None
         _lent[module] = clones
-        clones.lend(self._call.cast)
+        clones.lent = {name: cast(buffer, self._call.cast).clone() for name, buffer in clones.originals.items()}
+        module._buffers.update(clones.lent)
 
     def _copy_table(self, module: nn.Module) -> None:
         """Let an `Embedding(max_norm=...)` renormalise a copy of its table."""
@@ -591,7 +567,7 @@ class StateLoan:
         """What its modules have, for `put`; what was left in attributes without its graph, which may lead here."""
         left, result = self.tidy(), Kept()
         for module in self._claimed:
-            buffers = _lent[module].begun_with() if module in _lent else module._buffers.copy()
+            buffers = _lent[module].begun_with(module) if module in _lent else module._buffers.copy()
             attributes = _tree.tree_map(_still, left[module]) if module in left else {}
             result[module] = module._parameters.copy(), buffers, attributes
         return result
@@ -610,7 +586,7 @@ class StateLoan:
                 if self in clones.users:
                     del clones.users[self]
                 if not clones.users:
-                    clones.give_back()
+                    module._buffers.update(clones.originals)
                     del _lent[module]
         self._cloned = []
         if self._claimed:

@@ -7,6 +7,7 @@ per node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -256,7 +257,7 @@ def largest_output(graph: Survey) -> int:
     for nodes in graph.by_class.values():
         for node in nodes:
             for shape, _ in _versions.received(node):
-                largest = max(largest, _elements(shape))
+                largest = max(largest, math.prod([length for length in shape if isinstance(length, int)]))
     return largest
 
 
@@ -267,13 +268,6 @@ def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
         for node in nodes:
             dtypes |= {dtype for _, dtype in _versions.received(node)}
     return max((d for d in dtypes if d.is_floating_point or d.is_complex), key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _elements(shape: Iterable[Any]) -> int:
-    size = 1
-    for length in shape:
-        size *= length if isinstance(length, int) else 1
-    return size
 
 
 def runs_hooks(graph: Survey) -> bool:

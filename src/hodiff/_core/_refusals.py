@@ -164,15 +164,6 @@ def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     )
 
 
-def _refuse_weight_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches(nodes, leaves):
-        raise GraphError.about(
-            "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give hodiff "
-            "the function instead of its value, which writes the norm out from its definition.",
-            operations=["weightnorm"],
-        )
-
-
 def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
         csr = "Compressed" in type(nodes[0]).__name__
@@ -193,45 +184,6 @@ def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
             f"a second derivative through {what} is wrong: PyTorch takes the backward of that constructor for a "
             f"constant, without a word. {way_out}.",
             operations=["sparsecompressedtensor" if csr else "sparsecootensor"],
-        )
-
-
-def _refuse_scaled_embedding(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    scaled = [node for node in nodes if _versions.scales_by_frequency(node)]
-    if _nodes.reaches(scaled, leaves):
-        raise GraphError.about(
-            "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its second "
-            "backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients, and is no property "
-            "of the function).",
-            operations=["embedding"],
-        )
-
-
-def _refuse_chunked_loss(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches(nodes, leaves):
-        raise GraphError.about(
-            "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: PyTorch "
-            "takes its gradient for a constant, without a word. Call it without options, or write "
-            "F.cross_entropy(F.linear(x, weight), target).",
-            operations=["linearcrossentropy"],
-        )
-
-
-def _refuse_batch_norm_with_update(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches(nodes, leaves):
-        raise GraphError.about(
-            "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use F.batch_norm, which "
-            "hodiff writes out from its definition.",
-            operations=["batchnormwithupdate"],
-        )
-
-
-def _refuse_logcumsumexp(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches(nodes, leaves):
-        raise GraphError.about(
-            "a third derivative through PyTorch's logcumsumexp is not finite: its backward takes the logarithm of the "
-            "gradient that comes in. Give hodiff the function instead of its value, which writes it out.",
-            operations=["logcumsumexp"],
         )
 
 
@@ -280,17 +232,6 @@ def batched_norm() -> GraphError:
         "which hodiff writes out, or take the derivatives by hodiff.jacobian.",
         operations=["nativelayernorm", "nativebatchnorm"],
     )
-
-
-def _refuse_strided_scatter(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches(nodes, leaves):
-        raise GraphError.about(
-            "the gradient of PyTorch's as_strided_scatter is wrong, silently: it goes to the entries that are "
-            "overwritten, and not to those that stay. Write y = x.clone() and then "
-            "y.as_strided(size, stride, offset).copy_(source), or use slice_scatter, select_scatter, diagonal_scatter "
-            "or index_put.",
-            operations=["asstridedscatter"],
-        )
 
 
 def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
@@ -432,6 +373,29 @@ def refuse_hidden(graph: _nodes.Survey, gradient: _nodes.Survey, leaves: Sequenc
     _said(partial(_refuse_power, order - 3, least=-1), new, leaves)
 
 
+Remark = Callable[[list[Any], Sequence[Tensor]], bool | None]
+"""Raises or warns; True where a pass must be recorded to be right."""
+
+
+def _refusing(operation: str, text: str, matters: Callable[[Any], object] = bool) -> Remark:
+    """Refuses nodes that matter, where they lead to a leaf."""
+
+    def refuse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+        if _nodes.reaches([node for node in nodes if matters(node)], leaves):
+            raise GraphError.about(text, operations=[operation])
+
+    return refuse
+
+
+_refuse_strided_scatter = _refusing(
+    "asstridedscatter",
+    "the gradient of PyTorch's as_strided_scatter is wrong, silently: it goes to the entries that are "
+    "overwritten, and not to those that stay. Write y = x.clone() and then "
+    "y.as_strided(size, stride, offset).copy_(source), or use slice_scatter, select_scatter, "
+    "diagonal_scatter or index_put.",
+)
+
+
 SCATTER = "AsStridedScatterBackward0"
 ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"  # the kernels of other devices have not been tried
 _IS_WRONG: dict[str, Callable[[Any], bool]] = {
@@ -454,9 +418,6 @@ def _are_singular(nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
     return any(_versions.is_singular(node) for node in nodes)
 
 
-Remark = Callable[[list[Any], Sequence[Tensor]], bool | None]
-"""Raises or warns; True where a pass must be recorded to be right."""
-
 _ORDERS = range(9, 1, -1)  # the highest first, for the first that fits is taken
 
 REMARKS: list[tuple[str, int, Remark]] = [
@@ -464,17 +425,61 @@ REMARKS: list[tuple[str, int, Remark]] = [
     *((_messages.DET, order, partial(_refuse_singular, order)) for order in _ORDERS),
     ("NativeLayerNormBackwardBackward0", 2, _refuse_norm),
     ("NativeBatchNormBackwardBackward0", 2, _refuse_norm),
-    (_messages.WEIGHT_NORM, 2, _refuse_weight_norm),
+    (
+        _messages.WEIGHT_NORM,
+        2,
+        _refusing(
+            "weightnorm",
+            "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give "
+            "hodiff the function instead of its value, which writes the norm out from its definition.",
+        ),
+    ),
     ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
     ("SparseCompressedTensorBackward0", 2, _refuse_sparse),
-    ("EmbeddingBackward0", 2, _refuse_scaled_embedding),
-    ("linear_cross_entropy", 2, _refuse_chunked_loss),
+    (
+        "EmbeddingBackward0",
+        2,
+        _refusing(
+            "embedding",
+            "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its "
+            "second backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients, and "
+            "is no property of the function).",
+            _versions.scales_by_frequency,
+        ),
+    ),
+    (
+        "linear_cross_entropy",
+        2,
+        _refusing(
+            "linearcrossentropy",
+            "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: "
+            "PyTorch takes its gradient for a constant, without a word. Call it without options, or write "
+            "F.cross_entropy(F.linear(x, weight), target).",
+        ),
+    ),
     *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
     *((_messages.POWER, order, partial(_refuse_power, order - 2)) for order in _ORDERS),
     *((name, order, partial(_refuse_product, order)) for name in _versions.PRODUCTS for order in _ORDERS),
     *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
-    ("LogcumsumexpBackward0", 3, _refuse_logcumsumexp),
-    ("BatchNormWithUpdateBackward0", 3, _refuse_batch_norm_with_update),
+    (
+        "LogcumsumexpBackward0",
+        3,
+        _refusing(
+            "logcumsumexp",
+            "a third derivative through PyTorch's logcumsumexp is not finite: its backward takes the "
+            "logarithm of the gradient that comes in. Give hodiff the function instead of its value, which "
+            "writes it out.",
+        ),
+    ),
+    (
+        "BatchNormWithUpdateBackward0",
+        3,
+        _refusing(
+            "batchnormwithupdate",
+            "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use "
+            "F.batch_norm, which hodiff writes out from its definition.",
+        ),
+    ),
 ]
 """A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""
 

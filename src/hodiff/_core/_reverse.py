@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from hodiff._core import _messages, _nodes, _refusals, _settings, _versions
 from hodiff._core._faults import interrupt_behind, is_fault
@@ -37,11 +36,6 @@ Graphs of nothing else need no second search."""
 
 _without_functions: set[type] = set()
 """Classes of nodes that are no Python `autograd.Function`'s."""
-
-
-def _has_functions(graph: OutputGraph) -> bool:
-    _without_functions.update(kind for kind in graph.kinds if not issubclass(kind, BackwardCFunction))
-    return not graph.kinds <= _without_functions
 
 
 def vjp(
@@ -119,7 +113,9 @@ def products(
 
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
-    copied = not graph.kinds <= _without_functions and _has_functions(graph)
+    if not graph.kinds <= _without_functions:
+        _without_functions.update(kind for kind in graph.kinds if not _nodes.is_function(kind))
+    copied = not graph.kinds <= _without_functions
     if not copied and not any(map(Tensor.is_inference, vectors)):
         return vectors
     return [v.clone() if copied or v.is_inference() else v for v in vectors]
@@ -142,7 +138,7 @@ def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: li
     That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
     """
     pulled = vjp(graph, outputs, cotangents, differentiated=True)
-    functions = [kind for kind in graph.kinds if issubclass(kind, BackwardCFunction) and not _is_ours(kind)]
+    functions = [kind for kind in graph.kinds if _nodes.is_function(kind) and not _is_ours(kind)]
     if not functions:
         return pulled
     given = [part.detach() for part in pulled]
@@ -276,7 +272,7 @@ def has_second_derivatives(graph: OutputGraph) -> bool:
 def _is_harmless(kind: type, *, third: bool) -> bool:
     if third and any(piece in kind.__name__ for piece in ("LayerNorm", "BatchNorm", "InstanceNorm")):
         return False
-    return not issubclass(kind, BackwardCFunction) and _messages.way_out(kind.__name__) is None
+    return not _nodes.is_function(kind) and _messages.way_out(kind.__name__) is None
 
 
 def _keep(graph: OutputGraph, more: bool) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _tree
-from hodiff._core._arguments import Probes, as_tensors, check_dense, check_option, tree_of_listed_leaves
+from hodiff._core._arguments import Probes, as_tensors, check_dense, tree_of_listed_leaves
 from hodiff.errors import InputError
 
 Leaves = list[Tensor]
@@ -384,11 +384,6 @@ def _wrong_kind(value: Tensor, name: str, dtype: torch.dtype, device: torch.devi
 
 # --- random vectors: their laws, and where their numbers come from. One vocabulary for all that draw them -------------
 # `samples=` is how many, `probes=` their law, `generator=` their source, `vectors=` the caller's own.
-
-
-def check_probes(probes: object) -> None:
-    """Raise unless the law is known."""
-    check_option(probes, Probes, "probes")
 
 
 def check_generator(generator: object) -> None:

@@ -38,9 +38,11 @@ class Where:
         tensors: The caller's own tensors, in order.
         names: A readable name for each.
         module_slices: The modules among the point, with the slice of `tensors` that is theirs.
+        tree: The structure of results.
+        given_tree: The structure of the point as it was given, where a module is one leaf.
     """
 
-    __slots__ = ("_argument_items", "_argument_tree", "_result_tree", "module_slices", "name", "names", "tensors")
+    __slots__ = ("_argument_items", "given_tree", "module_slices", "name", "names", "tensors", "tree")
 
     def __init__(self, value: Any, name: str = "x") -> None:
         self.name = name
@@ -50,8 +52,8 @@ class Where:
             self.names = [name]
             self.module_slices = []
             self._argument_items = [None]
-            self._argument_tree = _tree.LEAF
-            self._result_tree = _tree.LEAF
+            self.given_tree = _tree.LEAF
+            self.tree = _tree.LEAF
             return
         if value is _arguments.MISSING:
             raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_arguments.called()}(f, {name}).")
@@ -60,14 +62,14 @@ class Where:
         self.module_slices = []
         self._argument_items = []
         if isinstance(value, (nn.Module, Selection)):
-            self._argument_items, self._argument_tree = [_given(value)], _tree.LEAF
-            self._result_tree = self._add_module(value, name, single=True)
+            self._argument_items, self.given_tree = [_given(value)], _tree.LEAF
+            self.tree = self._add_module(value, name, single=True)
             return
         items, paths, tree = _tree.flatten(value, name)
         _arguments.check_container(tree, len(items), name)
-        self._argument_tree = tree
+        self.given_tree = tree
         expansions = [self._add(item, path) for item, path in zip(items, paths, strict=True)]
-        self._result_tree = _tree.rebuild_tree(tree, iter(expansions))
+        self.tree = _tree.rebuild_tree(tree, iter(expansions))
         self._check_modules()
 
     def _add(self, item: Any, path: str) -> _tree.Tree:
@@ -80,7 +82,7 @@ class Where:
             self.tensors += item.tensors
             self.names += item.names
             self._argument_items += item._argument_items
-            return item._result_tree
+            return item.tree
         self._argument_items.append(_given(item))
         if isinstance(item, (nn.Module, Selection)):
             return self._add_module(item, path, single=False)
@@ -132,12 +134,12 @@ class Where:
     def joined(cls, *parts: Where) -> Where:
         """Several points as one, a tuple of them, each keeping its name in messages."""
         whole = cls(parts, ", ".join(part.name for part in parts))
-        whole._argument_tree = _tree.rebuild_tree(whole._argument_tree, iter([part._argument_tree for part in parts]))
+        whole.given_tree = _tree.rebuild_tree(whole.given_tree, iter([part.given_tree for part in parts]))
         return whole
 
     def argument(self, leaves: Sequence[Any]) -> Any:
         """What `f` receives: the caller's structure around `leaves`, modules as themselves."""
-        if self._argument_tree is _tree.LEAF:
+        if self.given_tree is _tree.LEAF:
             return self._argument_items[0] if self.module_slices else leaves[0]
         theirs = {
             i
@@ -146,23 +148,15 @@ class Where:
         }
         free = iter([leaf for index, leaf in enumerate(leaves) if index not in theirs])
         items = [item if isinstance(item, (nn.Module, Selection)) else next(free) for item in self._argument_items]
-        return _tree.rebuild(self._argument_tree, iter(items))
+        return _tree.rebuild(self.given_tree, iter(items))
 
     def result(self, leaves: Iterable[Any]) -> Any:
         """`leaves` in the shape of the caller's point; a dict by parameter name for a module."""
-        return _tree.rebuild(self._result_tree, iter(leaves))
-
-    def tree(self) -> _tree.Tree:
-        """The structure of results."""
-        return self._result_tree
-
-    def given_tree(self) -> _tree.Tree:
-        """The structure of the point as it was given, where a module is one leaf."""
-        return self._argument_tree
+        return _tree.rebuild(self.tree, iter(leaves))
 
     def space(self) -> Space:
         """The vectors like this point."""
-        return Space(self.tensors, self.names, self._result_tree, f"like {self.name}")
+        return Space(self.tensors, self.names, self.tree, f"like {self.name}")
 
     def duplicate(self) -> str | None:
         """The name of a tensor that is given twice, if one is."""

@@ -226,7 +226,7 @@ def vjp(
         _, names, tree = _tree.flatten(graph.outputs, "f(x)")
         given = Space(outputs, names, tree, "like f(x)").parse(u, "u")
         pulled = _reverse.products(graph, outputs, given.parts, given.number, chunk_size=chunk)
-        return given.arranged(pulled, graph.call.where.tree())
+        return given.arranged(pulled, graph.call.where.tree)
 
 
 @overload
@@ -453,7 +453,12 @@ def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:
     Of a tensor already computed it is not known: its graph may have hooks, which nothing shows.
     """
     plain = all(type(tensor) is Tensor for tensor in (*graph.leaves, *outputs))
-    return plain and graph.call.builds_graph and not graph.hooked() and _reverse.has_second_derivatives(graph)
+    return (
+        plain
+        and graph.call.builds_graph
+        and not graph.context.hooks.registered()
+        and _reverse.has_second_derivatives(graph)
+    )
 
 
 def _generic(output: Tensor, batch_ndim: int) -> Tensor:
@@ -597,7 +602,7 @@ def per_sample_grad(
     with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:
         losses = _losses(graph)
         gradients = None
-        if not graph.create_graph and not graph.drew_random() and not _call.nested():
+        if not graph.create_graph and not graph.context.random.moved() and not _call.nested():
             gradients = _by_samples(graph, samples, losses, chunk)
         if gradients is None:
             [rows] = _reverse.blocks(graph, [losses.reshape(-1)], chunk_size=chunk)
@@ -687,7 +692,7 @@ def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], count: int
 
     def one(*given: Tensor) -> Tensor:
         samples.with_rows(given[len(own) :], count)
-        return graph.at(given[: len(own)]).reshape(())
+        return graph.context.at(given[: len(own)]).reshape(())
 
     [values] = _reverse.batched(one, [*own, *batch])
     return values.detach(), _reverse.vjp(graph, [values], [None], inputs=own)

@@ -259,7 +259,7 @@ def cross_hvp(
         )
         inputs = graph.leaves[:split]
         products = _reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs)
-        return given.arranged(products, first.tree())
+        return given.arranged(products, first.tree)
 
 
 # --- the Hessian itself, dense: `hessian`, `value_grad_and_hessian`, `cross_hessian` ----------------------------------

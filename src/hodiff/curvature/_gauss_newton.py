@@ -99,7 +99,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearise it."""
         with predicted(self.predict, where, batch, self.allow) as graph:
-            random, outputs = graph.drew_random(), graph.tensors()
+            random, outputs = graph.context.random.moved(), graph.tensors()
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
             curvature = self.curvature(at_outputs, outputs, number)

@@ -43,7 +43,7 @@ class HessianBuilder(Builder[BatchGraph]):
         """The graph of one batch."""
         computed = isinstance(self.f, Tensor)
         with self._evaluation(where, batch, number, create_graph=False) as evaluation:
-            random = not computed and evaluation.drew_random()
+            random = not computed and evaluation.context.random.moved()
             calls_back = _nodes.runs_hooks(_nodes.survey(evaluation.tensors()))
             graph = _reverse.gradient(evaluation, differentiated=True)
         value, gradient = evaluation.scalars().detach().reshape(()), [part.detach() for part in graph]

@@ -214,7 +214,7 @@ class JacobianBuilder(Builder[Linearised]):
     def build(self, where: Where, batch: Any, number: int) -> Linearised:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
         with predicted(self.predict, where, batch, self.allow) as graph:
-            random, outputs = graph.drew_random(), self.outputs.noted(number, graph.tensors(), graph.outputs)
+            random, outputs = graph.context.random.moved(), self.outputs.noted(number, graph.tensors(), graph.outputs)
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
             cotangents, pulled = linearise(graph, outputs, [torch.ones_like(output) for output in outputs])
         value = sum(

@@ -43,7 +43,7 @@ class RandomVectors:
     ) -> None:
         """With `live`, the caller's own keep their graph."""
         _arguments.check_integer(samples, "samples", least=1)
-        _vectors.check_probes(probes)
+        _arguments.check_option(probes, Probes, "probes")
         _vectors.check_generator(generator)
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
         self._probes: Probes = probes

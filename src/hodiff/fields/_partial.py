@@ -222,7 +222,7 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
         _pushforward.check_batch(output, call.batch)
         columns = entries(output, call.batch_ndim)
         if most is not None and len(columns) > most and order:
-            graph.restart()
+            graph.context.random.restore()
             return None
         tables = []
         for column in columns:

@@ -435,7 +435,7 @@ class Problem:
 
     def _like_x(self, graph: OutputGraph) -> Leaves:
         """What `f` returned, in the order of the point's leaves."""
-        tree, name = graph.call.where.tree(), "F(x)" if self.kind == "root" else "g(x)"
+        tree, name = graph.call.where.tree, "F(x)" if self.kind == "root" else "g(x)"
         graph.tensors()
         different = _tree.difference(tree, _tree.flatten(graph.outputs)[2], name)
         outputs = [] if different else _tree.leaves_like(tree, graph.outputs)

@@ -179,7 +179,7 @@ def unroll(
     inner = UnrolledSteps(f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order)
     now = inner.resume(state)
     if rules:
-        now = now._replace(state=taken(now.state, rules, parsed.tree(), parsed.tensors))
+        now = now._replace(state=taken(now.state, rules, parsed.tree, parsed.tensors))
     if torch.is_grad_enabled():
         cut = 0 if last is None else max(0, len(batches) - _arguments.check_integer(last, "last", least=1))
         if cut:
@@ -192,7 +192,7 @@ def unroll(
     result = parsed.result(_apart(now.params, parsed.tensors))
     if not return_state:
         return result
-    return result, (now.step, kept(now.state, rules, parsed.tree()) if rules else now.state)
+    return result, (now.step, kept(now.state, rules, parsed.tree) if rules else now.state)
 
 
 def _batches(steps: Any) -> list[Any]:
@@ -225,7 +225,7 @@ def _rules(rule: Any, where: Where) -> list[Rule]:
     """The rule of `hodiff.rules` for each leaf; none, where it is a function of the caller's."""
     if isinstance(rule, torch.optim.Optimizer):
         return rules_of(rule, where.tensors)
-    return rule._by_leaf(where.tree(), len(where.tensors)) if isinstance(rule, Rule) else []
+    return rule._by_leaf(where.tree, len(where.tensors)) if isinstance(rule, Rule) else []
 
 
 def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
@@ -238,7 +238,7 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
             f"rule: is {what}; expected a rule such as hodiff.rules.SGD(lr=0.1), a torch.optim optimiser as its "
             f"description, or a function (params, grads, state, step) -> (params, state)."
         )
-    tree, given = where.tree(), rule
+    tree, given = where.tree, rule
 
     def update(params: list[Tensor], grads: list[Tensor | None], state: Any, step: int) -> tuple[list[Tensor], Any]:
         whole = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]

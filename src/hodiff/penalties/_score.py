@@ -147,7 +147,7 @@ def sliced_score_matching_loss(
 def _score(graph: OutputGraph, where: Where) -> list[Tensor]:
     """The outputs, checked to be like the point."""
     try:
-        score, count = where.space().structured(graph.outputs, "f(x)", where.tree())
+        score, count = where.space().structured(graph.outputs, "f(x)", where.tree)
     except InputError as error:
         raise InputError(f"{error} A log-density, with one output per sample, needs log_density=True.") from error
     if count is not None:

@@ -267,7 +267,7 @@ class Point:
 
     def __init__(self, where: Where) -> None:
         self.space = where.space().side()
-        self._given = where.given_tree()
+        self._given = where.given_tree
         self._owned = bool(where.module_slices)
 
     def where(self, x: Any) -> Where:

@@ -67,7 +67,7 @@ class ScalarEvaluation:
         self.allowed: list[Site] = []
         context.remember()
         self.output = _arguments.check_output(self.run(self.point))
-        self.drew, self.attributes = context.drew_random(), Attributes(context.borrowed)
+        self.drew, self.attributes = context.random.moved(), Attributes(context.borrowed)
         self._weights = torch.ones((), device="cpu") if self.output.numel() == 1 else normal(self.output, generator)
 
     def run(self, leaves: Point) -> Any:
@@ -75,7 +75,7 @@ class ScalarEvaluation:
         if not any(leaf.requires_grad for leaf in leaves):  # f sees such leaves always
             value = self.run(tuple(leaf.detach().clone().requires_grad_() for leaf in leaves))
             return value.detach() if isinstance(value, Tensor) else value
-        self.context.restart()
+        self.context.random.restore()
         if self.steady:
             self.attributes.restore()
         held = {site.key: site.value for site in self.allowed} | self._held
@@ -94,7 +94,7 @@ class ScalarEvaluation:
     def recorded(self, leaves: Point | None = None, **what: bool) -> Recorder:
         """What happens in an evaluation, at the point or elsewhere."""
         leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in leaves or self.point)
-        self.context.restart()
+        self.context.random.restore()
         self.attributes.restore()
         recorder = Recorder(**what)
         with _settings.grad_mode(True), _settings.on(recorder):
