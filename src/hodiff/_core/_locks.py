@@ -111,7 +111,7 @@ def wait_for(root: nn.Module) -> None:
 
 def claimed(modules: Iterable[nn.Module]) -> bool:
     """Whether any of the modules is lent to an evaluation just now, in this thread or another."""
-    return bool(_claims) and any(module in _claims for module in modules)
+    return not _claims.keys().isdisjoint(modules)
 
 
 def _wait(modules: Iterable[Any]) -> None:

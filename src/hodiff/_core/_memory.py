@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,11 +147,13 @@ class LiveBytes(DispatchMode):
             self.peak = max(self.peak, self._now)
 
 
-def _storages(values: list[Any]) -> Iterator[Any]:
+def _storages(values: Sequence[Any]) -> list[Any]:
     """The storages of the tensors among `values`, and in the lists among them."""
+    storages: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
             with suppress(NotImplementedError):  # a sparse tensor has none: its parts were counted when they were made
-                yield value.untyped_storage()
+                storages += [value.untyped_storage()]
         elif isinstance(value, (tuple, list)):
-            yield from _storages(list(value))
+            storages += _storages(value)
+    return storages
