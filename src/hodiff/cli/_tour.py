@@ -254,10 +254,8 @@ class Screen:
 
     def compare(self, label: str, got: float, expected: float, tolerance: float) -> None:
         """A number that is not ours, and what it should be: said, but no failure of this program."""
-        right = agree(got, expected, tolerance)
-        self._line(
-            f"   {label}", number(got), number(expected), "right" if right else "wrong", "" if right else "silently"
-        )
+        verdict = ("right", "") if agree(got, expected, tolerance) else ("wrong", "silently")
+        self._line(f"   {label}", number(got), number(expected), *verdict)
 
     def end(self) -> int:
         """The verdict, and the exit status."""

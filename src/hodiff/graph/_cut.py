@@ -124,12 +124,11 @@ def no_graph(case: FailedPass) -> Explanation | None:
     if tensor is None or case.line is None:
         return None
     variable = case.names.of(tensor)
-    kind, line, call, certain = _where_lost(case, tensor, variable)
+    lost, certain = _where_lost(case, tensor, variable)
+    kind, line = (lost.kind, lost.line) if lost is not None else ("no graph", None)
     beside = case.record.cuts.beside(tensor) if case.record is not None and certain else ()
     made = _source.only_assignment(variable, case.line) if line is None else None
-    fix = ""
-    if certain:
-        fix = fix_of(kind, line, call) if line is None else _fix(case, Lost(kind, line, call), beside)
+    fix = _fix(case, lost, beside) if lost is not None and certain else ""
     unknown = _which(beside) if beside else ""
     return case.explanation(
         CUTS[kind].cause or kind,
@@ -241,19 +240,15 @@ def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _where_lost(case: FailedPass, tensor: Tensor, variable: str) -> tuple[str, Line | None, str, bool]:
-    if case.record is not None:
-        lost = case.record.cuts.of(tensor)
-        if lost is not None:
-            return lost.kind, lost.line, lost.call, True
-        left = case.record.cuts.latest
-        if left is not None:
-            return left.kind, left.line, left.call, False
+def _where_lost(case: FailedPass, tensor: Tensor, variable: str) -> tuple[Lost | None, bool]:
+    """Where a tensor lost its graph, and whether that is certain."""
+    recorded = case.record.cuts.of(tensor) if case.record is not None else None
+    lost = recorded or (case.record.cuts.latest if case.record is not None else None)
+    if lost is not None:
+        return lost, recorded is not None
     name = variable or _source.target_of(case.line) if case.line is not None else variable
     cuts = _source.cuts(name, case.line, case.names.values) if name and case.line is not None else []
-    if cuts:
-        return cuts[0][1], cuts[0][0], "", False
-    return "no graph", None, "", False
+    return Lost(cuts[0][1], cuts[0][0], "") if cuts else None, False
 
 
 def _silenced(line: Line | None) -> str:

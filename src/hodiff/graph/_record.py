@@ -79,7 +79,7 @@ class Change(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """How a tensor came to have no graph (the words of `KINDS`), and where."""
+    """How a tensor came to have no graph (a key of `_cut.CUTS`), and where."""
 
     kind: str
     line: Line

@@ -72,21 +72,16 @@ class OptimizerSteps:
         self.settle()
         hooks = _saved.hooks_before_steps()
         for key, hook in list(hooks.items()):  # in one step of the interpreter: other threads register theirs
-            if getattr(hook, "__self__", None) is self:
+            if _owner(hook) is self:
                 del hooks[key]
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None
         self._back()  # from a step that raised, if someone still holds its error
-        given = (*args[1:], *kwargs.values())  # a closure asks for passes
-        if any(value is not None for value in given) or not _is_plain(optimizer):
-            return None
-        if any(
-            not isinstance(getattr(hook, "__self__", None), OptimizerSteps) for hook in _saved.step_hooks(optimizer)
-        ):
-            return None
-        if not _saved.innermost(self._watch):
+        closures = [value for value in (*args[1:], *kwargs.values()) if value is not None]  # which ask for passes
+        hooks = [hook for hook in _saved.step_hooks(optimizer) if not isinstance(_owner(hook), OptimizerSteps)]
+        if closures or hooks or not _is_plain(optimizer) or not _saved.innermost(self._watch):
             return None
         TorchFunctionMode.__exit__(self._watch, None, None, None)
         leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
@@ -110,6 +105,10 @@ class OptimizerSteps:
         if away is not None:
             changed = [leaf for leaf, before in away.leaves if _saved.version(leaf) != before]
             self._watch.note_change("step", changed, away.place)
+
+
+def _owner(hook: Any) -> Any:
+    return getattr(hook, "__self__", None)
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
