@@ -11,7 +11,6 @@ from typing import Any, Generic, Literal, Self
 import torch
 
 from hodiff._core import _arguments, _memory
-from hodiff._core._memory import readable
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature._data import Batches
@@ -63,10 +62,11 @@ class Cost:
 
     def __str__(self) -> str:
         return (
-            f"dense(): {readable(self.dense_bytes)}, {self.dense_passes} passes\n"
-            f"one product: {readable(self.product_bytes)}, {self.evaluations} evaluations, {self.passes} passes\n"
-            f"cache: {readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
-            f"free: {readable(self.free_bytes)}"
+            f"dense(): {_memory.readable(self.dense_bytes)}, {self.dense_passes} passes\n"
+            f"one product: {_memory.readable(self.product_bytes)}, "
+            f"{self.evaluations} evaluations, {self.passes} passes\n"
+            f"cache: {_memory.readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
+            f"free: {_memory.readable(self.free_bytes)}"
         )
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _settings, _vectors
-from hodiff._core._arguments import check_option
-from hodiff._core._vectors import sum_dtype
 from hodiff.curvature._krylov import Basis
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -278,7 +276,7 @@ def _eigenpairs(
     _arguments.check_integer(k, "k", least=1)
     _vectors.check_generator(generator)
     check_rtol(rtol)
-    check_option(which, Which, "which")
+    _arguments.check_option(which, Which, "which")
     size = operator.shape[0]
     if k > size:
         raise InputError(f"k: got {k}, and the operator has {size} columns.")
@@ -286,7 +284,7 @@ def _eigenpairs(
     budget = 50 * k + 1000 if products is None else _arguments.check_integer(products, "products", least=2 * k + 2)
     if rtol is None:
         rtol = default_rtol(operator.dtype)
-    dtype = sum_dtype(operator.dtype)
+    dtype = _vectors.sum_dtype(operator.dtype)
     kinds = (dtype, operator.dtype) if symmetric else (torch.promote_types(dtype, torch.complex64),) * 2
 
     def record(pairs: Pairs, converged: bool | None, spent: int) -> EigenRecord:
@@ -367,7 +365,7 @@ class Search:
         self.complete = False
         self.unit = 0.0
         # Products round as the operator does; a basis that rounds less keeps the residuals at that level.
-        double = sum_dtype(operator.dtype) if operator.device.type == "mps" else torch.float64
+        double = _vectors.sum_dtype(operator.dtype) if operator.device.type == "mps" else torch.float64
         self._eps = torch.finfo(operator.dtype).eps
         self._locked = torch.empty((0, operator.shape[0]), dtype=double, device=operator.device)
         self._values = torch.empty(0, dtype=torch.float64 if symmetric else torch.complex128, device="cpu")

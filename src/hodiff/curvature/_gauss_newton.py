@@ -14,8 +14,7 @@ from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
-from hodiff.curvature import _data
-from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted
+from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_predict
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (
@@ -141,7 +140,7 @@ def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:
         raise InputError("predict, loss, where: in this order; a loss was given in another place.")
     if data is None:
         raise InputError("data: is None; expected an iterable of batches, for one batch data=[batch].")
-    _data.check_predict(predict, True)
+    check_predict(predict, True)
 
 
 def _is_loss(value: Any) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings
 from hodiff._core._graph import OutputGraph
-from hodiff._core._settings import RandomState
 from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, Batches, check_total
@@ -127,7 +126,7 @@ class FirstPass:
     everywhere: RankFacts
     point: Values
     autocast: Callable[[], AbstractContextManager[Any]]
-    random: dict[int, RandomState]
+    random: dict[int, _settings.RandomState]
 
 
 class GraphCache(Generic[G, B]):
@@ -204,9 +203,9 @@ class GraphCache(Generic[G, B]):
         largest = self._probed or 0
         dtype = None
         self._bytes = 0
-        random: dict[int, RandomState] = {}
+        random: dict[int, _settings.RandomState] = {}
         for number, batch in enumerate(self.batches):
-            state = RandomState.of(self.device)
+            state = _settings.RandomState.of(self.device)
             build = partial(builder.build, self.where, batch, number)
             graph, size = _memory.measured(build, self.device) if self.batches.given else (build(), 0)
             terms = [graph.value, *graph.gradient]
@@ -306,7 +305,7 @@ class GraphCache(Generic[G, B]):
         with first.autocast():
             if not first.random:
                 return make()
-            now = RandomState.of(self.device)
+            now = _settings.RandomState.of(self.device)
             first.random.get(number, now).restore()
             try:
                 return make()

@@ -14,7 +14,6 @@ from hodiff._core import _arguments, _hooks, _locks, _messages, _nodes, _setting
 from hodiff._core._call import call
 from hodiff._core._graph import detached
 from hodiff._core._lending import EvaluationContext
-from hodiff._core._settings import RandomState
 from hodiff._core._substitutes import ExactNorms
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._krylov import dot
@@ -133,7 +132,7 @@ class NewtonCG(torch.optim.Optimizer):
         point = self._trainable()
         state = self.state[self.param_groups[0]["params"][0]]
         state.setdefault("radius", self._first_radius)
-        random = RandomState.of(point.tensors[0].device)
+        random = _settings.RandomState.of(point.tensors[0].device)
         with _settings.Scope(_second_derivatives), _settings.recording():
             loss = closure()
             value = _finite(loss)
@@ -171,7 +170,7 @@ class NewtonCG(torch.optim.Optimizer):
         point: _Point,
         step: Sequence[Tensor],
         record: NewtonRecord,
-        random: RandomState,
+        random: _settings.RandomState,
     ) -> NewtonRecord:
         """Take the step, look at the loss there, and undo it where that is not small enough."""
         before = [tensor.detach().clone() for tensor in point.tensors]
@@ -251,7 +250,7 @@ def _finite(loss: Any) -> float:
     return value
 
 
-def _again(closure: Callable[[], Any], tensors: list[Tensor], random: RandomState, *, record: bool) -> Tensor:
+def _again(closure: Callable[[], Any], tensors: list[Tensor], random: _settings.RandomState, *, record: bool) -> Tensor:
     """The loss at the parameters as they are now, with the same random numbers and without side effects."""
 
     def loss(_: Any) -> Any:

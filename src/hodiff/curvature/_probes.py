@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _reverse, _tree, _vectors
-from hodiff._core._arguments import Probes, is_set
-from hodiff._core._vectors import Space, sum_dtype
 from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
@@ -35,7 +33,7 @@ class RandomVectors:
         self,
         operator: LinearOperator,
         samples: int,
-        probes: Probes,
+        probes: _arguments.Probes,
         vectors: Any,
         generator: torch.Generator | None,
         *,
@@ -46,7 +44,7 @@ class RandomVectors:
         _arguments.check_option(probes, Probes, "probes")
         _vectors.check_generator(generator)
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
-        self._probes: Probes = probes
+        self._probes: _arguments.Probes = probes
         self._generator = source(operator, generator)
         self._rows = None if vectors is None else _distinct(_rows(operator._domain, vectors, live=live))
         self.given = self._rows is not None
@@ -83,7 +81,7 @@ def source(operator: LinearOperator, generator: torch.Generator | None) -> torch
     return generator if generator is not None or group_sum is None else group_sum.generator(operator.device)
 
 
-def _rows(domain: Space, vectors: Any, *, live: bool) -> Tensor:
+def _rows(domain: _vectors.Space, vectors: Any, *, live: bool) -> Tensor:
     kind, parts, number, _ = domain.parse(vectors, "vectors")
     if number == 0 or not all(bool(part.isfinite().all()) for part in parts):
         raise InputError(f"vectors: {'holds none' if number == 0 else 'has entries that are not finite'}.")
@@ -143,7 +141,7 @@ def check_square(operator: object, name: str, *, symmetric: bool = False, instea
 def check_detached(name: str, operator: object, create_graph: bool | None, **given: Any) -> None:
     """Say that a result is detached, unless the caller has; `given` are the vectors that it is computed from."""
     if create_graph is not None:
-        if is_set(create_graph, "create_graph"):
+        if _arguments.is_set(create_graph, "create_graph"):
             raise InputError(f"create_graph: {name} cannot be differentiated. For its derivative: {WAYS[name]}.")
     elif isinstance(operator, LinearOperator):
         live = [f"{argument} requires grad" for argument, value in given.items() if _requires_grad(value, argument)]
@@ -214,7 +212,7 @@ def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     """A times each row, `(K, D)` to `(K, D)`, in the precision of sums (the product itself has the operator's)."""
     rows = rows.to(operator.dtype)
     products = operator._applied(rows[0])[None] if len(rows) == 1 else operator._applied(rows.T).T
-    return products.to(sum_dtype(operator.dtype))
+    return products.to(_vectors.sum_dtype(operator.dtype))
 
 
 def exact_diagonal(operator: LinearOperator) -> Tensor:

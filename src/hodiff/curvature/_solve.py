@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
-from hodiff._core._arguments import check_option
 from hodiff._core._vectors import Leaves, Space, Vectors, sum_dtype
 from hodiff.curvature._krylov import Product, Solution, conjugate_gradients, gmres, minres, neumann
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
@@ -36,14 +35,6 @@ from hodiff.errors import InputError
 
 Method = Literal["cg", "minres", "gmres", "neumann"]
 V = TypeVar("V")
-
-
-class Limits(NamedTuple):
-    """When to stop: at a tolerance or out of products, or after so many steps."""
-
-    rtol: float
-    products: int
-    steps: int | None
 
 
 def solve(
@@ -210,11 +201,11 @@ def attempt(
     progress: bool = False,
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has something else to say than a warning."""
-    check_option(method, Method, "method")
+    _arguments.check_option(method, Method, "method")
     operator = check_square(operator, "solve", symmetric=method in ("cg", "minres"), instead="method='gmres'")
     check_rtol(rtol)
     as_float(damping, "damping")
-    limits = _limits(operator, method, rtol, products, iterations)
+    rtol, limit = _limits(operator, method, rtol, products, iterations)
     right, given = _vector(operator, b, "b")
     unit = float(right.abs().max()) or 1.0  # squares of very small or large entries have no place in their dtype
     right = right / unit
@@ -228,7 +219,7 @@ def attempt(
         along = None if end.direction is None else _spelled(operator, end.direction, given)
         return SolveRecord(value, end.size or 0.0, converged, spent, end.status, along)
 
-    with EstimatorProgress("solve", operator, limits.steps or limits.products, callback, progress) as watch:
+    with EstimatorProgress("solve", operator, limit, callback, progress) as watch:
         method_of = _method(method, operator, restart, scale)
 
         def run(base: Tensor, r: Tensor, tolerance: float, left: Callable[[], int]) -> Solution:
@@ -242,15 +233,16 @@ def attempt(
         product = measured or product
         if size == 0:
             solution = Solution(torch.zeros_like(right), "converged", 0.0)
-        elif limits.steps is None:
-            solution = solved(run, product, right, x, limits.rtol, lambda: limits.products - watch.spent)
+        elif iterations is None:
+            solution = solved(run, product, right, x, rtol, lambda: limit - watch.spent)
         else:
             exact = method != "minres" or preconditioner is None
-            solution = stepped(run, product, right, x, limits.steps, lambda: watch.spent, eps, exact)
+            solution = stepped(run, product, right, x, iterations, lambda: watch.spent, eps, exact)
         if measured and measured.unit != 1:
             _check_room(solution.x, unit / measured.unit, operator.dtype)
         made = record(solution, watch.spent)
-        return made, _explanation(made, limits) if made.status not in ("converged", "iterations") else None
+        wanted = f"rtol={rtol:g}" if iterations is None else f"iterations={iterations}"
+        return made, _explanation(made, wanted) if made.status not in ("converged", "iterations") else None
 
 
 def _check_room(x: Tensor, unit: float, dtype: torch.dtype) -> None:
@@ -347,17 +339,20 @@ def _method(method: Method, operator: LinearOperator, restart: int | None, scale
     return functools.partial(gmres, max_basis=min(room, size))
 
 
-def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> Limits:
+def _limits(
+    operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any
+) -> tuple[float, int]:
+    """The tolerance, and how many products, or steps, there may be."""
     if iterations is None:
         if method == "neumann":
             raise InputError("method='neumann': is a number of terms, not a tolerance; say how many by iterations=.")
         default = min(10 * operator.shape[0] + 10, 1000)
         limit = default if products is None else _arguments.check_integer(products, "products", least=2)
-        return Limits(default_rtol(operator.dtype) if rtol is None else rtol, limit, None)
+        return default_rtol(operator.dtype) if rtol is None else rtol, limit
     if rtol is not None or products is not None:
         other = "products" if rtol is None else "rtol"
         raise InputError(f"iterations: are taken whatever they reach, so there is no {other} beside them; give one.")
-    return Limits(0.0, 0, _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1))
+    return 0.0, _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1)
 
 
 Attempt = Callable[[Tensor, Tensor, float, Callable[[], int]], Solution]
@@ -408,7 +403,7 @@ def solved(run: Attempt, product: Product, b: Tensor, x: Tensor, rtol: float, le
     return Solution(x, "converged", residual)
 
 
-def _explanation(record: SolveRecord[Any], limits: Limits) -> str:
+def _explanation(record: SolveRecord[Any], wanted: str) -> str:
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
@@ -424,8 +419,7 @@ def _explanation(record: SolveRecord[Any], limits: Limits) -> str:
             "no better, or GMRES keeps too few vectors (restart=). Add damping, or use double precision"
         ),
     }[record.status]
-    precision = f"rtol={limits.rtol:g}" if limits.steps is None else f"iterations={limits.steps}"
-    residual = f"the relative residual is {record.residual:.2g} ({precision})"
+    residual = f"the relative residual is {record.residual:.2g} ({wanted})"
     return f"solve: after {record.products} products {residual}; {advice}."
 
 

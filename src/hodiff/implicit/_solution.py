@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _nodes, _refusals, _reverse, _settings, _tree
-from hodiff._core._arguments import check_option
-from hodiff._core._call import Call, call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._settings import RandomState
 from hodiff._core._where import Selection, Where
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
 from hodiff.curvature._operator import LinearOperator
@@ -355,7 +352,7 @@ def attached(
     where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
-    check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
+    _arguments.check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
     order = _call.outer_order() if given.order is None else _arguments.check_integer(given.order, "order", least=1)
     _arguments.check_integer(given.polish, "polish", least=0)
     limit = given.gradient_tol
@@ -363,7 +360,7 @@ def attached(
     if limit is not None and not (number and limit >= 0):
         raise InputError(f"gradient_tol: got {limit!r}, expected a number of 0 or more, or None.")
     # The residual at the values alone; and in a differentiable result with as many derivatives as there are links.
-    linked = call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
+    linked = _call.call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
     plain = linked._replace(create_graph=False, keep=True, order=2)
     problem = Problem(kind, where, given, order, line)
     values = _values(where)
@@ -410,12 +407,13 @@ class Problem:
 
     def __init__(self, kind: Kind, where: Where, given: Given, order: int, line: CallSite) -> None:
         self.kind: Kind = kind
-        self._random = RandomState.of(where.tensors[0].device)  # each evaluation draws what the first one drew
+        # Each evaluation draws what the first one drew.
+        self._random = _settings.RandomState.of(where.tensors[0].device)
         self._given = given
         self._order = order
         self._line = line
 
-    def residual(self, request: Call, at: Sequence[Tensor]) -> tuple[OutputGraph, Leaves]:
+    def residual(self, request: _call.Call, at: Sequence[Tensor]) -> tuple[OutputGraph, Leaves]:
         """The residual at some leaves, and its graph."""
         self._random.restore()
         with OutputGraph(request, at) as graph:
@@ -472,7 +470,7 @@ class Problem:
             fatal=NO_DERIVATIVE,
         )
 
-    def polished(self, plain: Call, values: Leaves) -> Leaves:
+    def polished(self, plain: _call.Call, values: Leaves) -> Leaves:
         """A step of Newton's method."""
         graph, residual = self.residual(plain, _leaves(values))
         step = self._system(graph, residual).solved(residual, transposed=False)

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
-from hodiff._core._arguments import is_set
 from hodiff._core._call import Call, call
 from hodiff._core._graph import OutputGraph, memory_of
 from hodiff._core._lending import tag_of
-from hodiff._core._settings import RandomState
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
 from hodiff.rules._optimisers import (
@@ -170,7 +168,8 @@ def unroll(
         reversible learning. ICML. arXiv:1502.03492.
         Finn, C., Abbeel, P., Levine, S. (2017). Model-agnostic meta-learning. ICML. arXiv:1703.03400.
     """
-    return_state, first_order = is_set(return_state, "return_state"), is_set(first_order, "first_order")
+    return_state = _arguments.is_set(return_state, "return_state")
+    first_order = _arguments.is_set(first_order, "first_order")
     parsed = Where(where, "where")
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: is a {type(f).__name__}; expected a function of the parameters, evaluated at each step.")
@@ -303,7 +302,7 @@ class Replay:
         device = steps.where.tensors[0].device
         self._steps, self._batches = steps, batches
         self._state, self._step = now.state, now.step
-        self._random, self._device = RandomState.of(device), device.type
+        self._random, self._device = _settings.RandomState.of(device), device.type
         self._autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self.number, self.thetas = 0, []
         self.ends: list[tuple[Tensor, int]] = []
@@ -315,7 +314,7 @@ class Replay:
         mode = SubstituteInputs(self.thetas, aliases[self.number :])
         begin = Progress(start[:count], _replaced(self._state, start[count:]), self._step)
         dtype, enabled = self._autocast
-        drawn = RandomState.of(self._random.device)
+        drawn = _settings.RandomState.of(self._random.device)
         self._random.restore()
         try:
             with _settings.grad_mode(True), _settings.autocast(self._device, dtype, enabled=enabled):

@@ -26,7 +26,6 @@ from hodiff._core._arguments import (
     check_real_tensor,
     is_set,
 )
-from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._lending import tag_of
 from hodiff._core._vectors import check_generator, draw
@@ -419,7 +418,7 @@ def evaluation(
     """`f` at `x`, for a loss of its derivatives."""
     check_critic(f)
     return OutputGraph(
-        call(
+        _call.call(
             uncompiled(f),
             x,
             passes=passes,

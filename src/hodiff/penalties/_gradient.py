@@ -10,19 +10,17 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _independence, _reverse, _settings
 from hodiff._core._arguments import Allowed, CallOptions, PatchReduction, Reduction, check_option, is_set
-from hodiff._core._call import call
 from hodiff._core._compiled_callers import traced
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
-from hodiff.penalties._critic import Critic, LossOptions
 
 Function = Callable[..., Any]
 What = Function | Tensor
 
 
-class Recipe(LossOptions, total=False):
+class Recipe(_critic.LossOptions, total=False):
     """What the penalties on samples share."""
 
     reduction: Reduction
@@ -151,7 +149,7 @@ def gradient_penalty(
     """
     rule = PenaltyRule(target, one_sided, power, ord, weight, reduction)
     traced = torch.compiler.is_compiling()
-    critic = Critic(f if traced else _critic.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
+    critic = _critic.Critic(f if traced else _critic.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
     return_outputs = return_outputs is not False and is_set(return_outputs, "return_outputs")
@@ -214,7 +212,7 @@ class PenaltyRule(NamedTuple):
 
 
 def outputs_and_gradient(
-    critic: Critic, x: Any, *, create_graph: bool, strict: bool | None, allow: Allowed, args: Any, kwargs: Any
+    critic: _critic.Critic, x: Any, *, create_graph: bool, strict: bool | None, allow: Allowed, args: Any, kwargs: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """What the critic returns, and the gradient's leaves."""
     tensor = isinstance(critic.f, Tensor)
@@ -225,7 +223,7 @@ def outputs_and_gradient(
             what = critic.per_sample(critic.f, where.tensors[0].shape[: critic.batch_ndim])
     else:
         what = critic
-    request = call(
+    request = _call.call(
         what,
         where,
         passes=1,

@@ -12,16 +12,14 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
 from hodiff._core._graph import OutputGraph
-from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
 from hodiff.calculus._directional import by_lines
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
-from hodiff.penalties._critic import Critic, VectorOptions
 from hodiff.penalties._gradient import Function, outputs_and_gradient
 
 
-class OfHessian(VectorOptions, total=False):
+class OfHessian(_critic.VectorOptions, total=False):
     """What `hessian_penalty` takes; for overloads alone."""
 
     weight: float
@@ -160,7 +158,7 @@ def hessian_penalty(
 
 def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
     """`f` with the same random numbers at each call: of different ones, differences would be those of the draws."""
-    random = RandomState.of(where.tensors[0].device)
+    random = _settings.RandomState.of(where.tensors[0].device)
     inside = _critic.uncompiled(f)
 
     def call(z: Any) -> Any:
@@ -260,7 +258,7 @@ def curvature_penalty(
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
     _critic.check_function(f)
-    critic = Critic(_critic.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
+    critic = _critic.Critic(_critic.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
     critic.check()
     record = _critic.recorded(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
@@ -268,7 +266,7 @@ def curvature_penalty(
     )  # fmt: skip
     options = {"create_graph": record, "strict": None, "allow": allow, "args": args, "kwargs": kwargs}
     where = Where(x)
-    random = RandomState.of(where.tensors[0].device)
+    random = _settings.RandomState.of(where.tensors[0].device)
     outputs, here = outputs_and_gradient(critic, where, **options)
     with _settings.grad_mode(False):
         signs = [part.sign() for part in here]

@@ -13,11 +13,10 @@ from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
-from hodiff.penalties._critic import VectorOptions
 from hodiff.penalties._gradient import What
 
 
-class JacobianPenaltyOptions(VectorOptions, total=False):
+class JacobianPenaltyOptions(_critic.VectorOptions, total=False):
     """What `jacobian_penalty` takes; for overloads alone."""
 
     weight: float

@@ -14,11 +14,10 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
-from hodiff.penalties._critic import VectorOptions
 from hodiff.penalties._gradient import What
 
 
-class ScoreMatchingOptions(VectorOptions, total=False):
+class ScoreMatchingOptions(_critic.VectorOptions, total=False):
     """What `sliced_score_matching_loss` takes; for overloads alone."""
 
     log_density: bool

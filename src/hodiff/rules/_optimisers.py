@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -22,7 +21,7 @@ Hyper = Any
 """A hyperparameter: a number, a tensor that fits each leaf, or a container like the point that holds one for each."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Rule(ABC):
     """An update rule: hyperparameters, and a pure function of parameters, gradients and a state.
 
@@ -37,17 +36,15 @@ class Rule(ABC):
         (tensor([-1.]), {'SGD': {'params': {}}})
     """
 
-    maximize: bool = dataclasses.field(default=False, kw_only=True)
+    maximize: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "betas":
-                _check_pair(value, type(self).__name__)
-            elif isinstance(field.default, bool):
-                _check_kind(value, bool, f"{type(self).__name__}: {field.name}")
+        for option in fields(self):
+            value, name = getattr(self, option.name), f"{type(self).__name__}: {option.name}"
+            if option.name == "betas":
+                _check_pair(value, name)
             else:
-                _check_kind(value, (int, float, Tensor), f"{type(self).__name__}: {field.name}")
+                _check_kind(value, bool if isinstance(option.default, bool) else (int, float, Tensor), name)
 
     def __call__(self, params: Any, grads: Any, state: Any, step: int) -> tuple[Any, dict[str, dict[str, State]]]:
         """New parameters, and the state that the next step needs.
@@ -75,7 +72,7 @@ class Rule(ABC):
 
     def _by_leaf(self, tree: _tree.Tree, count: int) -> list[Any]:
         """The rule for each leaf."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
         pairs = values.pop("betas", None)
         spread = {name: _spread(value, tree, name) for name, value in values.items() if _tree.is_container(value)}
         if pairs is not None and any(map(_tree.is_container, pairs)):
@@ -83,7 +80,7 @@ class Rule(ABC):
             spread["betas"] = list(zip(*both, strict=True))
         if not spread:
             return [self] * count
-        return [dataclasses.replace(self, **{name: spread[name][i] for name in spread}) for i in range(count)]
+        return [replace(self, **{name: spread[name][i] for name in spread}) for i in range(count)]
 
 
 def stepped(
@@ -140,11 +137,11 @@ def _spread(value: Any, tree: _tree.Tree, name: str) -> list[Any]:
 
 def _check_pair(value: Any, name: str) -> None:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InputError(f"{name}: betas: got {value!r}, expected a pair (beta1, beta2).")
+        raise InputError(f"{name}: got {value!r}, expected a pair (beta1, beta2).")
     for beta in value:
-        _check_kind(beta, (int, float, Tensor), f"{name}: betas")
+        _check_kind(beta, (int, float, Tensor), name)
         if isinstance(beta, (int, float)) and not 0 <= beta < 1:
-            raise InputError(f"{name}: betas: got {value!r}, expected two numbers of 0 or more, below 1.")
+            raise InputError(f"{name}: got {value!r}, expected two numbers of 0 or more, below 1.")
 
 
 def _check_kind(value: Any, kinds: Any, name: str) -> None:
