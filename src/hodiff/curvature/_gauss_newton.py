@@ -398,26 +398,23 @@ class FisherOperator(PullbackOperator):
     def _own_diagonal(self) -> Tensor | None:
         """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
         with self._raise_on_all_ranks():
-            return self._diagonal_of_scores()
+            group_sum, graphs = self._group_sum, self._graphs
+            graphs.evaluate()
+            own = sum(graphs.builder.ranks.values())
+            rank = own if group_sum is None else sum(group_sum.sum("sums", [], fact=own)[1])
+            if not 0 < rank < self.shape[1]:
+                return None
+            self._count(rank)
+            total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
 
-    def _diagonal_of_scores(self) -> Tensor | None:
-        group_sum, graphs = self._group_sum, self._graphs
-        graphs.evaluate()
-        own = sum(graphs.builder.ranks.values())
-        rank = own if group_sum is None else sum(group_sum.sum("sums", [], fact=own)[1])
-        if not 0 < rank < self.shape[1]:
-            return None
-        self._count(rank)
-        total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
+            def add(graph: CurvedOutputs, number: int) -> None:
+                if isinstance(graph.curvature, OuterProducts):
+                    total.add_(self._squares(graph, graph.curvature) / graph.curvature.draws)
 
-        def add(graph: CurvedOutputs, number: int) -> None:
-            if isinstance(graph.curvature, OuterProducts):
-                total.add_(self._squares(graph, graph.curvature) / graph.curvature.draws)
-
-        first = graphs.each_graph(add)
-        if group_sum is not None:
-            ((total,), _) = group_sum.sum("takes a diagonal", [total], who=self._names())
-        return total / first.everywhere.weight
+            first = graphs.each_graph(add)
+            if group_sum is not None:
+                ((total,), _) = group_sum.sum("takes a diagonal", [total], who=self._names())
+            return total / first.everywhere.weight
 
     def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
         """The squares of J' s, summed over the scores of a batch."""

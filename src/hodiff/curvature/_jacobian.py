@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, final, overload
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from hodiff.curvature._data import check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
 from hodiff.curvature._gauss_newton import Linearised, linearise, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
-from hodiff.curvature._operator import LinearOperator, TransposedOperator, say_detached
+from hodiff.curvature._operator import LinearOperator, TransposedOperator, TwoSpaces, say_detached
 from hodiff.errors import InputError
 
 
 @final
-class JacobianOperator(DataOperator[Linearised]):
+class JacobianOperator(DataOperator[Linearised], TwoSpaces):
     r"""The Jacobian \(J = \partial f / \partial x\) of a network's outputs as an operator; `J.T` for its transpose.
 
     With several batches the outputs are those of all batches, one after the other along their leading
@@ -75,13 +75,7 @@ class JacobianOperator(DataOperator[Linearised]):
             chunk_size=chunk_size, progress=progress, keep=data is not None,
         )  # fmt: skip
 
-    if TYPE_CHECKING:  # outputs and the point differ in structure: a vector's spelling says nothing of the result's
-
-        @overload
-        def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
-        @overload
-        def __matmul__(self, v: Any) -> Any: ...
-        def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+    if TYPE_CHECKING:
 
         @property
         def T(self) -> TransposedOperator: ...

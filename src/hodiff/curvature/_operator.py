@@ -644,17 +644,21 @@ class ProductOperator(LinearOperator):
         return " @ ".join(map(repr, self._made_of))
 
 
-@final
-class TransposedOperator(LinearOperator):
-    """The transpose of an operator that knows both of its products: what `J.T` is."""
+class TwoSpaces(LinearOperator):
+    """An operator whose rows and columns may differ in structure: a vector's spelling says nothing of the result's."""
 
-    if TYPE_CHECKING:  # rows and columns may differ in structure: a vector's spelling says nothing of the result's
+    if TYPE_CHECKING:
 
         @overload
         def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
         @overload
         def __matmul__(self, v: Any) -> Any: ...
         def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+@final
+class TransposedOperator(TwoSpaces):
+    """The transpose of an operator that knows both of its products: what `J.T` is."""
 
     @property
     def _domain(self) -> Space:

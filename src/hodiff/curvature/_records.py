@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,12 +93,15 @@ End = Literal["interior", "boundary", "negative curvature", "budget"]
 _REACHED: dict[bool | None, str] = {True: "converged", False: "not converged"}
 
 
+@dataclass(frozen=True, repr=False)
 class _Estimate(Shown):
-    """What records of random estimates say, with their standard errors."""
+    """What records of random estimates hold and say, with their standard errors."""
 
+    value: Any
     stderr: Any
     converged: bool | None
-    _errors = "The standard error is {} of the value"
+    products: int
+    _errors: ClassVar = "The standard error is {} of the value"
 
     def _facts(self) -> dict[str, str]:
         error = "" if self.stderr is None else f" ± {number(self.stderr)}"
@@ -150,8 +153,6 @@ class TraceRecord(_Estimate):
 
     value: Tensor
     stderr: Tensor | None
-    converged: bool | None
-    products: int
     blocks: Mapping[str, TraceRecord] = field(default_factory=dict[str, "TraceRecord"])
 
 
@@ -167,10 +168,6 @@ class DiagonalRecord(_Estimate):
         products: How many products it took.
     """
 
-    value: Any
-    stderr: Any
-    converged: bool | None
-    products: int
     _errors = "The standard errors are {} of the diagonal"
 
     def _facts(self) -> dict[str, str]:
