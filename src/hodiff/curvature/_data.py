@@ -149,12 +149,13 @@ class Weighted:
             return returned, 1.0
         if number or (self._batches.count or 1) > 1 or self._batches.shared:
             raise InputError(
-                f"{self._name}: returned a bare value, and there are several batches (or processes): a mean of means "
-                f"is not the mean where batches are ragged, masked or weighted. Return the sum and what it is divided "
-                f"by:\n"
+                f"{self._name}: returned a bare value, and there are several batches (or processes): "
+                f"a mean of means is not the mean where batches are ragged, masked or weighted. "
+                f"Return the sum and what it is divided by:\n"
                 f"    total = F.cross_entropy(model(inputs), targets, reduction='sum')\n"
                 f"    return total, len(targets)\n"
-                f"or say how much each batch counts: batch_weight=lambda batch: len(batch[1]), or batch_weight='equal'."
+                f"or say how much each batch counts: batch_weight=lambda batch: len(batch[1]), "
+                f"or batch_weight='equal'."
             )
         return returned, 1.0
 

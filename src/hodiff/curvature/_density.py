@@ -380,7 +380,7 @@ def exact_rules(operator: LinearOperator) -> GaussRules:
 def rules(
     operator: LinearOperator, drawn: RandomVectors, steps: int, name: str, look: Callable[[GaussRules], bool]
 ) -> GaussRules:
-    """All eigenvalues where that costs no more; else the rules of all random vectors, some at a time.
+    """All eigenvalues where that costs no more; else the rules of random vectors, some at a time.
 
     What there is so far `look` sees, and may end it.
     """

@@ -19,10 +19,10 @@ from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (
     LIKELIHOODS,
+    Curvature,
     Loss,
     LossAtOutputs,
     OuterProducts,
-    OutputCurvature,
     check_loss,
     likelihood_names,
     loss_at_outputs,
@@ -76,7 +76,7 @@ def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Le
 class CurvedOutputs(Linearised):
     """A batch's outputs, linearised, and the matrix B over them."""
 
-    curvature: OutputCurvature | OuterProducts
+    curvature: Curvature
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         traits = (at_outputs.value, at_outputs.weight, gradient, pulled, random, calls_back)
         return CurvedOutputs(graph, *traits, outputs, cotangents, curvature)
 
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature | OuterProducts:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> Curvature:
         """The matrix B of batch `number`: the Hessian of the loss by the outputs."""
         return at_outputs.curvature
 
@@ -230,10 +230,14 @@ class GaussNewtonOperator(PullbackOperator):
         check_loss(loss, batch_weight)
         super().__init__(
             where, data,
-            lambda batches, _: PullbackBuilder(predict, loss, Weighted(batches, batch_weight, "loss"), allow),
-            memory_budget=memory_budget, chunk_size=chunk_size, progress=progress, process_group=process_group,
+            lambda batches, _: PullbackBuilder(
+                predict, loss, Weighted(batches, batch_weight, "loss"), allow
+            ),
+            memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
+            process_group=process_group,
         )  # fmt: skip
-        self._route = f"linearised outputs, {'closed-form' if type(loss) in LIKELIHOODS else 'differentiated'} loss"
+        form = "closed-form" if type(loss) in LIKELIHOODS else "differentiated"
+        self._route = f"linearised outputs, {form} loss"
 
 
 # --- `FisherOperator`: the Fisher information, exact, sampled, or "empirical" -----------------------------------------
@@ -266,7 +270,7 @@ class FisherBuilder(PullbackBuilder):
     scores: dict[int, Leaves] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
 
-    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OutputCurvature | OuterProducts:
+    def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> Curvature:
         """The mean outer product of the scores."""
         if self.kind == "exact":
             return at_outputs.fisher or at_outputs.curvature
@@ -288,7 +292,7 @@ class FisherBuilder(PullbackBuilder):
     def fresh(self, *, begins: bool = False) -> FisherBuilder:
         """The builder without the labels that it drew.
 
-        Those of several processes are independent of each other, though all of them may have one seed.
+        Those of several processes are independent of each other, though they may have one seed.
         """
         source = [] if self.kind != "mc" or not begins else [self.generator]
         if source and self.group_sum is not None:
@@ -390,8 +394,8 @@ class FisherOperator(PullbackOperator):
             return FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum)
 
         super().__init__(
-            where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
-            process_group=process_group, keep=kind == "mc",
+            where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,
+            progress=progress, process_group=process_group, keep=kind == "mc",
         )  # fmt: skip
         self.kind, self._route = kind, f"{kind}, linearised outputs"
 

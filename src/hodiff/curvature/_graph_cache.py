@@ -66,12 +66,12 @@ class Builder(ABC, Generic[G]):
         """The graph of batch `number`."""
 
     def fresh(self, *, begins: bool = False) -> Self:
-        """The builder before anything was built, or as an evaluation `begins`: itself, if it keeps nothing."""
+        """The builder before anything was built, or as an evaluation `begins`; itself, or a new one."""
         return self
 
 
 def accumulate(total: Leaves, terms: Sequence[Tensor]) -> Leaves:
-    """A running sum, which is the caller's own, in the precision of sums from the second term on."""
+    """A running sum of the caller's own, in the precision of sums from the second term on."""
     return [sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
 
 
@@ -275,7 +275,7 @@ class GraphCache(Generic[G, B]):
         return [(first.gradient[index] / weight).to(tensors[index].dtype) for index in chosen]
 
     def each_graph(self, take: Callable[[G, int], object]) -> FirstPass:
-        """Show the graph of each batch, one that is kept or another, in the state in which a product may run."""
+        """Show the graph of each batch, kept or made again, in the state in which a product may run."""
         first = self.check()
         if first.own.complete:
             for number, graph in self.kept.items():

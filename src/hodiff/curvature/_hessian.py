@@ -173,8 +173,11 @@ class HessianOperator(SummedOperator[BatchGraph]):
         _check_function(f, data, args, kwargs)
         super().__init__(
             where, data,
-            lambda batches, _: HessianBuilder(f, Weighted(batches, batch_weight), strict, allow, args, kwargs),
-            memory_budget=memory_budget, chunk_size=chunk_size, progress=progress, process_group=process_group,
+            lambda batches, _: HessianBuilder(
+                f, Weighted(batches, batch_weight), strict, allow, args, kwargs
+            ),
+            memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
+            process_group=process_group,
         )  # fmt: skip
 
     def _recorded(self, parts: Leaves, count: int) -> Leaves:

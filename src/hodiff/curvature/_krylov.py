@@ -325,7 +325,7 @@ class Basis:
         self.exhausted = not any(self._put(count, self._draw()) for _ in range(5))
 
     def _put(self, count: int, w: Tensor) -> bool:
-        """Put a vector, without its parts in the others, at `count`; False where nothing is left of it."""
+        """Put what the others leave of a vector at `count`; False where that is nothing."""
         _, w, norm = self._orthogonalised(w / w.norm(), count)
         if norm > 0:
             torch.div(w, norm, out=self.vectors[count])

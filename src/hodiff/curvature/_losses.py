@@ -150,6 +150,9 @@ class OuterProducts:
         return (s * v).sum(dims, keepdim=True) if dims else s * v  # an empty tuple would sum over all
 
 
+Curvature = OutputCurvature | OuterProducts
+
+
 def check_loss(loss: Any, batch_weight: Any) -> None:
     """Raise unless the loss is a function, or one of the modules whose Hessian is known."""
     if isinstance(loss, type):

@@ -645,7 +645,10 @@ class ProductOperator(LinearOperator):
 
 
 class TwoSpaces(LinearOperator):
-    """An operator whose rows and columns may differ in structure: a vector's spelling says nothing of the result's."""
+    """An operator whose rows and columns may differ in structure.
+
+    There a vector's spelling says nothing of the result's.
+    """
 
     if TYPE_CHECKING:
 

@@ -1,9 +1,10 @@
 """Several processes, each with its share of the data: sums over all, by one collective for each product.
 
-What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, and a checksum of what it says
-of itself: which step it is at, what it multiplies. A rank fills its own line and leaves zeros in those of the others,
-so that the sum of all buffers holds every line, exactly. Where lines differ, all ranks see it, and send each other
-what they say in full. What is decided then, each rank decides by the same, and so all of them raise, or none.
+What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, and a
+checksum of what it says of itself, which step it is at and what it multiplies. A rank fills its own
+line and leaves zeros in those of the others, so that the sum of all buffers holds every line, exactly.
+Where lines differ, all ranks see it, and send each other what they say in full. What is decided then,
+each rank decides by the same, and so all of them raise, or none.
 
 A collective whose ranks disagree about its size ends a process of gloo without an exception. So each step opens with
 a buffer of one size, that of one vector like the point; what several vectors take beyond it follows in a second one,
@@ -12,6 +13,7 @@ once the lines have shown that all ranks mean the same. A rank that fails before
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import zlib
@@ -53,10 +55,8 @@ class ProcessGroupSum:
         self._structure = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in pairs]
         self._size = sum(tensor.numel() for tensor in where.tensors)
         self._device = where.tensors[0].device
-        dtype = torch.float32
-        for tensor in where.tensors:
-            dtype = torch.promote_types(dtype, sum_dtype(tensor.dtype))
-        self._dtype = dtype
+        dtypes = [sum_dtype(tensor.dtype) for tensor in where.tensors]
+        self._dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._head = self.world * LENGTH
         self._buffer: Tensor | None = None
         self._greeted = self._inside = False
@@ -92,7 +92,7 @@ class ProcessGroupSum:
         digest: int = 0,
         fact: Any = None,
     ) -> tuple[Leaves, list[Any]]:
-        """The sums over all ranks, in the precision of sums, to be copied at once; and the fact that each rank gave."""
+        """The sums over all ranks, in the precision of sums, to be copied at once; and each rank's fact."""
         self._greet()
         size = sum(part.numel() for part in parts)
         buffer = self._room(self._head + max(size, self._size))
@@ -132,8 +132,8 @@ class ProcessGroupSum:
         if _differ(owners):
             raise _told(
                 InputError(
-                    f"process_group: the ranks use operators of different kinds at the same time; rank {self.rank} has "
-                    f"a {self._owner}."
+                    f"process_group: the ranks use operators of different kinds at the same time; "
+                    f"rank {self.rank} has a {self._owner}."
                 )
             )
         if _differ(numbers):
@@ -148,12 +148,11 @@ class ProcessGroupSum:
             sizes = [sum(math.prod(shape) for _, shape, _ in structure) for structure in structures]
             names = ", ".join(
                 f"{name} {shape} {dtype.removeprefix('torch.')}" for name, shape, dtype in self._structure[:4]
-            )
+            ) + (", ..." if len(self._structure) > 4 else "")
             raise _told(
                 InputError(
-                    f"process_group: the points of the ranks differ in names, shapes or dtypes (sizes {sizes}); rank "
-                    f"{self.rank} has {names}{', ...' if len(self._structure) > 4 else ''}. Build the same model on "
-                    f"every rank."
+                    f"process_group: the points of the ranks differ in names, shapes or dtypes "
+                    f"(sizes {sizes}); rank {self.rank} has {names}. Build the same model on every rank."
                 )
             )
         if _differ(chunks):
@@ -161,7 +160,7 @@ class ProcessGroupSum:
         self._greeted = True
 
     def _exchange(self, buffer: Tensor, status: RankStatus) -> list[RankStatus]:
-        """The first collective of a step; and what each rank says in full, where they differ or tell a fact."""
+        """The first collective of a step; what each rank says in full, where they differ or have a fact."""
         lines = buffer[: self._head].zero_().view(self.world, LENGTH)
         lines[self.rank] = torch.tensor(status.line(), dtype=buffer.dtype, device="cpu")
         self._reduce(buffer)
@@ -349,7 +348,7 @@ class RankStatus(NamedTuple):
     fact: Any = None
 
     def line(self) -> list[int]:
-        """Whether it fails, and a checksum of the rest, as small integers, which any dtype of sums holds exactly."""
+        """Whether it fails, and a checksum of the rest, as integers that any dtype of sums holds exactly."""
         said = zlib.crc32(repr(self[:-1]).encode())
         return [self.step == "fails", *said.to_bytes(LENGTH - 1, "little")]
 

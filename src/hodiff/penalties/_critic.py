@@ -357,7 +357,7 @@ def _rows(leaf: Tensor, batch_ndim: int) -> Tensor:
 
 
 def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """The sum of products; of one row with itself its backward takes half the time and memory of that of `square`."""
+    """The sum of products; of a row with itself, its backward takes half of that of `square`."""
     return functools.reduce(torch.add, [(x * y).sum(-1) for x, y in zip(a, b, strict=True)])
 
 
@@ -406,7 +406,7 @@ def check_function(f: Any) -> None:
 def recorded(
     f: Any, x: Any, *, batch_ndim: int, create_graph: bool | None, check_independence: bool, args: Any, kwargs: Any
 ) -> bool:
-    """Whether a loss is recorded; once it is known, where that is asked for, that samples are independent."""
+    """Whether a loss is recorded; once it is known, if asked for, that samples are independent."""
     if is_set(check_independence, "check_independence"):
         _independence.check(uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     return _call.loss_recorded(create_graph)

@@ -137,8 +137,8 @@ def hessian_penalty(
     if directions[0].shape[0] < 2:
         raise InputError("vectors: holds one vector, expected at least two: a variance is taken over them.")
     record = _critic.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
-        args=args, kwargs=kwargs,
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
+        check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
     inside = _one_draw(f, where, args, kwargs or {})
     at = functools.partial(
@@ -187,7 +187,7 @@ def _difference(at: Evaluation, where: Where, v: Sequence[Tensor], here: Tensor,
 
 
 def _second(at: Evaluation, where: Where, v: Sequence[Tensor]) -> Tensor:
-    """vᵀ H v of every output at once, as the directional derivative of the directional derivative."""
+    """vᵀ H v of every output at once: the directional derivative of the directional derivative."""
     with at(where.result(where.tensors), passes=4) as graph:
         return by_lines(graph, _arguments.check_output(graph.outputs), v)[1]
 
@@ -261,8 +261,8 @@ def curvature_penalty(
     critic = _critic.Critic(_critic.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
     critic.check()
     record = _critic.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
-        args=args, kwargs=kwargs,
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
+        check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
     options = {"create_graph": record, "strict": None, "allow": allow, "args": args, "kwargs": kwargs}
     where = Where(x)

@@ -113,8 +113,8 @@ def jacobian_penalty(
     if samples is not None:
         _arguments.check_integer(samples, "samples", least=1)
     record = _critic.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
-        args=args, kwargs=kwargs,
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
+        check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
     with _critic.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs

@@ -121,8 +121,8 @@ def sliced_score_matching_loss(
     where = Where(x)
     drawn = _critic.vectors_like(where, vectors, samples, probes, generator)
     record = _critic.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph, check_independence=check_independence,
-        args=args, kwargs=kwargs,
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
+        check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
     with _critic.evaluation(
         f, where, passes=1 + log_density, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
