@@ -49,12 +49,6 @@ def wgan_gp_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def wgan_gp_penalty(
-    critic: Function, real: Any, fake: Any, *, return_outputs: bool, **options: Unpack[OneSided]
-) -> Any: ...
-
-
 @traced
 def wgan_gp_penalty(
     critic: Function,
@@ -162,10 +156,6 @@ def dragan_penalty(
 def dragan_penalty(
     critic: Function, real: Any, *, return_outputs: Literal[True], **options: Unpack[Around]
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def dragan_penalty(critic: Function, real: Any, *, return_outputs: bool, **options: Unpack[Around]) -> Any: ...
 
 
 @traced
@@ -290,12 +280,6 @@ def r1_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def r1_penalty(
-    critic: Function, real: Any, *, return_outputs: bool, **options: Unpack[Regularisation]
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 @traced
 def r1_penalty(
     critic: Function,
@@ -393,12 +377,6 @@ def r2_penalty(
 def r2_penalty(
     critic: Function, fake: Any, *, return_outputs: Literal[True], **options: Unpack[Regularisation]
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def r2_penalty(
-    critic: Function, fake: Any, *, return_outputs: bool, **options: Unpack[Regularisation]
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @traced

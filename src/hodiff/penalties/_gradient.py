@@ -51,12 +51,6 @@ def gradient_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def gradient_penalty(
-    f: What, x: Any, *, return_outputs: bool, **options: Unpack[Wanted]
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 @traced
 def gradient_penalty(
     f: What,
@@ -288,12 +282,6 @@ def eikonal_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def eikonal_penalty(
-    f: What, points: Tensor, *, return_outputs: bool, **options: Unpack[EikonalOptions]
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 @traced
 def eikonal_penalty(
     f: What,
@@ -385,12 +373,6 @@ def gradient_norm_penalty(
 def gradient_norm_penalty(
     f: What, where: Any, *, return_outputs: Literal[True], **options: Unpack[GradientNormOptions]
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def gradient_norm_penalty(
-    f: What, where: Any, *, return_outputs: bool, **options: Unpack[GradientNormOptions]
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @traced

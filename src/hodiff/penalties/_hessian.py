@@ -41,10 +41,6 @@ def hessian_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def hessian_penalty(f: Function, x: Any, *, return_outputs: bool, **options: Unpack[OfHessian]) -> Any: ...
-
-
 def hessian_penalty(
     f: Function,
     x: Any,

@@ -37,10 +37,6 @@ def jacobian_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def jacobian_penalty(f: What, x: Any, *, return_outputs: bool, **options: Unpack[JacobianPenaltyOptions]) -> Any: ...
-
-
 def jacobian_penalty(
     f: What,
     x: Any,

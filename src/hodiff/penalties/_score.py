@@ -39,12 +39,6 @@ def sliced_score_matching_loss(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def sliced_score_matching_loss(
-    f: What, x: Any, *, return_outputs: bool, **options: Unpack[ScoreMatchingOptions]
-) -> Any: ...
-
-
 def sliced_score_matching_loss(
     f: What,
     x: Any,
