@@ -339,9 +339,7 @@ def _method(method: Method, operator: LinearOperator, restart: int | None, scale
     return functools.partial(gmres, max_basis=min(room, size))
 
 
-def _limits(
-    operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any
-) -> tuple[float, int]:
+def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> tuple[float, int]:
     """The tolerance, and how many products, or steps, there may be."""
     if iterations is None:
         if method == "neumann":
