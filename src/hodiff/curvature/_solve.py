@@ -276,8 +276,7 @@ def as_float(value: Any, name: str) -> float:
     """A number, which may be given as a tensor of one real element."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         value = value.detach().item()
-    if not _arguments.is_number(value):
-        raise InputError(f"{name}: got {value!r}, expected a number.")
+    _arguments.check_number(value, name)
     return float(value)
 
 
