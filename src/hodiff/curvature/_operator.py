@@ -9,6 +9,7 @@ import copy
 import numbers
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final, overload
@@ -519,8 +520,26 @@ class SymmetricOperator(LinearOperator):
         return True
 
 
+ProductOf = Callable[[LinearOperator, Leaves, Any], Leaves]
+"""What an operator makes of the parts of one vector, or of so many stacked ones: detached, or with a graph."""
+
+
+class ComposedOperator(LinearOperator):
+    """An operator whose products are those of others, put together."""
+
+    @abstractmethod
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
+        """A v, by this product of the operators that it is made of."""
+
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
+        return self._composed(parts, count, LinearOperator._product)
+
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        return self._composed(parts, count, lambda A, v, number: A._recorded(v, number))
+
+
 @final
-class SumOperator(LinearOperator):
+class SumOperator(ComposedOperator):
     """The sum A + B of two operators."""
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
@@ -530,16 +549,9 @@ class SumOperator(LinearOperator):
         self._space = _structured(left._domain, right._domain)
         self._rows = _structured(left._range, right._range)
 
-    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         left, right = (
-            self._range.take(A._product(A._domain.take(parts, count, self._domain), count), count, A._range)
-            for A in self._made_of
-        )
-        return [a + b for a, b in zip(left, right, strict=True)]
-
-    def _recorded(self, parts: Leaves, count: int) -> Leaves:
-        left, right = (
-            self._range.take(A._recorded(A._domain.take(parts, count, self._domain), count), count, A._range)
+            self._range.take(product(A, A._domain.take(parts, count, self._domain), count), count, A._range)
             for A in self._made_of
         )
         return [a + b for a, b in zip(left, right, strict=True)]
@@ -557,7 +569,7 @@ class SumOperator(LinearOperator):
 
 
 @final
-class AffineOperator(LinearOperator):
+class AffineOperator(ComposedOperator):
     """c A + λ I."""
 
     def __init__(self, inner: LinearOperator, factor: float, shift: float = 0.0) -> None:
@@ -574,19 +586,14 @@ class AffineOperator(LinearOperator):
     def _range(self) -> Space:
         return self._inner._range
 
-    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
-        products = self._inner._product(parts, count)
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
+        products = product(self._inner, parts, count)
         if self._factor != 1:
             products = [part * self._factor for part in products]
         if not self._shift:
             return products
         own = self._range.take(parts, count, self._domain)
         return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
-
-    def _recorded(self, parts: Leaves, count: int) -> Leaves:
-        own = self._range.take(parts, count, self._domain)
-        products = self._inner._recorded(parts, count)
-        return [self._factor * part + self._shift * v for part, v in zip(products, own, strict=True)]
 
     def _transposed(self) -> LinearOperator:
         return AffineOperator(self._inner.T, self._factor, self._shift)
@@ -600,7 +607,7 @@ class AffineOperator(LinearOperator):
 
 
 @final
-class ProductOperator(LinearOperator):
+class ProductOperator(ComposedOperator):
     """A B. Between a flat matrix and an operator at a point, vectors are those of the point."""
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
@@ -616,16 +623,10 @@ class ProductOperator(LinearOperator):
         left, right = self._made_of
         return (left is right and left.symmetric) or left._transpose_of is right or right._transpose_of is left
 
-    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         left, right = self._made_of
-        middle = right._product(right._domain.take(parts, count, self._space), count)
-        products = left._product(left._domain.take(middle, count, right._range), count)
-        return self._range.take(products, count, left._range)
-
-    def _recorded(self, parts: Leaves, count: int) -> Leaves:
-        left, right = self._made_of
-        middle = right._recorded(right._domain.take(parts, count, self._space), count)
-        products = left._recorded(left._domain.take(middle, count, right._range), count)
+        middle = product(right, right._domain.take(parts, count, self._space), count)
+        products = product(left, left._domain.take(middle, count, right._range), count)
         return self._range.take(products, count, left._range)
 
     def _transposed(self) -> LinearOperator:
@@ -677,7 +678,7 @@ class TransposedOperator(TwoSpaces):
 
 
 @final
-class BlockOperator(LinearOperator):
+class BlockOperator(ComposedOperator):
     """Some rows, and the same columns, of an operator that has no way of its own: vectors are padded with zeros."""
 
     def __init__(self, inner: LinearOperator, chosen: list[int]) -> None:
@@ -686,17 +687,14 @@ class BlockOperator(LinearOperator):
         self._space = inner._domain.only(chosen)
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
-        padded = self._inner._domain.zeros(count)
-        for index, part in zip(self._chosen, parts, strict=True):
-            padded[index] = part
-        products = self._inner._multiply(padded, count)  # which `_block_of` counts
-        return [products[index] for index in self._chosen]
+        # Which `_block_of` counts.
+        return self._composed(parts, count, lambda A, v, number: A._multiply(v, number))
 
-    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         padded = self._inner._domain.zeros(count)
         for index, part in zip(self._chosen, parts, strict=True):
             padded[index] = part
-        products = self._inner._recorded(padded, count)
+        products = product(self._inner, padded, count)
         return [products[index] for index in self._chosen]
 
     def _transposed(self) -> LinearOperator:
