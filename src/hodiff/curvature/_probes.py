@@ -41,7 +41,7 @@ class RandomVectors:
     ) -> None:
         """With `live`, the caller's own keep their graph."""
         _arguments.check_integer(samples, "samples", least=1)
-        _arguments.check_option(probes, Probes, "probes")
+        _arguments.check_option(probes, _arguments.Probes, "probes")
         _vectors.check_generator(generator)
         self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
         self._probes: _arguments.Probes = probes
