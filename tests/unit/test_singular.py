@@ -198,10 +198,10 @@ def test_larger_ones_and_tensors_are_refused_from_the_third_on(distance: float) 
     assert float(hodiff.nth_derivative(lambda t: torch.linalg.det(regular * t), t + 1, 3)) == pytest.approx(5 * 24)
 
 
-def test_a_checkpoint_of_one_that_is_written_out_says_so() -> None:
+def test_a_checkpoint_of_one_that_is_written_out_is_right() -> None:
     f = checkpointed(torch.linalg.det)
-    with pytest.raises(hodiff.GraphError, match=r"activation checkpoint .* products and determinants"):
-        hodiff.hvp(f, torch.zeros(3, 3, dtype=D), W)
+    at = 0.1 * torch.ones(3, 3, dtype=D)
+    torch.testing.assert_close(hodiff.hvp(f, at, W), hodiff.hvp(polynomial, at, W))
     torch.testing.assert_close(hodiff.hvp(f, W, W), 2 * hodiff.grad(polynomial, W))
 
 
@@ -213,3 +213,88 @@ def test_values_are_those_of_the_kernel(n: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(written(x), torch.linalg.det(x))
     torch.testing.assert_close(written(A=x[0]), torch.linalg.det(x[0]))
     torch.testing.assert_close(_near_zero.det(torch.det)(input=x), torch.det(x))
+
+
+# --- eigenvalues and singular values that are equal, or nearly: PyTorch divides by their differences ------------------
+
+
+def rotated(*values: float, rows: int = 0) -> Tensor:
+    """A matrix with these singular values; if it is square, with these eigenvalues."""
+    draw = lambda n: torch.linalg.qr(torch.randn(n, n, dtype=D, generator=torch.Generator().manual_seed(n)))[0]
+    n = len(values)
+    middle = torch.zeros(rows or n, n, dtype=D)
+    middle[:n] = torch.diag(torch.tensor(values, dtype=D))
+    return draw(rows or n) @ middle @ draw(n).T
+
+
+def third(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda z: hodiff.grad(lambda y: (hodiff.hvp(f, y, z.detach().cos()) * z.detach().sin()).sum(), z)
+
+
+def second(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda z: hodiff.hvp(f, z, z.detach().cos())
+
+
+SPECTRAL: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, Any]] = {
+    "squares of singular values, one of them 0": (
+        lambda z: torch.linalg.svdvals(z).square().sum(),
+        rotated(2.0, 1.0, 0.0, rows=4),
+        third,
+    ),
+    "of a decomposition": (
+        lambda z: torch.linalg.svd(z, full_matrices=False)[1].pow(4).sum(),
+        rotated(2.0, 1.0, 0.0, rows=4),
+        third,
+    ),
+    "equal singular values": (
+        lambda z: torch.linalg.svdvals(z).exp().sum(),
+        rotated(2.0, 1.0, 1.0 + 1e-14),
+        second,
+    ),
+    "equal eigenvalues": (lambda z: torch.linalg.eigvalsh(z + z.T).exp().sum(), rotated(2.0, 1.0, 1.0), second),
+    "beside each other": (lambda z: torch.linalg.eigvalsh(z + z.T).exp().sum(), rotated(1.0, 1.0, 1.0 + 1e-9), third),
+    "exactly equal": (lambda z: torch.linalg.eigvalsh(z + z.T).exp().sum(), torch.eye(3, dtype=D), second),
+    "a vector": (lambda z: (torch.linalg.eigh(z @ z.T)[1][:, -1] ** 4).sum(), rotated(2.0, 1.0, 1.0), second),
+    "a vector beside 0": (lambda z: (torch.linalg.svd(z)[0][:, 0] ** 4).sum(), rotated(2.0, 0.0, rows=3), second),
+    "the largest, beside others": (lambda z: torch.linalg.eigvalsh(z @ z.T)[-1], rotated(2.0, 1.0, 1.0), third),
+    "the largest, beside 0": (lambda z: torch.linalg.svdvals(z)[0], rotated(2.0, 1.0, 0.0, rows=4), third),
+    "zeros": (lambda z: torch.linalg.eigvalsh(z + z.T).exp().sum(), torch.zeros(2, 2, dtype=D), second),
+    "of a general matrix": (lambda z: torch.linalg.eigvals(z).exp().real.sum(), torch.eye(3, dtype=D), second),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the result is not finite")
+@pytest.mark.parametrize("name", SPECTRAL)
+def test_functions_of_values_that_are_equal_or_nearly_are_named(name: str) -> None:
+    f, point, derivative = SPECTRAL[name]
+    with pytest.warns(hodiff.HodiffWarning, match=r"(eigen|singular )values .* equal, or nearly.*few digits"):
+        derivative(f)(point)
+    x = point.clone().requires_grad_()
+    with pytest.warns(hodiff.HodiffWarning, match=r"(eigen|singular )values .* equal, or nearly.*few digits"):
+        hodiff.hvp(f(x), x, point.cos(), create_graph=derivative is third)
+    with pytest.warns(hodiff.HodiffWarning, match=r"(eigen|singular )values .* equal, or nearly.*few digits"):
+        hodiff.hessian(f, point, create_graph=True)
+
+
+LARGEST: dict[str, Callable[[Tensor], Tensor]] = {
+    "eigvalsh": lambda z: torch.linalg.eigvalsh(z @ z.T)[-1],
+    "svdvals": lambda z: torch.linalg.svdvals(z)[0],
+    "a norm": lambda z: torch.linalg.matrix_norm(z, 2),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_value_that_is_apart_is_right_beside_others_that_are_equal(name: str) -> None:
+    f, point = LARGEST[name], rotated(2.0, 1e-9, 0.0, rows=4)
+    v = point.cos()
+    found = hodiff.hvp(f, point, v)
+    expected = first_difference(lambda t: hodiff.grad(f, point + t * v))
+    assert relative_error(found, expected) < 1e-6
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_apart_are_right() -> None:
+    f, point = SPECTRAL["squares of singular values, one of them 0"][0], rotated(2.0, 1.0, 0.1, rows=4)
+    assert third(f)(point).abs().max() < 1e-9
+    assert hodiff.hvp(f, point, point.cos()).allclose(2 * point.cos())

@@ -328,6 +328,63 @@ def _refuse_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> 
     return _are_singular(nodes, leaves)
 
 
+SPECTRA = {
+    "LinalgSvdBackward0": "singular values",
+    "LinalgEighBackward0": "eigenvalues",
+    "LinalgEigBackward0": "eigenvalues",
+}
+
+
+class _Spectrum:
+    """Values of a matrix that are so close that the next pass is looked at.
+
+    PyTorch divides by their differences: a derivative of order n has lost as many digits as the power n - 1 of those
+    has, or n - 2 where only values that are apart are used, and no vectors. So it is with singular values near 0 of a
+    matrix that is not square.
+    """
+
+    def __init__(self, node: Any, order: int) -> None:
+        values, divides, self.place = _versions.spectrum(node)
+        eps, tiny = torch.finfo(values.dtype).eps, torch.finfo(values.dtype).tiny
+        self.name, size = type(node).__name__, values.abs().amax(-1, True).clamp(tiny)
+        near = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs().sort(-1).values[..., 1:2].squeeze(-1) / size
+        self.gaps = near if near.numel() else torch.full_like(size, torch.inf).expand_as(values)
+        self.least = self.gaps.minimum(values / size) if divides else self.gaps
+        self.wide, self.tight = eps ** (0.75 / (order - 1)), eps ** (0.75 / (order - 2)) if order > 2 else -1.0
+        self.handles: list[Any] = []
+
+    def used(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether digits are lost of what has these gradients; where they cannot be seen, too."""
+        vectors = [part for at, part in enumerate(gradients) if at != self.place and part is not None]
+        seen = torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
+        given = gradients[self.place]
+        if not seen or vectors or given is None or self.name == "LinalgEigBackward0":
+            return True
+        return bool((self.least <= self.tight).any()) or bool(((self.gaps <= self.wide) & (given != 0)).any())
+
+    def warn(self, gradients: Sequence[Tensor | None]) -> None:
+        """Warn, once, where digits are lost."""
+        while self.handles:
+            self.handles.pop().remove()
+        if not self.used(gradients):
+            return
+        warnings.warn(
+            f"f depends on {SPECTRA[self.name]} that are equal, or nearly (or near 0, of a matrix that is not square): "
+            f"PyTorch divides by their differences, so that few digits of a second or higher derivative are right, or "
+            f"none. If f is smooth there, as a function of all of them is, write it with products, det, inv or "
+            f"matrix_exp of the matrix ((x * x).sum() for the squares of its singular values), or take another point.",
+            HodiffWarning,
+            stacklevel=outside(),
+        )
+
+
+def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    for node in nodes:
+        spectrum = _Spectrum(node, order)
+        if bool((spectrum.least <= spectrum.wide).any()) and _nodes.reaches([node], leaves):
+            spectrum.handles += [node.register_prehook(spectrum.warn)]
+
+
 def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     norms = [(node, *_versions.norm_of(node)) for node in nodes if type(node).__name__ in _versions.NORMS]
     lost = [node for node, p, x in norms if _near_zero.is_even(p) and p <= order and bool((x == 0).any())]
@@ -460,6 +517,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
     *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
     *((_messages.POWER, order, partial(_refuse_power, order - 2)) for order in _ORDERS),
     *((name, order, partial(_refuse_product, order)) for name in _versions.PRODUCTS for order in _ORDERS),
+    *((name, order, partial(_watch_spectrum, order)) for name in SPECTRA for order in _ORDERS),
     *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
     (
         "LogcumsumexpBackward0",

@@ -280,6 +280,13 @@ def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:
     return node._saved_A, node._saved_LU.diagonal(dim1=-2, dim2=-1), node._saved_result
 
 
+def spectrum(node: Node) -> tuple[Tensor, bool, int]:
+    """The values that a decomposition has kept, whether it divides by them too, and which of its results they are."""
+    if node.__class__.__name__ == "LinalgSvdBackward0":
+        return node._saved_S, node._saved_U.shape[-2] != node._saved_Vh.shape[-1], 1
+    return node._saved_eigenvalues, False, 0
+
+
 def norm_of(node: Node) -> tuple[float, Tensor]:
     """The power that the node of a norm takes, and of what."""
     if node.__class__.__name__ == "DistBackward0":
@@ -481,6 +488,9 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "LinalgDetBackward0": lambda x: torch.linalg.det(x[:, :3]),
     "CopySlices": _raised,
     "ForeachPowBackward0": lambda x: torch._foreach_pow([x], [x])[0],  # pyright: ignore[reportPrivateImportUsage]
+    "LinalgEigBackward0": lambda x: torch.linalg.eigvals(x[:, :3]),
+    "LinalgEighBackward0": lambda x: torch.linalg.eigvalsh(x[:, :3]),
+    "LinalgSvdBackward0": torch.linalg.svdvals,
     "PowBackward1": lambda x: x**x,
     "PowBackward2": lambda x: 2.0**x,
     "ProdBackward0": torch.prod,
@@ -597,6 +607,14 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
             for part in (kept[0].trace(), kept[1].prod(), kept[2])
         ]
         == [6.0, 6.0, 6.0, 12.0, 48.0, 48.0]
+    ),
+    "what values a matrix has": lambda x: (
+        [
+            (part.shape, *rest, values.output_nr)
+            for values in (torch.linalg.svdvals(x), torch.linalg.svdvals(x[:, :3]), torch.linalg.eigvalsh(x[:, :3]))
+            for part, *rest in [spectrum(values.grad_fn)]
+        ]
+        == [((3,), True, 1, 1), ((3,), False, 1, 1), ((3,), False, 0, 0)]
     ),
     "of what a norm was taken": lambda x: (
         [norm_of(f(x).grad_fn)[0] for f in (GRAPHS[name] for name in NORMS)] == [4.0] * len(NORMS)
