@@ -7,6 +7,7 @@ from typing import Any
 import mpmath
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -433,3 +434,53 @@ def test_first_derivatives_of_products_that_underflow(name: str) -> None:
     else:
         with pytest.raises(hodiff.GraphError, match=r"prod is wrong where an entry is near 0"):
             hodiff.grad(f(x), x)
+
+
+# --- norms and roots that are near 0 themselves -----------------------------------------------------------------------
+
+LOST = r"through a norm or a square root .* near 0.*few right digits.*x\.square\(\)\.sum\(\)"
+ROOTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "vector_norm": lambda t: torch.linalg.vector_norm(torch.stack([t, 2 * t])) ** 2,
+    "norm": lambda t: torch.stack([t, 2 * t]).norm() ** 2,
+    "matrix_norm": lambda t: torch.linalg.matrix_norm(torch.stack([t, 2 * t])[None]) ** 2,
+    "dist": lambda t: torch.dist(torch.stack([t, 2 * t]), torch.zeros(2, dtype=D)) ** 2,
+    "pairwise_distance": lambda t: (
+        F.pairwise_distance(torch.stack([t, 2 * t]), torch.zeros(2, dtype=D), eps=0.0).square()
+    ),
+    "sqrt": lambda t: (5 * t * t).sqrt() ** 2,
+    "hypot": lambda t: torch.hypot(t, 2 * t).square(),
+    "of another power": lambda t: torch.linalg.vector_norm(torch.stack([t, 2 * t]), 4) ** 2,
+    "of an odd power": lambda t: torch.linalg.vector_norm(torch.stack([t, 2 * t]), 3) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_a_norm_near_zero_is_named_at_higher_orders(name: str) -> None:
+    f = ROOTS[name]
+    near, far = torch.tensor(1e-7, dtype=D), torch.tensor(1e-3, dtype=D)
+    fourth = lambda x: hodiff.grad(lambda z: hodiff.grad(lambda y: hodiff.hessian(f, y), z), x)
+    with pytest.warns(hodiff.HodiffWarning, match=LOST):
+        fourth(near)
+    with pytest.warns(hodiff.HodiffWarning, match=LOST):
+        hodiff.nth_derivative(f, near, 4)
+    x = near.clone().requires_grad_()
+    with pytest.warns(hodiff.HodiffWarning, match=LOST):
+        hodiff.nth_derivative(f(x), x, 4)
+    assert float(fourth(far)) == pytest.approx(0, abs=1e-3)  # and no warning
+    assert float(hodiff.nth_derivative(f, far, 4)) == pytest.approx(0, abs=1e-3)
+    assert float(hodiff.hessian(f, near)) == pytest.approx(float(hodiff.hessian(f, far)), rel=1e-6)
+
+
+@pytest.mark.parametrize("p", [3, 4, 6])
+def test_a_norm_of_zeros_is_named_where_pytorch_has_zeros(p: float) -> None:
+    f = lambda t: torch.linalg.vector_norm(torch.stack([t, 2 * t]), p) ** 2
+    zero = torch.tensor(0.0, dtype=D)
+    x = zero.clone().requires_grad_()
+    for what in (f, f(x)):
+        with pytest.warns(hodiff.HodiffWarning, match=LOST):
+            hodiff.hvp(what, x, torch.ones_like(x))
+    with pytest.warns(hodiff.HodiffWarning, match=LOST):
+        hodiff.grad(lambda z: hodiff.hvp(f, z, torch.ones_like(z)), zero)
+    with pytest.warns(hodiff.HodiffWarning, match=LOST):
+        hodiff.nth_derivative(f, zero, 2)
+    assert float(hodiff.grad(f, zero)) == 0

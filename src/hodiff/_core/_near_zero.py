@@ -12,12 +12,42 @@ p-th derivative at 0.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hodiff._core import _settings
+from hodiff._core._arguments import outside
+from hodiff.errors import HodiffWarning
+
+
+
+def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
+    """Whether a norm or a root has entries so small that few digits are left of a derivative of that order.
+
+    Of what is smooth there, as its square is: the derivatives of order n are made of parts that are as large as its
+    power 2 - n, and cancel. `at_zero`: whether entries that are 0 count, for those that PyTorch has zeros there.
+    """
+    if torch._C._functorch.maybe_current_level() is not None or _settings.tracing():  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    near = size.detach() < (torch.finfo(size.dtype).eps ** (0.75 / (order - 2)) if order > 2 else 0)
+    return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())
+
+
+def warn_of_near(order: int) -> None:
+    """Say so."""
+    warnings.warn(
+        f"a derivative of order {order} through a norm or a square root that is near 0, as one is here, has few right "
+        f"digits, or none, where f is smooth there: norm(x) ** 2, whose parts cancel. Write x.square().sum() for that. "
+        f"(Where f has a kink or a cusp there, its derivatives are as they are.)",
+        HodiffWarning,
+        stacklevel=outside(),
+    )
+
 
 _SINC = [(-1) ** k * math.pi ** (2 * k) / math.factorial(2 * k + 1) for k in range(10)]
 
@@ -172,7 +202,7 @@ def is_even(p: Any) -> bool:
 def norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
     """A norm whose power is called `first`: of even powers from 4 on, the root of a sum of those."""
 
-    def written(*args: Any, **kwargs: Any) -> Tensor:
+    def written(*args: Any, order: int = 1, **kwargs: Any) -> Tensor:
         given = dict(zip(("input", first, "dim", "keepdim"), args, strict=False)) | kwargs
         x, p, dim = given.pop("input", given.pop("x", None)), given.pop(first, None), given.pop("dim", None)
         keep = given.pop("keepdim", False)
@@ -182,6 +212,8 @@ def norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
         dims, still = tuple(range(x.ndim)) if dim is None else dim, x.detach()
         wide, size = still.abs().amax(dims, keepdim=True), still.abs().amax(dims, keepdim=keep)
         plain = (size == 0) | ~size.isfinite()
+        if x.requires_grad and is_near(order, size, at_zero=order > 1):
+            warn_of_near(order)
         total = ((x / torch.where((wide == 0) | ~wide.isfinite(), 1.0, wide)) ** p).sum(dims, keepdim=keep)
         return torch.where(plain, function(still, p, dims, keep), torch.where(plain, 1.0, total) ** (1 / p) * size)
 

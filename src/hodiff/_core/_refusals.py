@@ -396,6 +396,17 @@ def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) ->
             f"in it (which is written out), or write x.pow({p:g}).sum().pow(1 / {p:g}).",
             operations=["norm"],
         )
+    _warn_of_small_roots(order, [node for node in nodes if "Renorm" not in type(node).__name__], leaves)
+
+
+def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    """Warn of norms and roots near 0; of norms that are 0, where PyTorch's second derivative is, too."""
+    for node in nodes:
+        p, size = _versions.root_of(node)
+        zeros = 3 <= p < torch.inf and type(node).__name__ not in _versions.ROOTS
+        if size.is_floating_point() and _near_zero.is_near(order, size, at_zero=zeros):
+            if _nodes.reaches([node], leaves):
+                return _near_zero.warn_of_near(order)
 
 
 def _loses_part(node: Any, most: int, least: int = 0) -> bool:
@@ -519,6 +530,11 @@ REMARKS: list[tuple[str, int, Remark]] = [
     *((name, order, partial(_refuse_product, order)) for name in _versions.PRODUCTS for order in _ORDERS),
     *((name, order, partial(_watch_spectrum, order)) for name in SPECTRA for order in _ORDERS),
     *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
+    *(
+        (name, order, partial(_warn_of_small_roots, order))
+        for name in _versions.ROOTS
+        for order in _ORDERS[:-1]
+    ),
     (
         "LogcumsumexpBackward0",
         3,

@@ -165,9 +165,6 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **dict.fromkeys((torch.cumprod, Tensor.cumprod), _near_zero.cumprod),
     **dict.fromkeys((torch.scatter_reduce, Tensor.scatter_reduce), _near_zero.scatter_product),
     **dict.fromkeys((torch.index_reduce, Tensor.index_reduce), _near_zero.index_product),
-    torch.norm: _near_zero.norm(torch.norm, "p"),
-    Tensor.norm: _near_zero.norm(Tensor.norm, "p"),
-    torch.linalg.vector_norm: _near_zero.norm(torch.linalg.vector_norm, "ord"),
     torch.sinc: _near_zero.sinc,
     Tensor.sinc: _near_zero.sinc,
     **{getattr(torch.special, name): function for name, function in _near_zero.BESSEL.items()},
@@ -328,6 +325,15 @@ _TOLD |= {
     Tensor.__ipow__: _TOLD[Tensor.pow_],
     Tensor.__rpow__: lambda mode, exponent, base: _reflected(mode, base, exponent),
 }
+
+
+def _norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
+    written = _near_zero.norm(function, first)
+    return lambda mode, *args, **kwargs: written(*args, order=mode.order, **kwargs)
+
+
+for _function, _name in ((torch.norm, "p"), (Tensor.norm, "p"), (torch.linalg.vector_norm, "ord")):
+    _TOLD[_function] = _norm(_function, _name)
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -294,6 +294,12 @@ def norm_of(node: Node) -> tuple[float, Tensor]:
     return node._saved_ord if node.__class__.__name__.startswith("Linalg") else node._saved_p, node._saved_self
 
 
+def root_of(node: Node) -> tuple[float, Tensor]:
+    """The power of a norm, 2 for a square root, and its value."""
+    p = next((getattr(node, name) for name in ("_saved_ord", "_saved_p") if hasattr(node, name)), 2.0)
+    return p, node._saved_result
+
+
 _LOSSES = {
     f"{loss}Backward0"
     for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
@@ -481,6 +487,10 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "BatchNormWithUpdateBackward0": lambda x: torch.ops.aten._batch_norm_with_update(
         x, None, None, x[0].detach(), x[0].detach(), 0.1, 1e-5
     )[0],
+    "NormBackward0": lambda x: torch.ops.aten.norm.Scalar(x, 2),
+    "SqrtBackward0": torch.sqrt,
+    "HypotBackward0": lambda x: torch.hypot(x, x),
+    "PdistBackward0": torch.pdist,
     "CdistBackward0": lambda x: torch.cdist(x, x, p=3.0),
     "CdistBackwardBackward0": lambda x: _gradient(torch.cdist(x, x + 1, p=3.0).sin(), x),
     "PdistBackwardBackward0": lambda x: _gradient(torch.pdist(x).sin(), x),
@@ -519,6 +529,9 @@ PRODUCTS = {
 
 NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "DistBackward0", "RenormBackward0")
 """Those of a power of |x|."""
+
+ROOTS = ("NormBackward0", "SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0")
+"""Others that are near 0."""
 
 LOOKED_AT = (
     "EmbeddingBackward0",
@@ -620,6 +633,10 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
         [norm_of(f(x).grad_fn)[0] for f in (GRAPHS[name] for name in NORMS)] == [4.0] * len(NORMS)
         and norm_of(GRAPHS["DistBackward0"](x).grad_fn)[1].allclose(x.new_tensor(-1))
         and norm_of(GRAPHS[NORMS[0]](x).grad_fn)[1].data_ptr() == x.data_ptr()
+    ),
+    "what a norm or a root is": lambda x: (
+        [root_of(y.grad_fn)[0] for y in (x.norm(3.0), x.sqrt(), torch.dist(x, x.detach() + 1, 4))] == [3.0, 2.0, 4.0]
+        and root_of(x.sqrt().grad_fn)[1].equal(x.sqrt())
     ),
     "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
     "whether a checkpoint packed what a node saved": _packed,

@@ -13,6 +13,7 @@ from hodiff._core import _near_zero, _substitutes
 from hodiff.jets import _jet
 from hodiff.jets._jet import ByNoRoute, NoRule, operation, rule
 from hodiff.jets._series import Expansion, aligned
+from hodiff.jets.rules.elementwise import looked
 from hodiff.jets.rules.fallback import fallback
 
 Definition = Callable[..., Any]
@@ -57,7 +58,7 @@ def _powers(x: Any, p: Any, dims: Any, keepdim: bool) -> Any:
 def _norm(total: Any, p: Any) -> Any:
     """(Σ |x|^p)^(1/p). At 0 its slope is zero, as in PyTorch; and, as there, the rest is NaN below p = 3, else zero."""
     if p == 1 or p >= 3:
-        return total if p == 1 else _root(total, 1 / p)
+        return total if p == 1 else looked(_root(total, 1 / p), 0, at_zero=True)
     norm: Any = torch.sqrt(total) if p == 2 else total ** (1 / p)
     if not _jet.is_jet(norm) or norm.series[1] is None:
         return norm

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _substitutes
+from hodiff._core import _near_zero, _substitutes
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, operation, rule, series_of
 from hodiff.jets._series import Expansion, Series, added, aligned, composed, scaled, total
@@ -41,6 +41,17 @@ def elementwise(*names: str) -> Callable[[Coefficients], Coefficients]:
         return coefficients
 
     return register
+
+
+def looked(root: Any, order: int, *, at_zero: bool = False) -> Any:
+    """A norm or a root; with a warning where it is near 0, where that is seen without a wait."""
+    value = root
+    while isinstance(value, _jet.JETS):
+        order += value.expansion.order
+        value = value.series[0]
+    if order > 2 - at_zero and value.is_cpu and _near_zero.is_near(order, value, at_zero=at_zero):
+        _near_zero.warn_of_near(order)
+    return root
 
 
 def integrated(value: Any, derivative: Series) -> Series:
@@ -329,7 +340,7 @@ SERIES: dict[str, Coefficients] = {
     "sinh": lambda x, order: _waves(torch.sinh(x), torch.cosh(x), (1,), order),
     "cosh": lambda x, order: _waves(torch.cosh(x), torch.sinh(x), (1,), order),
     "square": lambda x, order: power_series(x, 2, order),
-    "sqrt": lambda x, order: _falling(torch.sqrt(x), x, 0.5, order),
+    "sqrt": lambda x, order: _falling(looked(torch.sqrt(x), order), x, 0.5, order),
     "rsqrt": lambda x, order: _falling(torch.rsqrt(x), x, -0.5, order),
     "reciprocal": lambda x, order: _falling(torch.reciprocal(x), x, -1.0, order),
     "digamma special_psi special_digamma": lambda x, order: [
