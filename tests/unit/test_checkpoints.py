@@ -279,3 +279,47 @@ def test_what_is_recorded_of_a_block_is_differentiated_when_the_call_is_over() -
         product = hodiff.hvp(lambda z, f=f: f(z).sin().sum(), x, x.detach().cos(), create_graph=True)
         results += [torch.autograd.grad(product.sin().sum(), x)[0]]
     torch.testing.assert_close(*results)
+
+
+class Moving(nn.Module):
+    """Blocks that read what changes while `f` runs: in the block itself, or after it."""
+
+    def __init__(self, kind: str, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = nn.Linear(3, 3).double()
+        self.linear = nn.utils.spectral_norm(linear) if kind == "spectral_norm" else linear
+        self.kind, self.checkpointed, self.scale = kind, checkpointed, 1.0
+        self.register_buffer("count", torch.ones((), dtype=D))
+
+    def block(self, x: Tensor) -> Tensor:
+        if self.kind == "a buffer, in place":
+            self.count.mul_(1.5)
+        if self.kind == "a buffer, anew":
+            self.count = self.count * 1.5
+        if self.kind == "an attribute":
+            self.scale *= 1.5
+        return (self.linear(x) * self.count.clone() * self.scale).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)  # type: ignore
+            if self.kind == "after it":
+                self.count.mul_(2.0)
+                self.scale *= 2
+        return x.sin().sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+@pytest.mark.parametrize("kind", ["spectral_norm", "a buffer, in place", "a buffer, anew", "an attribute", "after it"])
+def test_a_block_runs_again_with_what_its_modules_had_as_it_began(kind: str) -> None:
+    x, v = X.sin(), X.cos()
+    runs: list[Callable[[nn.Module], Tensor]] = [
+        lambda m: hodiff.grad(m, x),
+        lambda m: hodiff.hvp(m, x, v),
+        lambda m: total(hodiff.grad(lambda m: m(x), m)),
+        lambda m: total(hodiff.hvp(lambda m: m(x), m, {name: p.detach() for name, p in m.named_parameters()})),
+        lambda m: torch.autograd.grad(hodiff.grad(m, leaf := x.clone().requires_grad_(), create_graph=True).sum(), leaf)[0],
+    ]
+    for run in runs:
+        torch.testing.assert_close(run(Moving(kind, True)), run(Moving(kind, False)))

@@ -66,16 +66,23 @@ class Evaluation:
         over: Whether the modules have something else by now; before, nothing is to be done.
     """
 
-    __slots__ = ("_call", "_kept", "over")
+    __slots__ = ("_call", "_kept", "_state", "over")
 
-    def __init__(self, call: Call) -> None:
-        self._call, self.over = call, False
+    def __init__(self, call: Call, state: StateLoan) -> None:
+        self._call, self._state, self.over = call, state, False
 
     def end(self, state: StateLoan) -> None:
         """The modules get something else after this."""
         if not hasattr(self, "_kept"):
             self._kept = state.kept()
+            del self._state
         self.over = True
+
+    def back(self, begun: Kept, undo: list[Callable[[], object]]) -> None:
+        """Let the modules have what they had as a block began, where they have been met before, or as they were met."""
+        if not self.over:
+            put({module: met for module, met in self._state.as_met().items() if module not in begun}, undo)
+        put(begun, undo)
 
     def resumed(self, *, whole: bool = False) -> EvaluationContext:
         """Its state once more: the modules, in no other thread meanwhile, have what they had.
@@ -295,7 +302,7 @@ class EvaluationContext:
     def repeatable(self, recompute: Callable[..., object]) -> Callable[..., object]:
         """What runs a checkpointed block again: by the same definitions, and while the modules have what they had."""
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
-        modes = _settings.those_on(_substitutes.ExactNorms)
+        modes, begun = _settings.those_on(_substitutes.ExactNorms), self.loan.at_hand()
 
         def resume(undo: _settings.Undo) -> None:
             for evaluation in evaluations:
@@ -303,6 +310,7 @@ class EvaluationContext:
                     context = evaluation.resumed()
                     undo += [context.close]
                     context.__enter__()
+            evaluations[-1].back(begun, undo)
             for module in swapped:
                 _hooks.lend_module(module, ())
             if swapped:
@@ -320,7 +328,7 @@ class EvaluationContext:
     def evaluation(self) -> Evaluation:
         """The run at hand, for what will run a part of it again."""
         if self._evaluation is None:
-            self._evaluation = Evaluation(self.call)
+            self._evaluation = Evaluation(self.call, self.loan)
             self._undo += [partial(self._evaluation.end, self.loan)]
         return self._evaluation
 
@@ -563,6 +571,24 @@ class StateLoan:
                     del now[name]
         return result
 
+    def at_hand(self) -> Kept:
+        """What its modules have at this moment that a block may read, and change; statistics of norms only follow."""
+        result = Kept()
+        for module, before in self.attributes.items():
+            if not isinstance(module, nn.modules.batchnorm._NormBase) and (module._buffers or before is not None):
+                buffers = {name: buffer.clone() for name, buffer in module._buffers.items() if _is_small(buffer)}
+                result[module] = {}, buffers, _plain_attributes(module.__dict__) if before is not None else {}
+        return result
+
+    def as_met(self) -> Kept:
+        """The same as it was when they were borrowed."""
+        result = Kept()
+        for module, before in self.attributes.items():
+            buffers = _lent[module].begun_with() if module in _lent else {}
+            changed = {name: buffer for name, buffer in buffers.items() if buffer is not module._buffers[name]}
+            result[module] = {}, changed, _plain_attributes(before or {})
+        return result
+
     def kept(self) -> Kept:
         """What its modules have, for `put`; what was left in attributes without its graph, which may lead here."""
         left, result = self.tidy(), Kept()
@@ -594,6 +620,16 @@ class StateLoan:
             self._claimed = []
 
 
+def _is_small(buffer: Tensor | None) -> bool:
+    """Whether a buffer may be copied as often as blocks begin; masks are large, and constant."""
+    return buffer is not None and not buffer.requires_grad and buffer.numel() <= 2**16
+
+
+def _plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a module has set itself; none that has a graph, which may be that of who holds them."""
+    return {name: value for name, value in attributes.items() if name[0] != "_" and not holds(value)}
+
+
 def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
     """Let modules on loan have what they had; `undo` is given what puts parameters and buffers back."""
     for module, (parameters, buffers, attributes) in kept.items():
@@ -605,7 +641,8 @@ def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
             if value is not None:  # a block may change it in place, each time
                 module._buffers[name] = value.clone()
         if attributes:
-            module.__dict__.update(attributes)  # which the loan puts back
+            undo += [partial(module.__dict__.update, {n: module.__dict__[n] for n in attributes if n in module.__dict__})]
+            module.__dict__.update(attributes)  # a new one the loan takes away
 
 
 def _still(value: Any) -> Any:

@@ -396,12 +396,14 @@ def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) ->
             f"in it (which is written out), or write x.pow({p:g}).sum().pow(1 / {p:g}).",
             operations=["norm"],
         )
-    _warn_of_small_roots(order, [node for node in nodes if "Renorm" not in type(node).__name__], leaves)
+    _warn_of_small_roots(order, [node for node, *_ in norms if "Renorm" not in type(node).__name__], leaves)
 
 
 def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     """Warn of norms and roots near 0; of norms that are 0, where PyTorch's second derivative is, too."""
     for node in nodes:
+        if "Foreach" in type(node).__name__:
+            continue
         p, size = _versions.root_of(node)
         zeros = 3 <= p < torch.inf and type(node).__name__ not in _versions.ROOTS
         if size.is_floating_point() and _near_zero.is_near(order, size, at_zero=zeros):

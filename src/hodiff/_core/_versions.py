@@ -487,7 +487,6 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "BatchNormWithUpdateBackward0": lambda x: torch.ops.aten._batch_norm_with_update(
         x, None, None, x[0].detach(), x[0].detach(), 0.1, 1e-5
     )[0],
-    "NormBackward0": lambda x: torch.ops.aten.norm.Scalar(x, 2),
     "SqrtBackward0": torch.sqrt,
     "HypotBackward0": lambda x: torch.hypot(x, x),
     "PdistBackward0": torch.pdist,
@@ -530,7 +529,7 @@ PRODUCTS = {
 NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "DistBackward0", "RenormBackward0")
 """Those of a power of |x|."""
 
-ROOTS = ("NormBackward0", "SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0")
+ROOTS = ("SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0")
 """Others that are near 0."""
 
 LOOKED_AT = (
