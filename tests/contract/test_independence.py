@@ -246,3 +246,18 @@ def test_one_sample_is_not_evaluated_to_see_whether_it_mixes():
 
     _independence.check(f, torch.ones(1, 3), batch_ndim=1)
     assert not calls
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 3e-4), (D, 1e-9)])
+def test_weak_couplings_are_seen_and_rounding_is_none(dtype: torch.dtype, least: float) -> None:
+    """Deep and wide networks, with normalisation and attention in each sample; and a part of the mean of all."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+        net = nn.Sequential(nn.Linear(3, 64), *layers, nn.Linear(64, 1)).to(dtype)
+        x = torch.randn(32, 3, dtype=dtype)
+        f = lambda x, net=net: net(x)[:, 0] + (1e3 * x).sin().sum(1)
+        hodiff.grad(f, x, batch_ndim=1, check_independence=True)  # warnings are errors
+        mixed = lambda x, net=net: net(x)[:, 0] + least * net(x)[:, 0].sum()
+        with pytest.warns(BatchMixingWarning, match="not independent"):
+            hodiff.grad(mixed, x, batch_ndim=1, check_independence=True)

@@ -58,9 +58,9 @@ def check(
         weights = torch.linspace(-1, 1, count, dtype=torch.float64, device="cpu")[
             torch.randperm(count, generator=ours, device="cpu")
         ]
-        pairs = [_cotangents(output, weights, batch_ndim, ours) for output in outputs]
-        rows = lambda start, stop: [pair[start:stop] for pair in pairs]  # noqa: E731
-        products = _reverse.stacked(graph, _reverse.vjps(graph, outputs, rows, 2, chunk_size=1), 2, graph.leaves)
+        given = [_cotangents(output, weights, batch_ndim, ours) for output in outputs]
+        rows = lambda start, stop: [three[start:stop] for three in given]  # noqa: E731
+        products = _reverse.stacked(graph, _reverse.vjps(graph, outputs, rows, 3, chunk_size=1), 3, graph.leaves)
     _judge(products, weights)
 
 
@@ -79,7 +79,7 @@ def _beside(tensors: Sequence[Tensor], ours: torch.Generator) -> list[Tensor]:
 
 
 def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Generator) -> Tensor:
-    """Random numbers for the entries of one output, the same for each sample; and those times its weight."""
+    """Random numbers for the entries of one output, the same for each sample; and those by its weight, and by one."""
     event = output.shape[batch_ndim:]
     # Ones would not do: the sum of a softmax has no derivative.
     entries = (
@@ -89,23 +89,28 @@ def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Ge
     )
     plain = entries.to(torch.float64).expand(output.shape)
     weighted = plain * weights.reshape(*output.shape[:batch_ndim], *[1] * len(event))
-    return torch.stack([plain, weighted]).to(output)
+    return torch.stack([plain, weighted, _WEIGHT * plain]).to(output)
+
+
+_WEIGHT = 0.7
+"""One for all samples, which shows how a pass rounds: it mixes nothing."""
 
 
 def _judge(products: list[Tensor], weights: Tensor) -> None:
-    errors = torch.zeros(weights.numel(), dtype=torch.float64, device="cpu")
-    sizes, tolerance = errors.clone(), 1e-3
-    for both in products:
-        if not both.numel():
+    errors = torch.zeros(2, weights.numel(), dtype=torch.float64, device="cpu")
+    sizes, eps = errors[0].clone(), 0.0
+    factors = torch.stack([weights, torch.full_like(weights, _WEIGHT)]).unsqueeze(-1)
+    for three in products:
+        if not three.numel():
             continue
-        plain, weighted = both.cpu().double().reshape(2, weights.numel(), -1)
-        off = (plain * weights.unsqueeze(1) - weighted).nan_to_num(0, 0, 0)
-        errors = errors.maximum(off.abs().amax(1))
+        plain, *others = three.cpu().double().reshape(3, weights.numel(), -1)
+        errors = errors.maximum((plain * factors - torch.stack(others)).nan_to_num(0, 0, 0).abs().amax(2))
         sizes = sizes.maximum(plain.nan_to_num(0, 0, 0).abs().amax(1))
-        tolerance = max(tolerance, 8 * torch.finfo(both.dtype).eps)
+        eps = max(eps, torch.finfo(three.dtype).eps)
     # Each by its own size, and no smaller than the usual one: one that is much larger hides nothing of the others.
     usual = sizes[sizes > 0].median() if sizes.any() else 0.0
-    share = float((errors / sizes.clamp(min=usual)).nan_to_num(0, float("inf"), 0).max())
+    share, rounding = map(float, (errors / sizes.clamp(min=usual)).nan_to_num(0, float("inf"), 0).amax(1))
+    tolerance = max(100 * rounding, 8 * eps if eps > 1e-3 else eps**0.75)
     if share > tolerance:
         warnings.warn(
             f"the samples of f are not independent: the derivative of one sample's output by another's input is, as "
