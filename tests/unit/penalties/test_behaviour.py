@@ -489,3 +489,13 @@ def test_a_penalty_of_values_alone_is_of_one_function():
             return hodiff.hessian_penalty(m, torch.ones(2, 3, dtype=DOUBLE), samples=3).detach()
 
     torch.testing.assert_close(penalty(False), penalty(True))
+
+
+def test_what_a_penalty_of_the_parameters_gradient_does_not_reach_has_zeros_and_what_is_left_out_has_none():
+    model = nn.ModuleDict({"body": nn.Linear(2, 1), "head": nn.Linear(2, 1)})
+    loss = lambda _: model["body"](torch.ones(3, 2)).square().mean()
+    hodiff.gradient_norm_penalty(loss, hodiff.select(model, "body")).backward()
+    assert model["body"].weight.grad.any() and model["head"].weight.grad is None
+    hodiff.r1_penalty(model["body"], torch.ones(3, 2)).backward()
+    hodiff.gradient_norm_penalty(loss, model).backward()
+    assert model["head"].weight.grad.equal(torch.zeros(1, 2))
