@@ -319,7 +319,9 @@ def test_a_block_runs_again_with_what_its_modules_had_as_it_began(kind: str) -> 
         lambda m: hodiff.hvp(m, x, v),
         lambda m: total(hodiff.grad(lambda m: m(x), m)),
         lambda m: total(hodiff.hvp(lambda m: m(x), m, {name: p.detach() for name, p in m.named_parameters()})),
-        lambda m: torch.autograd.grad(hodiff.grad(m, leaf := x.clone().requires_grad_(), create_graph=True).sum(), leaf)[0],
+        lambda m: torch.autograd.grad(
+            hodiff.grad(m, leaf := x.clone().requires_grad_(), create_graph=True).sum(), leaf
+        )[0],
     ]
     for run in runs:
         torch.testing.assert_close(run(Moving(kind, True)), run(Moving(kind, False)))

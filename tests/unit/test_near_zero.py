@@ -444,9 +444,9 @@ ROOTS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda t: torch.stack([t, 2 * t]).norm() ** 2,
     "matrix_norm": lambda t: torch.linalg.matrix_norm(torch.stack([t, 2 * t])[None]) ** 2,
     "dist": lambda t: torch.dist(torch.stack([t, 2 * t]), torch.zeros(2, dtype=D)) ** 2,
-    "pairwise_distance": lambda t: (
-        F.pairwise_distance(torch.stack([t, 2 * t]), torch.zeros(2, dtype=D), eps=0.0).square()
-    ),
+    "pairwise_distance": lambda t: F.pairwise_distance(
+        torch.stack([t, 2 * t]), torch.zeros(2, dtype=D), eps=0.0
+    ).square(),
     "sqrt": lambda t: (5 * t * t).sqrt() ** 2,
     "hypot": lambda t: torch.hypot(t, 2 * t).square(),
     "of another power": lambda t: torch.linalg.vector_norm(torch.stack([t, 2 * t]), 4) ** 2,

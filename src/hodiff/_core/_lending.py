@@ -641,7 +641,9 @@ def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
             if value is not None:  # a block may change it in place, each time
                 module._buffers[name] = value.clone()
         if attributes:
-            undo += [partial(module.__dict__.update, {n: module.__dict__[n] for n in attributes if n in module.__dict__})]
+            undo += [
+                partial(module.__dict__.update, {n: module.__dict__[n] for n in attributes if n in module.__dict__})
+            ]
             module.__dict__.update(attributes)  # a new one the loan takes away
 
 

@@ -25,7 +25,6 @@ from hodiff._core._arguments import outside
 from hodiff.errors import HodiffWarning
 
 
-
 def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
     """Whether a norm or a root has entries so small that few digits are left of a derivative of that order.
 

@@ -406,9 +406,9 @@ def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor])
             continue
         p, size = _versions.root_of(node)
         zeros = 3 <= p < torch.inf and type(node).__name__ not in _versions.ROOTS
-        if size.is_floating_point() and _near_zero.is_near(order, size, at_zero=zeros):
-            if _nodes.reaches([node], leaves):
-                return _near_zero.warn_of_near(order)
+        near = size.is_floating_point() and _near_zero.is_near(order, size, at_zero=zeros)
+        if near and _nodes.reaches([node], leaves):
+            return _near_zero.warn_of_near(order)
 
 
 def _loses_part(node: Any, most: int, least: int = 0) -> bool:
