@@ -484,3 +484,20 @@ def test_a_norm_of_zeros_is_named_where_pytorch_has_zeros(p: float) -> None:
     with pytest.warns(hodiff.HodiffWarning, match=LOST):
         hodiff.nth_derivative(f, zero, 2)
     assert float(hodiff.grad(f, zero)) == 0
+
+
+EMPTY: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "a number, along": (lambda x: x.cumprod(0), torch.tensor(1.5, dtype=D)),
+    "a number": (lambda x: x.prod(), torch.tensor(1.5, dtype=D)),
+    "nothing": (lambda x: x.prod(), torch.zeros(0, dtype=D)),
+    "nothing, along": (lambda x: x.cumprod(0), torch.zeros(0, dtype=D)),
+    "empty rows": (lambda x: x.prod(1, keepdim=True), torch.zeros(2, 0, dtype=D)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_products_of_one_factor_or_none(name: str) -> None:
+    f, x = EMPTY[name]
+    value, derivatives = hodiff.jet(f, x, [torch.ones_like(x)] * 2)
+    assert value.equal(f(x)) and _near_zero.prod(x).equal(torch.prod(x))
+    assert derivatives[0].equal(torch.ones_like(value) if x.numel() else torch.zeros_like(value))

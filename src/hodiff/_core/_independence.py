@@ -60,7 +60,8 @@ def check(
         ]
         given = [_cotangents(output, weights, batch_ndim, ours) for output in outputs]
         rows = lambda start, stop: [three[start:stop] for three in given]  # noqa: E731
-        products = _reverse.stacked(graph, _reverse.vjps(graph, outputs, rows, 3, chunk_size=1), 3, graph.leaves)
+        passes = _reverse.vjps(graph, outputs, rows, 3, chunk_size=1)
+        products = _reverse.stacked(graph, passes, 3, graph.leaves)
     _judge(products, weights)
 
 
@@ -79,7 +80,7 @@ def _beside(tensors: Sequence[Tensor], ours: torch.Generator) -> list[Tensor]:
 
 
 def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Generator) -> Tensor:
-    """Random numbers for the entries of one output, the same for each sample; and those by its weight, and by one."""
+    """Random numbers for the entries of one output, the same for each sample; those by its weight, and by one."""
     event = output.shape[batch_ndim:]
     # Ones would not do: the sum of a softmax has no derivative.
     entries = (
@@ -104,12 +105,14 @@ def _judge(products: list[Tensor], weights: Tensor) -> None:
         if not three.numel():
             continue
         plain, *others = three.cpu().double().reshape(3, weights.numel(), -1)
-        errors = errors.maximum((plain * factors - torch.stack(others)).nan_to_num(0, 0, 0).abs().amax(2))
+        off = (plain * factors - torch.stack(others)).nan_to_num(0, 0, 0)
+        errors = errors.maximum(off.abs().amax(2))
         sizes = sizes.maximum(plain.nan_to_num(0, 0, 0).abs().amax(1))
         eps = max(eps, torch.finfo(three.dtype).eps)
     # Each by its own size, and no smaller than the usual one: one that is much larger hides nothing of the others.
     usual = sizes[sizes > 0].median() if sizes.any() else 0.0
-    share, rounding = map(float, (errors / sizes.clamp(min=usual)).nan_to_num(0, float("inf"), 0).amax(1))
+    shares = (errors / sizes.clamp(min=usual)).nan_to_num(0, float("inf"), 0)
+    share, rounding = map(float, shares.amax(1))
     tolerance = max(100 * rounding, 8 * eps if eps > 1e-3 else eps**0.75)
     if share > tolerance:
         warnings.warn(

@@ -79,9 +79,10 @@ class Evaluation:
         self.over = True
 
     def back(self, begun: Kept, undo: list[Callable[[], object]]) -> None:
-        """Let the modules have what they had as a block began, where they have been met before, or as they were met."""
+        """Let the modules have what they had as a block began; as they were met, where that was later."""
         if not self.over:
-            put({module: met for module, met in self._state.as_met().items() if module not in begun}, undo)
+            met = self._state.as_met()
+            put({module: met[module] for module in met if module not in begun}, undo)
         put(begun, undo)
 
     def resumed(self, *, whole: bool = False) -> EvaluationContext:
@@ -572,20 +573,30 @@ class StateLoan:
         return result
 
     def at_hand(self) -> Kept:
-        """What its modules have at this moment that a block may read, and change; statistics of norms only follow."""
+        """What its modules have at this moment that a block may read, and change.
+
+        Statistics of norms only follow, and masks are large, and constant.
+        """
         result = Kept()
         for module, before in self.attributes.items():
-            if not isinstance(module, nn.modules.batchnorm._NormBase) and (module._buffers or before is not None):
-                buffers = {name: buffer.clone() for name, buffer in module._buffers.items() if _is_small(buffer)}
-                result[module] = {}, buffers, _plain_attributes(module.__dict__) if before is not None else {}
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                continue
+            buffers = {
+                name: buffer.clone()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and not buffer.requires_grad and buffer.numel() <= 2**16
+            }
+            if buffers or before is not None:
+                attributes = {} if before is None else _plain_attributes(module.__dict__)
+                result[module] = {}, buffers, attributes
         return result
 
     def as_met(self) -> Kept:
         """The same as it was when they were borrowed."""
         result = Kept()
         for module, before in self.attributes.items():
-            buffers = _lent[module].begun_with() if module in _lent else {}
-            changed = {name: buffer for name, buffer in buffers.items() if buffer is not module._buffers[name]}
+            now, begun = module._buffers, _lent[module].begun_with() if module in _lent else {}
+            changed = {name: begun[name] for name in begun if begun[name] is not now[name]}
             result[module] = {}, changed, _plain_attributes(before or {})
         return result
 
@@ -620,13 +631,8 @@ class StateLoan:
             self._claimed = []
 
 
-def _is_small(buffer: Tensor | None) -> bool:
-    """Whether a buffer may be copied as often as blocks begin; masks are large, and constant."""
-    return buffer is not None and not buffer.requires_grad and buffer.numel() <= 2**16
-
-
 def _plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that a module has set itself; none that has a graph, which may be that of who holds them."""
+    """Those that a module has set itself; none with a graph, which may be that of who holds them."""
     return {name: value for name, value in attributes.items() if name[0] != "_" and not holds(value)}
 
 
@@ -641,10 +647,9 @@ def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
             if value is not None:  # a block may change it in place, each time
                 module._buffers[name] = value.clone()
         if attributes:
-            undo += [
-                partial(module.__dict__.update, {n: module.__dict__[n] for n in attributes if n in module.__dict__})
-            ]
-            module.__dict__.update(attributes)  # a new one the loan takes away
+            now = module.__dict__
+            undo += [partial(now.update, {name: now[name] for name in attributes if name in now})]
+            now.update(attributes)  # a new one the loan takes away
 
 
 def _still(value: Any) -> Any:

@@ -26,12 +26,13 @@ from hodiff.errors import HodiffWarning
 
 
 def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
-    """Whether a norm or a root has entries so small that few digits are left of a derivative of that order.
+    """Whether a norm or a root has entries so small that a derivative of that order has few digits left.
 
-    Of what is smooth there, as its square is: the derivatives of order n are made of parts that are as large as its
-    power 2 - n, and cancel. `at_zero`: whether entries that are 0 count, for those that PyTorch has zeros there.
+    One of what is smooth there, as its square is: the derivatives of order n are made of parts that are as
+    large as its power 2 - n, and cancel. With `at_zero`, entries that are 0 count: PyTorch has zeros there.
     """
-    if torch._C._functorch.maybe_current_level() is not None or _settings.tracing():  # pyright: ignore[reportAttributeAccessIssue]
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    if functorch.maybe_current_level() is not None or _settings.tracing():
         return False
     near = size.detach() < (torch.finfo(size.dtype).eps ** (0.75 / (order - 2)) if order > 2 else 0)
     return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())
@@ -40,9 +41,9 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
 def warn_of_near(order: int) -> None:
     """Say so."""
     warnings.warn(
-        f"a derivative of order {order} through a norm or a square root that is near 0, as one is here, has few right "
-        f"digits, or none, where f is smooth there: norm(x) ** 2, whose parts cancel. Write x.square().sum() for that. "
-        f"(Where f has a kink or a cusp there, its derivatives are as they are.)",
+        f"a derivative of order {order} through a norm or a square root that is near 0, as one is here, "
+        f"has few right digits, or none, where f is smooth there: norm(x) ** 2, whose parts cancel. Write "
+        f"x.square().sum() for that. (Where f has a kink or a cusp, its derivatives are as they are.)",
         HodiffWarning,
         stacklevel=outside(),
     )
@@ -121,20 +122,23 @@ def prod(input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype:
         return torch.prod(input, dim, keepdim, dtype=dtype)
     x = input if dtype is None else input.to(dtype)
     x = x.reshape(-1) if dim is None or not x.ndim else x.movedim(dim, 0)
-    if not len(x) or not (x.is_floating_point() or x.is_complex()):
+    if not (x.is_floating_point() or x.is_complex()):
         return torch.prod(input, dtype=dtype) if dim is None else torch.prod(input, dim, keepdim, dtype=dtype)
     while len(x) > 1:
         pairs, rest = x[: len(x) // 2 * 2], x[len(x) // 2 * 2 :]
         pairs = pairs[0::2] * pairs[1::2]
         x = torch.cat([pairs, rest]) if len(rest) else pairs
-    return x[0].unsqueeze(dim) if keepdim and dim is not None and input.ndim else x[0]
+    product = x[0] if len(x) else x.sum(0) + 1
+    return product.unsqueeze(dim) if keepdim and dim is not None and input.ndim else product
 
 
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.cumprod` by its recursion."""
     x = input if dtype is None else input.to(dtype)
-    if not x.ndim or not x.shape[dim] or not (x.is_floating_point() or x.is_complex()):
+    if not (x.is_floating_point() or x.is_complex()):
         return torch.cumprod(x, dim)
+    if not x.ndim or not x.shape[dim]:
+        return x.clone()
     return torch.stack([*accumulate(x.unbind(dim), torch.mul)], dim)
 
 

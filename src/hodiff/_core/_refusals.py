@@ -338,29 +338,32 @@ SPECTRA = {
 class _Spectrum:
     """Values of a matrix that are so close that the next pass is looked at.
 
-    PyTorch divides by their differences: a derivative of order n has lost as many digits as the power n - 1 of those
-    has, or n - 2 where only values that are apart are used, and no vectors. So it is with singular values near 0 of a
-    matrix that is not square.
+    PyTorch divides by their differences: a derivative of order n has lost as many digits as the power
+    n - 1 of those has, or n - 2 where only values that are apart are used, and no vectors. So it is with
+    singular values near 0 of a matrix that is not square.
     """
 
     def __init__(self, node: Any, order: int) -> None:
         values, divides, self.place = _versions.spectrum(node)
         eps, tiny = torch.finfo(values.dtype).eps, torch.finfo(values.dtype).tiny
         self.name, size = type(node).__name__, values.abs().amax(-1, True).clamp(tiny)
-        near = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs().sort(-1).values[..., 1:2].squeeze(-1) / size
-        self.gaps = near if near.numel() else torch.full_like(size, torch.inf).expand_as(values)
+        gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs().sort(-1).values  # to itself, to the next
+        self.gaps = gaps[..., 1] / size if values.shape[-1] > 1 else torch.full_like(size, torch.inf)
         self.least = self.gaps.minimum(values / size) if divides else self.gaps
-        self.wide, self.tight = eps ** (0.75 / (order - 1)), eps ** (0.75 / (order - 2)) if order > 2 else -1.0
+        self.wide = eps ** (0.75 / (order - 1))
+        self.tight = eps ** (0.75 / (order - 2)) if order > 2 else -1.0
         self.handles: list[Any] = []
 
     def used(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether digits are lost of what has these gradients; where they cannot be seen, too."""
-        vectors = [part for at, part in enumerate(gradients) if at != self.place and part is not None]
-        seen = torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
-        given = gradients[self.place]
-        if not seen or vectors or given is None or self.name == "LinalgEigBackward0":
+        functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+        given, *vectors = gradients[self.place], *gradients[: self.place], *gradients[self.place + 1 :]
+        if functorch.maybe_current_level() is not None or any(part is not None for part in vectors):
             return True
-        return bool((self.least <= self.tight).any()) or bool(((self.gaps <= self.wide) & (given != 0)).any())
+        if given is None or self.name == "LinalgEigBackward0":
+            return True
+        used = (self.least <= self.tight) | ((self.gaps <= self.wide) & (given != 0))
+        return bool(used.any())
 
     def warn(self, gradients: Sequence[Tensor | None]) -> None:
         """Warn, once, where digits are lost."""
@@ -369,17 +372,18 @@ class _Spectrum:
         if not self.used(gradients):
             return
         warnings.warn(
-            f"f depends on {SPECTRA[self.name]} that are equal, or nearly (or near 0, of a matrix that is not square): "
-            f"PyTorch divides by their differences, so that few digits of a second or higher derivative are right, or "
-            f"none. If f is smooth there, as a function of all of them is, write it with products, det, inv or "
-            f"matrix_exp of the matrix ((x * x).sum() for the squares of its singular values), or take another point.",
+            f"f depends on {SPECTRA[self.name]} that are equal, or nearly (or near 0, of a matrix that is not "
+            f"square): PyTorch divides by their differences, so that few digits of a second or higher "
+            f"derivative are right, or none. If f is smooth there, as a function of all of them is, write it "
+            f"with products, det, inv or matrix_exp of the matrix ((x * x).sum() for the squares of its "
+            f"singular values), or take another point.",
             HodiffWarning,
             stacklevel=outside(),
         )
 
 
 def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    for node in nodes:
+    for node in [node for node in nodes if _versions.spectrum(node)[0].numel()]:
         spectrum = _Spectrum(node, order)
         if bool((spectrum.least <= spectrum.wide).any()) and _nodes.reaches([node], leaves):
             spectrum.handles += [node.register_prehook(spectrum.warn)]
@@ -396,13 +400,13 @@ def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) ->
             f"in it (which is written out), or write x.pow({p:g}).sum().pow(1 / {p:g}).",
             operations=["norm"],
         )
-    _warn_of_small_roots(order, [node for node, *_ in norms if "Renorm" not in type(node).__name__], leaves)
+    _warn_of_small_roots(order, [node for node, *_ in norms], leaves)
 
 
 def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    """Warn of norms and roots near 0; of norms that are 0, where PyTorch's second derivative is, too."""
+    """Warn of norms and roots near 0; of norms that are 0, where PyTorch's second derivative is."""
     for node in nodes:
-        if "Foreach" in type(node).__name__:
+        if "Foreach" in type(node).__name__ or "Renorm" in type(node).__name__:
             continue
         p, size = _versions.root_of(node)
         zeros = 3 <= p < torch.inf and type(node).__name__ not in _versions.ROOTS

@@ -281,7 +281,7 @@ def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spectrum(node: Node) -> tuple[Tensor, bool, int]:
-    """The values that a decomposition has kept, whether it divides by them too, and which of its results they are."""
+    """The values that a decomposition has kept, whether it divides by them, and which result they are."""
     if node.__class__.__name__ == "LinalgSvdBackward0":
         return node._saved_S, node._saved_U.shape[-2] != node._saved_Vh.shape[-1], 1
     return node._saved_eigenvalues, False, 0
@@ -296,8 +296,8 @@ def norm_of(node: Node) -> tuple[float, Tensor]:
 
 def root_of(node: Node) -> tuple[float, Tensor]:
     """The power of a norm, 2 for a square root, and its value."""
-    p = next((getattr(node, name) for name in ("_saved_ord", "_saved_p") if hasattr(node, name)), 2.0)
-    return p, node._saved_result
+    powers = [getattr(node, name) for name in ("_saved_ord", "_saved_p") if hasattr(node, name)]
+    return powers[0] if powers else 2.0, node._saved_result
 
 
 _LOSSES = {

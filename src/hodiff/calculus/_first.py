@@ -58,8 +58,8 @@ def grad(
         create_graph: Whether the result can be differentiated again, by everything that required
             grad and entered: *x* and what `f` closes over. None means True inside the `f` of
             another hodiff call (with grad mode on), else False.
-        check_independence: Whether to test, for one more evaluation and three passes, that samples are independent, as
-            `batch_ndim` supposes; a `BatchMixingWarning` says if they are not, and by how much.
+        check_independence: Whether to test, for one more evaluation and three passes, that samples are
+            independent, as `batch_ndim` supposes; a `BatchMixingWarning` says if they are not, and by how much.
         strict: What a part of *x* gives that the result does not depend on. None: zeros, and an error where that is
             all of it. True: an error. False: zeros, all of it too (isolated atoms).
         allow: `autograd.Function`s, or their names, that may be `@once_differentiable` where a

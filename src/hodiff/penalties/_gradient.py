@@ -409,8 +409,9 @@ def gradient_norm_penalty(
 
     Returns:
         A scalar tensor of shape `()`; with *return_outputs* `(penalty, loss)`, both differentiable by the parameters.
-        All of *where* enters: what the gradient does not depend on has a `.grad` of zeros after `backward()`, not None,
-        and an optimiser with weight decay moves it. Leave it out by `hodiff.select(module, ..., exclude=...)`.
+        All of *where* enters: what the gradient does not depend on has a `.grad` of zeros after `backward()`,
+        not None, and an optimiser with weight decay moves it. Leave it out by
+        `hodiff.select(module, ..., exclude=...)`.
 
     Raises:
         InputError: `f` gives more than one element; or as for `gradient_penalty`.
