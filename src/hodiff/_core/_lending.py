@@ -79,7 +79,7 @@ class Evaluation:
         self.over = True
 
     def back(self, begun: Kept, undo: list[Callable[[], object]]) -> None:
-        """Let the modules have what they had as a block began; as they were met, where that was later."""
+        """Let the modules have what they had as a block began, or as they were met, if later."""
         if not self.over:
             met = self._state.as_met()
             put({module: met[module] for module in met if module not in begun}, undo)
@@ -592,7 +592,7 @@ class StateLoan:
         return result
 
     def as_met(self) -> Kept:
-        """The same as it was when they were borrowed."""
+        """What its modules had as they were borrowed, where it is another now."""
         result = Kept()
         for module, before in self.attributes.items():
             now, begun = module._buffers, _lent[module].begun_with() if module in _lent else {}
@@ -632,7 +632,7 @@ class StateLoan:
 
 
 def _plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that a module has set itself; none with a graph, which may be that of who holds them."""
+    """The attributes that a module has set itself; none with a graph, which may be its holder's."""
     return {name: value for name, value in attributes.items() if name[0] != "_" and not holds(value)}
 
 

@@ -26,10 +26,10 @@ from hodiff.errors import HodiffWarning
 
 
 def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
-    """Whether a norm or a root has entries so small that a derivative of that order has few digits left.
+    """Whether a norm or a root has entries so small that few digits of such a derivative are left.
 
-    One of what is smooth there, as its square is: the derivatives of order n are made of parts that are as
-    large as its power 2 - n, and cancel. With `at_zero`, entries that are 0 count: PyTorch has zeros there.
+    A derivative of what is smooth there, as its square is: it is made of parts that are as large as the
+    root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has zeros there.
     """
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     if functorch.maybe_current_level() is not None or _settings.tracing():
@@ -39,7 +39,7 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
 
 
 def warn_of_near(order: int) -> None:
-    """Say so."""
+    """Say that a derivative of that order is lost there."""
     warnings.warn(
         f"a derivative of order {order} through a norm or a square root that is near 0, as one is here, "
         f"has few right digits, or none, where f is smooth there: norm(x) ** 2, whose parts cancel. Write "
@@ -170,7 +170,7 @@ def scatter_product(
 def index_product(
     input: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    """`torch.index_reduce` of products."""
+    """`torch.index_reduce` of products, as one of `scatter_product`."""
     if reduce != "prod" or not input.ndim:
         return torch.index_reduce(input, dim, index, source, reduce, include_self=include_self)
     shape = [-1 if d == dim % input.ndim else 1 for d in range(input.ndim)]

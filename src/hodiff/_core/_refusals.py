@@ -536,11 +536,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
     *((name, order, partial(_refuse_product, order)) for name in _versions.PRODUCTS for order in _ORDERS),
     *((name, order, partial(_watch_spectrum, order)) for name in SPECTRA for order in _ORDERS),
     *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
-    *(
-        (name, order, partial(_warn_of_small_roots, order))
-        for name in _versions.ROOTS
-        for order in _ORDERS[:-1]
-    ),
+    *((name, order, partial(_warn_of_small_roots, order)) for name in _versions.ROOTS for order in _ORDERS[:-1]),
     (
         "LogcumsumexpBackward0",
         3,

@@ -205,7 +205,7 @@ def argument(node: Node) -> Tensor:
 
 def factors(node: Node) -> list[Tensor]:
     """What the node of a product has multiplied; nothing where it is of another reduction."""
-    if not node.__class__.__name__.endswith("ReduceBackward0"):
+    if node.__class__.__name__ not in ("ScatterReduceBackward0", "IndexReduceBackward0"):
         return [node._saved_self]
     if node._saved_reduce != "prod":
         return []
