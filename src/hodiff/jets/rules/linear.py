@@ -94,15 +94,6 @@ def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     ]
 
 
-@rule("linear", "flip")
-def flipped(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Entries in reverse order."""
-    x = series_of(args[0], expansion)
-    dims = [shifted(d, x[0].ndim) for d in spread(args[1:], kwargs, "dims")]
-    turned = (None if c is None else full(c, x[0].shape).flip(dims) for c in x[1:])
-    return [func(x[0], *args[1:], **kwargs), *turned]
-
-
 @rule("linear", "cat", "stack")
 def joined(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Tensors side by side; a missing coefficient is zeros only where another one is present."""
@@ -331,44 +322,6 @@ def view(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return _reshaped(expansion, func, args, kwargs)
 
 
-@lifted("permute")
-def _permuted(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.permute(0, *(shifted(d, len(shape)) for d in spread(args, kwargs, "dims")))
-
-
-@lifted("transpose", "swapaxes", "swapdims")
-def _transposed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    names = [*args, *(v for k, v in kwargs.items() if k != "value")]
-    return c.transpose(shifted(names[0], len(shape)), shifted(names[1], len(shape))) if shape else c
-
-
-@lifted("t", "mT", "adjoint")
-def _turned(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.transpose(-1, -2) if len(shape) > 1 else c
-
-
-@rule("linear", "numpy_T")
-def reverseddims_of(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """`x.T`: all dimensions in reverse order."""
-    return _permuted(expansion, torch.permute, (args[0], list(range(args[0].ndim))[::-1]), {})
-
-
-@lifted("movedim", "moveaxis")
-def _moved(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    given = named(args, kwargs, "source", "destination")
-    return c.movedim(dims_of(given["source"], len(shape)), dims_of(given["destination"], len(shape)))
-
-
-@lifted("unsqueeze")
-def _unsqueezed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.unsqueeze(named(args, kwargs, "dim")["dim"] % (len(shape) + 1) + 1)
-
-
-@lifted("expand", "expand_as", "broadcast_to")
-def _expanded(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return full(c, kwargs["value"].shape)
-
-
 @lifted()
 def _item(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
     return c[(slice(None), *args[0])]
@@ -395,41 +348,53 @@ def _along(shape: Any, args: Any, kwargs: Any, *names: str) -> list[Any]:
     return [shifted(given.get("dim", 0), len(shape)), *(given.get(name) for name in names if name != "dim")]
 
 
-@lifted("select")
-def _selected(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.select(*_along(shape, args, kwargs, "dim", "index"))
+def _each_shifted(shape: Any, args: Any, kwargs: Any) -> list[int]:
+    return [shifted(dim, len(shape)) for dim in spread(args, kwargs, "dims")]
 
 
-@lifted("narrow")
-def _narrowed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.narrow(*_along(shape, args, kwargs, "dim", "start", "length"))
-
-
-@lifted("unbind")
-def _unbound(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.unbind(*_along(shape, args, kwargs, "dim"))
-
-
-@lifted("split", "chunk", "tensor_split")
-def _divided(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    dim, _ = _along(shape, args, kwargs, "how", "dim")
+def _split(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+    """In parts of the sizes that those of the value have."""
+    dim, _ = _along(shape, args, kwargs, "parts", "dim")
     return c.split([part.shape[dim - 1] for part in kwargs["value"]], dim)
 
 
-@lifted("cumsum")
-def _summed(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.cumsum(*_along(shape, args, kwargs, "dim"), dtype=kwargs["value"].dtype) if shape else c
-
-
-@lifted("index_select")
-def _rows(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    return c.index_select(*_along(shape, args, kwargs, "dim", "index")) if shape else c
-
-
-@lifted("gather")
 def _gathered(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
     dim, index = _along(shape, args, kwargs, "dim", "index")
     return c.gather(dim, index.expand(c.shape[0], *index.shape)) if shape else full(c, index.shape)
+
+
+_ENDS = ("source", "destination")
+
+LIFTED: dict[str, Lifted] = {
+    "permute": lambda c, shape, args, kwargs: c.permute(0, *_each_shifted(shape, args, kwargs)),
+    "flip": lambda c, shape, args, kwargs: c.flip(_each_shifted(shape, args, kwargs)),
+    "transpose swapaxes swapdims": lambda c, shape, args, kwargs: (
+        c.transpose(*_each_shifted(shape, (*args, *kwargs.values())[:2], {})) if shape else c
+    ),
+    "t mT adjoint": lambda c, shape, args, kwargs: c.transpose(-1, -2) if len(shape) > 1 else c,
+    "numpy_T": lambda c, shape, args, kwargs: c.permute(0, *range(len(shape), 0, -1)),
+    "movedim moveaxis": lambda c, shape, args, kwargs: c.movedim(
+        *(dims_of(named(args, kwargs, *_ENDS)[end], len(shape)) for end in _ENDS)
+    ),
+    "unsqueeze": lambda c, shape, args, kwargs: c.unsqueeze(named(args, kwargs, "dim")["dim"] % (len(shape) + 1) + 1),
+    "expand expand_as broadcast_to": lambda c, shape, args, kwargs: full(c, kwargs["value"].shape),
+    "select": lambda c, shape, args, kwargs: c.select(*_along(shape, args, kwargs, "dim", "index")),
+    "narrow": lambda c, shape, args, kwargs: c.narrow(*_along(shape, args, kwargs, "dim", "start", "length")),
+    "unbind": lambda c, shape, args, kwargs: c.unbind(*_along(shape, args, kwargs, "dim")),
+    "split chunk tensor_split": _split,
+    "cumsum": lambda c, shape, args, kwargs: (
+        c.cumsum(*_along(shape, args, kwargs, "dim"), dtype=kwargs["value"].dtype) if shape else c
+    ),
+    "index_select": lambda c, shape, args, kwargs: (
+        c.index_select(*_along(shape, args, kwargs, "dim", "index")) if shape else c
+    ),
+    "gather": _gathered,
+}
+"""What an operation does with a coefficient, whose dimensions lie one further on."""
+
+
+for _names, _function in LIFTED.items():
+    lifted(*_names.split())(_function)
 
 
 # --- Fourier transforms, and the little of complex arithmetic that stands between one and its inverse -----------------
