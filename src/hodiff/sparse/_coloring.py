@@ -66,7 +66,7 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
     if kind == "star":
         check_symmetric(pattern)
         return _star(pattern, order)
-    return _columns(pattern if kind == "columns" else pattern.transposed(), order)
+    return _best(_COLUMNS, pattern if kind == "columns" else pattern.transposed(), order)
 
 
 def _shape(pattern: Any) -> tuple[int, int]:
@@ -213,10 +213,6 @@ def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool
 
 
 # --- any matrix
-
-
-def _columns(pattern: Pattern, order: Order) -> Tensor:
-    return _best(_COLUMNS, pattern, order)
 
 
 def _by_rows(pattern: Pattern, order: Order) -> Tensor:

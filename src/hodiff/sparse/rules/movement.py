@@ -175,14 +175,12 @@ def along_dim(op: OperatorCall) -> OutputSets:
     """A gather along one dimension: where its index follows from the point, whichever entry of the line."""
     if not _has_variable_index(op):
         return moved(op)
-    source = op.argument("self")
-    output = op.outputs[0]
-    dim = op.argument("dim")
+    source, dim = op.argument("self"), op.argument("dim")
     sets = op.sets(source)
     if sets is None:
         return None
     lines, of_source = along(source.shape, [dim])
-    return [sets.grouped(of_source, lines).take(along(source.shape, [dim], output.shape)[1])]
+    return [sets.grouped(of_source, lines).take(along(source.shape, [dim], op.outputs[0].shape)[1])]
 
 
 # --- writes into places
@@ -237,31 +235,6 @@ def _numbers(tensor: Tensor, shape: Any) -> Tensor:
     return torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape).expand(shape).reshape(-1)
 
 
-def masked_scatter(op: OperatorCall) -> OutputSets:
-    """The entries of the source go where a mask is set, in order."""
-    base = op.argument("self")
-    mask = op.argument("mask")
-    source = op.argument("source")
-    if op.is_variable(mask):
-        return None
-    kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
-    sets = op.sets(source)
-    if sets is None:
-        return [kept]
-    hit = mask.cpu().expand(base.shape).reshape(-1).nonzero()[:, 0]
-    return [kept | sets.spread(torch.arange(len(hit), device="cpu"), hit, base.numel())]
-
-
-def masked_scatter_backward(op: OperatorCall) -> OutputSets:
-    """What a mask selects, and zeros up to the size of the source."""
-    gradient, mask = op.argument("grad_output"), op.argument("mask")
-    sets, (output,) = op.sets(gradient), op.outputs
-    if sets is None or op.is_variable(mask):
-        return None
-    hit = mask.cpu().expand(gradient.shape).reshape(-1).nonzero()[: output.numel(), 0]
-    return [sets.take(torch.cat([hit, hit.new_full((output.numel() - len(hit),), -1)]))]
-
-
 # --- adjoints: run the movement itself on numbers, and send each entry back
 
 
@@ -284,40 +257,6 @@ def adjoint(shape: Callable[[OperatorCall], Any], movement: Callable[[OperatorCa
     return rule
 
 
-def _own_shape(op: OperatorCall) -> Any:
-    return op.argument("self").shape
-
-
-def _padded(op: OperatorCall, numbers: Tensor) -> Tensor:
-    return getattr(torch.ops.aten, op.name.removesuffix("_backward"))(numbers, op.argument("padding"))
-
-
-def embedding_backward(op: OperatorCall) -> OutputSets:
-    """Each row goes to the word that it stands for."""
-    gradient = op.argument("grad_output")
-    indices = op.argument("indices")
-    words = op.argument("num_weights")
-    sets = op.sets(gradient)
-    if sets is None or op.is_variable(indices):
-        return None
-    width = gradient.shape[-1]
-    targets = (indices.cpu().reshape(-1, 1) * width + torch.arange(width, device="cpu")).reshape(-1)
-    return [sets.grouped(targets, int(words) * width)]
-
-
-def col2im(op: OperatorCall) -> OutputSets:
-    """The adjoint of `unfold`."""
-    columns, output = op.argument("self"), op.outputs[0]
-    sets = op.sets(columns)
-    if sets is None:
-        return None
-    numbers = torch.arange(1, output.numel() + 1, dtype=torch.float64, device="cpu").reshape(output.shape)
-    options = [op.argument(name) for name in ("kernel_size", "dilation", "padding", "stride")]
-    targets = F.unfold(numbers, *options).reshape(-1).long() - 1
-    held = targets >= 0
-    return [sets.spread(held.nonzero()[:, 0], targets[held], output.numel())]
-
-
 RULES: dict[str, Rule] = {
     **listed(
         "cat stack index _unsafe_index take flip roll rot90 repeat constant_pad_nd reflection_pad1d "
@@ -326,19 +265,32 @@ RULES: dict[str, Rule] = {
         "masked_select unfold_copy permute_copy transpose_copy t_copy view_copy expand_copy squeeze_copy "
         "unsqueeze_copy slice_copy select_copy diagonal_copy as_strided_copy split_copy split_with_sizes_copy "
         "unbind_copy narrow_copy _reshape_copy _unsafe_view pixel_shuffle pixel_unshuffle channel_shuffle im2col "
-        "diag_embed block_diag upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+        "diag_embed block_diag masked_scatter upsample_nearest1d upsample_nearest2d upsample_nearest3d",
         moved,
     ),
     **listed("gather index_select", along_dim),
     **listed("scatter scatter_add index_put _index_put_impl _unsafe_index_put index_add index_copy", scattered),
-    "masked_scatter": masked_scatter,
-    "masked_scatter_backward": masked_scatter_backward,
-    "embedding_dense_backward": embedding_backward,
-    "col2im": col2im,
+    "masked_scatter_backward": adjoint(
+        lambda op: op.outputs[0].shape,
+        lambda op, numbers: numbers.new_zeros(op.inputs[0].shape).masked_scatter(op.argument("mask").cpu(), numbers),
+    ),
+    "embedding_dense_backward": adjoint(
+        lambda op: (op.argument("num_weights"), op.inputs[0].shape[-1]),
+        lambda op, numbers: numbers[op.argument("indices").cpu()],
+    ),
+    "col2im": adjoint(
+        lambda op: op.outputs[0].shape,
+        lambda op, numbers: F.unfold(numbers, *map(op.argument, ("kernel_size", "dilation", "padding", "stride"))),
+    ),
     **listed(
         "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward "
         "replication_pad2d_backward replication_pad3d_backward",
-        adjoint(_own_shape, _padded),
+        adjoint(
+            lambda op: op.argument("self").shape,
+            lambda op, numbers: getattr(torch.ops.aten, op.name.removesuffix("_backward"))(
+                numbers, op.argument("padding")
+            ),
+        ),
     ),
     "unfold_backward": adjoint(
         lambda op: op.argument("input_sizes"),

@@ -13,8 +13,16 @@ from hodiff.sparse.rules.contraction import is_constant, listed
 
 
 class Windows(NamedTuple):
-    """Which places of the larger grid each place of the smaller one sees: pairs, and the offset in the window."""
+    """Which places of the larger grid each place of the smaller one sees: pairs, and the offset in the window.
 
+    Attributes:
+        sizes: How many places the grids have, the smaller and the larger.
+        small: A place of the smaller grid.
+        large: A place of the larger one that it sees.
+        offset: Where in the window that lies.
+    """
+
+    sizes: tuple[int, int]
     small: Tensor
     large: Tensor
     offset: Tensor
@@ -30,145 +38,96 @@ class Windows(NamedTuple):
         dilation: Sequence[int],
     ) -> Windows:
         """The windows of a convolution from the large grid to the small one."""
-        windows = cls(*[torch.zeros(1, dtype=torch.int64, device="cpu")] * 3)
+        pairs = [torch.zeros(1, dtype=torch.int64, device="cpu")] * 3
         for a, b, k, step, pad, spread in zip(small, large, kernel, stride, padding, dilation, strict=True):
             at = torch.arange(a, device="cpu").reshape(-1, 1).expand(a, k)
             within = torch.arange(k, device="cpu").expand(a, k)
             seen = at * step - pad + within * spread
             inside = (seen >= 0) & (seen < b)
-            parts = at[inside], seen[inside], within[inside]
-            windows = cls(
-                *[
-                    (whole.reshape(-1, 1) * size + part).reshape(-1)
-                    for whole, part, size in zip(windows, parts, (a, b, k), strict=True)
-                ]
-            )
-        return windows
+            parts = zip(pairs, (at, seen, within), (a, b, k), strict=True)
+            pairs = [(whole.reshape(-1, 1) * size + part[inside]).reshape(-1) for whole, part, size in parts]
+        return cls((torch.Size(small).numel(), torch.Size(large).numel()), *pairs)
 
-
-def _many(sets: Sets, images: int, source: Tensor, sources: int, target: Tensor, targets: int) -> Sets:
-    """A union along pairs of places, the same in each of several images."""
-    image = torch.arange(images, device="cpu").reshape(-1, 1)
-    return sets.spread((image * sources + source).reshape(-1), (image * targets + target).reshape(-1), images * targets)
+    def spread(self, sets: Sets, images: int, *, down: bool) -> Sets:
+        """A union along the pairs, from the large grid to the small one or back, in each of several images."""
+        sources, targets = self.sizes[::-1] if down else self.sizes
+        source, target = (self.large, self.small) if down else (self.small, self.large)
+        image = torch.arange(images, device="cpu").reshape(-1, 1)
+        elements, at = (image * sources + source).reshape(-1), (image * targets + target).reshape(-1)
+        return sets.spread(elements, at, images * targets)
 
 
 # --- convolution
 
 
-class _Convolution(NamedTuple):
-    groups: int
-    transposed: bool
-    windows: Windows
-    small: int
-    large: int
+def _convolved(op: OperatorCall, sets: Sets, input: Sequence[int], output: Sequence[int], *, forth: bool) -> Sets:
+    """Sets passed on between a convolution's input and output, which have these shapes: forth, or back.
 
-
-def _convolution(op: OperatorCall, weight: Tensor, input: Sequence[int], output: Sequence[int]) -> _Convolution:
-    """The windows of a convolution between an input and an output of these shapes."""
-    transposed = bool(op.argument("transposed"))
+    They go from all channels of a group to all channels of that group, along the windows.
+    """
+    weight = op.argument("weight")
+    transposed, groups = bool(op.argument("transposed")), int(op.argument("groups"))
     small, large = (input[2:], output[2:]) if transposed else (output[2:], input[2:])
     kernel = weight.shape[2:]
-    options = [_each(op.argument(name), len(kernel)) for name in ("stride", "padding", "dilation")]
-    windows = Windows.of(small, large, kernel, *options)
+    windows = Windows.of(small, large, kernel, *(_each(op.argument(name), len(kernel)) for name in _OPTIONS))
     if is_constant(op, weight):  # an offset at which a constant kernel has nothing but zeros sees nothing
         used = (weight.detach() != 0).reshape(*weight.shape[:2], -1).any(0).any(0).cpu()
-        windows = Windows(*[part[used[windows.offset]] for part in windows])
-    return _Convolution(
-        int(op.argument("groups")), transposed, windows, torch.Size(small).numel(), torch.Size(large).numel()
-    )
+        windows = Windows(windows.sizes, *(part[used[windows.offset]] for part in windows[1:]))
+    images, down = input[0] * groups, forth != transposed
+    before, after = windows.sizes[::-1] if down else windows.sizes
+    source, target = (input, output) if forth else (output, input)
+    mixed = sets.grouped(_channels(images, source[1] // groups, before), images * before)
+    return windows.spread(mixed, images, down=down).take(_channels(images, target[1] // groups, after))
 
 
-def _through(sets: Sets, shape: Sequence[int], channels: int, conv: _Convolution, *, forth: bool) -> Sets:
-    """Sets passed on from all channels of a group to all channels of that group, along the windows: forth, or back."""
-    images = shape[0] * conv.groups
-    large_first = forth != conv.transposed  # whether it goes from the large grid to the small one
-    source, sources, target, targets = (
-        (conv.windows.large, conv.large, conv.windows.small, conv.small)
-        if large_first
-        else (conv.windows.small, conv.small, conv.windows.large, conv.large)
-    )
+_OPTIONS = ("stride", "padding", "dilation")
+
+
+def _channels(images: int, channels: int, places: int) -> Tensor:
+    """For each entry of each channel of some images, its place, which the channels of an image share."""
     image = torch.arange(images, device="cpu").reshape(-1, 1, 1)
-    place = (image * sources + torch.arange(sources, device="cpu")).expand(images, shape[1] // conv.groups, sources)
-    mixed = sets.grouped(place.reshape(-1), images * sources)
-    seen = _many(mixed, images, source, sources, target, targets)
-    place = (image * targets + torch.arange(targets, device="cpu")).expand(images, channels // conv.groups, targets)
-    return seen.take(place.reshape(-1))
+    return (image * places + torch.arange(places, device="cpu")).expand(images, channels, places).reshape(-1)
 
 
 def convolution(op: OperatorCall) -> OutputSets:
     """A convolution, or a transposed one."""
-    input = op.argument("input")
-    weight = op.argument("weight")
-    bias = op.argument("bias")
+    input, weight, bias = map(op.argument, ("input", "weight", "bias"))
     (output,) = op.outputs
     if input.ndim != weight.ndim or (bias is not None and op.sets(bias) is not None):
         return None
     total = Sets.empty(output.numel(), op.tracer.width)
     if op.sets(weight) is not None:
         total = op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu"))
-    sets = op.sets(input)
-    if sets is not None and op.sets(weight) is None:
-        conv = _convolution(op, weight, input.shape, output.shape)
-        total = total | _through(sets, input.shape, output.shape[1], conv, forth=True)
+    elif (sets := op.sets(input)) is not None:
+        total = _convolved(op, sets, input.shape, output.shape, forth=True)
     return [total]
 
 
 def convolution_backward(op: OperatorCall) -> OutputSets:
     """What reaches the input goes back through the windows; each entry of a weight sees everything."""
-    gradient = op.argument("grad_output")
-    input = op.argument("input")
-    weight = op.argument("weight")
+    gradient, input, weight, needed = map(op.argument, ("grad_output", "input", "weight", "output_mask"))
     sets = op.sets(gradient)
-    if sets is None or len(op.live) != 1 or input.ndim != weight.ndim:
+    if sets is None or len(op.live) != 1 or input.ndim != weight.ndim or sum(needed) != len(op.outputs):
         return None
-    needed = op.argument("output_mask")
-    of_outputs: list[Sets | None] = []
-    outputs = iter(op.outputs)
-    for index, wanted in enumerate(needed):
-        if not wanted:
-            continue
-        output = next(outputs)
-        if index == 0:
-            conv = _convolution(op, weight, input.shape, gradient.shape)
-            of_outputs.append(_through(sets, gradient.shape, input.shape[1], conv, forth=False))
-        else:
-            of_outputs.append(op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu")))
-    return of_outputs if len(of_outputs) == len(op.outputs) else None
+    back = [_convolved(op, sets, input.shape, gradient.shape, forth=False)] if needed[0] else []
+    parameters = [torch.zeros(output.numel(), dtype=torch.int64, device="cpu") for output in op.outputs[len(back) :]]
+    return [*back, *map(op.everything().take, parameters)] if parameters else back
 
 
 # --- pooling
 
 
-def _pooling(op: OperatorCall, large: Sequence[int], small: Sequence[int]) -> Windows:
-    kernel_size, dims = op.argument("kernel_size"), _dims(op.name)
-    kernel = _each(kernel_size, dims)
-    stride = _each(op.argument("stride") or kernel_size, dims)
-    padding, dilation = _each(op.argument("padding"), dims), _each(op.argument("dilation", 1), dims)
-    return Windows.of(small[-dims:], large[-dims:], kernel, stride, padding, dilation)
-
-
 def pooled(op: OperatorCall) -> OutputSets:
-    """An average over each window."""
-    tensor = op.argument("self")
-    sets = op.sets(tensor)
-    if sets is None or len(op.outputs) != 1:
-        return None
-    windows, (output,) = _pooling(op, tensor.shape, op.outputs[0].shape), op.outputs
-    dims = _dims(op.name)
-    large, small = tensor.shape[-dims:].numel(), output.shape[-dims:].numel()
-    return [_many(sets, tensor.shape[:-dims].numel(), windows.large, large, windows.small, small)]
-
-
-def pooled_backward(op: OperatorCall) -> OutputSets:
-    """Back to every place of the window: where the largest was follows from the point."""
-    gradient, tensor = op.argument("grad_output"), op.argument("self")
-    sets = op.sets(gradient)
+    """An average over each window; or back to every place of it: where the largest was follows from the point."""
+    forth, tensor = not op.name.endswith("_backward"), op.argument("self")
+    small = op.outputs[0] if forth else op.argument("grad_output")
+    sets = op.sets(tensor if forth else small)
     if sets is None or len(op.live) != 1 or len(op.outputs) != 1:
         return None
-    dims = _dims(op.name)
-    windows = _pooling(op, tensor.shape, gradient.shape)
-    large, small = tensor.shape[-dims:].numel(), gradient.shape[-dims:].numel()
-    return [_many(sets, tensor.shape[:-dims].numel(), windows.small, small, windows.large, large)]
+    dims, kernel = _dims(op.name), op.argument("kernel_size")
+    options = [kernel, op.argument("stride") or kernel, op.argument("padding"), op.argument("dilation", 1)]
+    windows = Windows.of(small.shape[-dims:], tensor.shape[-dims:], *(_each(option, dims) for option in options))
+    return [windows.spread(sets, tensor.shape[:-dims].numel(), down=forth)]
 
 
 def _dims(name: str) -> int:
@@ -184,27 +143,22 @@ def _each(value: Any, dims: int) -> list[int]:
 
 def image(op: OperatorCall) -> OutputSets:
     """Each image by itself: all of it."""
-    tensor = op.inputs[0]
-    sets, (output,) = op.sets(tensor), op.outputs
-    dims = _dims(op.name)
+    tensor, (output,) = op.inputs[0], op.outputs
+    sets, dims = op.sets(tensor), _dims(op.name)
     if sets is None or len(op.live) != 1 or tensor.shape[:-dims] != output.shape[:-dims]:
         return None
-    images = tensor.shape[:-dims].numel()
+    images = torch.arange(tensor.shape[:-dims].numel(), device="cpu")
     before, after = tensor.shape[-dims:].numel(), output.shape[-dims:].numel()
-    return [
-        sets.grouped(torch.arange(images, device="cpu").repeat_interleave(before), images).take(
-            torch.arange(images, device="cpu").repeat_interleave(after)
-        )
-    ]
+    return [sets.grouped(images.repeat_interleave(before), len(images)).take(images.repeat_interleave(after))]
 
 
 RULES: dict[str, Rule] = {
     "convolution": convolution,
     "convolution_backward": convolution_backward,
-    **listed("avg_pool2d avg_pool3d", pooled),
     **listed(
-        "avg_pool2d_backward avg_pool3d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
-        pooled_backward,
+        "avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward max_pool2d_with_indices_backward "
+        "max_pool3d_with_indices_backward",
+        pooled,
     ),
     **listed(
         "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
