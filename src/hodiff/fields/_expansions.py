@@ -249,12 +249,11 @@ def second_order(call: FieldCall, directions: Directions, drift: Any = None, *, 
 
     First derivatives are there where they are by-products, or wanted.
     """
-    reverse = lambda: by_reverse(call, directions, drift, first=first)  # noqa: E731
-    return choose(call, lambda: _by_jets(call, directions, drift), reverse)
+    return choose(call, _by_jets, by_reverse, directions, drift, first)
 
 
-def _by_jets(call: FieldCall, directions: Directions, drift: Any) -> Curves:
-    if _hidden(call.x):
+def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
+    if torch.compiler.is_compiling() or is_wrapped(_jet.value_of(call.x)):  # nobody can look at values
         return by_jets(call, directions, drift)
     size = _arguments.check_chunk_size(call.chunk_size)
     if size is not None:
@@ -268,11 +267,6 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any) -> Curves:
     if call.record or _jet.is_jet(call.x) or len(directions.vectors) < WORTHWHILE:
         return by_jets(call, directions, drift)
     return _within_bounds(call, directions, drift)
-
-
-def _hidden(x: Any) -> bool:
-    """Whether values cannot be looked at: while `torch.compile` traces, and below a `vmap` around the call."""
-    return torch.compiler.is_compiling() or is_wrapped(_jet.value_of(x))
 
 
 def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
@@ -436,7 +430,7 @@ def by_jets(call: FieldCall, directions: Directions, drift: Any = None, *, max_b
     return Curves(series[0], entry(series, 1, rows), entry(series, 2, groups) * 2)
 
 
-def by_reverse(call: FieldCall, directions: Directions, drift: Any, *, first: bool = True) -> Curves:
+def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool = True) -> Curves:
     """Double backward: one pass for each component of f, then the directions in batches."""
     vectors, weights, groups = directions
     with call.evaluation(passes=2) as graph:

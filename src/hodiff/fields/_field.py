@@ -146,14 +146,16 @@ class FieldCall:
         return detached(whole, {memory_of(self.x)})
 
 
-def choose(call: FieldCall, jets: Callable[[], Any], reverse: Callable[[], Any], *, prefer: str = "jets") -> Any:
+def choose(
+    call: FieldCall, jets: Callable[..., Any], reverse: Callable[..., Any], *given: Any, prefer: str = "jets"
+) -> Any:
     """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture."""
     if torch.compiler.is_compiling():  # the engine's passes cannot be traced
         prefer = "jets"
     if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
-        return call.finish(_by_reverse(reverse))
+        return call.finish(_by_reverse(reverse, call, *given))
     try:
-        return call.finish(jets())
+        return call.finish(jets(call, *given))
     except ByNoRoute:
         raise
     except NoRule as error:
@@ -166,13 +168,13 @@ def choose(call: FieldCall, jets: Callable[[], Any], reverse: Callable[[], Any],
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )
-        return call.finish(_by_reverse(reverse))
+        return call.finish(_by_reverse(reverse, call, *given))
 
 
 @_compiled_callers.uncompiled
-def _by_reverse(route: Callable[[], Any]) -> Any:
+def _by_reverse(route: Callable[..., Any], *given: Any) -> Any:
     """Nested reverse mode reads graphs, so a compiled caller leaves it alone."""
-    return route()
+    return route(*given)
 
 
 def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:

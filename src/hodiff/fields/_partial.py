@@ -15,7 +15,7 @@ from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, detached
 from hodiff.calculus._directional import entries
 from hodiff.errors import InputError
-from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, released
+from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, push, released
 from hodiff.jets import _jet, _pushforward
 from hodiff.jets._jet import OTHER_ROUTE, NoRule
 from hodiff.jets._series import entry
@@ -192,15 +192,14 @@ def partials(
 
 def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     """By the route that is faster: reverse for low orders of few outputs, which it takes one by one."""
-    jets, reverse = (lambda: _by_jets(call, wanted)), (lambda: _by_reverse(call, wanted))
     if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x):
-        return choose(call, jets, reverse)
+        return choose(call, _by_jets, _by_reverse, wanted)
     if call.method != "auto" or isinstance(call.f, Tensor) or torch.compiler.is_compiling():
-        return choose(call, jets, reverse, prefer="reverse")
+        return choose(call, _by_jets, _by_reverse, wanted, prefer="reverse")
     derivatives = _by_reverse(call, wanted, most=1 + _expansions(wanted))
-    return (
-        choose(call, jets, reverse) if derivatives is None else call.finish(derivatives)
-    )  # jets take many outputs together
+    if derivatives is None:  # jets take many outputs together
+        return choose(call, _by_jets, _by_reverse, wanted)
+    return call.finish(derivatives)
 
 
 def _expansions(wanted: Sequence[Index]) -> int:
@@ -262,10 +261,7 @@ def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     order = max(1, *(len(each) for each in wanted)) if len(wanted) > 1 else max(1, len(wanted[0]))
     factor = _pushforward.factorials(order, call.x.dtype)
     seeds = _pushforward.units(call.x, call.batch_ndim)[axes]
-    output, expansion = _pushforward.push(
-        call.f, [call.x], [[seeds]], order, record=call.record, args=call.args, kwargs=call.kwargs
-    )
-    series = _pushforward.coefficients(output, expansion, call.batch)
+    series, _ = push(call, [seeds], order)
     derivatives: dict[Index, Any] = {(): series[0]}
     for k in range(1, order + 1):
         rows = entry(series, k, len(axes)) * factor[k]

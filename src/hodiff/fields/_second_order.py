@@ -509,13 +509,13 @@ def biharmonic(
     both = {"batch_ndim": batch_ndim, "has_aux": has_aux}
     inner = {**both, "args": args, "kwargs": kwargs}
 
-    def nested(route: Method) -> Any:
+    def nested(call: FieldCall, route: Method = "jets") -> Any:
         outer = {**both, "create_graph": call.record, "method": route}
         return laplacian(lambda y: laplacian(f, y, create_graph=True, method=route, **inner), x, **outer)
 
-    def reverse() -> Any:
+    def reverse(call: FieldCall) -> Any:
         with call.watched():
-            return nested("reverse")
+            return nested(call, "reverse")
 
     with call.grad_mode():
-        return choose(call, lambda: nested("jets"), reverse)
+        return choose(call, nested, reverse)

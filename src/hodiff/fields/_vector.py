@@ -267,23 +267,24 @@ def along(call: FieldCall, vectors: Any, weights: Any) -> tuple[Any, Any]:
 
 def jacobian_products(call: FieldCall, vectors: Any) -> tuple[Any, Any]:
     """The value, which must have the shape of x, and J v for each direction, `(R, *x.shape)`."""
+    return choose(call, _by_jets, _by_reverse, vectors)
 
-    def jets() -> Any:
-        series, _ = push(call, [vectors], 1)
-        _check_shape(series[0], call)
-        return series[0], entry(series, 1, vectors.shape[0])
 
-    def reverse() -> Any:
-        with call.evaluation(passes=2) as graph:
-            output = _arguments.check_output(graph.outputs)
-            _check_shape(output, call)
-            wide = full(vectors, call.x.shape).contiguous()
-            products = _reverse.jvp(graph, [output], [wide], len(wide), chunk_size=None)
-            value = graph.value()
-            call.note(graph)
-        return tuple(released(graph, [value, *products]))
+def _by_jets(call: FieldCall, vectors: Any) -> Any:
+    series, _ = push(call, [vectors], 1)
+    _check_shape(series[0], call)
+    return series[0], entry(series, 1, vectors.shape[0])
 
-    return choose(call, jets, reverse)
+
+def _by_reverse(call: FieldCall, vectors: Any) -> Any:
+    with call.evaluation(passes=2) as graph:
+        output = _arguments.check_output(graph.outputs)
+        _check_shape(output, call)
+        wide = full(vectors, call.x.shape).contiguous()
+        products = _reverse.jvp(graph, [output], [wide], len(wide), chunk_size=None)
+        value = graph.value()
+        call.note(graph)
+    return tuple(released(graph, [value, *products]))
 
 
 def _check_shape(value: Any, call: FieldCall) -> None:

@@ -176,9 +176,11 @@ def factorials(order: int, dtype: torch.dtype) -> list[float]:
 def connected(result: Any, points: Iterable[Any]) -> Any:
     """A differentiable result that came out constant (of a polynomial) is still a function of the points: plus 0."""
     ends = [x for x in points if isinstance(x, Tensor) and not _jet.is_jet(x) and x.requires_grad]
+    if not ends:
+        return result
     items, _, tree = _tree.flatten(result)
     for index, item in enumerate(items):
-        if ends and isinstance(item, Tensor) and not _jet.is_jet(item) and not item.requires_grad:
+        if isinstance(item, Tensor) and not _jet.is_jet(item) and not item.requires_grad:
             items[index] = item + sum(x.reshape(-1)[:0].sum().to(item) for x in ends)
     return items[0] if tree is None else _tree.rebuild(tree, iter(items))
 
