@@ -430,7 +430,7 @@ def by_jets(call: FieldCall, directions: Directions, drift: Any = None, *, max_b
     return Curves(series[0], entry(series, 1, rows), entry(series, 2, groups) * 2)
 
 
-def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool = True) -> Curves:
+def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
     """Double backward: one pass for each component of f, then the directions in batches."""
     vectors, weights, groups = directions
     with call.evaluation(passes=2) as graph:

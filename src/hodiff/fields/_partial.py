@@ -394,14 +394,14 @@ def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:
 Index = tuple[int, ...]
 
 
-def parsed(index: Any, size: int, name: str = "index") -> Index:
+def parsed(index: Any, size: int) -> Index:
     """A multi-index, sorted; a number is a derivative of first order."""
     index = (index,) if isinstance(index, int) and not isinstance(index, bool) else index
     if not isinstance(index, (tuple, list)):
-        raise InputError(f"{name}: got {index!r}, expected a tuple of coordinates such as (0, 0, 1).")
+        raise InputError(f"index: got {index!r}, expected a tuple of coordinates such as (0, 0, 1).")
     for coordinate in index:
         if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate < size:
-            raise InputError(f"{name}: got {coordinate!r}; x has the coordinates 0 to {size - 1}.")
+            raise InputError(f"index: got {coordinate!r}; x has the coordinates 0 to {size - 1}.")
     return tuple(sorted(index))
 
 

@@ -288,14 +288,13 @@ def linear_combination(terms: Sequence[tuple[Any, Series]], order: int) -> Serie
     return out
 
 
-def product(expansion: Expansion, a: Series, b: Series, *, order: int | None = None) -> Series:
+def product(expansion: Expansion, a: Series, b: Series) -> Series:
     """The product of two series, elementwise."""
     ndim = max(ndim_of(a[0]), ndim_of(b[0]))
     left = right = [a[0], *(None if c is None else aligned(c, ndim) for c in a[1:])]
     if a is not b:
         right = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
-    last = expansion.order if order is None else order
-    return [convolved(expansion, left, right, k) for k in range(last + 1)]
+    return [convolved(expansion, left, right, k) for k in range(expansion.order + 1)]
 
 
 def convolved(

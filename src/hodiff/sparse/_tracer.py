@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any
 
@@ -36,6 +37,7 @@ class TooMany(Exception):
     """The sets hold more numbers than any matrix that is worth calling sparse."""
 
 
+@dataclass(slots=True, eq=False)
 class Sets:
     """A set of numbers below `width` for each of some elements.
 
@@ -46,13 +48,10 @@ class Sets:
         width: What all members are below.
     """
 
-    __slots__ = ("items", "rows", "start", "width")
-
-    def __init__(self, rows: Tensor, start: Tensor, items: Tensor, width: int) -> None:
-        self.rows = rows
-        self.start = start
-        self.items = items
-        self.width = width
+    rows: Tensor
+    start: Tensor
+    items: Tensor
+    width: int
 
     @classmethod
     def empty(cls, count: int, width: int) -> Sets:
@@ -90,10 +89,8 @@ class Sets:
         """The elements of several, one after the other."""
         if len(parts) == 1:
             return parts[0]
-        rows = []
-        starts = [_zeros(1)]
-        ends = 0
-        above = 0
+        rows, starts = [], [_zeros(1)]
+        ends = above = 0
         for part in parts:
             rows.append(torch.where(part.rows > 0, part.rows + above, 0))
             starts.append(part.start[1:] + ends)  # the empty row of each goes along, unused but for the first
@@ -112,7 +109,7 @@ class Sets:
         if max(len(self.start), len(other.start)) < count // 2:  # few sets: form the union of each pair once
             pairs, of_pair = torch.unique(self.rows * len(other.start) + other.rows, return_inverse=True)
             left, right = pairs // len(other.start), pairs % len(other.start)
-            united = Sets.joined([self._of_rows(left), other._of_rows(right)])
+            united = Sets.joined([replace(self, rows=left), replace(other, rows=right)])
             return united.grouped(torch.arange(len(pairs), device="cpu").repeat(2), len(pairs)).take(of_pair)
         return Sets.joined([self, other]).grouped(torch.arange(count, device="cpu").repeat(2), count)
 
@@ -146,9 +143,6 @@ class Sets:
         return elements, self._members(self.rows, lengths)
 
     # --- within the table
-
-    def _of_rows(self, rows: Tensor) -> Sets:
-        return Sets(rows, self.start, self.items, self.width)
 
     def _members(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """The members of some rows, one row after the other."""
@@ -219,15 +213,13 @@ READING = {
 """Operations of which PyTorch does not say so, and what they give away."""
 
 
+@dataclass(slots=True, eq=False)
 class Memory:
     """The sets of the numbers in one storage, in units of `size` bytes."""
 
-    __slots__ = ("sets", "size", "storage")
-
-    def __init__(self, storage: Any, sets: Sets, size: int) -> None:
-        self.storage = weakref.ref(storage)
-        self.sets = sets
-        self.size = size
+    storage: weakref.ref[Any]
+    sets: Sets
+    size: int
 
 
 class OperatorCall:
@@ -480,26 +472,23 @@ class Tracer(DispatchMode):
             if not tensor.is_meta and not sets.is_empty():  # what is on the meta device holds no numbers
                 self.lost = self.lost or f"it passes a {tensor.layout} tensor"
             return
-        storage, size = tensor.untyped_storage(), _unit(tensor)
+        storage, size = tensor.untyped_storage(), tensor.element_size() // (2 if tensor.is_complex() else 1)
         memory = self.memory(tensor)
         if memory is None:
             if sets.is_empty():
                 return
             memory = self._memory[storage._cdata] = Memory(
-                storage, Sets.empty(storage.nbytes() // size, self.width), size
+                weakref.ref(storage), Sets.empty(storage.nbytes() // size, self.width), size
             )
             self._sweep()
         if memory.size == size == tensor.element_size() and _is_whole(tensor, storage.nbytes() // size):
             memory.sets = sets
             return
-        places, parts = _places(tensor) * tensor.element_size(), max(1, tensor.element_size() // memory.size)
+        places = torch.div(_places(tensor) * tensor.element_size(), memory.size, rounding_mode="floor")
         if memory.size > tensor.element_size():  # a unit of memory is more than what is written: it keeps what it has
-            places = torch.div(places, memory.size, rounding_mode="floor")
-            union = sets.grouped(places, len(memory.sets))
-            memory.sets = memory.sets | union
+            memory.sets = memory.sets | sets.grouped(places, len(memory.sets))
             return
-        places = torch.div(places, memory.size, rounding_mode="floor")
-        for part in range(parts):
+        for part in range(max(1, tensor.element_size() // memory.size)):
             memory.sets = memory.sets.put(places + part, sets)
 
     def _sweep(self) -> None:
@@ -616,10 +605,6 @@ def _length(tensor: Tensor) -> int:
     return tensor.numel() if _has_memory(tensor) else 1
 
 
-def _unit(tensor: Tensor) -> int:
-    return tensor.element_size() // 2 if tensor.is_complex() else tensor.element_size()
-
-
 def _is_whole(tensor: Tensor, units: int) -> bool:
     return tensor.numel() == units and tensor.is_contiguous() and not tensor.storage_offset()
 
@@ -627,11 +612,9 @@ def _is_whole(tensor: Tensor, units: int) -> bool:
 def _places(tensor: Tensor) -> Tensor:
     """Where in memory each element of a tensor lies, counted in elements."""
     offset = int(tensor.storage_offset())
-    shape = tensor.shape
-    stride = tensor.stride()
     if tensor.is_contiguous():
         return torch.arange(offset, offset + tensor.numel(), device="cpu")
-    places = torch.full(shape, offset, device="cpu")
-    for dim, (length, step) in enumerate(zip(shape, stride, strict=True)):
+    places = torch.full(tensor.shape, offset, device="cpu")
+    for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         places += (torch.arange(length, device="cpu") * step).reshape(-1, *[1] * (tensor.ndim - dim - 1))
     return places.reshape(-1)

@@ -173,7 +173,9 @@ def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
     def run(orders: dict[int, int], summed: bool) -> Any:
         subscripts = [letter + term if orders.get(i) else term for i, term in enumerate(terms)]
-        values = [_einsum_operand(series[i], orders[i]) if i in orders else operands[i] for i in range(len(operands))]
+        values = list(operands)
+        for i, k in orders.items():
+            values[i] = full(series[i][k], series[i][0].shape) if k else series[i][0]
         out = right if summed or not any(orders.values()) else letter + right
         result = torch.einsum(f"{','.join(subscripts)}->{out}", *values)
         return result.unsqueeze(0) if summed else result
@@ -199,7 +201,3 @@ def _einsum_series(
             coefficient = total(coefficient, term)
         out.append(coefficient)
     return out
-
-
-def _einsum_operand(series: Series, order: int) -> Any:
-    return full(series[order], series[0].shape) if order else series[0]

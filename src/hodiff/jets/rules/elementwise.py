@@ -250,10 +250,8 @@ def softplus(x: Any, order: int, beta: float = 1.0, threshold: float = 20.0) -> 
     value = F.softplus(x, beta=beta, threshold=threshold)
     s = sigmoid(beta * x, order - 1)
     linear = beta * x > threshold
-    y = [value]
-    for m in range(1, order + 1):
-        y.append(torch.where(linear, 1.0 if m == 1 else 0.0, s[m - 1] * (beta ** (m - 1) / m)))
-    return y
+    curved = [s[m - 1] * (beta ** (m - 1) / m) for m in range(1, order + 1)]
+    return [value, *(torch.where(linear, 0.0 if m else 1.0, part) for m, part in enumerate(curved))]
 
 
 @elementwise("logsigmoid", "log_sigmoid")

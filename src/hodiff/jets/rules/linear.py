@@ -126,41 +126,29 @@ def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     weight, bias = given.pop("weight"), given.pop("bias", None)
     if belongs(weight, expansion) or belongs(bias, expansion):
         raise NoRule(operation(func), "with weights that depend on the variable")
-    return [func(x[0], weight, bias, **given), *_folded(x, lambda c: func(c, weight, None, **given), weight.ndim - 2)]
+    spatial, shape = weight.ndim - 2, x[0].shape
+
+    def folded(c: Any) -> Any:
+        """With all leading dimensions of a coefficient as one."""
+        rows = func(full(c, shape).flatten(0, -spatial - 2), weight, None, **given)
+        return rows.unflatten(0, (c.shape[0], *shape[: -spatial - 1]))
+
+    return [func(x[0], weight, bias, **given), *each(x[1:], folded)]
 
 
 _BEHIND = {False: ("dilation", "groups"), True: ("output_padding", "groups", "dilation")}
-
-
-def _folded(x: Series, function: Callable[[Any], Any], spatial: int) -> list[Any]:
-    """A function of (N, C, *spatial) on coefficients, all leading dimensions as one."""
-    out = []
-    for c in x[1:]:
-        if c is None:
-            out.append(None)
-            continue
-        c = full(c, x[0].shape)
-        lead = c.shape[: c.ndim - spatial - 1]
-        folded = function(c.reshape(-1, *c.shape[c.ndim - spatial - 1 :]))
-        out.append(folded.reshape(*lead, *folded.shape[1:]))
-    return out
 
 
 @rule("linear", "embedding")
 def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Rows of a table that may depend on the variable; whole numbers have no derivative."""
     native = func is torch.embedding  # whose first argument is the table, and which has -1 for no padding
-    given = dict(zip(("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"), args[2:], strict=False)) | kwargs
+    names = ("weight", "indices") if native else ("input", "weight")
+    given = named(args, kwargs, *names, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     padded = given.get("padding_idx", -1 if native else None) not in ((-1,) if native else (None,))
     if padded or (not native and (given.get("max_norm") is not None or given.get("scale_grad_by_freq"))):
         raise NoRule("embedding with padding_idx, max_norm or scale_grad_by_freq", "index the table instead")
-    index, table = [*args, *kwargs.values()][:2]
-    if not isinstance(index, torch.Tensor) or _jet.is_jet(
-        index
-    ):  # F.embedding takes the index first, torch's the table
-        index, table = table, index
-    if index.is_floating_point():
-        index, table = table, index
+    table, index = given["weight"], given["indices" if native else "input"]
     x = series_of(table, expansion)
     return [x[0][index], *(None if c is None else full(c, x[0].shape)[:, index] for c in x[1:])]
 
