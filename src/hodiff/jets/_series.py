@@ -268,6 +268,11 @@ def added(sum_so_far: Any, coefficient: Any, factor: Any) -> Any:
     return sum_so_far + scaled(coefficient, factor)
 
 
+def each(series: Series, function: Callable[[Any], Any]) -> Series:
+    """A function of every coefficient that does not care how many dimensions are in front."""
+    return [None if c is None else function(c) for c in series]
+
+
 def ndim_of(value: Any) -> int:
     """Dimensions of a tensor; a number has none."""
     return 0 if isinstance(value, (int, float)) else value.ndim

@@ -15,6 +15,7 @@ from hodiff.jets._series import (
     Series,
     aligned,
     convolved,
+    each,
     full,
     linear_combination,
     product,
@@ -33,7 +34,7 @@ def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if belongs(b, expansion):
         return product(expansion, series, series if a is b else series_of(b, expansion))
     ndim = max(series[0].ndim, b.ndim if hasattr(b, "ndim") else 0)
-    return [series[0] * b, *(None if c is None else aligned(c, ndim) * b for c in series[1:])]
+    return [series[0] * b, *each(series[1:], lambda c: aligned(c, ndim) * b)]
 
 
 @rule("bilinear", "div", "rdiv")
@@ -49,7 +50,7 @@ def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         return quotient(expansion, series_of(a, expansion), series_of(b, expansion))
     series = series_of(a, expansion)
     ndim = max(series[0].ndim, b.ndim if hasattr(b, "ndim") else 0)
-    return [series[0] / b, *(None if c is None else aligned(c, ndim) / b for c in series[1:])]
+    return [series[0] / b, *each(series[1:], lambda c: aligned(c, ndim) / b)]
 
 
 @rule("bilinear", "matmul", "rmatmul", "mm", "bmm", "mv", "dot")
@@ -67,27 +68,24 @@ def product_of_matrices(expansion: Expansion, a: Series, b: Series) -> Series:
     a = _matrices(a, -2) if row else _contracted(a, -1)
     b = _matrices(b, -1) if column else _contracted(b, -2)
     ndim = max(a[0].ndim, b[0].ndim)
-    a = [a[0], *(None if c is None else aligned(c, ndim) for c in a[1:])]
-    b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
+    a = [a[0], *each(a[1:], lambda c: aligned(c, ndim))]
+    b = [b[0], *each(b[1:], lambda c: aligned(c, ndim))]
     out = [convolved(expansion, a, b, k, torch.matmul) for k in range(expansion.order + 1)]
     if column:
-        out = [None if c is None else c.squeeze(-1) for c in out]
-    if row:
-        dim = -1 if column else -2
-        out = [None if c is None else c.squeeze(dim) for c in out]
-    return out
+        out = each(out, lambda c: c.squeeze(-1))
+    return each(out, lambda c: c.squeeze(-1 if column else -2)) if row else out
 
 
 def _matrices(series: Series, dim: int) -> Series:
     """Vectors as matrices of one row or column."""
     shape = series[0].shape
-    return [series[0].unsqueeze(dim), *(None if c is None else full(c, shape).unsqueeze(dim) for c in series[1:])]
+    return [series[0].unsqueeze(dim), *each(series[1:], lambda c: full(c, shape).unsqueeze(dim))]
 
 
 def _contracted(series: Series, dim: int) -> Series:
     """Matrices, whose coefficients get the dimensions of matrices at full size."""
     shape = series[0].shape
-    return [series[0], *(None if c is None else _full_matrices(c, shape, dim) for c in series[1:])]
+    return [series[0], *each(series[1:], lambda c: _full_matrices(c, shape, dim))]
 
 
 def _full_matrices(coefficient: Any, shape: Any, dim: int) -> Any:
@@ -110,16 +108,12 @@ def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     series = series_of(x, expansion)
     if belongs(weight, expansion) or (bias is not None and belongs(bias, expansion)):
         w = series_of(weight, expansion)
-        turned = [w[0].mT if w[0].ndim > 1 else w[0], *(None if c is None else _turned(c, w[0].shape) for c in w[1:])]
+        turned = [w[0].mT if w[0].ndim > 1 else w[0], *each(w[1:], lambda c: _turned(c, w[0].shape))]
         out = product_of_matrices(expansion, series, turned)
         return out if bias is None else linear_combination([(1, out), (1, series_of(bias, expansion))], expansion.order)
     width = series[0].shape[-1]
-    out: Series = [F.linear(series[0], weight, bias)]
-    for c in series[1:]:
-        if c is not None and c.shape[-1] != width:
-            c = c.expand(*c.shape[:-1], width)
-        out.append(None if c is None else F.linear(c, weight))
-    return out
+    wide = each(series[1:], lambda c: c if c.shape[-1] == width else c.expand(*c.shape[:-1], width))
+    return [F.linear(series[0], weight, bias), *each(wide, lambda c: F.linear(c, weight))]
 
 
 def _turned(coefficient: Any, shape: Any) -> Any:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hodiff._core import _reverse
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
-from hodiff.jets._series import Expansion, Series, aligned, entry, full, linear_combination, ndim_of, total
+from hodiff.jets._series import Expansion, Series, aligned, each, entry, full, linear_combination, ndim_of, total
 
 
 @rule("linear", "add", "sub", "rsub", "radd")
@@ -41,11 +41,6 @@ def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def _sum(a: Any, b: Any, ndim: int) -> Any:
     a, b = (None if c is None else aligned(c, ndim) for c in (a, b))
     return total(a, b)
-
-
-def each(series: Series, function: Callable[[Any], Any]) -> Series:
-    """A function of every coefficient that does not care how many dimensions are in front."""
-    return [None if c is None else function(c) for c in series]
 
 
 @rule(
@@ -85,13 +80,8 @@ def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if not dims:
         return [value, *series[1:]]
     reduce = torch.mean if operation(func) == "mean" else torch.sum
-    return [
-        value,
-        *(
-            None if c is None else reduce(full(c, series[0].shape), dims, keepdim=keep).to(value.dtype)
-            for c in series[1:]
-        ),
-    ]
+    wide = [None if c is None else full(c, series[0].shape) for c in series[1:]]
+    return [value, *(None if c is None else reduce(c, dims, keepdim=keep).to(value.dtype) for c in wide)]
 
 
 @rule("linear", "cat", "stack")
@@ -150,7 +140,7 @@ def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         raise NoRule("embedding with padding_idx, max_norm or scale_grad_by_freq", "index the table instead")
     table, index = given["weight"], given["indices" if native else "input"]
     x = series_of(table, expansion)
-    return [x[0][index], *(None if c is None else full(c, x[0].shape)[:, index] for c in x[1:])]
+    return [x[0][index], *each(x[1:], lambda c: full(c, x[0].shape)[:, index])]
 
 
 # --- linear operations without a form of their own: the operation itself, batched over the directions -----------------
@@ -417,7 +407,7 @@ def viewed(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if _jet.is_jet(x[0]):
         raise NoRule(name, "inside nested expansions")
     view = getattr(torch, name)
-    return [view(x[0]), *(None if c is None else view(full(c, x[0].shape).contiguous()) for c in x[1:])]
+    return [view(x[0]), *each(x[1:], lambda c: view(full(c, x[0].shape).contiguous()))]
 
 
 @rule("linear", "complex")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hodiff._core import _versions
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
-from hodiff.jets._series import Expansion, Series, aligned, full, linear_combination
+from hodiff.jets._series import Expansion, Series, aligned, each, full, linear_combination
 from hodiff.jets.rules.linear import dims_of
 
 
@@ -90,20 +90,18 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         index = (x[0].reshape(-1) == value).to(torch.uint8).argmax()
         if int((x[0] == value).sum()) > 1:
             raise NoRule(name, "where several entries are equal")
-        return [value, *(None if c is None else full(c, x[0].shape).reshape(len(c), -1)[:, index] for c in x[1:])]
+        return [value, *each(x[1:], lambda c: full(c, x[0].shape).reshape(len(c), -1)[:, index])]
     names = dict(zip(("k", "dim") if name in ("topk", "kthvalue") else ("dim",), args[1:], strict=False)) | kwargs
     values, indices, *_ = result = func(x[0], *args[1:], **kwargs)
     dim = names.get("dim", -1) % max(1, x[0].ndim)
     keep = indices if indices.ndim == x[0].ndim else indices.unsqueeze(dim)
-    out: Series = [values]
-    for c in x[1:]:
-        part = None
-        if c is not None:
-            wide = full(c, x[0].shape)
-            part = torch.gather(wide, dim + 1, keep.unsqueeze(0).expand(len(c), *keep.shape)) if x[0].ndim else wide
-            part = part if indices.ndim == x[0].ndim else part.squeeze(dim + 1)
-        out.append(part)
-    return Several([out, indices], type(result))
+
+    def picked(c: Any) -> Any:
+        wide = full(c, x[0].shape)
+        part = torch.gather(wide, dim + 1, keep.expand(c.shape[0], *keep.shape)) if x[0].ndim else wide
+        return part if indices.ndim == x[0].ndim else part.squeeze(dim + 1)
+
+    return Several([[values, *each(x[1:], picked)], indices], type(result))
 
 
 @rule("special", "amax", "amin")
@@ -119,7 +117,7 @@ def extreme_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> An
     dims, keep = dims_of(given.get("dim", ()), x[0].ndim), bool(given.get("keepdim", False))
     mask = (x[0] == value.reshape([1 if d in dims else n for d, n in enumerate(x[0].shape, 1)])).to(x[0].dtype)
     mask = mask / mask.sum([d - 1 for d in dims], keepdim=True)
-    return [value, *(None if c is None else (aligned(c, x[0].ndim) * mask).sum(dims, keepdim=keep) for c in x[1:])]
+    return [value, *each(x[1:], lambda c: (aligned(c, x[0].ndim) * mask).sum(dims, keepdim=keep))]
 
 
 @rule("special", "clamp", "clip", "clamp_min", "clamp_max")
@@ -138,7 +136,7 @@ def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         if bound is not None:
             share = _versions.CLAMPED[isinstance(bound, torch.Tensor)]
             inside = inside * torch.where(x[0] == bound, share, within(x[0], bound).to(value.dtype))
-    return [value, *(None if c is None else aligned(c, value.ndim) * inside for c in x[1:])]
+    return [value, *each(x[1:], lambda c: aligned(c, value.ndim) * inside)]
 
 
 @rule("special", "dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
@@ -152,7 +150,7 @@ def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if name not in ("dropout", "dropout1d", "dropout2d", "dropout3d") or _jet.is_jet(x[0]):
         raise NoRule(f"{name} in training mode")
     mask = getattr(F, name)(torch.ones_like(x[0]), p=names.get("p", 0.5), training=True)
-    return [x[0] * mask, *(None if c is None else aligned(c, mask.ndim) * mask for c in x[1:])]
+    return [x[0] * mask, *each(x[1:], lambda c: aligned(c, mask.ndim) * mask)]
 
 
 @rule("special", "prelu", "_prelu_kernel")
@@ -168,7 +166,7 @@ def prelu(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     else:
         weight = weight.reshape(())
     slope = torch.where(value > 0, torch.ones_like(value), weight)
-    return [value * slope, *(None if c is None else aligned(c, value.ndim) * slope for c in series[1:])]
+    return [value * slope, *each(series[1:], lambda c: aligned(c, value.ndim) * slope)]
 
 
 @rule("special", "masked_fill")
