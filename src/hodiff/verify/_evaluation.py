@@ -103,7 +103,7 @@ class ScalarEvaluation:
 
     @contextmanager
     def altered(self, held: Mapping[Key, Any] | None = None, *, hooks: bool = True) -> Iterator[None]:
-        """Inside it, these values are what they were at the point, or hooks on tensors are taken off at once."""
+        """Inside it, these values are what they were at the point, or hooks on tensors are taken off."""
         self._held, self._hooks = dict(held or {}), hooks
         try:
             yield

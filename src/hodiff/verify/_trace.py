@@ -100,7 +100,7 @@ class _Counting(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self.see(func, args, kwargs or {}, kind, frame)
 
-    def see(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], kind: int, frame: FrameType) -> Any:
+    def see(self, func: Function, args: Any, kwargs: Any, kind: int, frame: FrameType) -> Any:
         """What a call gives, or is to give."""
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class Recorder(_Counting):
         self.choices: dict[Key, tuple[Any, str, Place]] = {}
         self.unheld: list[tuple[str, Place]] = []
 
-    def see(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], kind: int, frame: FrameType) -> Any:
+    def see(self, func: Function, args: Any, kwargs: Any, kind: int, frame: FrameType) -> Any:
         """Run one call, and note what it did."""
         key, name = self.key(func, frame), getattr(func, "__name__", "")
         if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
@@ -225,7 +225,7 @@ class HeldValues(_Counting):
         super().__init__()
         self._held, self._hooks = held, hooks
 
-    def see(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], kind: int, frame: FrameType) -> Any:
+    def see(self, func: Function, args: Any, kwargs: Any, kind: int, frame: FrameType) -> Any:
         """Run one call, and put the value in the place of its result."""
         key, name = self.key(func, frame), getattr(func, "__name__", "")
         result = func(*args, **kwargs)

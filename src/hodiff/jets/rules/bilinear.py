@@ -73,7 +73,9 @@ def product_of_matrices(expansion: Expansion, a: Series, b: Series) -> Series:
     out = [convolved(expansion, a, b, k, torch.matmul) for k in range(expansion.order + 1)]
     if column:
         out = each(out, lambda c: c.squeeze(-1))
-    return each(out, lambda c: c.squeeze(-1 if column else -2)) if row else out
+    if row:
+        out = each(out, lambda c: c.squeeze(-1 if column else -2))
+    return out
 
 
 def _matrices(series: Series, dim: int) -> Series:

@@ -129,7 +129,7 @@ def power_series(x: Any, p: float, order: int) -> Series:
 
 
 def _falling(value: Any, x: Any, p: float, order: int) -> Series:
-    """The coefficients of x**p from its value, each from the one before: s_m = s_{m-1} (p - m + 1) / (m x)."""
+    """The coefficients of x**p, each from the one before: s_m = s_{m-1} (p - m + 1) / (m x)."""
     s, inverse = [value], 1 / x
     for m in range(1, order + 1):
         s.append(s[-1] * inverse * ((p - m + 1) / m))
@@ -388,7 +388,7 @@ LINES: dict[str, Callable[..., tuple[Any, Any]]] = {
         torch.isfinite(x),
     ),
 }
-"""The value and the slope of what is linear in pieces; higher derivatives are zero almost everywhere."""
+"""The value and the slope of what is linear in pieces; higher derivatives are zero nearly everywhere."""
 
 
 def _integral(value: Callable[[Any], Any], derivative: Coefficients) -> Coefficients:

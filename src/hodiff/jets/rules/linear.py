@@ -243,7 +243,7 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
 
 
 def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
-    """A rule from `function(coefficient, shape, args, kwargs)`, of operations linear in their first argument alone."""
+    """A rule from `function(coefficient, shape, args, kwargs)`, where only the first argument varies."""
 
     def register(function: Lifted) -> Callable[..., Any]:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
@@ -321,7 +321,7 @@ def getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _along(shape: Any, args: Any, kwargs: Any, *names: str) -> list[Any]:
-    """The dimension of the coefficients that is meant, the first of all where none is named; and further arguments."""
+    """The dimension that is meant, of coefficients, the first where none is named; and further arguments."""
     given = named(args, kwargs, *names)
     return [shifted(given.get("dim", 0), len(shape)), *(given.get(name) for name in names if name != "dim")]
 

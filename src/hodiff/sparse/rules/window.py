@@ -13,7 +13,7 @@ from hodiff.sparse.rules.contraction import is_constant, listed
 
 
 class Windows(NamedTuple):
-    """Which places of the larger grid each place of the smaller one sees: pairs, and the offset in the window.
+    """Which places of the larger grid each place of the smaller one sees: pairs.
 
     Attributes:
         sizes: How many places the grids have, the smaller and the larger.
@@ -49,19 +49,19 @@ class Windows(NamedTuple):
         return cls((torch.Size(small).numel(), torch.Size(large).numel()), *pairs)
 
     def spread(self, sets: Sets, images: int, *, down: bool) -> Sets:
-        """A union along the pairs, from the large grid to the small one or back, in each of several images."""
+        """A union along the pairs, from the large grid to the small one or back, in each of the images."""
         sources, targets = self.sizes[::-1] if down else self.sizes
         source, target = (self.large, self.small) if down else (self.small, self.large)
         image = torch.arange(images, device="cpu").reshape(-1, 1)
-        elements, at = (image * sources + source).reshape(-1), (image * targets + target).reshape(-1)
-        return sets.spread(elements, at, images * targets)
+        elements = (image * sources + source).reshape(-1)
+        return sets.spread(elements, (image * targets + target).reshape(-1), images * targets)
 
 
 # --- convolution
 
 
 def _convolved(op: OperatorCall, sets: Sets, input: Sequence[int], output: Sequence[int], *, forth: bool) -> Sets:
-    """Sets passed on between a convolution's input and output, which have these shapes: forth, or back.
+    """Sets passed on between a convolution's input and output, of these shapes: forth, or back.
 
     They go from all channels of a group to all channels of that group, along the windows.
     """
@@ -69,7 +69,8 @@ def _convolved(op: OperatorCall, sets: Sets, input: Sequence[int], output: Seque
     transposed, groups = bool(op.argument("transposed")), int(op.argument("groups"))
     small, large = (input[2:], output[2:]) if transposed else (output[2:], input[2:])
     kernel = weight.shape[2:]
-    windows = Windows.of(small, large, kernel, *(_each(op.argument(name), len(kernel)) for name in _OPTIONS))
+    options = (_each(op.argument(name), len(kernel)) for name in ("stride", "padding", "dilation"))
+    windows = Windows.of(small, large, kernel, *options)
     if is_constant(op, weight):  # an offset at which a constant kernel has nothing but zeros sees nothing
         used = (weight.detach() != 0).reshape(*weight.shape[:2], -1).any(0).any(0).cpu()
         windows = Windows(windows.sizes, *(part[used[windows.offset]] for part in windows[1:]))
@@ -80,11 +81,8 @@ def _convolved(op: OperatorCall, sets: Sets, input: Sequence[int], output: Seque
     return windows.spread(mixed, images, down=down).take(_channels(images, target[1] // groups, after))
 
 
-_OPTIONS = ("stride", "padding", "dilation")
-
-
 def _channels(images: int, channels: int, places: int) -> Tensor:
-    """For each entry of each channel of some images, its place, which the channels of an image share."""
+    """For each entry of each channel of images its place, which the channels of an image share."""
     image = torch.arange(images, device="cpu").reshape(-1, 1, 1)
     return (image * places + torch.arange(places, device="cpu")).expand(images, channels, places).reshape(-1)
 
@@ -110,15 +108,16 @@ def convolution_backward(op: OperatorCall) -> OutputSets:
     if sets is None or len(op.live) != 1 or input.ndim != weight.ndim or sum(needed) != len(op.outputs):
         return None
     back = [_convolved(op, sets, input.shape, gradient.shape, forth=False)] if needed[0] else []
-    parameters = [torch.zeros(output.numel(), dtype=torch.int64, device="cpu") for output in op.outputs[len(back) :]]
-    return [*back, *map(op.everything().take, parameters)] if parameters else back
+    sizes = [output.numel() for output in op.outputs[len(back) :]]
+    whole = op.everything() if sizes else None
+    return [*back, *(whole.take(torch.zeros(size, dtype=torch.int64, device="cpu")) for size in sizes if whole)]
 
 
 # --- pooling
 
 
 def pooled(op: OperatorCall) -> OutputSets:
-    """An average over each window; or back to every place of it: where the largest was follows from the point."""
+    """An average over each window; or back to all of it, as where the largest was follows from the point."""
     forth, tensor = not op.name.endswith("_backward"), op.argument("self")
     small = op.outputs[0] if forth else op.argument("grad_output")
     sets = op.sets(tensor if forth else small)
