@@ -13,7 +13,6 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 import pytest
@@ -327,20 +326,34 @@ def test_forgotten() -> None:
         del scope
 
 
+def nested(model: Model) -> Any:
+    return hodiff.grad(lambda m: sum(g.sum() for g in hodiff.grad(lambda m: m(X).sin().sum(), m).values()), model)
+
+
+def moments_of(names: tuple[str, ...]) -> list[int]:
+    """The moments at which functions of these names begin, in a call inside another."""
+    count = Interrupter()
+    count(lambda: nested(Model()))
+    begun = [event == "call" and place[0].co_name in names for event, place, *_ in count.stacks]
+    assert sum(begun) > 3
+    return [at for at, each in enumerate(begun, 1) if each]
+
+
 def test_forgotten_inside_another() -> None:
     """What an inner context found belongs to the outer one, which ends first; put back later, it would stay."""
-    model = Model()
-    inner = lambda m: sum(value.sum() for value in hodiff.grad(lambda m: m(X).sin().sum(), m).values())
-    run = lambda: hodiff.grad(inner, model)
-    run()
-    count = Interrupter()
-    count(run)
-    ends = [at for at, (event, place, *_) in enumerate(count.stacks, 1) if event == "call" and _is_end(place[0])]
-    assert len(ends) == 2
-    for at in ends:
+    nested(model := Model())
+    for at in moments_of(("__exit__", "close", "undo_all")):
         with unchanged(model, X), contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at)(run)
+            Interrupter(at)(lambda: nested(model))
 
 
-def _is_end(code: CodeType) -> bool:
-    return code is _settings.undo_all.__code__
+def test_an_end_that_was_interrupted_is_begun_again() -> None:
+    """At once: nobody need forget the interrupt's traceback."""
+    nested(model := Model())
+    for at in moments_of(("close", "undo_all")):
+        with unchanged(model, X):
+            try:
+                Interrupter(at)(lambda: nested(model))
+            except KeyboardInterrupt as error:
+                held = error
+        assert held.__traceback__ is not None

@@ -79,8 +79,10 @@ class OutputGraph:
         try:
             if error is not None and isinstance(error, GraphError):
                 self._explain(error)
-        finally:
             context.close()
+        except BaseException:
+            context.close()
+            raise
         if context.hooks.changed and self.call.order >= 2 and error is None:
             _refusals.warn_of_hooks()
         if self.create_graph and self.call.builds_graph:

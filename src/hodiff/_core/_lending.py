@@ -193,16 +193,25 @@ class EvaluationContext:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Undo everything, in reverse order; what fails does not keep the rest from being undone."""
-        undos = _settings.opened.undos
+        """Undo everything, in reverse order; what fails does not keep the rest from being undone.
+
+        An interrupt may keep a step from its beginning, this one too: whoever calls it does so twice then.
+        """
         try:
+            undos = _settings.opened.undos
             if undos and undos[-1] is not self._undo:
                 _settings.undo_inner(self._undo)
-        finally:
             _settings.undo_all(self._undo)
+        except BaseException:
+            _settings.undo_all(self._undo)
+            raise
 
     def also(self, switch: _settings.Counted) -> None:
         """One more switch, left with the rest."""

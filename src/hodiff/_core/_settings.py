@@ -125,7 +125,11 @@ class Scope(Generic[T]):
             raise
 
     def __exit__(self, *exc: object) -> None:
-        undo_all(self._undo)
+        try:
+            undo_all(self._undo)
+        except BaseException:  # an interrupt may have kept it from its beginning
+            undo_all(self._undo)
+            raise
 
 
 class Counted:

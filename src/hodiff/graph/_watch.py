@@ -184,8 +184,10 @@ class Watch(Record, TorchFunctionMode):
             self._steps.settle()
             if isinstance(exc[1], RuntimeError):
                 _explain.note(exc[1], partial(_explain.left, exc[1], self))
-        finally:
             self.close()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Record nothing more; it may be run again."""
