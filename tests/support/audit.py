@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import optimizer  # type: ignore[attr-defined]
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 
 import hodiff
 from tests.support.callers import tensors
@@ -143,6 +143,9 @@ def process() -> dict[str, Any]:
         ],
         "function modes": [id(mode) for mode in torch.overrides._get_current_function_mode_stack()],
         "dispatch modes": len(_python_dispatch._get_current_dispatch_mode_stack()),
+        "the way to the engine": (
+            torch.autograd._engine_run_backward, checkpoint._CheckpointFrame, Tensor.register_hook,
+        ),
         "transforms": len(torch._C._functorch.get_interpreter_stack() or ()),
         "forward mode": torch.autograd.forward_ad._current_level,
         "saved tensors": (

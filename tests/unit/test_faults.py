@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _memory, _reverse, _versions
+from hodiff._core import _memory, _messages, _reverse, _versions
 from hodiff._core._arguments import is_set
 from hodiff._core._faults import interrupts, is_fault
 from hodiff.calculus import _first
@@ -261,3 +261,8 @@ def test_an_interrupt_between_the_lines_of_vmap_is_neither_lost_nor_leaves_a_lev
     assert interrupted
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
     assert torch.equal(hodiff.hessian(f, X), expected)
+
+
+def test_an_operation_of_which_the_engine_says_that_it_has_no_derivative_is_named() -> None:
+    error = _messages.engine_error(RuntimeError("derivative for aten::frobnicate is not implemented"))
+    assert str(error) == "PyTorch has no derivative of frobnicate."

@@ -51,7 +51,7 @@ class Pattern:
         without_rule: tuple[str, ...] = (),
         values_read: tuple[str, ...] = (),
     ) -> None:
-        keys = sorted_unique(rows * shape[1] + columns)
+        keys = sorted_unique(rows.long() * shape[1] + columns.long())  # fewer bits would overflow
         self.shape = shape
         self.rows = torch.div(keys, max(1, shape[1]), rounding_mode="floor")
         self.columns = keys - self.rows * shape[1]
@@ -190,15 +190,13 @@ def _of_pairs(rows: Any, columns: Any, shape: tuple[int, int]) -> Pattern:
             vector = torch.as_tensor(indices)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"pattern: its {name} are a {type(indices).__name__}, expected integers.") from error
-        if vector.ndim != 1 or vector.is_floating_point() or vector.is_complex() or vector.dtype is torch.bool:
-            if not vector.numel() and vector.ndim == 1:
-                vector = vector.long()
-            else:
-                raise InputError(
-                    f"pattern: its {name} have shape {tuple(vector.shape)} and dtype {vector.dtype}, expected a vector "
-                    f"of integers."
-                )
-        vector = vector.detach().cpu().long()
+        other = vector.is_floating_point() or vector.is_complex() or vector.dtype is torch.bool
+        if vector.ndim != 1 or (other and len(vector)):
+            raise InputError(
+                f"pattern: its {name} have shape {tuple(vector.shape)} and dtype {vector.dtype}, expected a vector "
+                f"of integers."
+            )
+        vector = vector.detach().cpu()
         if len(vector) and not 0 <= int(vector.min()) <= int(vector.max()) < size:
             wrong = int(vector[(vector < 0) | (vector >= size)][0])
             raise InputError(f"pattern: its {name} hold {wrong}, expected numbers from 0 to {size - 1}.")

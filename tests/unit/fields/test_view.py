@@ -37,6 +37,14 @@ def test_derivatives_are_those_of_the_function(outputs):
     torch.testing.assert_close(d[1], d[1,])
 
 
+def test_of_a_grid_of_points():
+    net, _ = problem(2)
+    x = torch.randn(4, 5, 3, dtype=D, requires_grad=True)
+    d = hodiff.derivatives_of(net(x), x, batch_ndim=2)
+    for index in ((2,), (1, 0)):
+        torch.testing.assert_close(d[index], hodiff.partial(net, x.detach(), index, batch_ndim=2, method="jets"))
+
+
 def test_each_is_computed_once(count):
     net, x = problem()
     u = net(x)

@@ -108,6 +108,7 @@ OTHERS = {
     "avg_pool": lambda x: F.avg_pool1d(x[:, None], 2).sin(),
     "max_pool": lambda x: F.max_pool1d(x[:, None], 2).sin(),
     "embedding": lambda x: F.embedding(torch.tensor([[0, 2]]), x).sin(),
+    "embedding by its other name": lambda x: torch.embedding(x, torch.tensor([[0, 2]])).sin(),
     "index_add": lambda x: torch.zeros(5, 3, dtype=D).index_add(0, torch.tensor([0, 0, 1, 1, 2]), x.sin()),
     "constants among linear arguments": lambda x: torch.hstack([x, torch.ones(5, 1, dtype=D)]).sin(),
     "index_add to a constant": lambda x: torch.ones(5, 3, dtype=D).index_add(0, torch.tensor([0, 0, 1, 1, 2]), x).sin(),

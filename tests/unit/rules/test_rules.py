@@ -125,6 +125,14 @@ def test_derivatives_past_what_f_does_not_reach(name: str, options: dict) -> Non
         assert relative_error(hodiff.grad(lambda t, s=segments: after(t, s), zero), expected) < 1e-7
 
 
+def test_a_decay_of_zero_that_is_a_tensor_is_differentiated_by() -> None:
+    """After one step p (1 - lr w) - lr g, whose derivative by the decay w is -lr p."""
+    decay, p = torch.zeros((), dtype=D, requires_grad=True), start()
+    q, _ = rules.SGD(lr=0.1, weight_decay=decay)(p, loss(p).expand(p.shape), None, 1)
+    (by_decay,) = torch.autograd.grad(q.sum(), decay)
+    torch.testing.assert_close(by_decay, -0.1 * p.sum())
+
+
 def test_a_state_is_of_its_rule_and_of_its_parameters() -> None:
     """Its dict may have another order; another rule's, or one of other parameters, is refused."""
     p, g = {"a": torch.ones(2), "b": torch.full((2,), 2.0)}, {"b": torch.full((2,), 3.0), "a": torch.ones(2)}

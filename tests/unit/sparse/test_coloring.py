@@ -68,6 +68,14 @@ def test_column_and_row_colourings_are_valid(held: list[list[bool]], order: str)
     assert is_column_coloring(turned, color(pattern, "rows", order=order).tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_a_pattern_holds_whole_numbers_of_64_bits(dtype: torch.dtype) -> None:
+    """Places are multiplied by numbers of columns."""
+    found = Pattern(torch.tensor([1, 0], dtype=dtype), torch.tensor([200, 3], dtype=dtype), (2, 300))
+    assert found.rows.dtype is found.columns.dtype is torch.int64
+    assert found.columns.tolist() == [3, 200]
+
+
 def test_a_jacobian_is_coloured_by_rows_or_by_columns_whichever_takes_fewer() -> None:
     chance, kinds = random.Random(0), set()
     for _ in range(100):
