@@ -265,20 +265,3 @@ def test_a_subclass_sees_the_passes():
 
     hodiff.grad(lambda x: (x**2).sum(), X.as_subclass(Watched))
     assert torch.autograd.grad in Watched.seen
-
-
-class Without(torch.Tensor):
-    """A tensor without memory of its own."""
-
-    @staticmethod
-    def __new__(cls, like):
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError
-
-
-def test_what_has_no_memory_shares_none():
-    one, other = (Without(torch.ones(2)) for _ in range(2))
-    assert _reverse._memory(one) is not _reverse._memory(other)

@@ -37,6 +37,14 @@ def test_a_mode_that_was_switched(name):
     torch.testing.assert_close(H.refresh() @ v, operator(model) @ v)
 
 
+def test_a_mode_that_was_switched_before_the_first_product():
+    model = MODELS["dropout"]().double()
+    H = operator(model)
+    model.eval()
+    with pytest.raises(hodiff.GraphError, match="switched"):
+        H @ draw(H.shape[1])
+
+
 def test_parts_that_are_replaced_are_seen_all_the_same():
     model = MODELS["layers"]().double()
     H = operator(model)
