@@ -29,6 +29,7 @@ from tests.contract.test_interrupted import CALLS, ENTERED, Call
 from tests.support.audit import differences, of_module, of_tensor, process, taken_locks
 from tests.support.callers import SCALE, tensors
 from tests.support.interrupts import HERE
+from tests.support.processes import group_of_one
 from tests.support.scene import Model, X
 
 
@@ -171,4 +172,5 @@ def _differ(found: list[Any], expected: list[Any]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    with group_of_one():
+        main()
