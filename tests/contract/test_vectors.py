@@ -386,8 +386,8 @@ WORDS = """
     kind kwargs label last log_density loss losses made_of matrix memory_budget method module n names node one_sided
     operator ord order output outputs param_group params patch_reduction path pattern patterns points polish power
     preconditioner predict primals probes process_group products progress radius rank real records reduction release
-    restart return_outputs return_state return_used roots rtol rule samples scale scaled segments self series shared shift
-    since state std steps strict symmetric target tensor variance_reduced w weight where which width x x_star y
+    restart return_outputs return_state return_used roots rtol rule samples scale scaled segments self series shared
+    shift since state std steps strict symmetric target tensor variance_reduced w weight where which width x x_star y
 """
 NO_VECTORS = set(WORDS.split())
 

@@ -604,7 +604,7 @@ class StateLoan:
         """What its modules had as they were borrowed, where it is another now."""
         result = Kept()
         for module, before in self.attributes.items():
-            now, begun = module._buffers, _lent[module].begun_with() if module in _lent else {}
+            now, begun = module._buffers, _lent[module].begun_with(module) if module in _lent else {}
             changed = {name: begun[name] for name in begun if begun[name] is not now[name]}
             result[module] = {}, changed, _plain_attributes(before or {})
         return result
