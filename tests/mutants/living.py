@@ -4,7 +4,7 @@ WHY: dict[str, str] = {
     "hodiff/_core/_near_zero.py:41:16-30 call": "the same: a comparison has no derivative",
     "hodiff/_core/_nodes.py:81:68-69 constant": "the same: one block of a deep graph less is held",
     "hodiff/_core/_reverse.py:482:15-42 and, or": "no tensor is known that has an address and no storage",
-    "hodiff/_core/_substitutes.py:337:46-47 constant": "the same: PyTorch passes the flag by name, or with three behind it",
+    "hodiff/_core/_substitutes.py:337:46-47 constant": "the same: PyTorch passes the flag by name, or three behind it",
     "hodiff/_core/_vectors.py:324:22-23 constant": "the same numbers, copied in another way",
     "hodiff/_core/_vectors.py:324:65-86 comparison": "the same numbers, copied in another way",
     "hodiff/calculus/_multi.py:357:76-80 constant": "the same: both have an entry for each function",
