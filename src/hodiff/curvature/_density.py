@@ -355,8 +355,8 @@ class GaussRules(NamedTuple):
     def means(self, f: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """What each vector says of the mean of a function (of nodes and weights), `(K,)`, and its error by the rule.
 
-        Of rules with ever twice as many nodes the differences fall by a factor r; those to come add up to r / (1 - r)
-        of the last one, as in a geometric series.
+        Of rules with ever twice as many nodes the differences fall by a factor r; those to come add
+        up to r / (1 - r) of the last one, as in a geometric series.
         """
         fine = f(self.nodes, self.weights)
         if self.exact:

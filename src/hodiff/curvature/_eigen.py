@@ -44,9 +44,10 @@ def eigsh(
 ) -> EigenRecord:
     r"""Some eigenvalues of a symmetric operator and their vectors, \(A x = \lambda x\), by restarted Lanczos iteration.
 
-    The basis is kept orthogonal throughout, so that no eigenvalue appears more often than it occurs. When
-    all *k* have converged, the search goes on from a random vector orthogonal to them, until nothing better
-    shows: a Krylov space holds only one vector of each eigenspace, and multiplicities are found that way.
+    The basis is kept orthogonal throughout, so that no eigenvalue appears more often than it
+    occurs. When all *k* have converged, the search goes on from a random vector orthogonal to them,
+    until nothing better shows: a Krylov space holds only one vector of each eigenspace, and
+    multiplicities are found that way.
 
     Args:
         operator: A symmetric operator.
@@ -329,8 +330,8 @@ Look = Callable[[Callable[[], Pairs]], None]
 class Search:
     """What has been locked, and the basis that looks for better ones.
 
-    Of an operator that is not symmetric, an invariant subspace is locked: eigenvectors need not be orthogonal, and
-    orthonormal vectors that span the same (of Schur's form) carry as much.
+    Of an operator that is not symmetric, an invariant subspace is locked: eigenvectors need not be
+    orthogonal, and orthonormal vectors that span the same (of Schur's form) carry as much.
 
     Attributes:
         scale: The largest entry of a projection seen: an estimate of |A|, below it.
@@ -476,7 +477,8 @@ class Search:
     def polished(self) -> Pairs:
         """The k best pairs, by one more projection on all that were found, and their true residuals.
 
-        In single precision rounding may leave them above the tolerance; their residuals then show the way.
+        In single precision rounding may leave them above the tolerance; their residuals then show
+        the way.
         """
         space = self._locked
         images = self._images(space)
@@ -509,9 +511,9 @@ class Search:
 def invariant(square: Tensor, order: Callable[[Tensor], Tensor], count: int) -> tuple[Tensor, Tensor]:
     """An orthonormal basis, as columns, of the invariant subspace of the `count` first eigenvalues, and its block.
 
-    Schur's form in that order, one eigenvector (or one pair of conjugate ones) after the other: each is split off by
-    an orthogonal similarity, which is stable however far from orthogonal the eigenvectors are. A pair is not divided,
-    so that there may be one vector more.
+    Schur's form in that order, one eigenvector (or one pair of conjugate ones) after the other:
+    each is split off by an orthogonal similarity, which is stable however far from orthogonal the
+    eigenvectors are. A pair is not divided, so that there may be one vector more.
     """
     turned, basis = square.clone(), torch.eye(len(square), dtype=square.dtype, device="cpu")
     done = 0

@@ -161,9 +161,10 @@ class GaussNewtonOperator(PullbackOperator):
     over the batch) by these outputs. For a convex loss *G* is positive semi-definite; it is the
     Hessian where the network is linear or fits its targets exactly.
 
-    What counts as the outputs is part of the definition. Of a Gaussian at log σ = 0 and a residual of 2, outputs
-    (m, log σ) give the matrix [[1, -4], [-4, 8]]; the redundant (m, log σ, σ) of the same function, whose quadratic
-    term takes σ, give [[1, -4], [-4, 12]], since σ = exp(log σ) then belongs to the network, which is linearised.
+    What counts as the outputs is part of the definition. Of a Gaussian at log σ = 0 and a residual
+    of 2, outputs (m, log σ) give the matrix [[1, -4], [-4, 8]]; the redundant (m, log σ, σ) of the
+    same function, whose quadratic term takes σ, give [[1, -4], [-4, 12]], since σ = exp(log σ) then
+    belongs to the network, which is linearised.
 
     Args:
         predict: `predict(where, batch)` returns the outputs, a tensor or a container of tensors.

@@ -132,11 +132,12 @@ class FirstPass:
 class GraphCache(Generic[G, B]):
     """The graphs of an operator, one for each batch: built once, kept within a budget, or built again.
 
-    All batches are kept or none, unless their order is fixed: of shuffled data, kept and new batches
-    would overlap (a product was 23-93 % off).
+    All batches are kept or none, unless their order is fixed: of shuffled data, kept and new
+    batches would overlap (a product was 23-93 % off).
 
-    Of one evaluation: once that has been made, by one thread, nothing of it changes but what can be made again. To
-    evaluate anew is to have another cache, so a product that another thread has begun goes on with its own.
+    Of one evaluation: once that has been made, by one thread, nothing of it changes but what can be
+    made again. To evaluate anew is to have another cache, so a product that another thread has
+    begun goes on with its own.
     """
 
     def __init__(

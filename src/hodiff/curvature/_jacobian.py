@@ -25,8 +25,8 @@ from hodiff.errors import InputError
 class JacobianOperator(DataOperator[Linearised], TwoSpaces):
     r"""The Jacobian \(J = \partial f / \partial x\) of a network's outputs as an operator; `J.T` for its transpose.
 
-    With several batches the outputs are those of all batches, one after the other along their leading
-    dimension.
+    With several batches the outputs are those of all batches, one after the other along their
+    leading dimension.
 
     Args:
         predict: `predict(where)`, or with `data` `predict(where, batch)`, returns the outputs: a tensor

@@ -242,13 +242,13 @@ class LeastSquares:
 class Basis:
     r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A V^\top\) on it.
 
-    Of a symmetric operator (Lanczos) the projection is kept symmetric; of another one (Arnoldi) it is a
-    Hessenberg matrix, but for what a restart leaves.
+    Of a symmetric operator (Lanczos) the projection is kept symmetric; of another one (Arnoldi) it
+    is a Hessenberg matrix, but for what a restart leaves.
 
     Every new vector is made orthogonal to all before, and to the locked ones, so that no eigenvalue
-    appears twice unless it is so. When the space is exhausted (the remainder vanishes: a breakdown),
-    it goes on with a random vector orthogonal to all, if it may draw one: thus the identity and matrices
-    of low rank are no special case, and multiplicities come out.
+    appears twice unless it is so. When the space is exhausted (the remainder vanishes: a
+    breakdown), it goes on with a random vector orthogonal to all, if it may draw one: thus the
+    identity and matrices of low rank are no special case, and multiplicities come out.
 
     Attributes:
         vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the next.

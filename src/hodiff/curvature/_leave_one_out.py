@@ -1,7 +1,8 @@
 """XTrace, XNysTrace and XDiag: each random vector in turn estimates what a sketch of all the others leaves.
 
-Written from Epperly, Tropp, Webber (2024), with their names: Y = A Ω = Q R; column i of S is the unit vector in the
-range of R that is orthogonal to all columns of R but i, so that Q (I - s s') Q' projects on the range of Y without i.
+Written from Epperly, Tropp, Webber (2024), with their names: Y = A Ω = Q R; column i of S is the
+unit vector in the range of R that is orthogonal to all columns of R but i, so that Q (I - s s') Q'
+projects on the range of Y without i.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ def _xnystrace(h: Tensor, r: Tensor, gram: Tensor | None, size: int) -> Tensor:
 def _with_error(estimates: Callable[[Tensor], Tensor], number: int) -> tuple[Tensor, Tensor | None]:
     """The mean of the estimates, and its standard error.
 
-    Estimates that share all vectors but one are alike, so their spread says too little: 0.3 to 0.9 of the true error,
-    over spectra that are flat, clustered or decay. Leaving out each vector in turn (the jackknife) says too much, by
-    theory (Efron and Stein, 1981): 1.3 to 5 times. The geometric mean of both was 1.0 to 1.4 (once 1.9) of it.
+    Estimates that share all vectors but one are alike, so their spread says too little: 0.3 to 0.9
+    of the true error, over spectra that are flat, clustered or decay. Leaving out each vector in
+    turn (the jackknife) says too much, by theory (Efron and Stein, 1981): 1.3 to 5 times. The
+    geometric mean of both was 1.0 to 1.4 (once 1.9) of it.
     """
     every = torch.arange(number, device="cpu")
     estimate = estimates(every)
@@ -99,8 +101,9 @@ def _with_error(estimates: Callable[[Tensor], Tensor], number: int) -> tuple[Ten
 def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Mean and standard error of the diagonal, each `(D,)`; two products for each random vector.
 
-    Of one eigenvalue the error is a sum over pairs of vectors, each pair alike in the estimates of both. So their
-    spread says half of the variance, and leaving out a vector twice of it: the geometric mean is right.
+    Of one eigenvalue the error is a sum over pairs of vectors, each pair alike in the estimates of
+    both. So their spread says half of the variance, and leaving out a vector twice of it: the
+    geometric mean is right.
     """
     omega, images, unit = _doubled(operator, rows)
     q, r = torch.linalg.qr(images)
@@ -122,8 +125,9 @@ def xdiag(operator: LinearOperator, rows: Tensor) -> tuple[Tensor, Tensor | None
 def _without_two(p: Tensor, m: Tensor, scaled: Tensor, mine: Tensor, cosines: Tensor) -> Tensor:
     """Column i: what the estimates of all others add up to without vector i, beyond diag(Q Q'A).
 
-    The range of Y without i and j is orthogonal in Q to s_i and to t, the part of s_j outside s_i. Both parts are
-    written out and summed over j, so that no vector is left out by another factorisation.
+    The range of Y without i and j is orthogonal in Q to s_i and to t, the part of s_j outside s_i.
+    Both parts are written out and summed over j, so that no vector is left out by another
+    factorisation.
     """
     eye = torch.eye(len(cosines), dtype=p.dtype, device=p.device)
     c = cosines - cosines.diagonal() * eye

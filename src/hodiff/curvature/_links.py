@@ -151,8 +151,9 @@ class Chain:
 class Scale:
     """How large the right-hand sides are that a reverse pass meets one after the other.
 
-    What an inner link is given is, but for a new part, what the solve of the outer one left: small, and to be solved
-    for relative to the whole. The same holds, from the inside out, where the pass is differentiated.
+    What an inner link is given is, but for a new part, what the solve of the outer one left: small,
+    and to be solved for relative to the whole. The same holds, from the inside out, where the pass
+    is differentiated.
 
     Attributes:
         derived: The scale of the derivatives of what this pass solves.
@@ -221,7 +222,8 @@ class _Solve(torch.autograd.Function):
 def _limited(system: ImplicitSystem, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]) -> Leaves:
     """What a differentiable pass gives the innermost residual, itself differentiable so many times more.
 
-    With nothing left, everything that the solution depends on is reached through a node that raises.
+    With nothing left, everything that the solution depends on is reached through a node that
+    raises.
     """
     guards = _OrderExceeded.apply(system, *residual) if not left else residual
     return list(_OrderGuard.apply(system, left, len(u), *u, *guards, *residual))

@@ -341,7 +341,8 @@ def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Leaves, target: Te
 def gaussian(loss: nn.GaussianNLLLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as `eps`.
 
-    Its Hessian depends on the labels, so the Fisher information, the expectation of that, is another matrix.
+    Its Hessian depends on the labels, so the Fisher information, the expectation of that, is
+    another matrix.
     """
     if len(outputs) != 2 or outputs[0].shape != outputs[1].shape:
         raise InputError(

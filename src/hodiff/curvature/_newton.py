@@ -284,8 +284,9 @@ def steihaug(
 ) -> TrustRegionStep:
     """Minimise g's + s'As/2 over |s| <= radius, roughly: conjugate gradients from zero, in flat vectors.
 
-    They stop inside once |g + As| <= tolerance, and where they meet negative curvature, or the radius, they go on along
-    that direction to the boundary (Steihaug 1983). The model falls, and |s| grows, with every product.
+    They stop inside once |g + As| <= tolerance, and where they meet negative curvature, or the
+    radius, they go on along that direction to the boundary (Steihaug 1983). The model falls, and
+    |s| grows, with every product.
     """
     unit = power_of_two(gradient) or 1.0  # of the model: squares of large numbers have no place in their dtype
     g, tolerance = gradient / unit, tolerance / unit

@@ -1,6 +1,7 @@
 """`LinearOperator`: what every operator can do, given products of parts (see `_core._vectors`), and their algebra.
 
-Each operator knows one product, A v. Its transpose is an operator of its own: of a sum, the sum of the transposes.
+Each operator knows one product, A v. Its transpose is an operator of its own: of a sum, the sum of
+the transposes.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, and a
 checksum of what it says of itself, which step it is at and what it multiplies. A rank fills its own
-line and leaves zeros in those of the others, so that the sum of all buffers holds every line, exactly.
-Where lines differ, all ranks see it, and send each other what they say in full. What is decided then,
-each rank decides by the same, and so all of them raise, or none.
+line and leaves zeros in those of the others, so that the sum of all buffers holds every line,
+exactly. Where lines differ, all ranks see it, and send each other what they say in full. What is
+decided then, each rank decides by the same, and so all of them raise, or none.
 
-A collective whose ranks disagree about its size ends a process of gloo without an exception. So each step opens with
-a buffer of one size, that of one vector like the point; what several vectors take beyond it follows in a second one,
-once the lines have shown that all ranks mean the same. A rank that fails before takes part in that opening, too.
+A collective whose ranks disagree about its size ends a process of gloo without an exception. So
+each step opens with a buffer of one size, that of one vector like the point; what several vectors
+take beyond it follows in a second one, once the lines have shown that all ranks mean the same. A
+rank that fails before takes part in that opening, too.
 """
 
 from __future__ import annotations
@@ -359,7 +360,8 @@ class RankStatus(NamedTuple):
 class Digest:
     """A sum of the vectors' bits, each word times a random integer of its place, modulo 2^32.
 
-    Integers wrap around, so that it is the same in any order of summation: with any number of threads, on any device.
+    Integers wrap around, so that it is the same in any order of summation: with any number of
+    threads, on any device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -165,7 +165,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Fingerprint:
     """The values of some tensors as they were; `changed` looks again, through views made once.
 
-    Reading all entries costs about what copying the tensors would, less than any product with a vector.
+    Reading all entries costs about what copying the tensors would, less than any product with a
+    vector.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -322,7 +322,8 @@ def norm(leaves: Sequence[Tensor], batch_ndim: int, ord: float = 2) -> Tensor:
 def _ordinary(norms: Tensor) -> bool:
     """Whether all norms are far from zero and from the ends of float32's range: the plain ones will do, and are faster.
 
-    Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced region, under vmap.
+    Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced
+    region, under vmap.
     """
     if norms.device.type != "cpu" or torch.compiler.is_compiling():
         return False

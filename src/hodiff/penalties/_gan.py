@@ -300,8 +300,8 @@ def r1_penalty(
 ) -> Any:
     r"""R1, \(\frac{\gamma}{2}\, \mathrm{mean}_i \lVert\nabla D(x_i)\rVert^2\), at real samples.
 
-    Mind the half: it is part of \(\gamma\)'s definition in the paper, in StyleGAN2 and in R3GAN. The squared norm is
-    over all entries of one sample.
+    Mind the half: it is part of \(\gamma\)'s definition in the paper, in StyleGAN2 and in R3GAN.
+    The squared norm is over all entries of one sample.
 
     Args:
         critic: A function of samples, as for `wgan_gp_penalty`.

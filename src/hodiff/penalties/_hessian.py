@@ -62,9 +62,9 @@ def hessian_penalty(
 ) -> Any:
     r"""The off-diagonal Hessian of each output, as a variance: \(\max_a \mathrm{Var}_v(v^\top H_a v)\).
 
-    v are random signs, several vectors per sample; what varies is \(2 \sum_{i<j} H_{ij} v_i v_j\), with
-    the variance \(2 \sum_{i \ne j} H_{ij}^2\). Where it is zero, the inputs act on each output independently of
-    each other: a generator's latents are disentangled.
+    v are random signs, several vectors per sample; what varies is \(2 \sum_{i<j} H_{ij} v_i v_j\),
+    with the variance \(2 \sum_{i \ne j} H_{ij}^2\). Where it is zero, the inputs act on each output
+    independently of each other: a generator's latents are disentangled.
 
     Args:
         f: A function of samples with outputs of any shape, `(N, ...)`: a generator, or some layer of it.

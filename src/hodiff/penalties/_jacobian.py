@@ -57,7 +57,8 @@ def jacobian_penalty(
 ) -> Any:
     r"""The size of each sample's Jacobian, \(\frac{\lambda}{2}\,\mathrm{mean}_i \lVert J_i\rVert_F^2\): mind the half.
 
-    By default an unbiased estimate, \(\lVert v^\top J\rVert^2\) with a random v for each sample, \(E[v v^\top] = I\).
+    By default an unbiased estimate, \(\lVert v^\top J\rVert^2\) with a random v for each sample,
+    \(E[v v^\top] = I\).
 
     Args:
         f: A function of samples with outputs of any shape, `(N, ...)`; or such a tensor, computed from *x*.

@@ -60,9 +60,10 @@ def sliced_score_matching_loss(
 ) -> Any:
     r"""Sliced score matching, \(\mathrm{mean}_i\,v^\top\nabla s v + \frac12\lVert s\rVert^2\) for \(s = \nabla\log p\).
 
-    v is random with \(E[v v^\top] = I\), one for each sample: the first term estimates the trace of \(\nabla s\).
-    Without variance reduction the second is \(\frac12 (v^\top s)^2\). (v on the *unit* sphere would shrink the
-    first term by 1/dimension, and the second only in the plain form.)
+    v is random with \(E[v v^\top] = I\), one for each sample: the first term estimates the trace of
+    \(\nabla s\). Without variance reduction the second is \(\frac12 (v^\top s)^2\). (v on the
+    *unit* sphere would shrink the first term by 1/dimension, and the second only in the plain
+    form.)
 
     Args:
         f: The score, a function of samples with outputs like *x*; with *log_density* the unnormalised log-density

@@ -25,9 +25,9 @@ Hyper = Any
 class Rule(ABC):
     """An update rule: hyperparameters, and a pure function of parameters, gradients and a state.
 
-    Each hyperparameter that is a number may be a float, a tensor of one element or of a leaf's shape, or a
-    container like the point that holds one for each leaf (a dict by parameter name for a module). Derivatives
-    flow to every tensor among them.
+    Each hyperparameter that is a number may be a float, a tensor of one element or of a leaf's
+    shape, or a container like the point that holds one for each leaf (a dict by parameter name for
+    a module). Derivatives flow to every tensor among them.
 
     Examples:
         >>> import torch, hodiff
@@ -423,8 +423,9 @@ class _Adam(_Moments):
 class Adam(_Adam):
     r"""Adam, \(p \leftarrow p - \eta\, \hat m / (\sqrt{\hat v} + \epsilon)\), as `torch.optim.Adam`.
 
-    Where a parameter's gradients were all exactly zero, derivatives are finite and true: the derivative of one
-    step by that gradient is \(\eta / \epsilon\), 1e5 with the defaults. Choose a larger *eps* if that is too steep.
+    Where a parameter's gradients were all exactly zero, derivatives are finite and true: the
+    derivative of one step by that gradient is \(\eta / \epsilon\), 1e5 with the defaults. Choose a
+    larger *eps* if that is too steep.
 
     Args:
         lr: The step \(\eta\).
