@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -81,8 +82,7 @@ class Evaluation:
     def back(self, begun: Kept, undo: list[Callable[[], object]]) -> None:
         """Let the modules have what they had as a block began, or as they were met, if later."""
         if not self.over:
-            met = self._state.as_met()
-            put({module: met[module] for module in met if module not in begun}, undo)
+            put(self._state.as_met(begun), undo)
         put(begun, undo)
 
     def resumed(self, *, whole: bool = False) -> EvaluationContext:
@@ -588,25 +588,25 @@ class StateLoan:
         """
         result = Kept()
         for module, before in self.attributes.items():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
+            if (before is None and not module._buffers) or isinstance(module, _NormBase):
                 continue
             buffers = {
                 name: buffer.clone()
                 for name, buffer in module._buffers.items()
                 if buffer is not None and not buffer.requires_grad and buffer.numel() <= 2**16
             }
-            if buffers or before is not None:
-                attributes = {} if before is None else _plain_attributes(module.__dict__)
-                result[module] = {}, buffers, attributes
+            attributes = {} if before is None else _plain_attributes(module.__dict__)
+            result[module] = {}, buffers, attributes
         return result
 
-    def as_met(self) -> Kept:
-        """What its modules had as they were borrowed, where it is another now."""
+    def as_met(self, others: Container[nn.Module]) -> Kept:
+        """What its modules, but some others, had as they were borrowed, where it is another now."""
         result = Kept()
         for module, before in self.attributes.items():
-            now, begun = module._buffers, _lent[module].begun_with(module) if module in _lent else {}
-            changed = {name: begun[name] for name in begun if begun[name] is not now[name]}
-            result[module] = {}, changed, _plain_attributes(before or {})
+            if module not in others and (before is not None or module in _lent):
+                now, begun = module._buffers, _lent[module].begun_with(module) if module in _lent else {}
+                changed = {name: begun[name] for name in begun if begun[name] is not now[name]}
+                result[module] = {}, changed, _plain_attributes(before or {})
         return result
 
     def kept(self) -> Kept:
@@ -655,10 +655,11 @@ def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
         for name, value in buffers.items():
             if value is not None:  # a block may change it in place, each time
                 module._buffers[name] = value.clone()
-        if attributes:
-            now = module.__dict__
-            undo += [partial(now.update, {name: now[name] for name in attributes if name in now})]
-            now.update(attributes)  # a new one the loan takes away
+        now = module.__dict__
+        other = {name: value for name, value in attributes.items() if now.get(name, now) is not value}
+        if other:
+            undo += [partial(now.update, {name: now[name] for name in other if name in now})]
+            now.update(other)  # a new one the loan takes away
 
 
 def _still(value: Any) -> Any:
