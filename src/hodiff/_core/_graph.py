@@ -48,7 +48,7 @@ class OutputGraph:
         self.kinds: frozenset[type] = frozenset()
         self.higher = self.recorded = self._mixes = False
         self._first: list[Tensor] = []  # where there are several evaluations, the leaves of the first
-        self._starts: set[_nodes.Node] = set()  # the nodes of leaves, where these stand for the caller's own
+        self._starts: set[_nodes.Node] = set()  # of leaves that stand for the caller's own
 
     # --- the evaluation
 
@@ -280,7 +280,9 @@ class OutputGraph:
                 raise _refusals.leftover(self._kept_by(tag))
         if others:
             self._refuse_bypass(survey, others)
-        return [name for number, name in enumerate(names) if number not in reached] if len(reached) < len(names) else []
+        if len(reached) == len(names):
+            return []
+        return [name for number, name in enumerate(names) if number not in reached]
 
     def _refuse_bypass(self, survey: _nodes.Survey, others: list[Tensor]) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""

@@ -187,11 +187,11 @@ _KERNELS: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (
     (_torch._get_cudnn_sdp_enabled, _torch._set_sdp_use_cudnn, False),
     (_torch._get_math_sdp_enabled, _torch._set_sdp_use_math, True),
 )
-"""Whether attention may be computed by a kernel, how that is said, and which have second derivatives."""
+"""Of each kernel of attention: whether it is on, what switches it, and whether it is wanted."""
 
 
 def _second_derivatives(undo: Undo) -> None:
-    """Attention by matrix products, which have them; and the innermost evaluation knows of hooks on tensors."""
+    """Attention by matrix products, which have them; and hooks on tensors are watched."""
     register = Tensor.register_hook
     changes = [(put, wanted) for get, put, wanted in _KERNELS if get() is not wanted]
 

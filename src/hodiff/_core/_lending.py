@@ -516,9 +516,9 @@ class StateLoan:
         self.put_back: list[Callable[[], object]] = []
 
     def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
-        """Borrow modules that `f` calls, those below the `root` that is the point or others, from all other threads.
+        """Borrow modules that `f` calls, below a point's `root` or others, from all other threads.
 
-        Clones stand in place of their buffers, attributes are noted, and hooks on gradients are watched.
+        Clones stand in for their buffers, attributes are noted, hooks on gradients are watched.
         """
         # Of a module that is sharded a first derivative by inputs is right.
         if root is None and self._call.order >= 2 and _arguments.LOADED_BY in sys.modules:

@@ -56,7 +56,9 @@ MANY = 10_000
 _STRIDE = 4_999
 """Every so manyth node holds all older ones; a prime, so that of chains beside each other none is passed over."""
 
-_age, _name, _variable = methodcaller("_sequence_nr"), attrgetter("__name__"), attrgetter("variable")
+_age = methodcaller("_sequence_nr")
+_name = attrgetter("__name__")
+_variable = attrgetter("variable")
 
 _HELD = "hodiff: older nodes, in the order in which they are freed"
 
@@ -257,7 +259,8 @@ def largest_output(graph: Survey) -> int:
     for nodes in graph.by_class.values():
         for node in nodes:
             for shape, _ in _versions.received(node):
-                largest = max(largest, math.prod([length for length in shape if isinstance(length, int)]))
+                lengths = [length for length in shape if isinstance(length, int)]
+                largest = max(largest, math.prod(lengths))
     return largest
 
 

@@ -482,7 +482,7 @@ def _memories(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def _copied(results: list[Tensor], memories: list[Any], taken: set[Any]) -> list[Tensor]:
-    """Results, copied where they are in memory that is taken, or spread a number over several entries."""
+    """Results, copied where their memory is taken, or holds one number for several entries."""
     result: list[Tensor] = []
     for part, memory in zip(results, memories, strict=True):
         spread = any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))

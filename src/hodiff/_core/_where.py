@@ -335,7 +335,7 @@ def plain(module: nn.Module) -> nn.Module:
 
 
 ParameterSlot = tuple[nn.Module, str, str, Tensor]
-"""One place of a parameter: a module, its name there, its path, and itself; a tied parameter has several."""
+"""A place of a parameter: module, name there, path, itself. A tied parameter has several."""
 
 
 class Assembly(NamedTuple):
