@@ -107,10 +107,10 @@ def convolution_backward(op: OperatorCall) -> OutputSets:
     sets = op.sets(gradient)
     if sets is None or len(op.live) != 1 or input.ndim != weight.ndim or sum(needed) != len(op.outputs):
         return None
-    back = [_convolved(op, sets, input.shape, gradient.shape, forth=False)] if needed[0] else []
-    sizes = [output.numel() for output in op.outputs[len(back) :]]
-    whole = op.everything() if sizes else None
-    return [*back, *(whole.take(torch.zeros(size, dtype=torch.int64, device="cpu")) for size in sizes if whole)]
+    of_outputs = [_convolved(op, sets, input.shape, gradient.shape, forth=False)] if needed[0] else []
+    for output in op.outputs[len(of_outputs) :]:
+        of_outputs.append(op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu")))
+    return of_outputs
 
 
 # --- pooling
