@@ -161,8 +161,11 @@ class FailureCause:
 
 def said(words: Iterable[Words], evidence: Any) -> tuple[str, ...]:
     """What some words have to say of evidence."""
-    texts = (each if isinstance(each, str) else each(evidence) for each in words)
-    return tuple(filter(None, texts))
+    texts = []
+    for each in words:
+        text = each if isinstance(each, str) else each(evidence)
+        texts += [text] if text else []
+    return tuple(texts)
 
 
 # --- what a record shows of the part of a graph that one pass freed and another met -----------------------------------
@@ -255,13 +258,11 @@ class Evidence:
 
     def moved(self, leaf: Tensor) -> bool:
         """Whether a leaf was changed in place since the part was freed."""
-        then = self.record.tags.version_then(_nodes.node_of(leaf))
-        return self.changed_since(leaf) or (self.was_reached(leaf) and then != _saved.version(leaf))
-
-    def changed_since(self, value: Tensor) -> bool:
-        """Whether a value was seen to be changed in place since the part was freed."""
-        change = self.record.changed(value)
-        return change is not None and change.passes > self.freed_by.number
+        change = self.record.changed(leaf)
+        if change is not None and change.passes > self.freed_by.number:
+            return True
+        tags, node = self.record.tags, _nodes.node_of(leaf)
+        return tags.tag(node) == self.freed_by and tags.version_then(node) != _saved.version(leaf)
 
     @cached_property
     def in_sight(self) -> list[Tensor]:

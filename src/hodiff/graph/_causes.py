@@ -219,9 +219,14 @@ def _reads_the_same(e: Evidence, line: Line, loop: Any) -> bool:
         value = e.case.names.values.get(name)
         if _source.rebound_in(loop, name) or not _is_steady(value):
             return False
-        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or e.changed_since(value)):
+        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or _has_changed(e, value)):
             return False  # a value with a graph of its own would be the next to be met again
     return True
+
+
+def _has_changed(e: Evidence, value: Tensor) -> bool:
+    change = e.record.changed(value)
+    return change is not None and change.passes > e.freed_by.number
 
 
 def _is_steady(value: Any) -> bool:

@@ -24,18 +24,16 @@ from hodiff.graph._source import Line, line_of
 def of_pass(
     error: BaseException,
     call: Pass,
+    tensors: list[Tensor],
     roots: list[Node],
     inputs: list[Any] | None,
     frames: list[FrameType],
     record: Record,
 ) -> Explanation | None:
     """The explanation of a pass that failed under a watch."""
-    steps = steps_of(error.__traceback__)
-    nested = _nested(error, steps)
+    nested = _nested(error, steps_of(error.__traceback__))
     if nested is not None:
         return nested
-    entries = _entries(steps)
-    tensors = _given(steps[entries[0]])[0] if entries else []
     return _dispatch(FailedPass(error, call.name, roots, tensors, inputs, frames, record, call))
 
 

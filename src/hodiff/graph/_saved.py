@@ -429,7 +429,10 @@ def storage(tensor: Tensor) -> tuple[int, int]:
 
 def memory(tensor: Tensor) -> int:
     """An identity for the memory under a tensor."""
-    return storage(tensor)[0]
+    try:
+        return tensor.untyped_storage()._cdata
+    except _WITHOUT_MEMORY:
+        return id(tensor)
 
 
 def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:

@@ -59,8 +59,9 @@ SHOWN = 4
 
 
 def _what(part: SharedValue) -> str:
+    name = f"`{part.variable}`" if part.variable else "a value without a name"
     shape = _saved.shape(part.node)
-    return _of(part.node, part.variable) + (f" (output shape {shape})" if shape is not None else "")
+    return f"{name} = {type(part.node).__name__}" + (f" (output shape {shape})" if shape is not None else "")
 
 
 def _callers(evidence: Evidence) -> list[Line]:
@@ -82,11 +83,6 @@ def _freed_below(evidence: Evidence) -> str:
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
-
-
-def _of(node: Node | None, variable: str) -> str:
-    name = f"`{variable}`" if variable else "a value without a name"
-    return name if node is None else f"{name} = {type(node).__name__}"
 
 
 # --- from a record to evidence ----------------------------------------------------------------------------------------
@@ -323,9 +319,10 @@ def _inferred(case: FailedPass) -> Explanation | None:
     if likely is None:
         return None
     freed = likely.freed
+    name = f"`{likely.variable}`" if likely.variable else "a value without a name"
     return case.explanation(
         likely.cause,
-        f"shared part: {_of(likely.node, likely.variable)}",
+        f"shared part: {name}" + (f" = {type(likely.node).__name__}" if likely.node is not None else ""),
         ("created at", likely.created),
         ("freed by", f"{quoted(freed)}{likely.earlier}" if freed is not None else None),
         ("failing call", case.line),

@@ -585,7 +585,7 @@ Path = tuple[Frame, ...]
 
 def lines_of(path: Path) -> tuple[Line, ...]:
     """The lines of a path."""
-    return tuple(frame.line for frame in path)
+    return tuple(Line(code.co_filename, number) for code, number in path)
 
 
 def outside(path: Path) -> list[Line]:

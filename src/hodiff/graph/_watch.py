@@ -269,7 +269,8 @@ class Watch(Record, TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self._failed(error, call, roots, inputs, frame)
+            tensors = [item for item in _record.as_list(given.get("tensors")) or () if isinstance(item, Tensor)]
+            self._failed(error, call, tensors, roots, inputs, frame)
             raise
         after = counter()
         if after != before:
@@ -291,12 +292,18 @@ class Watch(Record, TorchFunctionMode):
         return result
 
     def _failed(
-        self, error: Exception, call: Pass, roots: list[Node], inputs: list[Any] | None, frame: FrameType
+        self,
+        error: Exception,
+        call: Pass,
+        tensors: list[Tensor],
+        roots: list[Node],
+        inputs: list[Any] | None,
+        frame: FrameType,
     ) -> None:
         """Explain, and then tag the nodes that the failing pass freed on its way."""
         with _inspect.unchanging():
             frames = list(user_frames(frame))
-            _explain.note(error, partial(_explain.of_pass, error, call, roots, inputs, frames, self))
+            _explain.note(error, partial(_explain.of_pass, error, call, tensors, roots, inputs, frames, self))
             graph = _inspect.below(roots)
             self.tags.freed(call, self.tags.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
         for listener in self._listeners:
