@@ -15,7 +15,7 @@ A map of the library:
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
   `spectral_radius`, `spectral_density`, `logdet`, `solve` take any,
   and `nystrom` is a preconditioner
-* training with curvature: `NewtonCG`, an optimiser
+* training with curvature: `NewtonCG`, an optimiser of a loss; `LevenbergMarquardt`, of residuals
 * through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimiser: `unroll`,
   by the update rules of `hodiff.rules`
 * sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colours and plans in `hodiff.sparse`
@@ -38,6 +38,7 @@ from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
 from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
+from hodiff.curvature._least_squares import LevenbergMarquardt
 from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._newton import NewtonCG
 from hodiff.curvature._operator import LinearOperator
@@ -85,6 +86,7 @@ __all__ = [
     "HodiffWarning",
     "InputError",
     "JacobianOperator",
+    "LevenbergMarquardt",
     "LinearOperator",
     "MatrixOperator",
     "NewtonCG",

@@ -92,6 +92,10 @@ def _step(closure: Any) -> Any:
     return hodiff.NewtonCG([X.clone().requires_grad_()]).step(closure)
 
 
+def _fitted(batch: Any) -> Any:
+    return hodiff.LevenbergMarquardt(lambda v, batch: batch @ v, V[0].clone()).step(batch)
+
+
 def _closure() -> Tensor:
     return (SHIFT**4).sum()
 
@@ -157,6 +161,7 @@ NEEDED: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "MatrixOperator": _with(A=A),
     "LinearOperator": _with(),
+    "LevenbergMarquardt": lambda: {"residuals": residual, "where": X.clone()},
     "NewtonCG": lambda: {"params": [X.clone().requires_grad_()]},
     "PathLengthPenalty": _with(),
     "Selection": lambda: {"module": nn.Linear(3, 2), "names": ["weight"]},
@@ -181,6 +186,7 @@ NEEDED: dict[str, Callable[[], dict[str, Any]]] = {
 METHODS: dict[str, Target] = {
     "PathLengthPenalty.forward": Target(_penalty, _with(f=images, x=X)),
     "NewtonCG.step": Target(_step, _with(closure=_closure)),
+    "LevenbergMarquardt.step": Target(_fitted, lambda: {"batch": X.clone()}),
     "LinearOperator @": Target(_product, _with(v=V)),
     "LinearOperator *": Target(lambda a: a * _matrix(), _with(a=2.0)),
     "LinearOperator +": Target(lambda a: _matrix() + a, _with(a=0.1)),

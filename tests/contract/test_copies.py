@@ -210,6 +210,25 @@ def test_newtons_method(way: str) -> None:
     assert torch.equal(x, y)
 
 
+def shifted(x: Tensor) -> Tensor:
+    """Residuals that a pickle can name."""
+    return (x - 1) ** 2
+
+
+@pytest.mark.parametrize("way", list(WAYS)[1:])
+def test_least_squares(way: str) -> None:
+    x = torch.zeros(2, dtype=D)
+    optimizer = hodiff.LevenbergMarquardt(shifted, x, damping=0.1, momentum=0.1, tries=7)
+    optimizer.step()
+    again = WAYS[way](optimizer)
+    (y,) = again.param_groups[0]["params"]
+    assert str(again.last) == str(optimizer.last)
+    optimizer.step()
+    again.step()
+    assert torch.equal(x, y)
+    assert not torch.equal(x, torch.zeros(2, dtype=D))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_follows_graphs_of_this_process(way: str) -> None:
     with watch() as record:

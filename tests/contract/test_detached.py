@@ -402,6 +402,13 @@ def test_the_optimiser_is_silent() -> None:
         optimiser.step(lambda: (model(K).tanh() - 1).square().mean())
 
 
+def test_least_squares_is_silent() -> None:
+    model = network()
+    optimiser = hodiff.LevenbergMarquardt(lambda model, x: model(x)[:, 0].tanh() - 1, model)
+    for _ in range(2):
+        optimiser.step(K)
+
+
 def test_what_solves_inside_is_silent() -> None:
     b = ONES.clone().requires_grad_()
     matrix = K.clone().requires_grad_()

@@ -345,6 +345,16 @@ def test_steps_of_newtons_method_come_one_after_another() -> None:
     torch.testing.assert_close(run(in_threads), run(lambda step: [step(number) for number in range(THREADS)]))
 
 
+def test_steps_of_least_squares_come_one_after_another() -> None:
+    def run(calls: Callable[[Callable[[int], Any]], Any]) -> Tensor:
+        x = torch.full((3,), 2.0, dtype=D)
+        optimizer = hodiff.LevenbergMarquardt(lambda x: x**2 - 1, x)
+        calls(lambda number: optimizer.step())
+        return x
+
+    torch.testing.assert_close(run(in_threads), run(lambda step: [step(number) for number in range(THREADS)]))
+
+
 def test_a_cache_of_parametrizations_is_given_back() -> None:
     model = parametrizations.weight_norm(nn.Linear(X.shape[-1], 1).to(D))
     with parametrize.cached():

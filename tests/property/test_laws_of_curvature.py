@@ -1,5 +1,6 @@
 """Operators and what is estimated from them, against matrices made by `torch.func`."""
 
+import copy
 import math
 from typing import Literal
 
@@ -28,6 +29,24 @@ def test_hessian_operator(setting: Setting, budget: float) -> None:
     agree(operator.dense(), H, floor=1e-10)
     agree(flatten(operator @ like(setting, v)), H @ v, floor=1e-10)
     agree(operator @ v, H @ v, floor=1e-10)
+
+
+@law("LevenbergMarquardt", says="a step is the damped one of J, in part or whole, and lowers the loss, or is undone")
+@given(setting=settings(outputs=True), search=st.booleans(), damping=st.sampled_from([1e-4, 0.1, 10.0]))
+def test_levenberg_marquardt(setting: Setting, search: bool, damping: float) -> None:
+    J, r = jacobian(setting), setting.flat(setting.x).reshape(-1)
+    where = copy.deepcopy(setting.where)
+    optimizer = hodiff.LevenbergMarquardt(setting.f, where, search=search, damping=damping)
+    optimizer.step()
+    last, squares = optimizer.last, J.square().sum(0).max()
+    assert last is not None
+    damped = J.T @ J + last.damping * (squares or 1.0) * torch.eye(J.shape[1], dtype=D)
+    step = -torch.linalg.solve(damped, J.T @ r) * last.length if last.accepted else torch.zeros(J.shape[1], dtype=D)
+    tensors = dict(where.named_parameters()) if isinstance(where, nn.Module) else where
+    change = flatten(tensors).detach() - setting.x
+    agree(change, step, floor=1e-8)
+    after = setting.flat(flatten(tensors).detach()).reshape(-1)
+    assert float(after @ after) <= float(r @ r) * (1 + 1e-9) + 1e-20
 
 
 @law("JacobianOperator", says="Jv and Jᵀu over several batches")

@@ -260,6 +260,12 @@ def _newton(x: Tensor) -> Tensor:
     return parameter.detach()
 
 
+def _fitted(x: Tensor) -> Tensor:
+    scale = x.new_ones(())
+    hodiff.LevenbergMarquardt(lambda s, x: s * x - 2, scale).step(x.detach())
+    return scale
+
+
 PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "interpolate": lambda x: hodiff.interpolate(x, 2 * x, generator=generator()),
     "sample_norm": lambda x: hodiff.sample_norm(x),
@@ -275,6 +281,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(), generator=generator()),
     "solve": lambda x: hodiff.solve(_matrix(), x[0]),
     "NewtonCG": _newton,
+    "LevenbergMarquardt": _fitted,
     "spectral_density": lambda x: hodiff.spectral_density(_matrix(), samples=4, steps=2, generator=generator()),
     "nystrom": lambda x: hodiff.nystrom(_matrix(), 2, 0.5, generator=generator()) @ x[0],
     "logdet": lambda x: hodiff.logdet(_matrix(), shift=1.0, samples=4, steps=2, generator=generator()),

@@ -552,7 +552,8 @@ def per_sample_grad(
 
     Args:
         f: A function of *where* and *batch* that returns one loss for each sample, `(N,)` or `(N, 1)`:
-            `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`.
+            `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`. Or several numbers
+            for each, `(N, K)`: the residuals of a system of equations.
         where: Where, as for `grad`: usually a module.
         batch: A tensor, or a container of them, with the samples in the leading dimension.
         create_graph: Whether the result can be differentiated again, as for `grad`.
@@ -564,20 +565,21 @@ def per_sample_grad(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The gradients, with the structure of *where* and shape `(N, *shape)` on every leaf; for a module a dict by
-        parameter name.
+        The gradients, with the structure of *where* and shape `(N, *shape)` on every leaf, `(N, K, *shape)` of K
+        numbers; for a module a dict by parameter name.
 
     Raises:
-        InputError: `f` does not return one loss for each sample (a mean over the batch has no per-sample gradient); a
+        InputError: `f` does not return losses for each sample (a mean over the batch has no per-sample gradient); a
             tensor in place of the function (for losses already computed: `jacobian(losses, where)`).
         GraphError: As for `grad`.
 
     Cost:
         An evaluation of `f`; then `f` on chunks of samples, each with parameters of its own (`torch.vmap`), and one
-        pass for each chunk. What that gives is held against the whole batch, in one pass over it: the losses one by
-        one, and a sum of the gradients in which all samples count alike. Where they differ (BatchNorm mixes the
-        samples), where `f` draws random numbers, does not run under `vmap`, or the result is to be differentiated, it
-        is N passes over the whole batch instead, in chunks. Memory: the result, N times the parameters. Measured, a
+        pass for each chunk (K of K numbers). What that gives is held against the whole batch, in one pass over it: the
+        losses one by one, and a sum of the gradients in which all samples count alike. Where they differ (BatchNorm
+        mixes the samples), where `f` draws random numbers, does not run under `vmap`, or the result is to be
+        differentiated, it is N passes over the whole batch instead, in chunks. Memory: the result, N times the
+        parameters. Measured, a
         perceptron with 64 to 512 samples takes 1.4 to 2.1 of plain `vmap(grad)`: the comparison evaluates once more,
         and reads the result twice.
 
@@ -605,8 +607,7 @@ def per_sample_grad(
         if not graph.create_graph and not graph.context.random.moved() and not _call.nested():
             gradients = _by_samples(graph, samples, losses, chunk)
         if gradients is None:
-            [rows] = _reverse.blocks(graph, [losses.reshape(-1)], chunk_size=chunk)
-            gradients = rows
+            [gradients] = _reverse.blocks(graph, [losses], chunk_size=chunk)
     return graph.call.where.result(gradients)
 
 
@@ -642,9 +643,11 @@ def _has_rows(leaf: Any, count: int) -> bool:
 
 def _losses(graph: OutputGraph) -> Tensor:
     losses = _arguments.check_output(graph.outputs)
-    if losses.ndim == 0 or losses.numel() != losses.shape[0]:
+    if losses.ndim > 0 and losses.numel() == losses.shape[0]:
+        return losses.reshape(-1)
+    if losses.ndim != 2:
         raise InputError(
-            f"f: returned shape {tuple(losses.shape)}, expected one loss for each sample, (N,): "
+            f"f: returned shape {tuple(losses.shape)}, expected one loss for each sample, (N,), or some, (N, K): "
             f'reduction="none", and a mean over all but the leading dimension.'
         )
     return losses
@@ -652,26 +655,59 @@ def _losses(graph: OutputGraph) -> Tensor:
 
 def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:
     """Each sample with parameters of its own; None where that is not what the whole batch gives."""
-    count = losses.shape[0]
-    batch = samples.tensors(count)
-    if not batch or not count:
-        return None
-    size = chunk or _auto(graph, losses)
     rows: list[Tensor] = []
-    expected = losses.detach().reshape(-1)
-    usual = float(expected.abs().median())  # not the mean: beside one that is much larger, the others count too
+
+    def collect(place: Place, gradients: list[Tensor]) -> None:
+        if place == slice(0, len(losses)):
+            rows.extend(gradients)
+            return
+        rows.extend([] if rows else [leaf.new_empty((*losses.shape, *leaf.shape)) for leaf in graph.leaves])
+        for row, gradient in zip(rows, gradients, strict=True):
+            row[place] = gradient
+
+    if not each_sample(graph, samples, losses, chunk, collect):
+        return None
+    flat = [row.flatten(0, 1) if losses.ndim > 1 else row for row in rows]
+    return rows if _rows_add_up(graph, losses.reshape(-1), flat) else None
+
+
+Place = slice | tuple[slice, int]
+"""Some samples, and which of their numbers, where each has several."""
+
+
+def each_sample(
+    graph: OutputGraph,
+    samples: Samples,
+    losses: Tensor,
+    chunk: int | None,
+    collect: Callable[[Place, list[Tensor]], object],
+    usual: float = 0.0,
+) -> bool:
+    """Hand over the gradients of the samples' losses, some samples at a time, each with parameters of its own.
+
+    Whether that could be done, and gave the losses that the whole batch gives (up to rounding of losses of the *usual*
+    size). Their gradients are the caller's to compare.
+    """
+    count = len(losses)
+    batch = samples.tensors(count)
+    if not batch or not losses.numel():
+        return False
+    size = chunk or _auto(graph, losses)
+    expected = losses.detach()
+    # Not the mean: beside one that is much larger, the others count too.
+    usual = max(usual, float(expected.abs().median()))
     try:
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
-            values, gradients = _chunk(graph, samples, [leaf[part] for leaf in batch], count)
-            if not _reverse.agree(values, expected[part], usual):
-                return None
-            if len(values) == count:
-                rows = gradients
-                break
-            rows = rows or [leaf.new_empty((count, *leaf.shape)) for leaf in graph.leaves]
-            for row, gradient in zip(rows, gradients, strict=True):
-                row[part] = gradient
+            values, own = _chunk(graph, samples, [leaf[part] for leaf in batch], losses)
+            if not _reverse.agree(values.detach(), expected[part], usual):
+                return False
+            if losses.ndim == 1:
+                collect(part, _reverse.vjp(graph, [values], [None], inputs=own))
+                continue
+            for number, column in enumerate(values.unbind(1)):
+                more = number + 1 < values.shape[1]
+                collect((part, number), _reverse.vjp(graph, [column], [None], inputs=own, more=more))
     except Exception as error:  # no batching rule, Python that looks at values, a change in place, the batch's length
         if not is_fault(error):
             error.add_note(
@@ -679,23 +715,23 @@ def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int
                 "f(where, batch), where) are the same gradients, of an f that only takes the whole batch."
             )
             raise
-        return None
+        return False
     finally:
         samples.whole()
-    return rows if _rows_add_up(graph, losses, rows) else None
+    return True
 
 
-def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
-    """Some samples' losses, and the gradients of these."""
-    number = len(batch[0])
+def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], losses: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Some samples' losses, and the parameters of each, from which they were computed."""
+    number, event = len(batch[0]), losses.shape[1:]
     own = [leaf.detach().expand(number, *leaf.shape).requires_grad_() for leaf in graph.leaves]
 
     def one(*given: Tensor) -> Tensor:
-        samples.with_rows(given[len(own) :], count)
-        return graph.context.at(given[: len(own)]).reshape(())
+        samples.with_rows(given[len(own) :], len(losses))
+        return graph.context.at(given[: len(own)]).reshape(event)
 
     [values] = _reverse.batched(one, [*own, *batch])
-    return values.detach(), _reverse.vjp(graph, [values], [None], inputs=own)
+    return values, own
 
 
 def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool:
@@ -705,7 +741,7 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
     lines = [row.permute(0, *order).reshape(len(row), -1) for row, order in zip(rows, orders, strict=True)]
     wide = torch.promote_types(losses.dtype, torch.float32)
     norms = torch.stack([torch.linalg.vector_norm(line, dim=1, dtype=wide).to(losses.device) for line in lines])
-    weights = _weights(torch.linalg.vector_norm(norms, dim=0))
+    weights = even_weights(torch.linalg.vector_norm(norms, dim=0))
     total = _reverse.vjp(graph, [losses], [weights.to(losses).reshape(losses.shape)], more=True)
     sizes = torch.linalg.vector_norm(norms * weights, dim=1)  # about as large is a sum whose signs are random
     for line, whole, order, size in zip(lines, total, orders, sizes, strict=True):
@@ -721,7 +757,7 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
     return True
 
 
-def _weights(norms: Tensor) -> Tensor:
+def even_weights(norms: Tensor) -> Tensor:
     """Factors that make samples of these norms about as large as the usual one, none of them a multiple of another."""
     some = norms[norms > 0]
     usual = some.median() if some.numel() else norms.new_ones(())
@@ -735,5 +771,5 @@ def _auto(graph: OutputGraph, losses: Tensor) -> int:
     itemsize = max(leaf.element_size() for leaf in graph.leaves)
     if 8 * largest * itemsize <= _reverse.CHUNK_BYTES:
         return count  # the pass writes the result itself: chunks would be copied into it
-    elements = sum(leaf.numel() for leaf in graph.leaves)
+    elements = sum(leaf.numel() for leaf in graph.leaves) * losses.shape[1:].numel()
     return max(1, _reverse.CHUNK_BYTES // max(1, (8 * largest // count + 4 * elements) * itemsize))

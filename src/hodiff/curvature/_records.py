@@ -399,6 +399,55 @@ class NewtonRecord(Shown):
         return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of what was promised, by {how}."
 
 
+@dataclass(frozen=True, repr=False)
+class LeastSquaresRecord(Shown):
+    """What one step of `LevenbergMarquardt` did.
+
+    Attributes:
+        value: The loss before, half the sum of the squares.
+        decrease: By how much it fell; 0 where the step was refused.
+        ratio: What came true of the decrease that the linear model promised for a step of that length.
+        damping: That of the step, as a part of the largest squared norm of a column of the first Jacobian.
+        length: The part of the full step that was taken.
+        accepted: Whether the step was taken; if not, the parameters are as they were.
+        converged: Whether rounding allows no better: the step was refused for that.
+        gradient: The largest cosine between the residuals and a column of the Jacobian: 0 at a minimum.
+        residual: The relative residual of the damped equations, as they were solved.
+        evaluations: How often the residuals were evaluated at other parameters.
+        space: In which the equations were solved, `"samples"` or `"parameters"`.
+    """
+
+    value: float
+    decrease: float
+    ratio: float
+    damping: float
+    length: float
+    accepted: bool
+    converged: bool
+    gradient: float
+    residual: float
+    evaluations: int
+    space: Literal["samples", "parameters"]
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": f"loss {number(self.value)}",
+            "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
+            "damping": f"damping {number(self.damping)}",
+            "length": f"length {number(self.length)}",
+            "evaluations": f"{self.evaluations} evaluations",
+        }
+
+    @property
+    def message(self) -> str:
+        """How it went, in a sentence."""
+        if self.converged:
+            return f"The loss is {number(self.value)}, and rounding allows no better."
+        if not self.accepted:
+            return "No length of the step lowered the loss: the parameters are as they were, and the damping grew."
+        return f"The loss fell by {number(self.decrease)}, by {number(self.length)} of the step."
+
+
 def _without_error(error: Tensor | None, products: int) -> str:
     """What is said of an estimate of one vector (whose error is unknown), or of all."""
     if error is None:

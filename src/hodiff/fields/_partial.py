@@ -192,7 +192,8 @@ def partials(
 
 def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     """By the route that is faster: reverse for low orders of few outputs, which it takes one by one."""
-    if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x):
+    batched = _call.inside_vmap()  # reverse passes have no leaves of their own there
+    if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x) or batched:
         return choose(call, _by_jets, _by_reverse, wanted)
     if call.method != "auto" or isinstance(call.f, Tensor) or torch.compiler.is_compiling():
         return choose(call, _by_jets, _by_reverse, wanted, prefer="reverse")

@@ -34,7 +34,25 @@ def indefinite():
         return hodiff.solve(hodiff.MatrixOperator(torch.tensor([1.0, -1.0])), torch.ones(2))
 
 
+def fitted(steps):
+    x = torch.ones(2, dtype=torch.float64)
+    optimizer = hodiff.LevenbergMarquardt(lambda x: 2 * x - 1, x)
+    for _ in range(steps):
+        optimizer.step()
+    return optimizer.last
+
+
 CASES = {
+    "least squares": (
+        lambda: fitted(1),
+        r"LeastSquaresRecord\(loss 1, - 1, damping 0\.001, length 1, 1 evaluations\)",
+        r"The loss fell by 1, by 1 of the step\.",
+    ),
+    "least squares, converged": (
+        lambda: fitted(20),
+        r"LeastSquaresRecord\(loss \S+, undone, .*",
+        r"The loss is \S+, and rounding allows no better\.",
+    ),
     "trace": (
         lambda: hodiff.trace(A, samples=4, generator=generator()),
         r"TraceRecord\(4\.515e\+04 ± 0, 4 products, no tolerance asked\)",

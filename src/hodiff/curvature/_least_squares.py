@@ -1,0 +1,630 @@
+"""`LevenbergMarquardt`: training on residuals, by their Jacobian in sample or parameter space."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _arguments, _locks, _reverse, _settings
+from hodiff._core._call import call
+from hodiff._core._graph import OutputGraph
+from hodiff._core._where import TRAINABLE
+from hodiff.calculus._first import Place, Samples, each_sample, even_weights, tall_jacobian
+from hodiff.curvature._records import LeastSquaresRecord
+from hodiff.errors import HodiffWarning, InputError
+
+DOUBLE = torch.float64
+ROUNDING = 1e-12
+"""Decreases below this part of the loss are rounding errors: a step is then judged by its length."""
+SUFFICIENT = 1e-4
+"""What part of the promised decrease a full step must keep to be taken."""
+LONG, SHORT = 0.25, 0.125
+"""The damping falls after step lengths of at least `LONG`, and grows after those below `SHORT`."""
+FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
+LEAST, MOST = 1e-13, 1e8
+"""The bounds of the damping; the lower one holds for the search alone."""
+FULL_CHECKS = (1, 10, 100)
+"""The steps at which all rows of the Jacobian are compared, not their sum alone."""
+
+
+class LevenbergMarquardt(torch.optim.Optimizer):
+    r"""Nonlinear least squares, as an optimiser: Levenberg's and Marquardt's method on residuals, not on a loss.
+
+    The loss is **half the sum of the squares** of all that the functions return,
+    \(\tfrac12 \lVert r(\theta) \rVert^2\). For a mean divide by the root of the number of samples, `/ n ** 0.5`: by a
+    number from outside, for a function sees its samples one by one, and `len(x)` is 1 then. With the
+    Jacobian \(J\) of \(r\) a step is \(d = -(J^\top J + \lambda I)^{-1} J^\top r\), computed as
+    \(-J^\top (J J^\top + \lambda I)^{-1} r\) where there are fewer residuals than parameters: in float64, by
+    Cholesky and one refinement, whatever the parameters' dtype is.
+
+    Two rules choose \(\lambda\) and the length of the step. By **search**, the length is halved while the loss
+    falls, and a step of any length that lowers it is taken; \(\lambda\) follows the lengths, and becomes tiny. That
+    trains networks on differential equations. By the **gain ratio**, the full step is taken or refused, and
+    \(\lambda\) follows what came true of the promised decrease (Nielsen's rule). That fits curves: close to the minimum
+    it goes on below the rounding of the loss, to the last digits of the parameters.
+
+    No step raises the loss of its batch: one that would is **refused**, and the parameters and the state of the random
+    numbers are as they were. No `.grad` is written, and buffers (BatchNorm statistics) do not change.
+
+    Args:
+        residuals: A function of *where* and a batch that returns residuals `(N,)`, or several for each sample,
+            `(N, K)`. Or a list of such functions: the equation, its boundary, data. Without a batch, a function of
+            *where* alone that returns residuals of any shape.
+        where: Where, as for `grad`: usually a module, whose frozen parameters stay; or tensors, which are changed in
+            place.
+        damping: The first \(\lambda\), as a part of the largest squared norm of a column of the first \(J\).
+        momentum: How much of the last step is added before the linear model is solved (SPRING). It may help where each
+            step has other points.
+        search: The rule, see above. None: by search where a function has a batch, by the gain ratio where none has.
+        min_damping: What \(\lambda\) does not fall below, as a part of the same number; None: 1e-13 by search, 0 by the
+            gain ratio. Small noisy batches need a larger one.
+        tries: How often a step may be shortened, or solved again with more damping, before it is refused.
+        memory_budget: How many bytes \(J\) may take; None: half the memory of the device. Beyond it
+            \(J^\top J\) is summed over chunks of samples, where that fits.
+
+    Attributes:
+        last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`, `damping` (that of the
+            step), `length` (the part of the full step), `accepted`, `converged`, `gradient`, `residual`,
+            `evaluations`, `space`. None before the first.
+
+    Raises:
+        InputError: Residuals or their derivatives that are not finite at the parameters as they are; another number of
+            batches than functions; a closure in the manner of `torch.optim`; a Jacobian beyond the memory.
+        GraphError: As for `grad`.
+
+    Cost:
+        A step: the rows of \(J\) as by `per_sample_grad`, one more pass over the whole batch (which they are held
+        against; row by row at the steps 1, 10 and 100), a product of \(J\) with itself, a Cholesky decomposition, and
+        an evaluation without a graph for each trial. Without a batch, \(J\) as by `jacobian`. Memory: \(J\) in float64,
+        and three matrices of its shorter side.
+
+    Examples:
+        A curve is fitted; the loss is half the sum of the squares:
+
+        >>> import torch, hodiff
+        >>> t = torch.linspace(0, 1, 8, dtype=torch.float64)
+        >>> y = 3 * torch.exp(-2 * t)
+        >>> b = torch.tensor([1.0, 1.0], dtype=torch.float64)
+        >>> optimizer = hodiff.LevenbergMarquardt(lambda b: b[0] * torch.exp(-b[1] * t) - y, b)
+        >>> for _ in range(10):
+        ...     loss = optimizer.step()
+        >>> b
+        tensor([3., 2.], dtype=torch.float64)
+
+        An equation and its boundary, one batch for each; both are means:
+
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+        >>> inside = lambda model, x: (hodiff.laplacian(lambda x: model(x)[:, 0], x) + 1) / 32**0.5
+        >>> edge = lambda model, x: model(x)[:, 0] / 2**0.5
+        >>> optimizer = hodiff.LevenbergMarquardt([inside, edge], model)
+        >>> x = torch.linspace(0, 1, 32, dtype=torch.float64).reshape(-1, 1)
+        >>> losses = [optimizer.step(x, x[[0, -1]]) for _ in range(30)]
+        >>> bool(losses[-1] < 1e-4 * losses[0])
+        True
+
+    Reference:
+        Nielsen, H. B. (1999). Damping parameter in Marquardt's method. IMM-REP-1999-05. Müller, J., Zeinhofer, M.
+        (2023). arXiv:2302.13163. Guzmán-Cordero, A. et al. (2025). arXiv:2505.12149 (sample space, SPRING).
+    """
+
+    def __init__(
+        self,
+        residuals: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
+        where: Any,
+        *,
+        damping: float = 1e-3,
+        momentum: float = 0.0,
+        search: bool | None = None,
+        min_damping: float | None = None,
+        tries: int = 14,
+        memory_budget: int | None = None,
+    ) -> None:
+        several = isinstance(residuals, (list, tuple))
+        self._functions: list[Callable[..., Any]] = [*residuals] if several else [residuals]  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
+        if not self._functions or not all(callable(f) and not isinstance(f, Tensor) for f in self._functions):
+            raise InputError("residuals: expected a function of where and a batch, or a list of such functions.")
+        _check_number(damping, "damping", above=True)
+        _check_number(0 if min_damping is None else min_damping, "min_damping")
+        _check_number(momentum, "momentum", below=1.0)
+        self._options = {"damping": float(damping), "momentum": float(momentum), "least": min_damping}
+        self._search = search if search is None else _arguments.is_set(search, "search")
+        self._tries = _arguments.check_integer(tries, "tries", least=1)
+        self._budget = memory_budget
+        if memory_budget is not None:
+            _arguments.check_integer(memory_budget, "memory_budget", least=1)
+        self._where, self._warned = where, set[int]()
+        self.last: LeastSquaresRecord | None = None
+        tensors = call(lambda where: None, where, passes=1, create_graph=False).where.tensors
+        try:
+            super().__init__(tensors, {})
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"where: {error}; expected leaves, which a step can change.") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups."""
+        names = ("_functions", "_options", "_search", "_tries", "_budget", "_where", "_warned", "last")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a second group: *where* is one point."""
+        if self.param_groups:
+            raise InputError("param_group: LevenbergMarquardt has one, its where; make another optimiser.")
+        super().add_param_group(param_group)
+
+    def step(self, *batches: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take one step, or refuse it (see `last`).
+
+        Args:
+            *batches: One for each function of residuals: a tensor, or a container of them, with the samples in the
+                leading dimension. None for a function of *where* alone; nothing at all where each is.
+
+        Returns:
+            The loss before the step, half the sum of the squares.
+        """
+        batches = batches or (None,) * len(self._functions)
+        for batch in batches:
+            if callable(batch) and not isinstance(batch, Tensor):
+                raise InputError(
+                    "step: got a closure. LevenbergMarquardt needs the residuals themselves, not the sum of their "
+                    "squares: give LevenbergMarquardt(residuals, model) a function that returns them, and step(batch) "
+                    "its batch; nothing calls backward()."
+                )
+        if len(batches) != len(self._functions):
+            raise InputError(
+                f"step: got {len(batches)} batches for {len(self._functions)} functions of residuals; give each one "
+                f"(a batch of several tensors as a tuple), or None."
+            )
+        with _locks.ThreadClaim(self):  # of several threads one steps
+            return self._stepped(batches)
+
+    def _stepped(self, batches: Sequence[Any]) -> Tensor:
+        joint = _Joint(self._functions, batches)
+        asked = call(joint, self._where, passes=1, create_graph=False, keep=True)
+        tensors = asked.where.tensors
+        search = any(batch is not None for batch in batches) if self._search is None else self._search
+        state: dict[str, float] = self.state[self.param_groups[0]["params"][0]]
+        state.setdefault("step", 0)
+        state["step"] += 1
+        with OutputGraph(asked) as graph:
+            system = self._system(graph, joint, full=state["step"] in FULL_CHECKS)
+            value = graph.outputs[0].new_tensor(system.loss)
+            graph.outputs = None
+            state.setdefault("scale", system.scale or 1.0)
+            state.setdefault("damping", self._options["damping"])
+            rule = self._by_search if search else self._by_gain
+            at = _Trials(graph, system)
+            record, leaves = rule(system, at, state, self._drift(tensors))
+            if leaves is None:
+                graph.restart()  # the random numbers will be drawn again
+                for tensor in tensors:
+                    self.state[tensor].pop("change", None)
+        if leaves is not None:
+            self._take(tensors, leaves)
+        self.last = replace(record, evaluations=at.number)
+        return value
+
+    # --- the linear model
+
+    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool) -> _System:
+        """The residuals and their Jacobian, checked."""
+        outputs = [_arguments.check_output(output, f"residuals[{i}]") for i, output in enumerate(graph.outputs)]
+        for i, output in enumerate(outputs):
+            wrong = int((~output.detach().isfinite()).sum())
+            if wrong:
+                raise InputError(
+                    f"residuals[{i}]: {wrong:,} of {output.numel():,} are not finite at the parameters as they are; "
+                    f"nothing was changed."
+                )
+        budget = _reverse.memory_on(outputs[0].device) / 2 if self._budget is None else self._budget
+        system = _System(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
+        for i, (samples, output) in enumerate(zip(joint.parts, outputs, strict=True)):
+            if isinstance(samples, Samples):
+                joint.only = i
+                done = self._by_samples(system, graph, samples, output, i, full=full)
+                joint.only = None
+                if done:
+                    continue
+            table = tall_jacobian(graph, [output], chunk_size=None)
+            system.whole(output, (table or _reverse.blocks(graph, [output], chunk_size=None))[0])
+        return system.closed()
+
+    def _by_samples(
+        self, system: _System, graph: OutputGraph, samples: Samples, output: Tensor, number: int, *, full: bool
+    ) -> bool:
+        """Whether the rows of one function could be computed sample by sample; a warning, once, where not."""
+        if output.ndim not in (1, 2):
+            raise InputError(
+                f"residuals[{number}]: returned shape {tuple(output.shape)}, expected one residual for each sample of "
+                f"its batch, (N,), or some, (N, K): residuals, not the sum of their squares."
+            )
+        usual = self.state[self.param_groups[0]["params"][0]]
+        name = f"size {number}"
+        if output.numel():  # close to a solution they are what their terms cancel to
+            usual[name] = max(usual.get(name, 0.0), float(output.detach().abs().median()))
+        if not graph.drew_random() and system.by_samples(graph, samples, output, usual.get(name, 0.0), full=full):
+            return True
+        if number not in self._warned and output.numel():
+            self._warned.add(number)
+            warnings.warn(
+                f"residuals[{number}]: cannot be taken sample by sample: under torch.vmap it fails, or gives other "
+                f"residuals or derivatives than the whole batch (len(x) is 1 there: divide by a number from outside; "
+                f"BatchNorm mixes samples, dropout draws; for torch.autograd.grad take hodiff's fields). The Jacobian "
+                f"costs a pass for each residual.",
+                HodiffWarning,
+                stacklevel=_arguments.outside() + 1,  # PyTorch puts a function around `step`
+            )
+        return False
+
+    # --- the two rules
+
+    def _by_gain(self, system: _System, at: _Trials, state: dict[str, float], drift: Tensor | None) -> _Outcome:
+        """Take the full step where enough of the promised decrease comes true, else solve with more damping."""
+        while True:
+            damping = state["damping"]
+            step = system.step(damping * state["scale"], drift)
+            trial = at(step.change)
+            polished = self._polished(system, step, trial.gain, at, state) if at.number == 1 else None
+            if polished is not None:
+                return _outcome(system, step, trial, damping, accepted=polished, converged=not polished)
+            ratio = trial.gain / step.decrease if step.decrease > 0 else -math.inf
+            if ratio > SUFFICIENT:
+                fall = max(1 / 3, 1 - (2 * ratio - 1) ** 3)
+                state["damping"], state["growth"] = max(self._options["least"] or 0.0, damping * fall), 2.0
+                state["norm"] = step.norm
+                return _outcome(system, step, trial, damping, accepted=True)
+            growth = state.get("growth", 2.0)
+            state["damping"], state["growth"] = min(MOST, damping * growth), 2 * growth
+            if at.number >= self._tries:
+                state["growth"] = 2.0
+                return _outcome(system, step, trial, damping, accepted=False)
+            drift = None  # which may have led uphill
+
+    def _by_search(self, system: _System, at: _Trials, state: dict[str, float], drift: Tensor | None) -> _Outcome:
+        """Halve the step while the loss falls, and take the best; the damping follows the length."""
+        damping = state["damping"]
+        least = LEAST if self._options["least"] is None else self._options["least"]
+        step = system.step(damping * state["scale"], drift)
+        length = min(1.0, 4 * state.get("length", 1.0))
+        best = _Trial([], 0.0, 0.0)
+        while at.number < self._tries:
+            trial = at(length * step.change)
+            polished = self._polished(system, step, trial.gain, at, state) if length == at.number == 1 else None
+            if polished is not None:
+                return _outcome(system, step, trial, damping, accepted=polished, converged=not polished)
+            if trial.gain > best.gain:
+                best = trial._replace(length=length)
+            elif best.leaves:
+                break
+            length /= 2
+        if not best.leaves:
+            state["damping"], state["length"] = min(MOST, damping * AFTER_FAILURE), 1.0
+            return _outcome(system, step, best, damping, accepted=False)
+        if best.length >= LONG:
+            state["damping"] = max(least, damping * FALL)
+        elif best.length < SHORT:
+            state["damping"] = min(MOST, damping * GROWTH)
+        state["length"], state["norm"] = best.length, step.norm
+        return _outcome(system, step, best, damping, accepted=True)
+
+    def _polished(self, system: _System, step: _Step, gain: float, at: _Trials, state: dict[str, float]) -> bool | None:
+        """Whether a step below the rounding of the loss is taken: while steps grow shorter. None of a larger one."""
+        least = max(ROUNDING * system.loss, at.rounding())
+        if step.decrease > least or abs(gain) > least:
+            return None
+        shorter = 0 < step.norm < state.get("norm", math.inf)
+        if shorter:
+            state["norm"] = step.norm
+        return shorter
+
+    # --- what changes
+
+    def _drift(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """What of the last step is added to this one."""
+        changes = [self.state[tensor].get("change") for tensor in tensors]
+        momentum = self._options["momentum"]
+        if not momentum or any(change is None for change in changes):
+            return None
+        return momentum * _flat(changes, tensors[0].device)
+
+    def _take(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        before = [tensor.detach().clone() for tensor in tensors]
+
+        def put_back() -> None:
+            with _settings.grad_mode(False):
+                for tensor, old in zip(tensors, before, strict=True):
+                    tensor.copy_(old)
+
+        undo: _settings.Undo = [put_back]
+        try:
+            with _settings.grad_mode(False):
+                for tensor, leaf in zip(tensors, leaves, strict=True):
+                    tensor.copy_(leaf)
+            if self._options["momentum"]:
+                for tensor, old in zip(tensors, before, strict=True):
+                    self.state[tensor]["change"] = tensor.detach() - old
+            undo.clear()
+        finally:
+            _settings.undo_all(undo)
+
+
+class _Joint:
+    """The functions of residuals at their batches: all, or a single one of them at some samples."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Any]) -> None:
+        self.only: int | None = None
+        self.parts = [f if batch is None else Samples(f, batch) for f, batch in zip(functions, batches, strict=True)]
+
+    def __call__(self, where: Any) -> Any:
+        return [part(where) for part in self.parts] if self.only is None else self.parts[self.only](where)
+
+
+class _Step(NamedTuple):
+    """What the linear model proposes.
+
+    Attributes:
+        change: The step, flat.
+        norm: Its length.
+        decrease: By how much the model falls.
+        residual: How exactly the damped equations are solved, relatively.
+    """
+
+    change: Tensor
+    norm: float
+    decrease: float
+    residual: float
+
+
+class _Trial(NamedTuple):
+    """The parameters after a step, and by how much the loss is smaller there; -inf where it is not finite."""
+
+    leaves: list[Tensor]
+    gain: float
+    length: float = 1.0
+
+
+_Outcome = tuple[LeastSquaresRecord, list[Tensor] | None]
+
+
+def _outcome(
+    system: _System, step: _Step, trial: _Trial, damping: float, *, accepted: bool, converged: bool = False
+) -> _Outcome:
+    length = trial.length
+    promised = step.decrease * length * (2 - length)
+    record = LeastSquaresRecord(
+        system.loss,
+        trial.gain if accepted else 0.0,
+        trial.gain / promised if promised > 0 else math.nan,
+        damping,
+        length,
+        accepted,
+        converged,
+        system.cosine(),
+        step.residual,
+        0,
+        "samples" if system.in_samples else "parameters",
+    )
+    return record, trial.leaves if accepted else None
+
+
+class _Trials:
+    """The residuals at other parameters; how often they were evaluated."""
+
+    def __init__(self, graph: OutputGraph, system: _System) -> None:
+        self._graph, self._system, self.number = graph, system, 0
+        self._start = _flat(graph.leaves, system.r.device)
+
+    def rounding(self) -> float:
+        """The loss of residuals that are what rounding of the parameters makes of them."""
+        eps = max(torch.finfo(leaf.dtype).eps for leaf in self._graph.leaves)
+        return (eps * float((self._system.norms * self._start).norm())) ** 2
+
+    def __call__(self, change: Tensor) -> _Trial:
+        """What a step leads to. Its leaves require no grad, in grad mode: `f` may differentiate by its points."""
+        self.number += 1
+        leaves = [
+            part.reshape(leaf.shape).to(leaf)
+            for part, leaf in zip(
+                (self._start + change).split([leaf.numel() for leaf in self._graph.leaves]),
+                self._graph.leaves,
+                strict=True,
+            )
+        ]
+        for leaf in leaves:
+            setattr(leaf, TRAINABLE, True)
+        self._graph.restart()
+        r, new = self._system.r, _flat(self._graph.at(leaves), self._start.device)
+        gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
+        return _Trial(leaves, gain if math.isfinite(gain) else -math.inf)
+
+
+class _System:
+    """Residuals r and their Jacobian J, in float64, and the steps of the damped linear model.
+
+    Attributes:
+        r: The residuals.
+        loss: Half the sum of their squares.
+        gradient: J'r.
+        in_samples: Whether it is solved with J J', else with J'J.
+        norms: Those of the columns of J.
+        scale: The largest of their squares.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], columns: int, budget: float) -> None:
+        device = outputs[0].device
+        self.r = _flat(outputs, device)
+        self.loss = float(self.r @ self.r) / 2
+        rows = len(self.r)
+        self._kept = 8 * rows * columns <= budget
+        if not self._kept and 16 * columns**2 > budget:
+            raise InputError(
+                f"memory_budget: the Jacobian of {rows:,} residuals by {columns:,} parameters takes "
+                f"{8 * rows * columns / 2**30:,.1f} GiB and J'J {8 * columns**2 / 2**30:,.1f} GiB, of "
+                f"{budget / 2**30:,.1f} GiB; give a smaller batch, fewer parameters (hodiff.select), or more memory."
+            )
+        self.in_samples = rows <= columns and self._kept
+        self._J = self.r.new_empty(rows if self._kept else 0, columns)
+        self._block_rows = max(1, int(budget / 4) // (8 * columns))
+        self._begin, self._squares = 0, 0.0
+        self.gradient = self.r.new_zeros(columns)
+        self._matrix = self.r.new_zeros((0, 0) if self._kept else (columns, columns))
+
+    # --- filling J
+
+    def by_samples(self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool) -> bool:
+        """Fill in the rows of some residuals, each sample with parameters of its own; False where that is wrong."""
+        begin, squares, matrix, gradient = self._begin, self._squares, self._matrix.clone(), self.gradient
+        of_sample = output.shape[1:].numel()
+        last = of_sample - 1
+        losses = output.reshape(len(output)) if of_sample == 1 else output
+        chunk = None if self._kept else max(1, self._block_rows // max(1, of_sample))
+        blocks: list[Tensor] = []
+
+        def collect(place: Place, gradients: list[Tensor]) -> None:
+            part, number = place if isinstance(place, tuple) else (place, last)
+            count = part.stop - part.start
+            if not number or not last:
+                blocks[:] = [self._block(count * of_sample)]
+            rows = blocks[0].unflatten(0, (count, of_sample))[:, number]
+            _write(rows, gradients)
+            if number == last:
+                self._added(blocks[0])
+
+        good = each_sample(graph, samples, losses, chunk, collect, usual)
+        good = good and self._agrees(graph, output, begin, self.gradient - gradient, self._squares - squares, full)
+        if not good:
+            self._begin, self._squares, self._matrix, self.gradient = begin, squares, matrix, gradient
+        return good
+
+    def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
+        """Fill in the rows of some residuals, from blocks of the whole Jacobian."""
+        block = self._block(output.numel())
+        _write(block, [part.reshape(output.numel(), *part.shape[output.ndim :]) for part in gradients])
+        self._added(block)
+
+    def _block(self, rows: int) -> Tensor:
+        if self._kept:
+            return self._J[self._begin : self._begin + rows]
+        return self._J.new_empty(rows, self._J.shape[1])
+
+    def _added(self, block: Tensor) -> None:
+        r = self.r[self._begin : self._begin + len(block)]
+        self.gradient = torch.addmv(self.gradient, block.T, r)
+        self._squares += float(block.square().sum())
+        if not self._kept:
+            self._matrix.addmm_(block.T, block)
+        self._begin += len(block)
+
+    def _agrees(
+        self, graph: OutputGraph, output: Tensor, begin: int, gradient: Tensor, squares: float, full: bool
+    ) -> bool:
+        """Whether J'r is what a backward pass over the whole batch gives; with `full`, J'w for a w in which all count.
+
+        The derivatives of the whole batch are the right ones: a sample under `vmap` may miss what others do to it.
+        """
+        r = self.r[begin : self._begin]
+        checks = [(r, gradient)]
+        if full and self._kept:
+            w = even_weights(torch.linalg.vector_norm(self._J[begin : self._begin], dim=1))
+            checks += [(w, w @ self._J[begin : self._begin])]
+        usual = math.sqrt(squares / (len(r) * len(gradient)))  # of an entry of J
+        for weights, result in checks:
+            cotangent = weights.to(output).reshape(output.shape)
+            expected = _flat(_reverse.vjp(graph, [output], [cotangent], more=True), gradient.device)
+            size = usual * float(weights.norm())
+            if not _reverse.agree(result.to(output.dtype), expected.to(output.dtype), size):
+                return False
+        return True
+
+    def closed(self) -> _System:
+        """The system, once all rows are in."""
+        if not bool(self.gradient.isfinite().all()):
+            raise InputError(
+                "residuals: their derivative is not finite at the parameters as they are (a root of 0, a norm of 0?); "
+                "nothing was changed."
+            )
+        if self._kept and not self.in_samples:
+            self._matrix = self._J.T @ self._J
+        elif self._kept:
+            self._matrix = _lower_product(self._J)
+        squares = self._J.square().sum(0) if self.in_samples else self._matrix.diagonal()
+        self.norms, self.scale = squares.sqrt(), float(squares.max()) if len(squares) else 0.0
+        return self
+
+    # --- solving
+
+    def cosine(self) -> float:
+        """The largest cosine of the angle between the residuals and a column of J: 0 at a minimum."""
+        size = self.norms * math.sqrt(2 * self.loss)
+        return float((self.gradient.abs() / size.clamp(min=torch.finfo(DOUBLE).tiny)).max()) if len(size) else 0.0
+
+    def step(self, damping: float, drift: Tensor | None) -> _Step:
+        """The minimum of |J d + r|^2 + damping |d - drift|^2."""
+        solve = self._solver(damping)
+        begun = torch.zeros_like(self.gradient) if drift is None else drift
+        if self.in_samples:
+            b = -(self.r if drift is None else self.r + self._J @ drift)
+            y = solve(b)
+            rest = b - self._J @ (self._J.T @ y) - damping * y
+            y = y + solve(rest)
+            rest = b - self._J @ (self._J.T @ y) - damping * y
+            change = begun + self._J.T @ y
+        else:
+            b = -self._normal(begun)
+            change = begun + solve(b)
+            rest = -self._normal(change) - damping * (change - begun)
+            change = change + solve(rest)
+            rest = -self._normal(change) - damping * (change - begun)
+        decrease = -float(change @ (self.gradient + self._normal(change))) / 2
+        size = float(b.norm())
+        return _Step(change, float(change.norm()), decrease, float(rest.norm()) / size if size else 0.0)
+
+    def _normal(self, change: Tensor) -> Tensor:
+        """J'(J d + r)."""
+        return self._J.T @ (self._J @ change + self.r) if self._kept else self._matrix @ change + self.gradient
+
+    def _solver(self, damping: float) -> Callable[[Tensor], Tensor]:
+        """What solves the damped equations, with the diagonal divided out; with more damping, where it has to be."""
+        while True:
+            damped = self._matrix.clone()
+            damped.diagonal().add_(damping)
+            d = damped.diagonal().clamp(min=torch.finfo(DOUBLE).tiny).rsqrt()
+            factor, failed = torch.linalg.cholesky_ex(d.unsqueeze(1) * damped * d)
+            if not failed:
+                return lambda b: d * torch.cholesky_solve((d * b).unsqueeze(1), factor).squeeze(1)
+            damping = max(10 * damping, 1e-16 * self.scale, torch.finfo(DOUBLE).tiny)
+
+
+def _lower_product(J: Tensor) -> Tensor:
+    """J J', of which only the lower half is needed: the blocks above the diagonal are zero."""
+    product, size = J.new_zeros(len(J), len(J)), max(256, -(-len(J) // 4))
+    for start in range(0, len(J), size):
+        stop = min(start + size, len(J))
+        torch.mm(J[start:stop], J[:stop].T, out=product[start:stop, :stop])
+    return product
+
+
+def _write(rows: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Copy the gradients of some residuals into their rows."""
+    column = 0
+    for part in gradients:
+        shape = part.shape[1:] or (1,)
+        width = math.prod(shape)
+        rows[:, column : column + width].unflatten(1, shape).copy_(part.reshape(len(part), *shape))
+        column += width
+
+
+def _flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1).to(device, DOUBLE) for tensor in tensors])
+
+
+def _check_number(value: Any, name: str, *, above: bool = False, below: float = math.inf) -> None:
+    if not _arguments.is_number(value) or value < 0 or (above and not value) or value >= below:
+        bounds = f"a number {'above' if above else 'of at least'} 0{f', below {below:g}' if below < math.inf else ''}"
+        raise InputError(f"{name}: got {value!r}, expected {bounds}.")

@@ -1,0 +1,520 @@
+"""`LevenbergMarquardt`: steps against the SVD's, curves with certified answers, refusals, and what must not change."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from scipy.optimize import least_squares
+from torch import nn
+
+import hodiff
+
+D = torch.float64
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=D)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def graded(rows, columns, decades=8):
+    """A matrix whose singular values fall over some decades."""
+    A = torch.randn(rows, columns, dtype=D, generator=generator())
+    U, S, V = torch.linalg.svd(A, full_matrices=False)
+    return U @ torch.diag(torch.logspace(0, -decades, len(S), dtype=D)) @ V
+
+
+# --- a step
+
+
+@pytest.mark.parametrize("shape", [(60, 20), (20, 60)], ids=["parameters", "samples"])
+@pytest.mark.parametrize(
+    ("part", "tolerance"), [(1e-2, 1e-10), (1e-4, 1e-10), (1e-6, 1e-6), (1e-8, 1e-6), (1e-10, 1e-6)]
+)
+def test_a_step_is_that_of_the_svd(shape, part, tolerance):
+    A, b = graded(*shape), torch.randn(shape[0], dtype=D, generator=generator(1))
+    x = torch.zeros(shape[1], dtype=D)
+    scale = float(A.square().sum(0).max())
+    optimizer = hodiff.LevenbergMarquardt(lambda x: A @ x - b, x, damping=part / scale, search=False)
+    loss = optimizer.step()
+    U, S, Vt = torch.linalg.svd(A, full_matrices=False)
+    expected = Vt.T @ (S / (S**2 + part) * (U.T @ b))
+    torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance * float(expected.norm()))
+    model = lambda d: float((A @ d - b).square().sum() + part * d.square().sum()) / 2
+    assert model(x) <= model(expected) * (1 + 1e-6)
+    assert float(loss) == pytest.approx(float(b @ b) / 2)
+    last = optimizer.last
+    assert last.accepted and last.space == ("parameters" if shape[0] > shape[1] else "samples")
+    assert last.ratio == pytest.approx(1, rel=1e-6) and last.residual < 1e-5
+
+
+def equations(seed=0):
+    """A network, two functions of residuals, one of which gives two for each sample, and their batches."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    inside = lambda model, x: model(x) * x + x.sin()
+    edge = lambda model, batch: model(batch["x"])[:, 0] - batch["y"]
+    x = torch.rand(9, 2, dtype=D, generator=generator(seed))
+    return model, [inside, edge], (x, {"x": x[:4] + 1, "y": x[:4, 1]})
+
+
+def dense(model, functions, batches):
+    """The residuals and their Jacobian, by one backward pass for each residual."""
+    r = torch.cat([f(model, batch).reshape(-1) for f, batch in zip(functions, batches, strict=True)])
+    rows = [torch.autograd.grad(each, list(model.parameters()), retain_graph=True) for each in r]
+    return r.detach(), torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def damped(J, r, damping, drift=None):
+    eye = torch.eye(J.shape[1], dtype=D)
+    drift = torch.zeros(J.shape[1], dtype=D) if drift is None else drift
+    return drift - torch.linalg.solve(J.T @ J + damping * eye, J.T @ (J @ drift + r))
+
+
+@pytest.mark.parametrize("batches", [1, 3], ids=["samples", "parameters"])
+def test_functions_with_batches_of_their_own(batches):
+    model, functions, given = equations()
+    given = tuple(
+        {k: v.repeat(batches, *[1] * (v.ndim - 1)) for k, v in b.items()}
+        if isinstance(b, dict)
+        else b.repeat(batches, 1)
+        for b in given
+    )
+    r, J = dense(model, functions, given)
+    before = flat(model)
+    optimizer = hodiff.LevenbergMarquardt(functions, model, damping=0.1, search=False)
+    loss = optimizer.step(*given)
+    assert float(loss) == pytest.approx(float(r @ r) / 2)
+    scale = float(J.square().sum(0).max())
+    torch.testing.assert_close(flat(model) - before, damped(J, r, 0.1 * scale), rtol=1e-9, atol=1e-12)
+    assert optimizer.last.space == ("samples" if batches == 1 else "parameters")
+    assert optimizer.last.evaluations == 1
+    cosine = (J.T @ r).abs() / J.norm(dim=0) / r.norm()
+    assert optimizer.last.gradient == pytest.approx(float(cosine.max()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_search_takes_a_part_of_the_same_step():
+    model, functions, given = equations()
+    r, J = dense(model, functions, given)
+    before, scale = flat(model), float(J.square().sum(0).max())
+    optimizer = hodiff.LevenbergMarquardt(functions, model, damping=1e-6)
+    optimizer.step(*given)
+    step = optimizer.last.length * damped(J, r, 1e-6 * scale)
+    torch.testing.assert_close(flat(model) - before, step, rtol=1e-6, atol=1e-9 * float(step.norm()))
+    after, _ = dense(model, functions, given)
+    assert optimizer.last.decrease == pytest.approx(float(r @ r - after @ after) / 2)
+
+
+def test_momentum_is_that_of_spring():
+    A, b = graded(6, 9, 1), torch.ones(6, dtype=D)
+    x = torch.zeros(9, dtype=D)
+    optimizer = hodiff.LevenbergMarquardt(lambda x: A @ x - b, x, momentum=0.4, damping=0.5, search=False)
+    optimizer.step()
+    first = x.clone()
+    lam = optimizer.state[x]["damping"] * optimizer.state[x]["scale"]
+    optimizer.step()
+    expected = damped(A, A @ first - b, lam, 0.4 * first)
+    torch.testing.assert_close(x - first, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_chunks_within_a_budget_take_the_same_step():
+    steps = []
+    for budget in (None, 30_000):
+        model, functions, (x, edge) = equations()
+        optimizer = hodiff.LevenbergMarquardt(functions, model, damping=0.1, search=False, memory_budget=budget)
+        optimizer.step(x.repeat(30, 1), edge)
+        steps.append(flat(model))
+    torch.testing.assert_close(*steps, rtol=1e-9, atol=1e-12)
+
+
+def test_a_jacobian_beyond_the_budget_is_refused():
+    model, functions, given = equations()
+    before = flat(model)
+    with pytest.raises(hodiff.InputError, match=r"memory_budget: the Jacobian of 22 residuals by 27 parameters"):
+        hodiff.LevenbergMarquardt(functions, model, memory_budget=1000).step(*given)
+    assert torch.equal(flat(model), before)
+
+
+# --- curves. Data and certified values: NIST StRD, https://www.itl.nist.gov/div898/strd, a work of the US government.
+
+exp = torch.exp
+CURVES = {
+    "BoxBOD": (
+        lambda b, x: b[0] * (1 - exp(-b[1] * x)),
+        [1, 2, 3, 5, 7, 10],
+        [109, 149, 149, 191, 213, 224],
+        [(1.0, 1.0), (100.0, 0.75)],
+        [2.1380940889e02, 5.4723748542e-01],
+    ),
+    "Misra1a": (
+        lambda b, x: b[0] * (1 - exp(-b[1] * x)),
+        [77.6, 114.9, 141.1, 190.8, 239.9, 289.0, 332.8, 378.4, 434.8, 477.3, 536.8, 593.1, 689.1, 760.0],
+        [10.07, 14.73, 17.94, 23.93, 29.61, 35.18, 40.02, 44.82, 50.76, 55.05, 61.01, 66.40, 75.47, 81.78],
+        [(500.0, 0.0001), (250.0, 0.0005)],
+        [2.3894212918e02, 5.5015643181e-04],
+    ),
+    "MGH09": (
+        lambda b, x: b[0] * (x**2 + x * b[1]) / (x**2 + x * b[2] + b[3]),
+        [4, 2, 1, 0.5, 0.25, 0.167, 0.125, 0.1, 0.0833, 0.0714, 0.0625],
+        [0.1957, 0.1947, 0.1735, 0.1600, 0.0844, 0.0627, 0.0456, 0.0342, 0.0323, 0.0235, 0.0246],
+        [(25.0, 39.0, 41.5, 39.0), (0.25, 0.39, 0.415, 0.39)],
+        [1.9280693458e-01, 1.9128232873e-01, 1.2305650693e-01, 1.3606233068e-01],
+    ),
+    "Lanczos": (  # its data are the formula's
+        lambda b, x: b[0] * exp(-b[1] * x) + b[2] * exp(-b[3] * x) + b[4] * exp(-b[5] * x),
+        [0.05 * k for k in range(24)],
+        None,
+        [(1.2, 0.3, 5.6, 5.5, 6.5, 7.6), (0.5, 0.7, 3.6, 4.2, 4.0, 6.3)],
+        [0.0951, 1.0, 0.8607, 3.0, 1.5576, 5.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("name", CURVES)
+def test_curves_to_the_last_digits(name, start):
+    curve, x, y, starts, certified = CURVES[name]
+    x, b = tensor(*x), tensor(*starts[start])
+    y = curve(tensor(*certified), x) if y is None else tensor(*y)
+    optimizer = hodiff.LevenbergMarquardt(lambda b: curve(b, x) - y, b)
+    for _ in range(400):
+        optimizer.step()
+        if optimizer.last.converged:
+            break
+    digits = 9.5 if name != "Lanczos" else 8  # its condition number is 1e8
+    assert float(((b - tensor(*certified)) / tensor(*certified)).abs().max()) < 10**-digits
+    assert optimizer.last.converged and "rounding allows no better" in optimizer.last.message
+
+
+def helix(x):
+    theta = torch.atan2(x[1], x[0]) / (2 * math.pi)
+    return torch.stack([10 * (x[2] - 10 * theta), 10 * (x[:2].norm() - 1), x[2]])
+
+
+T = torch.arange(1, 11, dtype=D) / 10
+MORE_GARBOW_HILLSTROM = {
+    "Rosenbrock": (lambda x: torch.stack([10 * (x[1] - x[0] ** 2), 1 - x[0]]), (-1.2, 1.0)),
+    "Freudenstein and Roth": (
+        lambda x: torch.stack(
+            [-13 + x[0] + ((5 - x[1]) * x[1] - 2) * x[1], -29 + x[0] + ((x[1] + 1) * x[1] - 14) * x[1]]
+        ),
+        (0.5, -2.0),
+    ),
+    "Powell, badly scaled": (lambda x: torch.stack([1e4 * x[0] * x[1] - 1, exp(-x[0]) + exp(-x[1]) - 1.0001]), (0.0, 1.0)),
+    "Brown, badly scaled": (lambda x: torch.stack([x[0] - 1e6, x[1] - 2e-6, x[0] * x[1] - 2]), (1.0, 1.0)),
+    "Beale": (
+        lambda x: torch.stack([c - x[0] * (1 - x[1] ** k) for k, c in ((1, 1.5), (2, 2.25), (3, 2.625))]),
+        (1.0, 1.0),
+    ),
+    "Jennrich and Sampson": (
+        lambda x: torch.stack([2 + 2 * i - (exp(i * x[0]) + exp(i * x[1])) for i in range(1, 11)]),
+        (0.3, 0.4),
+    ),
+    "helical valley": (helix, (-1.0, 0.0, 0.0)),
+    "Box": (lambda x: exp(-T * x[0]) - exp(-T * x[1]) - x[2] * (exp(-T) - exp(-10 * T)), (0.0, 10.0, 20.0)),
+    "Powell, singular": (
+        lambda x: torch.stack(
+            [x[0] + 10 * x[1], 5**0.5 * (x[2] - x[3]), (x[1] - 2 * x[2]) ** 2, 10**0.5 * (x[0] - x[3]) ** 2]
+        ),
+        (3.0, -1.0, 0.0, 1.0),
+    ),
+    "Wood": (
+        lambda x: torch.stack(
+            [
+                10 * (x[1] - x[0] ** 2), 1 - x[0], 90**0.5 * (x[3] - x[2] ** 2), 1 - x[2],
+                10**0.5 * (x[1] + x[3] - 2), (x[1] - x[3]) / 10**0.5,
+            ]
+        ),
+        (-3.0, -1.0, -3.0, -1.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE_GARBOW_HILLSTROM)
+def test_no_higher_than_scipy(name):
+    f, start = MORE_GARBOW_HILLSTROM[name]
+    x = tensor(*start)
+    optimizer = hodiff.LevenbergMarquardt(f, x)
+    for _ in range(300):
+        optimizer.step()
+        if optimizer.last.converged:
+            break
+    theirs = least_squares(
+        lambda x: f(torch.tensor(x)).numpy(),
+        start,
+        jac=lambda x: hodiff.jacobian(f, torch.tensor(x)).numpy(),
+        method="lm", xtol=1e-15, ftol=1e-15, gtol=1e-15,
+    )  # fmt: skip
+    cost = float(f(x).square().sum()) / 2
+    assert cost <= theirs.cost * (1 + 1e-8) + 1e-24
+
+
+# --- training
+
+
+def poisson(points=120, edge=40):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+    u = lambda model: lambda x: model(x)[:, 0]
+    source = lambda x: 2 * math.pi**2 * (math.pi * x).sin().prod(1)
+    inside = lambda model, x: (hodiff.laplacian(u(model), x) + source(x)) / points**0.5
+    boundary = lambda model, x: u(model)(x) / edge**0.5
+    x = torch.rand(points, 2, dtype=D)
+    e = torch.rand(edge, 2, dtype=D)
+    e[: edge // 2, 0], e[edge // 2 :, 1] = (torch.arange(edge // 2) % 2).to(D), (torch.arange(edge // 2) % 2).to(D)
+    return model, [inside, boundary], (x, e)
+
+
+@pytest.mark.parametrize("search", [None, False])
+def test_an_equation_with_a_boundary(search):
+    model, functions, batches = poisson()
+    optimizer = hodiff.LevenbergMarquardt(functions, model, search=search)
+    losses = [float(optimizer.step(*batches)) for _ in range(60)]
+    assert all(after <= before for before, after in zip(losses, losses[1:]))
+    assert losses[-1] < (1e-4 if search is None else 1e-3) * losses[0]
+
+
+def test_points_of_each_step():
+    model, functions, (x, e) = poisson()
+    optimizer = hodiff.LevenbergMarquardt(functions, model)
+    for _ in range(40):
+        optimizer.step(torch.rand(120, 2, dtype=D), e)
+        assert optimizer.last.decrease >= 0
+    assert float(functions[0](model, x).detach().square().sum()) < 0.1
+
+
+def test_residuals_that_differentiate_by_their_points_themselves():
+    """Also at the trials, whose parameters are not recorded."""
+    model, functions, (x, e) = poisson(20, 8)
+
+    def inside(model, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(1) - 1
+
+    optimizer = hodiff.LevenbergMarquardt(inside, model)
+    with pytest.warns(hodiff.HodiffWarning, match=r"residuals\[0\]: cannot be taken sample by sample.*a pass for each"):
+        first = optimizer.step(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert optimizer.step(x) < first
+
+
+def test_samples_that_mix_are_taken_by_rows_and_buffers_stay():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(6, 2, dtype=D)
+    f = lambda model, x: model(x)[:, 0] - x.prod(1)
+    r, J = dense(model, [f], [x])
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    model.load_state_dict(model.state_dict() | {k: v for k, v in buffers.items()})
+    before = flat(model)
+    optimizer = hodiff.LevenbergMarquardt(f, model, damping=0.1, search=False)
+    with pytest.warns(hodiff.HodiffWarning, match="BatchNorm mixes samples"):
+        optimizer.step(x)
+    expected = damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    torch.testing.assert_close(flat(model) - before, expected, rtol=1e-9, atol=1e-12)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+
+
+def test_a_gradient_that_only_the_whole_batch_knows():
+    """The values of the samples are right, their derivatives are not: J'r tells."""
+    model = nn.Linear(2, 1).double()
+    x = torch.arange(8, dtype=D).reshape(4, 2).sin()
+    f = lambda model, x: (lambda y: y + y.mean() - y.mean().detach() - 1)(model(x)[:, 0])
+    r, J = dense(model, [f], [x])
+    before = flat(model)
+    optimizer = hodiff.LevenbergMarquardt(f, model, damping=0.1, search=False)
+    with pytest.warns(hodiff.HodiffWarning, match="or derivatives than the whole batch"):
+        optimizer.step(x)
+    expected = damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    torch.testing.assert_close(flat(model) - before, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_frozen_parameters_and_selected_ones():
+    model, functions, batches = equations()
+    model[0].weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    hodiff.LevenbergMarquardt(functions, hodiff.select(model, "0.*"), search=False).step  # noqa: B018
+    optimizer = hodiff.LevenbergMarquardt(functions, model)
+    optimizer.step(*batches)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert optimizer.last.accepted and changed == {"0.bias", "2.weight", "2.bias"}
+
+
+def test_single_precision_is_solved_in_double():
+    model, functions, batches = equations()
+    model.float()
+    to = lambda b: {k: v.float() for k, v in b.items()} if isinstance(b, dict) else b.float()
+    batches = tuple(map(to, batches))
+    optimizer = hodiff.LevenbergMarquardt(functions, model)
+    losses = [optimizer.step(*batches) for _ in range(20)]
+    assert losses[-1].dtype == torch.float32 and losses[-1] < 1e-3 * losses[0]
+    assert optimizer.last.residual < 1e-3 and all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_matrix_without_full_rank():
+    """Two parameters that do the same share the step; it is the shortest."""
+    x = torch.zeros(2, dtype=D)
+    optimizer = hodiff.LevenbergMarquardt(lambda x: (x.sum() - 2).reshape(1) * tensor(1.0, 2.0, 3.0), x, damping=1e-9)
+    optimizer.step()
+    torch.testing.assert_close(x, torch.ones(2, dtype=D))
+
+
+# --- what must not change
+
+
+def test_a_refused_step_changes_nothing():
+    """The loss rises along every step: J is that of another function."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return -g
+
+    for search in (True, False):
+        x = tensor(1.0, 2.0)
+        drawn = lambda x: Wrong.apply(x) + 0 * torch.rand(2, dtype=D)
+        optimizer = hodiff.LevenbergMarquardt(drawn, x, search=search)
+        state = torch.get_rng_state()
+        optimizer.step()
+        assert torch.equal(x, tensor(1.0, 2.0)) and torch.equal(torch.get_rng_state(), state)
+        last = optimizer.last
+        assert not last.accepted and not last.converged and last.decrease == 0 and last.evaluations == 14
+        assert "the parameters are as they were" in last.message
+        assert optimizer.state[x]["damping"] > 1e-3
+
+
+def test_a_step_into_nan_is_shortened():
+    x = tensor(1.0)
+    optimizer = hodiff.LevenbergMarquardt(lambda x: x.log().reshape(1) + 10, x, damping=1e-9, search=True)
+    optimizer.step()
+    assert 0 < optimizer.last.length < 1 and float(x) > 0
+    for _ in range(60):
+        optimizer.step()
+    assert float(x) == pytest.approx(math.exp(-10), rel=1e-12)
+
+
+def test_the_same_random_numbers_at_every_trial():
+    x = tensor(3.0, 4.0)
+    torch.manual_seed(0)
+    optimizer = hodiff.LevenbergMarquardt(lambda x: x * torch.rand(2, dtype=D), x)
+    optimizer.step()
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(2, dtype=D)
+    assert torch.equal(after, torch.rand(1))  # as one evaluation draws
+    assert optimizer.last.ratio == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_an_interrupt_loses_nothing(call):
+    x, calls = tensor(1.0, 2.0), []
+
+    def f(x):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return x**3 - 1
+
+    optimizer = hodiff.LevenbergMarquardt(f, x)
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        for _ in range(3):
+            before = x.clone()
+            optimizer.step()
+    assert torch.equal(x, before)
+    optimizer.step()
+    assert optimizer.last.accepted
+
+
+def test_state_dict_goes_on():
+    ways = []
+    for resumed in (False, True):
+        model, functions, batches = equations()
+        optimizer = hodiff.LevenbergMarquardt(functions, model, momentum=0.3)
+        for number in range(6):
+            if resumed and number == 3:
+                state = optimizer.state_dict()
+                optimizer = hodiff.LevenbergMarquardt(functions, model, momentum=0.3)
+                optimizer.load_state_dict(state)
+            optimizer.step(*batches)
+        ways.append(flat(model))
+    assert torch.equal(*ways)
+
+
+# --- bad input
+
+OPTIONS = {
+    "damping": ({"damping": 0}, r"damping: got 0, expected a number above 0"),
+    "damping, word": ({"damping": "gain"}, r"damping: got 'gain'"),
+    "momentum": ({"momentum": 1.0}, r"momentum: got 1\.0, expected a number of at least 0, below 1"),
+    "min_damping": ({"min_damping": -1}, r"min_damping: got -1"),
+    "tries": ({"tries": 0}, r"tries: got 0"),
+    "search": ({"search": "yes"}, r"search: is 'yes', expected True or False"),
+    "memory_budget": ({"memory_budget": 0.5}, r"memory_budget: got 0\.5"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bad_options(name):
+    options, message = OPTIONS[name]
+    with pytest.raises(hodiff.InputError, match=message):
+        hodiff.LevenbergMarquardt(lambda x: x, torch.ones(2), **options)
+
+
+def residual(x, batch=None):
+    return x if batch is None else batch @ x
+
+
+STEPS = {
+    "a closure": (
+        residual,
+        (lambda: None,),
+        r"step: got a closure\. LevenbergMarquardt needs the residuals themselves",
+    ),
+    "two batches": (residual, (torch.ones(2, 2), torch.ones(2)), r"got 2 batches for 1 functions"),
+    "a loss": (
+        lambda x, b: (b @ x).square().sum(),
+        (torch.ones(2, 2),),
+        r"returned shape \(\), .* not the sum of their",
+    ),
+    "nan": (lambda x: x / 0 * 0, (), r"residuals\[0\]: 2 of 2 are not finite at the parameters as they are; nothing"),
+    "infinite slope": (lambda x: (x - 1).abs().sqrt(), (), r"their derivative is not finite"),
+    "constant": (lambda x: torch.ones(2), (), r"carries no graph"),
+    "no tensor": (lambda x: [1.0], (), r"is a float|returned"),
+    "complex": (lambda x: x * 1j, (), r"complex"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_bad_steps(name):
+    f, batches, message = STEPS[name]
+    x = torch.ones(2)
+    with pytest.raises(hodiff.HodiffError, match=message):
+        hodiff.LevenbergMarquardt(f, x).step(*batches)
+    assert torch.equal(x, torch.ones(2))
+
+
+def test_bad_places():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(hodiff.InputError, match=r"where: can't optimize a non-leaf Tensor; expected leaves"):
+        hodiff.LevenbergMarquardt(residual, x * 2)
+    with pytest.raises(hodiff.InputError, match=r"residuals: expected a function"):
+        hodiff.LevenbergMarquardt(x * 2, x)
+    with pytest.raises(hodiff.InputError, match=r"param_group: LevenbergMarquardt has one"):
+        hodiff.LevenbergMarquardt(residual, x).add_param_group({"params": [torch.ones(2)]})
