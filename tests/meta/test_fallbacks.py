@@ -93,7 +93,7 @@ def test_who_asks_what_a_failure_is():
         ("_core._reverse", "vjps"),
         ("_core._messages", "_asked"),
         ("calculus._first", "tall_jacobian"),
-        ("calculus._first", "_by_samples"),
+        ("calculus._first", "each_sample"),
         ("_core._memory", "_container"),
         ("_core._memory", "_machine"),
         ("fields._expansions", "_by_samples"),

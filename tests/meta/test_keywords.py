@@ -35,6 +35,7 @@ for function, keywords in KEYWORDS.items():
 # Where one word may have several defaults, or several vocabularies, and why.
 DEFAULTS = {
     "batch_ndim": "0 for the calculus, whose f is one scalar; 1 for penalties and fields, which are made of samples",
+    "damping": "0 for what is solved as it is; above 0 for least squares, whose rule moves it",
     "method": "each family has routes of its own, and its own best one",
     "reduction": "the Hessian penalty was published with the largest value",
     "samples": "a variance takes two; a trace or Laplacian is exact unless asked; labels are drawn once",

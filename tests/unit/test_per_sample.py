@@ -236,9 +236,28 @@ def test_as_many_samples_at_once_as_keep_within_bounds(monkeypatch):
     assert passes == [2, 8]
 
 
+@pytest.mark.parametrize("chunk_size", ["auto", 3, 7, 100])
+@pytest.mark.parametrize("name", ["norms", "twice", "batch norm, eval", "routed", "straight", "batch norm"])
+def test_several_numbers_of_each_sample(name, chunk_size, routes):
+    """Whether sample by sample or not, the gradients of each are those of a backward pass of its own."""
+    model = models()[name].double()
+    several = lambda model, batch: torch.cat([model(batch[0]), batch[0][:, :1] * model(batch[0])[:, 1:].sin()], 1)
+    result = hodiff.per_sample_grad(several, model, (X, Y), chunk_size=chunk_size)
+    each = [one_by_one(lambda m, b, k=k: several(m, b)[:, k], model, (X, Y)) for k in range(3)]
+    for key, rows in result.items():
+        assert rows.shape == (7, 3, *dict(model.named_parameters())[key].shape)
+        torch.testing.assert_close(rows, torch.stack([one[key] for one in each], 1), rtol=1e-9, atol=1e-12)
+
+
+def test_no_numbers_of_each_sample():
+    model = nn.Linear(3, 2).double()
+    result = hodiff.per_sample_grad(lambda m, b: m(b[0])[:, :0], model, (X, Y), strict=False)
+    assert result["weight"].shape == (7, 0, 2, 3)
+
+
 BAD = {
     "a mean": (lambda m, b: losses(m, b).mean(), r"shape \(\), expected one loss for each sample"),
-    "outputs": (lambda m, b: m(b[0]), r"shape \(7, 2\), expected one loss"),
+    "matrices": (lambda m, b: m(b[0])[..., None], r"shape \(7, 2, 1\), expected one loss .* or some, \(N, K\)"),
     "a tensor": (torch.ones(7), r"f: is a Tensor.*hodiff\.jacobian\(losses, where\)"),
     "no tensor": (lambda m, b: [losses(m, b)], "returned a list"),
 }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _reverse, _settings
+from hodiff._core import _arguments, _locks, _memory, _reverse, _settings
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import TRAINABLE
@@ -30,59 +30,67 @@ FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
 LEAST, MOST = 1e-13, 1e8
 """The bounds of the damping; the lower one holds for the search alone."""
 FULL_CHECKS = (1, 10, 100)
-"""The steps at which all rows of the Jacobian are compared, not their sum alone."""
+"""The steps at which all rows of the Jacobian count in the comparison, not those of large residuals alone."""
 
 
 class LevenbergMarquardt(torch.optim.Optimizer):
-    r"""Nonlinear least squares, as an optimiser: Levenberg's and Marquardt's method on residuals, not on a loss.
+    r"""Levenberg's and Marquardt's method: nonlinear least squares, from residuals, as an optimiser.
 
     The loss is **half the sum of the squares** of all that the functions return,
-    \(\tfrac12 \lVert r(\theta) \rVert^2\). For a mean divide by the root of the number of samples, `/ n ** 0.5`: by a
-    number from outside, for a function sees its samples one by one, and `len(x)` is 1 then. With the
-    Jacobian \(J\) of \(r\) a step is \(d = -(J^\top J + \lambda I)^{-1} J^\top r\), computed as
-    \(-J^\top (J J^\top + \lambda I)^{-1} r\) where there are fewer residuals than parameters: in float64, by
-    Cholesky and one refinement, whatever the parameters' dtype is.
+    \(\tfrac12 \lVert r(\theta) \rVert^2\). For a mean divide by the root of the number of samples,
+    `/ n ** 0.5`: by a number from outside, for a function sees its samples one by one, and `len(x)`
+    is 1 then. With the Jacobian \(J\) of \(r\) a step is
+    \(d = -(J^\top J + \lambda I)^{-1} J^\top r\), computed as
+    \(-J^\top (J J^\top + \lambda I)^{-1} r\) where there are fewer residuals than parameters: in
+    float64, by Cholesky and one refinement, whatever the parameters' dtype is.
 
-    Two rules choose \(\lambda\) and the length of the step. By **search**, the length is halved while the loss
-    falls, and a step of any length that lowers it is taken; \(\lambda\) follows the lengths, and becomes tiny. That
-    trains networks on differential equations. By the **gain ratio**, the full step is taken or refused, and
-    \(\lambda\) follows what came true of the promised decrease (Nielsen's rule). That fits curves: close to the minimum
-    it goes on below the rounding of the loss, to the last digits of the parameters.
+    Two rules choose \(\lambda\) and the length of the step. By **search**, the length is halved
+    while the loss falls, and a step of any length that lowers it is taken; \(\lambda\) follows the
+    lengths, and becomes tiny. That trains networks on differential equations. By the **gain
+    ratio**, the full step is taken or refused, and \(\lambda\) follows what came true of the
+    promised decrease (Nielsen's rule). That fits curves: close to the minimum it goes on below the
+    rounding of the loss, to the last digits of the parameters.
 
-    No step raises the loss of its batch: one that would is **refused**, and the parameters and the state of the random
-    numbers are as they were. No `.grad` is written, and buffers (BatchNorm statistics) do not change.
+    No step raises the loss of its batch: one that would is **refused**, and the parameters and the
+    state of the random numbers are as they were. No `.grad` is written, and buffers (BatchNorm
+    statistics) do not change.
 
     Args:
-        residuals: A function of *where* and a batch that returns residuals `(N,)`, or several for each sample,
-            `(N, K)`. Or a list of such functions: the equation, its boundary, data. Without a batch, a function of
-            *where* alone that returns residuals of any shape.
-        where: Where, as for `grad`: usually a module, whose frozen parameters stay; or tensors, which are changed in
-            place.
-        damping: The first \(\lambda\), as a part of the largest squared norm of a column of the first \(J\).
-        momentum: How much of the last step is added before the linear model is solved (SPRING). It may help where each
-            step has other points.
-        search: The rule, see above. None: by search where a function has a batch, by the gain ratio where none has.
-        min_damping: What \(\lambda\) does not fall below, as a part of the same number; None: 1e-13 by search, 0 by the
-            gain ratio. Small noisy batches need a larger one.
-        tries: How often a step may be shortened, or solved again with more damping, before it is refused.
-        memory_budget: How many bytes \(J\) may take; None: half the memory of the device. Beyond it
-            \(J^\top J\) is summed over chunks of samples, where that fits.
+        residuals: A function of *where* and a batch that returns residuals `(N,)`, or several for
+            each sample, `(N, K)`. Or a list of such functions: the equation, its boundary, data.
+            Without a batch, a function of *where* alone that returns residuals of any shape.
+        where: Where, as for `grad`: usually a module, whose frozen parameters stay; or tensors,
+            which are changed in place.
+        damping: The first \(\lambda\), as a part of the largest squared norm of a column of the
+            first \(J\).
+        momentum: How much of the last step is added before the linear model is solved (SPRING). It
+            may help where each step has other points.
+        search: The rule, see above. None: by search where a function has a batch, by the gain ratio
+            where none has.
+        min_damping: What \(\lambda\) does not fall below, a part as `damping` is; None: 1e-13 by
+            search, 0 by the gain ratio. Small noisy batches need a larger one.
+        tries: How often a step may be shortened, or solved again with more damping, before it is
+            refused.
+        memory_budget: What \(J\) may take: bytes (an int), or a fraction of the memory that is
+            free. Beyond it \(J^\top J\) is summed over chunks of samples, where that fits.
 
     Attributes:
-        last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`, `damping` (that of the
-            step), `length` (the part of the full step), `accepted`, `converged`, `gradient`, `residual`,
-            `evaluations`, `space`. None before the first.
+        last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`,
+            `damping` (that of the step), `length` (the part of the full step), `accepted`,
+            `converged`, `gradient`, `residual`, `evaluations`, `space`. None before the first.
 
     Raises:
-        InputError: Residuals or their derivatives that are not finite at the parameters as they are; another number of
-            batches than functions; a closure in the manner of `torch.optim`; a Jacobian beyond the memory.
+        InputError: Residuals or their derivatives that are not finite at the parameters as they
+            are; another number of batches than functions; a closure in the manner of `torch.optim`;
+            a Jacobian beyond the memory.
         GraphError: As for `grad`.
 
     Cost:
-        A step: the rows of \(J\) as by `per_sample_grad`, one more pass over the whole batch (which they are held
-        against; row by row at the steps 1, 10 and 100), a product of \(J\) with itself, a Cholesky decomposition, and
-        an evaluation without a graph for each trial. Without a batch, \(J\) as by `jacobian`. Memory: \(J\) in float64,
-        and three matrices of its shorter side.
+        A step: the rows of \(J\) as by `per_sample_grad`, with one pass over the whole batch, which
+        \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\) with
+        itself, a Cholesky decomposition, and an evaluation without a graph for each trial. Without
+        a batch, \(J\) as by `jacobian`. Memory: \(J\) in float64, and three matrices of its shorter
+        side.
 
     Examples:
         A curve is fitted; the loss is half the sum of the squares:
@@ -110,8 +118,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         True
 
     Reference:
-        Nielsen, H. B. (1999). Damping parameter in Marquardt's method. IMM-REP-1999-05. Müller, J., Zeinhofer, M.
-        (2023). arXiv:2302.13163. Guzmán-Cordero, A. et al. (2025). arXiv:2505.12149 (sample space, SPRING).
+        Nielsen, H. B. (1999). Damping parameter in Marquardt's method. IMM-REP-1999-05. Müller, J.,
+        Zeinhofer, M. (2023). arXiv:2302.13163. Guzmán-Cordero, A. et al. (2025). arXiv:2505.12149
+        (sample space, SPRING).
     """
 
     def __init__(
@@ -124,7 +133,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         search: bool | None = None,
         min_damping: float | None = None,
         tries: int = 14,
-        memory_budget: int | None = None,
+        memory_budget: float = 0.5,
     ) -> None:
         several = isinstance(residuals, (list, tuple))
         self._functions: list[Callable[..., Any]] = [*residuals] if several else [residuals]  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
@@ -133,12 +142,11 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         _check_number(damping, "damping", above=True)
         _check_number(0 if min_damping is None else min_damping, "min_damping")
         _check_number(momentum, "momentum", below=1.0)
-        self._options = {"damping": float(damping), "momentum": float(momentum), "least": min_damping}
+        self._damping, self._momentum, self._least = float(damping), float(momentum), min_damping
         self._search = search if search is None else _arguments.is_set(search, "search")
         self._tries = _arguments.check_integer(tries, "tries", least=1)
+        _memory.check_budget(memory_budget)
         self._budget = memory_budget
-        if memory_budget is not None:
-            _arguments.check_integer(memory_budget, "memory_budget", least=1)
         self._where, self._warned = where, set[int]()
         self.last: LeastSquaresRecord | None = None
         tensors = call(lambda where: None, where, passes=1, create_graph=False).where.tensors
@@ -149,8 +157,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups."""
-        names = ("_functions", "_options", "_search", "_tries", "_budget", "_where", "_warned", "last")
-        return super().__getstate__() | {name: getattr(self, name) for name in names}
+        own = ("_functions", "_where", "_damping", "_momentum", "_least", "_search", "_tries", "_budget", "_warned")
+        return super().__getstate__() | {name: getattr(self, name) for name in (*own, "last")}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: *where* is one point."""
@@ -197,7 +205,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             value = graph.outputs[0].new_tensor(system.loss)
             graph.outputs = None
             state.setdefault("scale", system.scale or 1.0)
-            state.setdefault("damping", self._options["damping"])
+            state.setdefault("damping", self._damping)
             rule = self._by_search if search else self._by_gain
             at = _Trials(graph, system)
             record, leaves = rule(system, at, state, self._drift(tensors))
@@ -222,7 +230,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                     f"residuals[{i}]: {wrong:,} of {output.numel():,} are not finite at the parameters as they are; "
                     f"nothing was changed."
                 )
-        budget = _reverse.memory_on(outputs[0].device) / 2 if self._budget is None else self._budget
+        budget = _memory.budget(self._budget, outputs[0].device)
         system = _System(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
         for i, (samples, output) in enumerate(zip(joint.parts, outputs, strict=True)):
             if isinstance(samples, Samples):
@@ -236,7 +244,14 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         return system.closed()
 
     def _by_samples(
-        self, system: _System, graph: OutputGraph, samples: Samples, output: Tensor, number: int, *, full: bool
+        self,
+        system: _System,
+        graph: OutputGraph,
+        samples: Samples,
+        output: Tensor,
+        number: int,
+        *,
+        full: bool,
     ) -> bool:
         """Whether the rows of one function could be computed sample by sample; a warning, once, where not."""
         if output.ndim not in (1, 2):
@@ -276,8 +291,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             ratio = trial.gain / step.decrease if step.decrease > 0 else -math.inf
             if ratio > SUFFICIENT:
                 fall = max(1 / 3, 1 - (2 * ratio - 1) ** 3)
-                state["damping"], state["growth"] = max(self._options["least"] or 0.0, damping * fall), 2.0
-                state["norm"] = step.norm
+                state["damping"] = max(self._least or 0.0, damping * fall)
+                state["growth"], state["norm"] = 2.0, step.norm
                 return _outcome(system, step, trial, damping, accepted=True)
             growth = state.get("growth", 2.0)
             state["damping"], state["growth"] = min(MOST, damping * growth), 2 * growth
@@ -289,7 +304,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     def _by_search(self, system: _System, at: _Trials, state: dict[str, float], drift: Tensor | None) -> _Outcome:
         """Halve the step while the loss falls, and take the best; the damping follows the length."""
         damping = state["damping"]
-        least = LEAST if self._options["least"] is None else self._options["least"]
+        least = LEAST if self._least is None else self._least
         step = system.step(damping * state["scale"], drift)
         length = min(1.0, 4 * state.get("length", 1.0))
         best = _Trial([], 0.0, 0.0)
@@ -313,7 +328,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         state["length"], state["norm"] = best.length, step.norm
         return _outcome(system, step, best, damping, accepted=True)
 
-    def _polished(self, system: _System, step: _Step, gain: float, at: _Trials, state: dict[str, float]) -> bool | None:
+    def _polished(
+        self, system: _System, step: _DampedStep, gain: float, at: _Trials, state: dict[str, float]
+    ) -> bool | None:
         """Whether a step below the rounding of the loss is taken: while steps grow shorter. None of a larger one."""
         least = max(ROUNDING * system.loss, at.rounding())
         if step.decrease > least or abs(gain) > least:
@@ -328,10 +345,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     def _drift(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """What of the last step is added to this one."""
         changes = [self.state[tensor].get("change") for tensor in tensors]
-        momentum = self._options["momentum"]
-        if not momentum or any(change is None for change in changes):
+        if not self._momentum or any(change is None for change in changes):
             return None
-        return momentum * _flat(changes, tensors[0].device)
+        return self._momentum * _flat(changes, tensors[0].device)
 
     def _take(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         before = [tensor.detach().clone() for tensor in tensors]
@@ -346,7 +362,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             with _settings.grad_mode(False):
                 for tensor, leaf in zip(tensors, leaves, strict=True):
                     tensor.copy_(leaf)
-            if self._options["momentum"]:
+            if self._momentum:
                 for tensor, old in zip(tensors, before, strict=True):
                     self.state[tensor]["change"] = tensor.detach() - old
             undo.clear()
@@ -365,7 +381,7 @@ class _Joint:
         return [part(where) for part in self.parts] if self.only is None else self.parts[self.only](where)
 
 
-class _Step(NamedTuple):
+class _DampedStep(NamedTuple):
     """What the linear model proposes.
 
     Attributes:
@@ -393,7 +409,13 @@ _Outcome = tuple[LeastSquaresRecord, list[Tensor] | None]
 
 
 def _outcome(
-    system: _System, step: _Step, trial: _Trial, damping: float, *, accepted: bool, converged: bool = False
+    system: _System,
+    step: _DampedStep,
+    trial: _Trial,
+    damping: float,
+    *,
+    accepted: bool,
+    converged: bool = False,
 ) -> _Outcome:
     length = trial.length
     promised = step.decrease * length * (2 - length)
@@ -465,8 +487,8 @@ class _System:
         if not self._kept and 16 * columns**2 > budget:
             raise InputError(
                 f"memory_budget: the Jacobian of {rows:,} residuals by {columns:,} parameters takes "
-                f"{8 * rows * columns / 2**30:,.1f} GiB and J'J {8 * columns**2 / 2**30:,.1f} GiB, of "
-                f"{budget / 2**30:,.1f} GiB; give a smaller batch, fewer parameters (hodiff.select), or more memory."
+                f"{_memory.readable(8 * rows * columns)} and J'J {_memory.readable(8 * columns**2)}, of "
+                f"{_memory.readable(budget)}; give a smaller batch, fewer parameters (hodiff.select), or more memory."
             )
         self.in_samples = rows <= columns and self._kept
         self._J = self.r.new_empty(rows if self._kept else 0, columns)
@@ -479,7 +501,12 @@ class _System:
 
     def by_samples(self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool) -> bool:
         """Fill in the rows of some residuals, each sample with parameters of its own; False where that is wrong."""
-        begin, squares, matrix, gradient = self._begin, self._squares, self._matrix.clone(), self.gradient
+        begin, squares, matrix, gradient = (
+            self._begin,
+            self._squares,
+            self._matrix.clone(),
+            self.gradient,
+        )
         of_sample = output.shape[1:].numel()
         last = of_sample - 1
         losses = output.reshape(len(output)) if of_sample == 1 else output
@@ -499,7 +526,12 @@ class _System:
         good = each_sample(graph, samples, losses, chunk, collect, usual)
         good = good and self._agrees(graph, output, begin, self.gradient - gradient, self._squares - squares, full)
         if not good:
-            self._begin, self._squares, self._matrix, self.gradient = begin, squares, matrix, gradient
+            self._begin, self._squares, self._matrix, self.gradient = (
+                begin,
+                squares,
+                matrix,
+                gradient,
+            )
         return good
 
     def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
@@ -522,7 +554,13 @@ class _System:
         self._begin += len(block)
 
     def _agrees(
-        self, graph: OutputGraph, output: Tensor, begin: int, gradient: Tensor, squares: float, full: bool
+        self,
+        graph: OutputGraph,
+        output: Tensor,
+        begin: int,
+        gradient: Tensor,
+        squares: float,
+        full: bool,
     ) -> bool:
         """Whether J'r is what a backward pass over the whole batch gives; with `full`, J'w for a w in which all count.
 
@@ -564,7 +602,7 @@ class _System:
         size = self.norms * math.sqrt(2 * self.loss)
         return float((self.gradient.abs() / size.clamp(min=torch.finfo(DOUBLE).tiny)).max()) if len(size) else 0.0
 
-    def step(self, damping: float, drift: Tensor | None) -> _Step:
+    def step(self, damping: float, drift: Tensor | None) -> _DampedStep:
         """The minimum of |J d + r|^2 + damping |d - drift|^2."""
         solve = self._solver(damping)
         begun = torch.zeros_like(self.gradient) if drift is None else drift
@@ -583,7 +621,7 @@ class _System:
             rest = -self._normal(change) - damping * (change - begun)
         decrease = -float(change @ (self.gradient + self._normal(change))) / 2
         size = float(b.norm())
-        return _Step(change, float(change.norm()), decrease, float(rest.norm()) / size if size else 0.0)
+        return _DampedStep(change, float(change.norm()), decrease, float(rest.norm()) / size if size else 0.0)
 
     def _normal(self, change: Tensor) -> Tensor:
         """J'(J d + r)."""
