@@ -21,7 +21,7 @@ from hodiff.errors import HodiffWarning, InputError
 
 DOUBLE = torch.float64
 ROUNDING = 1e-12
-"""Decreases below this part of the loss are rounding errors: a step is then judged by its length."""
+"""Decreases below this part of the loss are rounding: a step is then judged by its length."""
 SUFFICIENT = 1e-4
 """What part of the promised decrease a full step must keep to be taken."""
 LONG, SHORT = 0.25, 0.125
@@ -30,11 +30,15 @@ FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
 LEAST, MOST = 1e-13, 1e8
 """The bounds of the damping; the lower one holds for the search alone."""
 FULL_CHECKS = (1, 10, 100)
-"""The steps at which all rows of the Jacobian count in the comparison, not those of large residuals alone."""
+"""The steps at which all rows of J count in the comparison, not those of large residuals alone."""
+
+
+_State = dict[str, float]
+"""What a step leaves to the next: damping, its growth, the scale, the last length and norm."""
 
 
 class LevenbergMarquardt(torch.optim.Optimizer):
-    r"""Levenberg's and Marquardt's method: nonlinear least squares, from residuals, as an optimiser.
+    r"""Levenberg's and Marquardt's method: nonlinear least squares, as an optimiser on residuals.
 
     The loss is **half the sum of the squares** of all that the functions return,
     \(\tfrac12 \lVert r(\theta) \rVert^2\). For a mean divide by the root of the number of samples,
@@ -87,8 +91,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     Cost:
         A step: the rows of \(J\) as by `per_sample_grad`, with one pass over the whole batch, which
-        \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\) with
-        itself, a Cholesky decomposition, and an evaluation without a graph for each trial. Without
+        \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\)
+        with itself, a Cholesky decomposition, and an evaluation without a graph for each trial. Without
         a batch, \(J\) as by `jacobian`. Memory: \(J\) in float64, and three matrices of its shorter
         side.
 
@@ -108,7 +112,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         An equation and its boundary, one batch for each; both are means:
 
         >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+        >>> layers = torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        >>> model = torch.nn.Sequential(*layers).double()
         >>> inside = lambda model, x: (hodiff.laplacian(lambda x: model(x)[:, 0], x) + 1) / 32**0.5
         >>> edge = lambda model, x: model(x)[:, 0] / 2**0.5
         >>> optimizer = hodiff.LevenbergMarquardt([inside, edge], model)
@@ -137,8 +142,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     ) -> None:
         several = isinstance(residuals, (list, tuple))
         self._functions: list[Callable[..., Any]] = [*residuals] if several else [residuals]  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
-        if not self._functions or not all(callable(f) and not isinstance(f, Tensor) for f in self._functions):
-            raise InputError("residuals: expected a function of where and a batch, or a list of such functions.")
+        good = [callable(f) and not isinstance(f, Tensor) for f in self._functions]
+        if not good or not all(good):
+            raise InputError("residuals: expected a function of where and a batch, or a list of such.")
         _check_number(damping, "damping", above=True)
         _check_number(0 if min_damping is None else min_damping, "min_damping")
         _check_number(momentum, "momentum", below=1.0)
@@ -153,25 +159,27 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         try:
             super().__init__(tensors, {})
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"where: {error}; expected leaves, which a step can change.") from error
+            raise InputError(f"where: {error}; expected leaves, to be changed.") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups."""
-        own = ("_functions", "_where", "_damping", "_momentum", "_least", "_search", "_tries", "_budget", "_warned")
-        return super().__getstate__() | {name: getattr(self, name) for name in (*own, "last")}
+        """What a copy, or a pickle, has: PyTorch's own optimisers keep it in the groups."""
+        names = ("_functions", "_where", "_damping", "_momentum", "_least")
+        names += ("_search", "_tries", "_budget", "_warned", "last")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: *where* is one point."""
         if self.param_groups:
-            raise InputError("param_group: LevenbergMarquardt has one, its where; make another optimiser.")
+            raise InputError("param_group: LevenbergMarquardt has one, its where; make another.")
         super().add_param_group(param_group)
 
     def step(self, *batches: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take one step, or refuse it (see `last`).
 
         Args:
-            *batches: One for each function of residuals: a tensor, or a container of them, with the samples in the
-                leading dimension. None for a function of *where* alone; nothing at all where each is.
+            *batches: One for each function of residuals: a tensor, or a container of them, with
+                the samples in the leading dimension. None for a function of *where* alone; nothing
+                at all where each is.
 
         Returns:
             The loss before the step, half the sum of the squares.
@@ -180,14 +188,14 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         for batch in batches:
             if callable(batch) and not isinstance(batch, Tensor):
                 raise InputError(
-                    "step: got a closure. LevenbergMarquardt needs the residuals themselves, not the sum of their "
-                    "squares: give LevenbergMarquardt(residuals, model) a function that returns them, and step(batch) "
-                    "its batch; nothing calls backward()."
+                    "step: got a closure. LevenbergMarquardt needs the residuals themselves, not the "
+                    "sum of their squares: give LevenbergMarquardt(residuals, model) a function that "
+                    "returns them, and step(batch) its batch; nothing calls backward()."
                 )
         if len(batches) != len(self._functions):
             raise InputError(
-                f"step: got {len(batches)} batches for {len(self._functions)} functions of residuals; give each one "
-                f"(a batch of several tensors as a tuple), or None."
+                f"step: got {len(batches)} batches for {len(self._functions)} functions of residuals; "
+                f"give each one (a batch of several tensors as a tuple), or None."
             )
         with _locks.ThreadClaim(self):  # of several threads one steps
             return self._stepped(batches)
@@ -196,8 +204,10 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         joint = _Joint(self._functions, batches)
         asked = call(joint, self._where, passes=1, create_graph=False, keep=True)
         tensors = asked.where.tensors
-        search = any(batch is not None for batch in batches) if self._search is None else self._search
-        state: dict[str, float] = self.state[self.param_groups[0]["params"][0]]
+        search = self._search
+        if search is None:
+            search = any(batch is not None for batch in batches)
+        state: _State = self.state[self.param_groups[0]["params"][0]]
         state.setdefault("step", 0)
         state["step"] += 1
         with OutputGraph(asked) as graph:
@@ -222,13 +232,15 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool) -> _System:
         """The residuals and their Jacobian, checked."""
-        outputs = [_arguments.check_output(output, f"residuals[{i}]") for i, output in enumerate(graph.outputs)]
-        for i, output in enumerate(outputs):
+        outputs: list[Tensor] = []
+        for i, given in enumerate(graph.outputs):
+            output = _arguments.check_output(given, f"residuals[{i}]")
+            outputs += [output]
             wrong = int((~output.detach().isfinite()).sum())
             if wrong:
                 raise InputError(
-                    f"residuals[{i}]: {wrong:,} of {output.numel():,} are not finite at the parameters as they are; "
-                    f"nothing was changed."
+                    f"residuals[{i}]: {wrong:,} of {output.numel():,} are not finite at the "
+                    f"parameters as they are; nothing was changed."
                 )
         budget = _memory.budget(self._budget, outputs[0].device)
         system = _System(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
@@ -253,25 +265,27 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         *,
         full: bool,
     ) -> bool:
-        """Whether the rows of one function could be computed sample by sample; a warning, once, where not."""
+        """Whether the rows of one function came sample by sample; a warning, once, where not."""
         if output.ndim not in (1, 2):
             raise InputError(
-                f"residuals[{number}]: returned shape {tuple(output.shape)}, expected one residual for each sample of "
-                f"its batch, (N,), or some, (N, K): residuals, not the sum of their squares."
+                f"residuals[{number}]: returned shape {tuple(output.shape)}, expected one residual for "
+                f"each sample of its batch, (N,), or some, (N, K): residuals, not the sum of their "
+                f"squares."
             )
-        usual = self.state[self.param_groups[0]["params"][0]]
-        name = f"size {number}"
+        state, name = self.state[self.param_groups[0]["params"][0]], f"size {number}"
+        usual = state.get(name, 0.0)
         if output.numel():  # close to a solution they are what their terms cancel to
-            usual[name] = max(usual.get(name, 0.0), float(output.detach().abs().median()))
-        if not graph.drew_random() and system.by_samples(graph, samples, output, usual.get(name, 0.0), full=full):
+            usual = state[name] = max(usual, float(output.detach().abs().median()))
+        alone = not graph.drew_random()
+        if alone and system.by_samples(graph, samples, output, usual, full=full):
             return True
         if number not in self._warned and output.numel():
             self._warned.add(number)
             warnings.warn(
-                f"residuals[{number}]: cannot be taken sample by sample: under torch.vmap it fails, or gives other "
-                f"residuals or derivatives than the whole batch (len(x) is 1 there: divide by a number from outside; "
-                f"BatchNorm mixes samples, dropout draws; for torch.autograd.grad take hodiff's fields). The Jacobian "
-                f"costs a pass for each residual.",
+                f"residuals[{number}]: cannot be taken sample by sample: under torch.vmap it fails, or "
+                f"gives other residuals or derivatives than the whole batch (len(x) is 1 there: divide "
+                f"by a number from outside; BatchNorm mixes samples, dropout draws; for "
+                f"torch.autograd.grad take hodiff's fields). The Jacobian costs a pass for each residual.",
                 HodiffWarning,
                 stacklevel=_arguments.outside() + 1,  # PyTorch puts a function around `step`
             )
@@ -279,8 +293,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     # --- the two rules
 
-    def _by_gain(self, system: _System, at: _Trials, state: dict[str, float], drift: Tensor | None) -> _Outcome:
-        """Take the full step where enough of the promised decrease comes true, else solve with more damping."""
+    def _by_gain(self, system: _System, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
+        """Take the full step where enough of the promise comes true, else solve with more damping."""
         while True:
             damping = state["damping"]
             step = system.step(damping * state["scale"], drift)
@@ -301,8 +315,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 return _outcome(system, step, trial, damping, accepted=False)
             drift = None  # which may have led uphill
 
-    def _by_search(self, system: _System, at: _Trials, state: dict[str, float], drift: Tensor | None) -> _Outcome:
-        """Halve the step while the loss falls, and take the best; the damping follows the length."""
+    def _by_search(self, system: _System, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
+        """Halve the step while the loss falls, and take the best; damping follows the length."""
         damping = state["damping"]
         least = LEAST if self._least is None else self._least
         step = system.step(damping * state["scale"], drift)
@@ -328,10 +342,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         state["length"], state["norm"] = best.length, step.norm
         return _outcome(system, step, best, damping, accepted=True)
 
-    def _polished(
-        self, system: _System, step: _DampedStep, gain: float, at: _Trials, state: dict[str, float]
-    ) -> bool | None:
-        """Whether a step below the rounding of the loss is taken: while steps grow shorter. None of a larger one."""
+    def _polished(self, system: _System, step: _DampedStep, gain: float, at: _Trials, state: _State) -> bool | None:
+        """Whether a step below rounding is taken: while steps grow shorter. None of a larger one."""
         least = max(ROUNDING * system.loss, at.rounding())
         if step.decrease > least or abs(gain) > least:
             return None
@@ -375,10 +387,13 @@ class _Joint:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Any]) -> None:
         self.only: int | None = None
-        self.parts = [f if batch is None else Samples(f, batch) for f, batch in zip(functions, batches, strict=True)]
+        pairs = zip(functions, batches, strict=True)
+        self.parts = [f if batch is None else Samples(f, batch) for f, batch in pairs]
 
     def __call__(self, where: Any) -> Any:
-        return [part(where) for part in self.parts] if self.only is None else self.parts[self.only](where)
+        if self.only is not None:
+            return self.parts[self.only](where)
+        return [part(where) for part in self.parts]
 
 
 class _DampedStep(NamedTuple):
@@ -398,7 +413,7 @@ class _DampedStep(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """The parameters after a step, and by how much the loss is smaller there; -inf where it is not finite."""
+    """Parameters after a step, and by how much the loss is smaller there; -inf: not finite."""
 
     leaves: list[Tensor]
     gain: float
@@ -448,7 +463,7 @@ class _Trials:
         return (eps * float((self._system.norms * self._start).norm())) ** 2
 
     def __call__(self, change: Tensor) -> _Trial:
-        """What a step leads to. Its leaves require no grad, in grad mode: `f` may differentiate by its points."""
+        """What a step leads to: without a graph, in grad mode, for `f` may differentiate by points."""
         self.number += 1
         leaves = [
             part.reshape(leaf.shape).to(leaf)
@@ -486,9 +501,10 @@ class _System:
         self._kept = 8 * rows * columns <= budget
         if not self._kept and 16 * columns**2 > budget:
             raise InputError(
-                f"memory_budget: the Jacobian of {rows:,} residuals by {columns:,} parameters takes "
-                f"{_memory.readable(8 * rows * columns)} and J'J {_memory.readable(8 * columns**2)}, of "
-                f"{_memory.readable(budget)}; give a smaller batch, fewer parameters (hodiff.select), or more memory."
+                f"memory_budget: the Jacobian of {rows:,} residuals by {columns:,} parameters "
+                f"takes {_memory.readable(8 * rows * columns)} and J'J "
+                f"{_memory.readable(8 * columns**2)}, of {_memory.readable(budget)}; give a "
+                f"smaller batch, fewer parameters (hodiff.select), or more memory."
             )
         self.in_samples = rows <= columns and self._kept
         self._J = self.r.new_empty(rows if self._kept else 0, columns)
@@ -500,7 +516,7 @@ class _System:
     # --- filling J
 
     def by_samples(self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool) -> bool:
-        """Fill in the rows of some residuals, each sample with parameters of its own; False where that is wrong."""
+        """Fill in rows, each sample with parameters of its own; False where that is wrong."""
         begin, squares, matrix, gradient = (
             self._begin,
             self._squares,
@@ -562,9 +578,9 @@ class _System:
         squares: float,
         full: bool,
     ) -> bool:
-        """Whether J'r is what a backward pass over the whole batch gives; with `full`, J'w for a w in which all count.
+        """Whether J'r is what a pass over the whole batch gives; with `full`, J'w where all count.
 
-        The derivatives of the whole batch are the right ones: a sample under `vmap` may miss what others do to it.
+        Those of the whole batch are right: a sample under `vmap` may miss what others do to it.
         """
         r = self.r[begin : self._begin]
         checks = [(r, gradient)]
@@ -584,8 +600,8 @@ class _System:
         """The system, once all rows are in."""
         if not bool(self.gradient.isfinite().all()):
             raise InputError(
-                "residuals: their derivative is not finite at the parameters as they are (a root of 0, a norm of 0?); "
-                "nothing was changed."
+                "residuals: their derivative is not finite at the parameters as they are (a root of 0, "
+                "a norm of 0?); nothing was changed."
             )
         if self._kept and not self.in_samples:
             self._matrix = self._J.T @ self._J
@@ -598,9 +614,9 @@ class _System:
     # --- solving
 
     def cosine(self) -> float:
-        """The largest cosine of the angle between the residuals and a column of J: 0 at a minimum."""
+        """The largest cosine between the residuals and a column of J: 0 at a minimum."""
         size = self.norms * math.sqrt(2 * self.loss)
-        return float((self.gradient.abs() / size.clamp(min=torch.finfo(DOUBLE).tiny)).max()) if len(size) else 0.0
+        return float((self.gradient.abs() / size.clamp(min=torch.finfo(DOUBLE).tiny)).max())
 
     def step(self, damping: float, drift: Tensor | None) -> _DampedStep:
         """The minimum of |J d + r|^2 + damping |d - drift|^2."""
@@ -621,14 +637,17 @@ class _System:
             rest = -self._normal(change) - damping * (change - begun)
         decrease = -float(change @ (self.gradient + self._normal(change))) / 2
         size = float(b.norm())
-        return _DampedStep(change, float(change.norm()), decrease, float(rest.norm()) / size if size else 0.0)
+        residual = float(rest.norm()) / size if size else 0.0
+        return _DampedStep(change, float(change.norm()), decrease, residual)
 
     def _normal(self, change: Tensor) -> Tensor:
         """J'(J d + r)."""
-        return self._J.T @ (self._J @ change + self.r) if self._kept else self._matrix @ change + self.gradient
+        if not self._kept:
+            return self._matrix @ change + self.gradient
+        return self._J.T @ (self._J @ change + self.r)
 
     def _solver(self, damping: float) -> Callable[[Tensor], Tensor]:
-        """What solves the damped equations, with the diagonal divided out; with more damping, where it has to be."""
+        """What solves the damped equations, the diagonal divided out; damped more where it must."""
         while True:
             damped = self._matrix.clone()
             damped.diagonal().add_(damping)
@@ -664,5 +683,6 @@ def _flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _check_number(value: Any, name: str, *, above: bool = False, below: float = math.inf) -> None:
     if not _arguments.is_number(value) or value < 0 or (above and not value) or value >= below:
-        bounds = f"a number {'above' if above else 'of at least'} 0{f', below {below:g}' if below < math.inf else ''}"
-        raise InputError(f"{name}: got {value!r}, expected {bounds}.")
+        most = f", below {below:g}" if below < math.inf else ""
+        least = "above" if above else "of at least"
+        raise InputError(f"{name}: got {value!r}, expected a number {least} 0{most}.")
