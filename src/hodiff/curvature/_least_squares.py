@@ -220,7 +220,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             at = _Trials(graph, system)
             record, leaves = rule(system, at, state, self._drift(tensors))
             if leaves is None:
-                graph.restart()  # the random numbers will be drawn again
+                graph.context.random.restore()  # the random numbers will be drawn again
                 for tensor in tensors:
                     self.state[tensor].pop("change", None)
         if leaves is not None:
@@ -276,7 +276,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         usual = state.get(name, 0.0)
         if output.numel():  # close to a solution they are what their terms cancel to
             usual = state[name] = max(usual, float(output.detach().abs().median()))
-        alone = not graph.drew_random()
+        alone = not graph.context.random.moved()
         if alone and system.by_samples(graph, samples, output, usual, full=full):
             return True
         if number not in self._warned and output.numel():
@@ -475,8 +475,8 @@ class _Trials:
         ]
         for leaf in leaves:
             setattr(leaf, TRAINABLE, True)
-        self._graph.restart()
-        r, new = self._system.r, _flat(self._graph.at(leaves), self._start.device)
+        self._graph.context.random.restore()
+        r, new = self._system.r, _flat(self._graph.context.at(leaves), self._start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
         return _Trial(leaves, gain if math.isfinite(gain) else -math.inf)
 
