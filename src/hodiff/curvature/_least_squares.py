@@ -148,7 +148,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         _check_number(damping, "damping", above=True)
         _check_number(0 if min_damping is None else min_damping, "min_damping")
         _check_number(momentum, "momentum", below=1.0)
-        self._damping, self._momentum, self._least = float(damping), float(momentum), min_damping
+        self._damping, self._momentum = float(damping), float(momentum)
+        self._least = min_damping
         self._search = search if search is None else _arguments.is_set(search, "search")
         self._tries = _arguments.check_integer(tries, "tries", least=1)
         _memory.check_budget(memory_budget)
@@ -454,7 +455,8 @@ class _Trials:
     """The residuals at other parameters; how often they were evaluated."""
 
     def __init__(self, graph: OutputGraph, system: _System) -> None:
-        self._graph, self._system, self.number = graph, system, 0
+        self._graph, self._system = graph, system
+        self.number = 0
         self._start = _flat(graph.leaves, system.r.device)
 
     def rounding(self) -> float:
@@ -517,12 +519,7 @@ class _System:
 
     def by_samples(self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool) -> bool:
         """Fill in rows, each sample with parameters of its own; False where that is wrong."""
-        begin, squares, matrix, gradient = (
-            self._begin,
-            self._squares,
-            self._matrix.clone(),
-            self.gradient,
-        )
+        before = self._begin, self._squares, self.gradient, self._matrix.clone()
         of_sample = output.shape[1:].numel()
         last = of_sample - 1
         losses = output.reshape(len(output)) if of_sample == 1 else output
@@ -540,15 +537,10 @@ class _System:
                 self._added(blocks[0])
 
         good = each_sample(graph, samples, losses, chunk, collect, usual)
-        good = good and self._agrees(graph, output, begin, self.gradient - gradient, self._squares - squares, full)
-        if not good:
-            self._begin, self._squares, self._matrix, self.gradient = (
-                begin,
-                squares,
-                matrix,
-                gradient,
-            )
-        return good
+        if not (good and self._agrees(graph, output, before, full)):
+            self._begin, self._squares, self.gradient, self._matrix = before
+            return False
+        return True
 
     def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
         """Fill in the rows of some residuals, from blocks of the whole Jacobian."""
@@ -570,24 +562,19 @@ class _System:
         self._begin += len(block)
 
     def _agrees(
-        self,
-        graph: OutputGraph,
-        output: Tensor,
-        begin: int,
-        gradient: Tensor,
-        squares: float,
-        full: bool,
+        self, graph: OutputGraph, output: Tensor, before: tuple[int, float, Tensor, Tensor], full: bool
     ) -> bool:
         """Whether J'r is what a pass over the whole batch gives; with `full`, J'w where all count.
 
         Those of the whole batch are right: a sample under `vmap` may miss what others do to it.
         """
-        r = self.r[begin : self._begin]
+        begin, squares = before[:2]
+        r, gradient = self.r[begin : self._begin], self.gradient - before[2]
         checks = [(r, gradient)]
         if full and self._kept:
             w = even_weights(torch.linalg.vector_norm(self._J[begin : self._begin], dim=1))
             checks += [(w, w @ self._J[begin : self._begin])]
-        usual = math.sqrt(squares / (len(r) * len(gradient)))  # of an entry of J
+        usual = math.sqrt((self._squares - squares) / (len(r) * len(gradient)))  # of an entry of J
         for weights, result in checks:
             cotangent = weights.to(output).reshape(output.shape)
             expected = _flat(_reverse.vjp(graph, [output], [cotangent], more=True), gradient.device)
