@@ -105,7 +105,7 @@ ROUTES: dict[str, dict[str, tuple[Callable[[Any], object], Callable[..., Any], i
         "rows, of a random f": (
             lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), lambda w, b: F.dropout(weighted(w, b)), 1, 1),
         "rows, where samples mix": (
-            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), lambda w, b: weighted(w, b - b.mean(0)), 2, 1 + 1),
+            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), lambda w, b: weighted(w, b - b.mean(0)), 2, 1),
         "rows, where f looks at a value": (
             lambda f: hodiff.per_sample_grad(f, X[:3], BATCH),
             lambda w, b: weighted(w, b) if w.sum() < 9 else w, 2, 1),

@@ -55,7 +55,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     promised decrease (Nielsen's rule). That fits curves: close to the minimum it goes on below the
     rounding of the loss, to the last digits of the parameters.
 
-    No step raises the loss of its batch: one that would is **refused**, and the parameters and the
+    No step raises the loss of its batch (but by rounding): one that would is **refused**, and the parameters and the
     state of the random numbers are as they were. No `.grad` is written, and buffers (BatchNorm
     statistics) do not change.
 
