@@ -81,10 +81,8 @@ class Evaluation:
 
     def back(self, begun: Kept, undo: list[Callable[[], object]]) -> None:
         """Let the modules have what they had as a block began, or as they were met, if later."""
-        if not self.over and hasattr(self, "_state"):
+        if not self.over:
             put(self._state.as_met(begun), undo)
-        elif not self.over:  # a pass has put back what they had as the call ended
-            put({module: had for module, had in self._kept.items() if module not in begun}, undo)
         put(begun, undo)
 
     def resumed(self, *, whole: bool = False) -> EvaluationContext:
