@@ -81,7 +81,7 @@ class Evaluation:
 
     def back(self, begun: Kept, undo: list[Callable[[], object]]) -> None:
         """Let the modules have what they had as a block began, or as they were met, if later."""
-        if not self.over:
+        if hasattr(self, "_state"):  # it has not ended; later it is resumed for whole passes
             put(self._state.as_met(begun), undo)
         put(begun, undo)
 
