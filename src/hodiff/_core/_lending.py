@@ -595,8 +595,7 @@ class StateLoan:
                 for name, buffer in module._buffers.items()
                 if buffer is not None and not buffer.requires_grad and buffer.numel() <= 2**16
             }
-            attributes = {} if before is None else _plain_attributes(module.__dict__)
-            result[module] = {}, buffers, attributes
+            result[module] = {}, buffers, _plain_attributes(module.__dict__ if before else {})
         return result
 
     def as_met(self, others: Container[nn.Module]) -> Kept:
@@ -604,8 +603,8 @@ class StateLoan:
         result = Kept()
         for module, before in self.attributes.items():
             if module not in others and (before is not None or module in _lent):
-                now, begun = module._buffers, _lent[module].begun_with(module) if module in _lent else {}
-                changed = {name: begun[name] for name in begun if begun[name] is not now[name]}
+                begun = _lent[module].begun_with(module) if module in _lent else {}
+                changed = {n: each for n, each in begun.items() if each is not module._buffers[n]}
                 result[module] = {}, changed, _plain_attributes(before or {})
         return result
 
