@@ -30,7 +30,8 @@ from tests.support.ledger import Ledger, storages_of, without_collector
 from tests.support.limits import in_threads
 
 REMEMBERED = {
-    "MIXING", "WRONG_AT_ONCE", "_cleared", "_without_functions",  # classes of nodes
+    "MIXING", "WRONG_AT_ONCE", "_STATISTICS", "_cleared", "_without_functions",  # classes of nodes
+    "WHOLE",  # classes of tensors and modules
     "_warned", "_state",  # what was said
     "_lost", "absent",  # guards of modes that were not undone in time, and modes
     "KNOWN", "USERS", "_decompositions", "RULES",  # code, files and operations
