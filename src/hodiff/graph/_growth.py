@@ -307,7 +307,9 @@ class Monitor:
         loop = next(iter(_source.loops(line)), None)
         numbers = [n for n in _source.assignments(name, line) if loop is not None and _source.within(loop, n)]
         where = f" Line {numbers[-1]} ({Line(line.file, numbers[-1]).text}) extends it." if numbers else ""
-        used = _most_used(nodes)
+        children = [child for node in nodes for child in _saved.children(node)]
+        most = max(Counter(each for each in children if _saved.leaf(each) is not None).values(), default=1)
+        used = f" One parameter is used {most} times in it." if most > 1 else ""
         nodes_then = " -> ".join(str(step.nodes) for step in past[-RISES_IN_A_ROW - 1 :])
         warnings.warn(
             f"the graph behind {name} grows with every step: {nodes_then} nodes, "
@@ -328,12 +330,6 @@ class Monitor:
 def _grows(past: list[Step]) -> bool:
     last = [step.nodes for step in past[-RISES_IN_A_ROW - 1 :]]
     return len(last) == RISES_IN_A_ROW + 1 and all(a < b for a, b in pairwise(last))
-
-
-def _most_used(nodes: list[Any]) -> str:
-    children = (child for node in nodes for child in _saved.children(node))
-    most = max(Counter(child for child in children if _saved.leaf(child) is not None).values(), default=1)
-    return f" One parameter is used {most} times in it." if most > 1 else ""
 
 
 DEEPEST = 100

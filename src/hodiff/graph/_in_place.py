@@ -115,7 +115,8 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
             "this is the graph of an earlier step, through a value that step handed on (a recurrent state):\n"
             "then that is to be cut (.detach()) where the step ends."
         )
-    change = _last_change(case, case.record, change)
+    changes = [change, *(case.record.changed(value) for _, _, value in _stale_slots(case))]
+    change = max(filter(None, changes), key=lambda each: each.order, default=None)
     after = f" after {at(change.line)}" if change is not None else " after the change"
     left = _chain(case, case.record) + _left(case, case.record, stale)
     return f"compute {_loss(case)} again{after}, from the forward pass on.{left}", (
@@ -161,12 +162,6 @@ def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
         for name, state, value in _saved.slots(node):
             if state == _saved.STALE and value is not None:
                 yield node, name, value
-
-
-def _last_change(case: FailedPass, record: Record, change: Change | None) -> Change | None:
-    """The last change of any value that the pass needs from before it."""
-    changes = [change, *(record.changed(value) for _, _, value in _stale_slots(case))]
-    return max((each for each in changes if each is not None), key=lambda each: each.order, default=None)
 
 
 def _loss(case: FailedPass) -> str:
