@@ -23,6 +23,8 @@ NAMED = {caller.name: caller for caller in CALLERS}
 ROWS = pytest.mark.parametrize("row", INSIDE)
 WITHOUT_ANOTHER_ROUTE = ("jet",)
 """What only Taylor mode gives, which has rules for some of this."""
+WRONG_TWICE = [row for name, row in INSIDE.items() if name.endswith("twice through weight_norm")]
+"""What a program that does not use hodiff gets wrong."""
 NO_VALUE = ("sparse.sparsity_pattern", "jets.report")
 """What says something of how a function is computed."""
 
@@ -43,6 +45,8 @@ def used_plainly(row: Inside) -> None:
 def fault(caller: Caller, row: Inside) -> str:
     """What is wrong with a cell; nothing where it is right, or refused by name."""
     allowed = [row.refused] if row.refused else []
+    if caller.name == "check_derivatives":  # of f as it stands, whose own second derivative PyTorch has wrong
+        allowed += ["disagrees with finite differences"] if row in WRONG_TWICE else []
     if caller.name in WITHOUT_ANOTHER_ROUTE:
         allowed += ["Taylor mode has no rule for "]
     for again in (False, True):

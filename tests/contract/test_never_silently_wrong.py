@@ -118,6 +118,22 @@ def test_tensor_form_is_right_at_second_order(name: str) -> None:
     assert relative_error(hodiff.hvp(loss, x, v), hodiff.hvp(twin.of_input, twin.x, v)) < 1e-9
 
 
+def test_what_is_right_at_one_order_is_looked_at_again_at_another() -> None:
+    """A first derivative inside f, which `check_derivatives` differences, had weight_norm count as right at second."""
+    v = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
+    f = lambda v: torch._weight_norm(v, v[:, :1].detach(), 0).sin().sum()
+
+    def slope(v: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(f(v), v, create_graph=True)
+        return gradient.square().sum()
+
+    with pytest.raises(hodiff.DerivativeError, match="disagrees"):
+        hodiff.check_derivatives(slope, v)
+    x = v.clone().requires_grad_()
+    with pytest.raises(hodiff.GraphError, match="weight_norm is wrong"):
+        hodiff.hvp(f(x), x, v)
+
+
 @pytest.mark.parametrize("name", ["weight_norm", "weight_norm, by hook"])
 def test_tensor_form_refuses_second_order_through_native_weight_norm(name: str) -> None:
     """PyTorch's double backward of weight_norm forgets that the norm depends on v (31-126 % off, no error)."""

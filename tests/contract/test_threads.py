@@ -418,6 +418,8 @@ DISCIPLINE = {
     "_core._hooks.watch_modules": LOCKED,
     "_core._lending._lent": CLAIMED,
     "_core._settings.absent": OWN,
+    "_core._settings.opened": OWN,
+    "_core._substitutes._TOLD": IMPORT,
     "_core._call.state": OWN,
     "_core._refusals._warned": LOCKED,
     "_core._reverse._cleared": GROWS,

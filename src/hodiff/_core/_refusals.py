@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -62,7 +63,7 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
     Returns:
         Whether a pass must be recorded to be right, though its result is detached.
     """
-    unremarkable, recorded = _UNREMARKABLE[order >= 3], False
+    unremarkable, recorded = _UNREMARKABLE[order], False
     if graph.by_class.keys() <= unremarkable:
         return False
     _versions.prove()
@@ -91,8 +92,8 @@ def _said(remark: Remark, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
         raise ours from error
 
 
-_UNREMARKABLE: dict[bool, set[type]] = {False: set(), True: set()}
-"""Classes of nodes of which nothing need be said, in a second derivative, and in higher ones (True)."""
+_UNREMARKABLE: dict[int, set[type]] = defaultdict(set)
+"""Classes of nodes of which nothing need be said, by the order of the derivative."""
 
 
 def refuse_third_order(graph: _nodes.Survey) -> None:

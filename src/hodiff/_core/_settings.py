@@ -46,8 +46,8 @@ opened = _Opened()
 
 def undo_all(undo: Undo) -> None:
     """Undo everything. What fails, or is interrupted, is run once more, and does not keep the rest from it."""
-    undos = opened.undos
     try:
+        undos = opened.undos
         if undos and undos[-1] is undo:
             del undos[-1]
         elif undos:

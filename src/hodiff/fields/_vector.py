@@ -218,11 +218,10 @@ def value_and_divergence(
         A linear field has the trace of its matrix, and a Rademacher vector finds that of a diagonal one exactly:
 
         >>> import torch, hodiff
-        >>> value, found = hodiff.value_and_divergence(
+        >>> hodiff.value_and_divergence(
         ...     lambda x: x * torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]]), vectors=torch.tensor([[1.0, -1.0]])
         ... )
-        >>> value, found.value, found.stderr
-        (tensor([[3., 8.]]), tensor([3.]), None)
+        (tensor([[3., 8.]]), tensor([3.]))
 
     Reference:
         Grathwohl, W. et al. (2019). FFJORD: free-form continuous dynamics for scalable reversible generative
