@@ -274,3 +274,24 @@ def test_a_function_that_takes_the_model_from_outside():
     model = nn.Linear(3, 2).double()
     with pytest.raises(hodiff.GraphError, match="other than through"):
         hodiff.per_sample_grad(lambda w, b: losses(model, b), list(model.parameters()), (X, Y))
+
+
+def test_residuals_made_of_partial_derivatives_take_one_batched_pass():
+    """Each sample's u_xx - u_y by the parameters, against a loop over the samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    points = torch.randn(6, 2, dtype=torch.float64)
+    seen = []
+
+    def residual(model, z):
+        seen.append(z)
+        u = hodiff.partials(lambda z: model(z).squeeze(-1), z, [(0, 0), (1,)])
+        return u[0, 0] - u[1,]
+
+    found = hodiff.per_sample_grad(residual, model, points)
+    evaluations = len(seen)
+    for n, point in enumerate(points):
+        expected = hodiff.grad(lambda m, point=point: residual(m, point[None]).sum(), model)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name][n], gradient)
+    assert evaluations == 2  # of the whole batch, and of its samples side by side

@@ -192,10 +192,11 @@ def partials(
 
 def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     """By the route that is faster: reverse for low orders of few outputs, which it takes one by one."""
-    batched = _call.inside_vmap()  # reverse passes have no leaves of their own there
+    compiling = torch.compiler.is_compiling()
+    batched = not compiling and _call.inside_vmap()  # reverse passes have no leaves of their own there
     if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x) or batched:
         return choose(call, _by_jets, _by_reverse, wanted)
-    if call.method != "auto" or isinstance(call.f, Tensor) or torch.compiler.is_compiling():
+    if call.method != "auto" or isinstance(call.f, Tensor) or compiling:
         return choose(call, _by_jets, _by_reverse, wanted, prefer="reverse")
     derivatives = _by_reverse(call, wanted, most=1 + _expansions(wanted))
     if derivatives is None:  # jets take many outputs together
