@@ -250,7 +250,7 @@ ENTERED: dict[str, Call] = {
     "curvature/_probes.py: EstimatorProgress": CALLS["trace"],
     "_core/_lending.py: Scope(resume)": _swapped,
     "_core/_graph.py: Watched": CALLS["laplacian, reverse, module in f"],
-    "graph/_source.py: reruns": _entered(_source.reruns),
+    "graph/_source.py: Scope(_count_reruns)": _entered(_source.reruns),
     "graph/_lifetime.py: Lifetime": CALLS["graph.lifetime"],
     "graph/_inspect.py: unchanging": _explained,
     "graph/_saved.py: Scope(_normal)": _inspected,

@@ -9,13 +9,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from hodiff._core._settings import Scope, Undo
 
 
 @lru_cache(maxsize=64)
@@ -634,14 +635,14 @@ def read(file: str) -> tuple[tuple[int, str], ...]:
     return tuple((offset, earlier) for offset, earlier in lines[::-1] if _with_reruns.get() or earlier.split() != text)
 
 
-@contextmanager
-def reruns() -> Iterator[None]:
+def reruns() -> Scope[None]:
     """A context in which earlier runs of the same cell count; they may have failed as the last did."""
-    token = _with_reruns.set(True)
-    try:
-        yield
-    finally:
-        _with_reruns.reset(token)
+    return Scope(_count_reruns)
+
+
+def _count_reruns(undo: Undo) -> None:
+    undo += [partial(_with_reruns.set, _with_reruns.get())]
+    _with_reruns.set(True)
 
 
 def resolve(file: str, line: int) -> tuple[int, int, str]:
