@@ -6,6 +6,7 @@ What is noted of a node lies in a dict that the node owns, and dies with it.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -94,50 +95,50 @@ LOG = 200_000
 
 
 class Log:
-    """Intervals of places, each with the path that ran, by its number; in ascending order."""
+    """Intervals of places, each with the path that ran, by its number; in ascending order.
+
+    Each is one entry, which an interrupt leaves whole: in lists beside each other it would shift what follows.
+    """
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._lines: list[int] = []
+        self._entries: list[tuple[int, int, int]] = []  # from, to, the line
         self._last: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._entries)
 
     def add(self, start: int, end: int, line: int) -> None:
         """The nodes `start` ... `end - 1` were made at `line`."""
-        if self._lines and self._lines[-1] == line and start >= self._ends[-1]:
-            self._ends[-1] = end
+        entries = self._entries
+        before = entries[-1] if entries else (0, 0, -1)
+        if before[2] == line and start >= before[1]:
+            entries[-1] = before[0], end, line
         else:
-            self._starts.append(start)
-            self._ends.append(end)
-            self._lines.append(line)
-            if len(self._lines) > LOG:
+            entries.append((start, end, line))
+            if len(entries) > LOG:
                 self._shorten()
         self._last[line] = end
 
     def line(self, place: int) -> int | None:
         """The line that made the node at a place; None if it was not seen."""
         index = self._index(place)
-        return self._lines[index] if index >= 0 and place < self._ends[index] else None
+        return self._entries[index][2] if index >= 0 and place < self._entries[index][1] else None
 
     def ran_again(self, place: int, since: int) -> bool:
         """Whether the line that made the node at a place made others at places from `since` on."""
         index = self._index(place)
-        return index >= 0 and self._last[self._lines[index]] > since
+        return index >= 0 and self._last.get(self._entries[index][2], 0) > since
 
     def _index(self, place: int) -> int:
-        return bisect_right(self._starts, place) - 1
+        return bisect_right(self._entries, (place, sys.maxsize, 0)) - 1
 
     def _shorten(self) -> None:
         """Forget the older half, but for the first entry of each line: what is hoisted ran once."""
-        half = len(self._lines) // 2
-        first = {key: index for index, key in reversed(list(enumerate(self._lines)))}
-        keep = [index for index, key in enumerate(self._lines) if index >= half or first[key] == index]
-        self._starts = [self._starts[index] for index in keep]
-        self._ends = [self._ends[index] for index in keep]
-        self._lines = [self._lines[index] for index in keep]
+        half = len(self._entries) // 2
+        first = {line: index for index, (_, _, line) in reversed(list(enumerate(self._entries)))}
+        self._entries = [
+            entry for index, entry in enumerate(self._entries) if index >= half or first[entry[2]] == index
+        ]
 
 
 _serial = itertools.count()
