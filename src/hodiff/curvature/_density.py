@@ -280,8 +280,8 @@ def _differentiable_logdet(
     operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, *, exact: bool
 ) -> Tensor:
     """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
-    rows = normal(rows.to(operator.dtype))
     with _settings.recording():
+        rows, value = normal(rows.to(operator.dtype)), normal(value)
         images = operator._recorded_rows(rows) + shift * rows
         if exact:
             return torch.logdet((images + images.T) / 2).to(value.dtype)

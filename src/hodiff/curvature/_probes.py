@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse, _tree, _vectors
+from hodiff._core import _arguments, _call, _reverse, _settings, _tree, _vectors
 from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
@@ -82,6 +82,9 @@ def source(operator: LinearOperator, generator: torch.Generator | None) -> torch
 
 
 def _rows(domain: _vectors.Space, vectors: Any, *, live: bool) -> Tensor:
+    if live and not torch.is_grad_enabled():
+        with _settings.recording():
+            return _rows(domain, vectors, live=True)
     kind, parts, number, _ = domain.parse(vectors, "vectors")
     if number == 0 or not all(bool(part.isfinite().all()) for part in parts):
         raise InputError(f"vectors: {'holds none' if number == 0 else 'has entries that are not finite'}.")

@@ -362,15 +362,16 @@ def _differentiable_diagonal(
     if method == "xdiag" or rtol is not None:
         raise InputError("create_graph: goes with method='estimate' or 'exact', without rtol=.")
     before, size = operator.products, operator.shape[0]
-    rows = normal(operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype))
+    rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     with _settings.recording():
+        rows = normal(rows)
         forms = rows * operator._recorded_rows(rows)
         value = forms.sum(0) if exact else forms.mean(0)
-    known = forms.detach()
-    error = torch.zeros_like(known[0]) if exact else None
-    if error is None and len(known) > 1:
-        error = known.std(0) / len(known) ** 0.5
-    shaped = [None if part is None else operator.unflatten(part) for part in (value, error)]
+        known = forms.detach()
+        error = torch.zeros_like(known[0]) if exact else None
+        if error is None and len(known) > 1:
+            error = known.std(0) / len(known) ** 0.5
+        shaped = [None if part is None else operator.unflatten(part) for part in (value, error)]
     return DiagonalRecord(shaped[0], shaped[1], None, operator.products - before)
 
 

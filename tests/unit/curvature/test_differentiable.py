@@ -349,3 +349,34 @@ def test_a_changed_operator_is_refused_in_the_backward_pass() -> None:
         model[0].weight += 1
     with pytest.raises(RuntimeError, match=r"parameters changed|modified by an inplace operation"):
         value.backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("form", ["solve", "named", "logdet", "estimated", "diagonal"])
+def test_a_graph_that_is_asked_for_is_whole_in_any_mode(form: str, mode: Callable) -> None:
+    """By the matrix and by the right-hand side; b without its graph gave the derivative another sign."""
+    t = torch.tensor([2.0, 4.0], dtype=D, requires_grad=True)
+    A, b = hodiff.MatrixOperator(t * 1), t**2
+    named = hodiff.HessianOperator(lambda p: (p["x"].square() * t).sum() / 2, {"x": torch.zeros(2, dtype=D)})
+    runs = {
+        "solve": lambda: hodiff.solve(A, b, create_graph=True).value,
+        "named": lambda: hodiff.solve(named, {"x": b}, create_graph=True).value["x"],
+        "logdet": lambda: hodiff.logdet(A, create_graph=True).value,
+        "estimated": lambda: hodiff.logdet(A, vectors=torch.ones(2, dtype=D), create_graph=True).value,
+        "diagonal": lambda: hodiff.diagonal(A, create_graph=True).value,
+    }
+    with mode():
+        found = runs[form]()
+    (gradient,) = torch.autograd.grad(found.sum(), t, retain_graph=True)
+    (expected,) = torch.autograd.grad(runs[form]().sum(), t)
+    agree(gradient, expected, 1e-9)
+    if form in ("solve", "named", "diagonal"):
+        agree(gradient, torch.ones(2, dtype=D), 1e-7)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_more_steps_than_a_system_needs_are_no_failure(method: str) -> None:
+    for seed in range(20):
+        A = hodiff.MatrixOperator(matrix(5, seed, symmetric=True))
+        record = hodiff.solve(A, draw(5, seed=seed), method=method, iterations=20)
+        assert record.residual < 1e-12 and record.status in ("iterations", "converged")
