@@ -80,8 +80,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     Attributes:
         last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`,
-            `damping` (that of the step), `length` (the part of the full step), `accepted`,
-            `converged`, `gradient`, `residual`, `evaluations`, `space`. None before the first.
+            `damping` (that of the step, in the unit of `damping`), `length` (the part of the full
+            step), `accepted`, `converged`, `gradient`, `residual`, `evaluations`, `space`. None
+            before the first.
 
     Raises:
         InputError: Residuals or their derivatives that are not finite at the parameters as they
