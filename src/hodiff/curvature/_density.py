@@ -284,7 +284,8 @@ def _differentiable_logdet(
         rows, value = normal(rows.to(operator.dtype)), normal(value)
         images = operator._recorded_rows(rows) + shift * rows
         if exact:
-            return torch.logdet((images + images.T) / 2).to(value.dtype)
+            matrix = images.to(value.dtype)  # PyTorch has no determinant of half precision
+            return torch.logdet((matrix + matrix.T) / 2)
         return _LogDeterminant.apply(operator, rows, shift, value, images)
 
 

@@ -380,3 +380,10 @@ def test_more_steps_than_a_system_needs_are_no_failure(method: str) -> None:
         A = hodiff.MatrixOperator(matrix(5, seed, symmetric=True))
         record = hodiff.solve(A, draw(5, seed=seed), method=method, iterations=20)
         assert record.residual < 1e-12 and record.status in ("iterations", "converged")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_log_determinant_in_few_digits(dtype: torch.dtype) -> None:
+    A = (2 * torch.eye(3)).to(dtype).requires_grad_()
+    (gradient,) = torch.autograd.grad(hodiff.logdet(hodiff.MatrixOperator(A), create_graph=True).value, A)
+    torch.testing.assert_close(gradient, (torch.eye(3) / 2).to(dtype))
