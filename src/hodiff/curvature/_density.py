@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _settings
+from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import standard_error, sum_dtype
 from hodiff.curvature._krylov import without
@@ -24,6 +24,7 @@ from hodiff.curvature._probes import (
     check_rtol,
     check_square,
     flat_product,
+    is_recorded,
     power_of_two,
     reached,
     refuse_live,
@@ -212,9 +213,7 @@ def logdet(
         Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
     operator = check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
-    recorded = _call.recorded(create_graph)
-    if not recorded:
-        check_detached("logdet", operator, create_graph, vectors=vectors, shift=shift)
+    recorded = is_recorded("logdet", operator, create_graph, vectors=vectors, shift=shift)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     if recorded:
         refuse_live("the derivative is not by them", vectors=vectors)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _settings, _vectors
+from hodiff._core import _arguments, _settings, _vectors
 from hodiff.curvature._krylov import Basis
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import (
@@ -20,6 +20,7 @@ from hodiff.curvature._probes import (
     check_square,
     default_rtol,
     flat_product,
+    is_recorded,
     kept_vectors,
     power_of_two,
     source,
@@ -97,8 +98,7 @@ def eigsh(
         SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
     """
     operator = check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
-    if not _call.recorded(create_graph):
-        check_detached("eigsh", operator, create_graph)
+    if not is_recorded("eigsh", operator, create_graph):
         return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
     if which == "magnitude":
         raise InputError("create_graph: goes with which='largest' or 'smallest', whose order tells how far others are.")

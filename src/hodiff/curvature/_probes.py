@@ -151,6 +151,14 @@ def check_detached(name: str, operator: object, create_graph: bool | None, **giv
         say_detached(name, operator._live or "".join(live[:1]))
 
 
+def is_recorded(name: str, operator: object, create_graph: bool | None, **given: Any) -> bool:
+    """Whether a result keeps its graph; where it does not, it is said to be detached, unless the caller has."""
+    recorded = _call.recorded(create_graph)
+    if not recorded:
+        check_detached(name, operator, create_graph, **given)
+    return recorded
+
+
 def refuse_live(why: str, **given: Any) -> None:
     """Raise where a differentiable result would count as a constant by one of these arguments."""
     for name, value in given.items():

@@ -18,12 +18,12 @@ from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_giv
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
-    check_detached,
     check_finite,
     check_rtol,
     check_square,
     default_rtol,
     flat_product,
+    is_recorded,
     kept_vectors,
     power_of_two,
     refuse_live,
@@ -132,12 +132,10 @@ def solve(
         Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
         Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3). doi:10.1137/0907058.
     """
-    recorded = _call.recorded(create_graph)
     inexact = {} if iterations is None else {"start": start, "preconditioner": preconditioner}
+    recorded = is_recorded("solve", operator, create_graph, b=b, damping=damping, **inexact)
     if recorded:
         refuse_live("a solution of so many iterations is not differentiated by it", **inexact)
-    else:
-        check_detached("solve", operator, create_graph, b=b, damping=damping, **inexact)
     solver = functools.partial(
         attempt,
         method=method,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _settings
+from hodiff._core import _settings
 from hodiff._core._arguments import Probes, check_option
 from hodiff._core._vectors import near, standard_error, sum_dtype
 from hodiff.curvature._leave_one_out import xdiag, xnystrace, xtrace
@@ -18,11 +18,11 @@ from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
     RandomVectors,
-    check_detached,
     check_rtol,
     check_square,
     exact_diagonal,
     flat_product,
+    is_recorded,
     reached,
     warn_not_converged,
 )
@@ -117,9 +117,7 @@ def trace(
     """
     operator = check_square(operator, "trace")
     check_option(method, TraceMethod, "method")
-    recorded = _call.recorded(create_graph)
-    if not recorded:
-        check_detached("trace", operator, create_graph, vectors=vectors)
+    recorded = is_recorded("trace", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, drawn.number)
     leaves = _leaves_of(operator, blocks, method)
@@ -320,9 +318,7 @@ def diagonal(
     """
     operator = check_square(operator, "diagonal")
     check_option(method, DiagonalMethod, "method")
-    recorded = _call.recorded(create_graph)
-    if not recorded:
-        check_detached("diagonal", operator, create_graph, vectors=vectors)
+    recorded = is_recorded("diagonal", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, None if method == "exact" else drawn.number)
     size, needed = operator.shape[0], drawn.number * (2 if method == "xdiag" else 1)
