@@ -3,6 +3,7 @@
 import datetime
 import functools
 import os
+import sys
 import threading
 import time
 import warnings
@@ -665,6 +666,60 @@ def test_several_threads_of_several_processes_are_refused(three: Ranks) -> None:
         assert all("is used in several threads, and no rank knows in what order" in text for text in refused)
         assert "a group of its own: torch.distributed.new_group()" in refused[0]
         assert outcome.seconds < TIMEOUT
+
+
+def in_eight_threads(rank: int, often: int) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Products of one operator over a group of two, then of operators on one model, each over a group of its own."""
+    groups = [dist.new_group([0, 1]) for _ in range(9)]
+    if rank == 2:
+        return [], []
+    model, V, interval = network(), draw(39, 8), sys.getswitchinterval()
+    make = lambda group, **options: hodiff.HessianOperator(
+        sum_of_cross_entropy, model, data=share(LABELS, group), process_group=group, **options
+    )
+    one, begun, end = make(groups[8]), threading.Event(), threading.Barrier(8)
+    own = [make(group, memory_budget=0.5 * (number % 2)) for number, group in enumerate(groups[:8])]
+
+    def multiply(number: int) -> Any:
+        try:
+            return one @ V[:, number]
+        except hodiff.GraphError as error:
+            return str(error)
+
+    def of_one(number: int) -> list[Any]:
+        assert number == 0 or begun.wait(TIMEOUT)
+        found = [multiply(number)]
+        begun.set()
+        found += [multiply(number) for _ in range(often - 1)]
+        end.wait(TIMEOUT)  # the first thread lives as long as the others use its group
+        return found
+
+    def of_its_own(number: int) -> list[Any]:
+        H, seeded = own[number], torch.Generator().manual_seed(number)
+        found = [H @ V[:, number] for _ in range(often)]
+        H.refresh()
+        return [*found, hodiff.eigsh(H, 2, generator=seeded).value if often > 3 else None]
+
+    sys.setswitchinterval(1e-4)
+    try:
+        first, second = ([functools.partial(task, number) for number in range(8)] for task in (of_one, of_its_own))
+        return in_threads(*first), in_threads(*second)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("often", [3, pytest.param(125, marks=pytest.mark.slow)])
+def test_eight_threads_of_two_processes_are_right_or_refused(three: Ranks, often: int) -> None:
+    H, V = build("Hessian", None), draw(39, 8)
+    expected, largest = H @ V, torch.linalg.eigvalsh(H.dense())[-2:].flip(0)
+    for outcome in three(in_eight_threads, often)[:2]:
+        assert not outcome.error, outcome
+        (allowed, *refused), own = outcome.value
+        assert all(torch.allclose(value, expected[:, 0], rtol=1e-12) for value in allowed)
+        assert all("is used in several threads, and no rank" in text for found in refused for text in found)
+        for number, (*products, values) in enumerate(own):
+            assert all(torch.allclose(value, expected[:, number], rtol=1e-12) for value in products)
+            assert len(products) == often and (often == 3 or torch.allclose(values, largest, rtol=1e-9))
 
 
 # --- the group itself fails -------------------------------------------------------------------------------------------
