@@ -100,11 +100,21 @@ def test_peak_memory_of_a_value(f, x, small, monkeypatch):
     assert found < 0.3 * peak(lambda: hodiff.laplacian(f, x, create_graph=False))
 
 
+@pytest.mark.parametrize(("samples", "coordinates", "width", "most"), [(64, 300, 64, 1), (256, 300, 256, 8)])
+def test_no_block_is_worth_less_than_its_calls(samples, coordinates, width, most):
+    """All at once at 5 MiB; at 75 some five blocks, beside the two evaluations that they are held against."""
+    net, evaluations = nn.Sequential(nn.Linear(coordinates, width), nn.Tanh(), nn.Linear(width, 1)), []
+    net.register_forward_hook(lambda *_: evaluations.append(1))
+    hodiff.laplacian(net, torch.randn(samples, coordinates), create_graph=False)
+    assert 1 <= len(evaluations) <= most
+
+
+@pytest.mark.slow
 def test_peak_memory_against_the_coordinate_loop():
-    """At the size that the bound is meant for: half of what the graph of the loop takes."""
+    """At a size that the bound is meant for: half of what the graph of the loop takes."""
     f = nn.Sequential(nn.Linear(50, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
     f = nn.Sequential(*f, nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
-    x = torch.randn(256, 50)
+    x = torch.randn(4096, 50)
     assert peak(lambda: hodiff.laplacian(f, x, create_graph=False)) < 0.5 * peak(lambda: by_loop(f, x))
 
 
