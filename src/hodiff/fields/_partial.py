@@ -513,14 +513,19 @@ class Derivatives:
         self._x = x
         self._batch_ndim = batch_ndim
         self._known: dict[Index, Tensor] = {(): u}
-        self._gradients: dict[Index, Tensor] = {}
+        # For each number of a point one tensor with a graph of its own: a pass through one visits no other's.
+        self._columns: dict[Index, Sequence[Tensor]] = {(): entries(u, batch_ndim)}
+        self._gradients: dict[Index, list[Tensor]] = {}
 
     def __getitem__(self, index: Any) -> Tensor:
         wanted = parsed(index, self._x.shape[-1])
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with _settings.recording():
-            derivative = self._partial(wanted)
-        return derivative if recorded else detached(derivative)
+        if wanted not in self._known:
+            with _settings.recording():
+                columns = self._partial(wanted)
+                whole = self._u.ndim > self._batch_ndim
+                self._known[wanted] = torch.stack([*columns], -1).reshape(self._u.shape) if whole else columns[0]
+        return self._known[wanted] if recorded else detached(self._known[wanted])
 
     def __iter__(self) -> Any:
         raise TypeError("derivatives of any order have no end to iterate to; ask for each: d[0], d[0, 1].")
@@ -529,13 +534,13 @@ class Derivatives:
         known = ", ".join(map(str, sorted(index for index in self._known if index)))
         return f"Derivatives(of {tuple(self._u.shape)} by {tuple(self._x.shape)}, computed: {known or 'none'})"
 
-    def _partial(self, index: Index) -> Tensor:
-        if index not in self._known:
+    def _partial(self, index: Index) -> Sequence[Tensor]:
+        if index not in self._columns:
             inner, last = self._lower(index)
             if inner not in self._gradients:
                 self._gradients[inner] = self._gradient(self._partial(inner), len(index))
-            self._known[index] = self._gradients[inner].select(-1, last)
-        return self._known[index]
+            self._columns[index] = [gradient.select(-1, last) for gradient in self._gradients[inner]]
+        return self._columns[index]
 
     def _lower(self, index: Index) -> tuple[Index, int]:
         """A derivative of one order less, one whose gradient is known where there is one, and the coordinate left."""
@@ -545,15 +550,11 @@ class Derivatives:
                 return inner, index[place]
         return index[:-1], index[-1]
 
-    def _gradient(self, values: Tensor, order: int) -> Tensor:
-        """The gradient of each number at each point, `(*values.shape, D)`."""
+    def _gradient(self, columns: Sequence[Tensor], order: int) -> list[Tensor]:
+        """The gradients of each number at each point, `(*batch, D)`."""
         # The passes below count too: of the second order on, a differentiable result is a third derivative.
-        request = call(values, self._x, passes=order, create_graph=True, batch_ndim=self._batch_ndim)
-        with OutputGraph(request) as graph:
-            columns = entries(values, self._batch_ndim)
-            rows = [_reverse.vjp(graph, [column], [torch.ones_like(column)])[0] for column in columns]
-            stacked = torch.stack(rows, -2) if values.ndim > self._batch_ndim else rows[0]
-            return stacked.reshape(*values.shape, self._x.shape[-1])
+        with OutputGraph(call([*columns], self._x, order, create_graph=True, batch_ndim=self._batch_ndim)) as graph:
+            return [_reverse.vjp(graph, [column], [torch.ones_like(column)])[0] for column in columns]
 
 
 _compiled_callers.mark(Derivatives)

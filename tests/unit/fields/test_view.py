@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import hodiff
 from tests.support.modules import two_layers
@@ -61,6 +62,20 @@ def test_each_is_computed_once(count):
     _ = d[1, 2]
     assert count.passes == 3
     assert "computed: (0,)" in repr(d)
+
+
+def test_several_numbers_at_each_point_cost_their_number():
+    """Multiplications of matrices: a pass of second order for one number does not go through the graphs of all."""
+
+    def work(outputs):
+        u, x = net(points), points
+        with FlopCounterMode(display=False) as flops:
+            d = hodiff.derivatives_of(u[:, :outputs], x)
+            _ = d[2], d[0, 0], d[1, 1], d[0, 0, 1]
+        return flops.get_total_flops()
+
+    net, points = problem(3)
+    assert work(3) == 3 * work(1)
 
 
 def test_they_train_and_leave_the_graph():
