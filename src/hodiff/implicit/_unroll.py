@@ -332,9 +332,9 @@ class Replay:
     def _compare(self, outputs: Sequence[Tensor]) -> None:
         """Raise where the steps led elsewhere than the first time."""
         for output, (end, version) in zip(outputs, self.ends, strict=True):
-            if end._version != version or not end.is_floating_point():
+            if end._version != version or not end.is_floating_point() or not end.numel():
                 continue
-            off = float((output.detach() - end).abs().max()) if end.numel() else 0.0
+            off = float((output - end).abs().max())
             if off > torch.finfo(end.dtype).eps ** 0.5 * float(end.abs().max()):
                 raise GraphError(
                     f"segments: the steps, taken again in the backward pass, led elsewhere (by {off:.2g}): something "
@@ -363,7 +363,7 @@ class Segment(torch.autograd.Function):
         """The end, which is known already."""
         ctx.replay = replay
         ctx.save_for_backward(*tensors)
-        return tuple(output.view_as(output) for output in outputs)
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ Kind = Literal["star", "columns", "rows"]
 Order = Literal["best", "largest", "natural"]
 
 PART = 4000
-"""Of a larger matrix, the columns on which the ways to colour it are compared."""
+"""Of more columns, those on which the ways to colour them are compared."""
 
 
 def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor:
@@ -66,7 +66,7 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
     if kind == "star":
         check_symmetric(pattern)
         return _star(pattern, order)
-    return _best(_COLUMNS, pattern if kind == "columns" else pattern.transposed(), order)
+    return _best(_COLUMNS, pattern if kind == "columns" else pattern.transposed(), order, star=False)
 
 
 def _shape(pattern: Any) -> tuple[int, int]:
@@ -88,28 +88,20 @@ class _Way(NamedTuple):
     order: Order
 
 
-def _best(ways: Sequence[_Way], pattern: Pattern, order: Order) -> Tensor:
-    """The colours of the way that needs the fewest; on a part, where the whole is large."""
+def _best(ways: Sequence[_Way], pattern: Pattern, order: Order, *, star: bool) -> Tensor:
+    """The colours of the way that needs the fewest; of many columns, on the first of them."""
     ways = [way for way in ways if order in ("best", way.order)]
-    if max(pattern.shape) <= PART:
-        return min((way.run(pattern) for way in ways), key=_count)
-    if len(ways) > 1:
-        part = _part(pattern)
-        tried = [_count(way.run(part)) for way in ways]
-        ways = [ways[tried.index(min(tried))]]
-    return ways[0].run(pattern)
+    part = _first(pattern, star=star) if len(ways) > 1 and pattern.shape[1] > PART else pattern
+    colors = [way.run(part) for way in ways]
+    best = min(range(len(ways)), key=lambda n: _count(colors[n]))
+    return colors[best] if part is pattern else ways[best].run(pattern)
 
 
-def _part(pattern: Pattern) -> Pattern:
-    """The first columns, and the rows that they need; of a square matrix the same of both."""
-    rows, columns = pattern.shape
-    held = pattern.columns < PART
-    if rows == columns:
-        held &= pattern.rows < PART
-        return Pattern(pattern.rows[held], pattern.columns[held], (PART, PART))
-    size = min(columns, PART)
-    used, renamed = torch.unique(pattern.rows[held], return_inverse=True)
-    return Pattern(renamed, pattern.columns[held], (max(1, len(used)), size))
+def _first(pattern: Pattern, *, star: bool) -> Pattern:
+    """The first columns; for a star colouring, the matrix of those alone."""
+    rows = PART if star else pattern.shape[0]
+    held = (pattern.columns < PART) & (pattern.rows < rows)
+    return Pattern(pattern.rows[held], pattern.columns[held], (rows, PART))
 
 
 def _count(colors: Tensor) -> int:
@@ -152,7 +144,7 @@ def _star(pattern: Pattern, order: Order) -> Tensor:
     if crowd:  # such a vertex lies on no path of two colours, so the others may forget it
         kept = ~(private[pattern.rows] | private[pattern.columns])
         rest = Pattern(pattern.rows[kept], pattern.columns[kept], pattern.shape)
-    colors = _best(_STAR, rest, order)
+    colors = _best(_STAR, rest, order, star=True)
     if crowd:
         first = _count(colors[~private])
         colors[private] = torch.arange(first, first + crowd, device="cpu")

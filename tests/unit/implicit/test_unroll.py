@@ -338,6 +338,38 @@ def test_segments_notice_that_f_has_changed() -> None:
         sum(p.sum() for p in final.values()).backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+@pytest.mark.parametrize("largest", [0.0, 1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("share", [-2.0, -0.5, 0.5, 2.0])
+def test_how_far_segments_may_lead_elsewhere(share: float, largest: float, dtype: torch.dtype) -> None:
+    """Half of the digits, of the largest entry: 0.5 and 2 of that."""
+    rate = torch.ones((), dtype=dtype, requires_grad=True)
+    slopes = torch.tensor([0.0, -largest, largest], dtype=dtype)
+    final = hodiff.unroll(lambda p: (p * slopes).sum(), torch.zeros(3, dtype=dtype), rules.SGD(lr=rate), 1, segments=1)
+    slopes[0] = share * torch.finfo(dtype).eps ** 0.5 * largest
+    if abs(share) < 1 or not largest:
+        final.sum().backward()
+    else:
+        with pytest.raises(GraphError, match=r"segments: the steps, taken again.*led elsewhere \(by [\d.e+-]+\)"):
+            final.sum().backward()
+
+
+def test_segments_compare_only_what_the_steps_led_to() -> None:
+    """Neither a result that was changed since, nor integers, nor what has no entries."""
+    counted = lambda p, g, s, t: (
+        {name: p[name] - g[name] for name in p},
+        torch.ones((), dtype=torch.long) if s is None else s + 1,
+    )
+    start = {"some": torch.ones(2, dtype=D), "none": torch.ones(0, dtype=D)}
+    weights = torch.tensor([1.0, 2.0], dtype=D, requires_grad=True)
+    f = lambda p: (weights * p["some"]).sum() + p["none"].sum()
+    final, (_, count) = hodiff.unroll(f, start, counted, 4, segments=2, return_state=True)
+    assert int(count) == 4
+    final["some"].mul_(3)
+    final["some"].sum().backward()
+    assert torch.equal(weights.grad, torch.full((2,), -12.0, dtype=D))
+
+
 def unseen(p: Tensor, hidden: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         return p * hidden

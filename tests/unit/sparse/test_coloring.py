@@ -260,6 +260,39 @@ def test_a_large_matrix_is_coloured_in_the_way_that_is_best_on_a_part(monkeypatc
     assert len(set(color(tall, "rows").tolist())) >= 3
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("star", (60, 60))]
+    + [(kind, shape) for kind in ("columns", "rows") for shape in [(60, 60), (60, 30), (30, 60), (60, 15), (15, 60)]],
+)
+def test_many_columns_are_coloured_in_the_way_that_is_best_on_the_first(
+    kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part is what a dense matrix is cut to; all ways see it, and the best of them alone sees the whole."""
+    monkeypatch.setattr(coloring, "PART", 20)
+    ways, seen = (coloring._STAR if kind == "star" else coloring._COLUMNS), []
+    spies = [coloring._Way(lambda p, way=way: seen.append((way, p)) or way.run(p), way.order) for way in ways]
+    monkeypatch.setattr(coloring, "_STAR" if kind == "star" else "_COLUMNS", spies)
+    chosen = set()
+    for seed in range(8):
+        held = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < torch.linspace(0.02, 0.3, shape[1])
+        held = held | held.T if kind == "star" else held
+        turned = held.T if kind == "rows" else held
+        part = turned[:20, :20] if kind == "star" else turned[:, :20]
+        best = min(ways, key=lambda way: len(way.run(whole(part)).unique()))
+        expected = [(way, part) for way in ways] + ([(best, turned)] if turned.shape[1] > 20 else [])
+        seen.clear()
+        assert torch.equal(color(whole(held), kind), best.run(whole(turned)))
+        for (way, pattern), (by, dense) in zip(seen, expected, strict=True):
+            assert way is by and torch.equal(pattern.to_torch().to_dense().bool(), dense)
+        chosen.add(ways.index(best))
+    assert len(chosen) > 1 or kind != "star"
+
+
+def whole(held: Tensor) -> Pattern:
+    return Pattern(*held.nonzero().T, tuple(held.shape))
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
