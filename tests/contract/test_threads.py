@@ -421,6 +421,8 @@ DISCIPLINE = {
     "_core._settings.opened": OWN,
     "_core._substitutes._TOLD": IMPORT,
     "_core._call.state": OWN,
+    "_core._arguments.WHOLE": GROWS,
+    "_core._refusals._UNREMARKABLE": GROWS,
     "_core._refusals._warned": LOCKED,
     "_core._reverse._cleared": GROWS,
     "_core._reverse._without_functions": GROWS,
@@ -460,16 +462,20 @@ _MADE = {"RLock", "Lock", "Condition", "Counted", "count", "deque", "defaultdict
          "WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}  # fmt: skip
 
 
+_CHANGE = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+
+
 def _state_of(module: ast.Module) -> Iterator[str]:
     local = {kind.name for kind in ast.walk(module) if isinstance(kind, ast.ClassDef)
              and any(ast.unparse(base) == "threading.local" for base in kind.bases)}  # fmt: skip
+    values: dict[str, ast.expr | None] = {}
     for node in module.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets:
-            if isinstance(target, ast.Name) and isinstance(node, (ast.Assign, ast.AnnAssign)):
-                constant = target.id.lstrip("_").isupper() or target.id == "__all__"
-                if _changes(node.value, constant, local):
-                    yield target.id
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            values |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+    for name, value in values.items():
+        if _changes(value, name.lstrip("_").isupper() or name == "__all__", local):
+            yield name
     for node in ast.walk(module):
         if isinstance(node, ast.Global):
             yield from node.names
@@ -477,6 +483,17 @@ def _state_of(module: ast.Module) -> Iterator[str]:
             names = {ast.unparse(mark).partition("(")[0].rpartition(".")[2] for mark in node.decorator_list}
             if names & {"cache", "lru_cache", "cached_property"}:
                 yield node.name
+            yield from values.keys() & _changed_in(node)
+
+
+def _changed_in(function: ast.FunctionDef) -> set[str]:
+    """The names of containers that a function changes, whatever their spelling says."""
+    return {
+        ast.unparse(node.value).partition("[")[0]
+        for node in ast.walk(function)
+        if (isinstance(node, ast.Attribute) and node.attr in _CHANGE)
+        or (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load))
+    }
 
 
 def _changes(value: ast.expr | None, constant: bool, local: set[str]) -> bool:
@@ -488,7 +505,8 @@ def _changes(value: ast.expr | None, constant: bool, local: set[str]) -> bool:
     if not isinstance(value, ast.Call):
         return False
     name = ast.unparse(value.func).rpartition(".")[2]
-    return name in local or (name in _MADE and not (constant and value.args))
+    contents = value.args[name == "defaultdict" :]
+    return name in local or (name in _MADE and not (constant and contents))
 
 
 def test_all_that_can_change_has_a_discipline() -> None:

@@ -30,11 +30,11 @@ from tests.support.ledger import Ledger, storages_of, without_collector
 from tests.support.limits import in_threads
 
 REMEMBERED = {
-    "MIXING", "WRONG_AT_ONCE", "_STATISTICS", "_cleared", "_without_functions",  # classes of nodes
+    "MIXING", "WRONG_AT_ONCE", "_STATISTICS", "_UNREMARKABLE", "_cleared", "_without_functions",  # classes of nodes
     "WHOLE",  # classes of tensors and modules
     "_warned", "_state",  # what was said
     "_lost", "absent",  # guards of modes that were not undone in time, and modes
-    "KNOWN", "USERS", "_decompositions", "RULES",  # code, files and operations
+    "USERS", "RULES", "_higher_order_ops",  # code, files and operations, PyTorch's among them
 }  # fmt: skip
 """What the library knows better after a call, and is meant to; it holds no tensors, or weakly."""
 
@@ -73,8 +73,9 @@ def library() -> dict[str, Any]:
             found[path] = _seen(value.get())
         elif isinstance(value, (dict, list, set)):
             found[path] = _seen(value)
-        else:
-            found[path] = {part: _seen(inner) for part, inner in vars(value).items() if part != "_lock"}
+        else:  # what this thread has not set yet is its class's
+            parts = {**vars(type(value)), **vars(value)} if isinstance(value, threading.local) else vars(value)
+            found[path] = {part: _seen(parts[part]) for part in parts if part != "_lock" and not part.startswith("__")}
     return found
 
 
