@@ -22,11 +22,15 @@ from hodiff.errors import HodiffWarning, InputError
 DOUBLE = torch.float64
 ROUNDING = 1e-12
 """Decreases below this part of the loss are rounding: a step is then judged by its length."""
+SHORTER = 0.9
+"""Steps below rounding go on while each is shorter than the last by this factor."""
 SUFFICIENT = 1e-4
 """What part of the promised decrease a full step must keep to be taken."""
 LONG, SHORT = 0.25, 0.125
 """The damping falls after step lengths of at least `LONG`, and grows after those below `SHORT`."""
 FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
+FREER = 100.0
+"""How many times less damping is tried before a minimum is said to be reached."""
 LEAST, MOST = 1e-13, 1e8
 """The bounds of the damping; the lower one holds for the search alone."""
 FULL_CHECKS = (1, 10, 100)
@@ -302,8 +306,10 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             step = system.step(damping * state["scale"], drift)
             trial = at(step.change)
             polished = self._polished(system, step, trial.gain, at, state) if at.number == 1 else None
-            if polished is not None:
-                return _outcome(system, step, trial, damping, accepted=polished, converged=not polished)
+            if polished:
+                return _outcome(system, step, trial, damping, accepted=True)
+            if polished is False:
+                return self._freer(system, step, at, state)
             ratio = trial.gain / step.decrease if step.decrease > 0 else -math.inf
             if ratio > SUFFICIENT:
                 fall = max(1 / 3, 1 - (2 * ratio - 1) ** 3)
@@ -327,8 +333,10 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         while at.number < self._tries:
             trial = at(length * step.change)
             polished = self._polished(system, step, trial.gain, at, state) if length == at.number == 1 else None
-            if polished is not None:
-                return _outcome(system, step, trial, damping, accepted=polished, converged=not polished)
+            if polished:
+                return _outcome(system, step, trial, damping, accepted=True)
+            if polished is False:
+                return self._freer(system, step, at, state)
             if trial.gain > best.gain:
                 best = trial._replace(length=length)
             elif best.leaves:
@@ -346,13 +354,30 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     def _polished(self, system: _System, step: _DampedStep, gain: float, at: _Trials, state: _State) -> bool | None:
         """Whether a step below rounding is taken: while steps grow shorter. None of a larger one."""
-        least = max(ROUNDING * system.loss, at.rounding())
+        least = at.rounding()
         if step.decrease > least or abs(gain) > least:
             return None
-        shorter = 0 < step.norm < state.get("norm", math.inf)
+        shorter = 0 < step.norm < SHORTER * state.get("norm", math.inf)
         if shorter:
             state["norm"] = step.norm
         return shorter
+
+    def _freer(self, system: _System, step: _DampedStep, at: _Trials, state: _State) -> _Outcome:
+        """Take a step of less damping that gains more than rounding; none: the loss is at its minimum.
+
+        The step in hand promises nothing: for there is nothing to gain, or since its damping holds back
+        parameters that are large beside the others.
+        """
+        damping = state["damping"]
+        least, floor = at.rounding(), LEAST if self._least is None else self._least
+        while damping > floor and at.number < self._tries:
+            damping = max(floor, damping / FREER)
+            freer = system.step(damping * state["scale"], None)
+            trial = at(freer.change) if freer.decrease > least else None
+            if trial is not None and trial.gain > least:
+                state["damping"], state["norm"] = damping, freer.norm
+                return _outcome(system, freer, trial, damping, accepted=True)
+        return _outcome(system, step, _Trial([], 0.0), state["damping"], accepted=False, converged=True)
 
     # --- what changes
 
@@ -461,9 +486,10 @@ class _Trials:
         self._start = _flat(graph.leaves, system.r.device)
 
     def rounding(self) -> float:
-        """The loss of residuals that are what rounding of the parameters makes of them."""
+        """A change of the loss that rounding makes, of the residuals or of the parameters."""
         eps = max(torch.finfo(leaf.dtype).eps for leaf in self._graph.leaves)
-        return (eps * float((self._system.norms * self._start).norm())) ** 2
+        parameters = (eps * float((self._system.norms * self._start).norm())) ** 2
+        return max(ROUNDING * self._system.loss, parameters)
 
     def __call__(self, change: Tensor) -> _Trial:
         """What a step leads to: without a graph, in grad mode, for `f` may differentiate by points."""

@@ -197,6 +197,18 @@ def test_curves_to_the_last_digits(name, start):
     assert optimizer.last.converged and "rounding allows no better" in optimizer.last.message
 
 
+@pytest.mark.parametrize("search", [False, True])
+def test_damping_that_holds_a_parameter_back_is_no_minimum(search):
+    """One parameter is felt 1e9 times less than the other: damped as much, it promises no decrease of the loss."""
+    scales = tensor(1e6, 1e-3)
+    b = tensor(0.0, 0.0)
+    optimizer = hodiff.LevenbergMarquardt(lambda b: scales * b - 1, b, search=search)
+    for _ in range(60):
+        optimizer.step()
+        assert not optimizer.last.converged or float((scales * b - 1).abs().max()) < 1e-5
+    assert optimizer.last.converged is not search  # the search keeps some damping, and is still on its way
+
+
 def helix(x):
     theta = torch.atan2(x[1], x[0]) / (2 * math.pi)
     return torch.stack([10 * (x[2] - 10 * theta), 10 * (x[:2].norm() - 1), x[2]])
