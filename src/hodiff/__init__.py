@@ -29,9 +29,10 @@ function, hodiff builds the graph and frees it; given a tensor, the graph is you
 
 from hodiff._core import _compiled_callers
 from hodiff._core._where import Selection, select
-from hodiff.calculus._first import grad, jacobian, jvp, per_sample_grad, value_and_grad, vjp
+from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
 from hodiff.calculus._higher import derivatives, nth_derivative
 from hodiff.calculus._multi import multi_grad
+from hodiff.calculus._per_sample import per_sample_grad
 from hodiff.calculus._second import cross_hessian, cross_hvp, hessian, hessian_diagonal, hvp, value_grad_and_hessian
 from hodiff.curvature._density import logdet, spectral_density
 from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
@@ -70,6 +71,7 @@ from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
 from hodiff.verify._check import check_derivatives
 
 from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
+from hodiff import rules as rules  # isort: skip
 
 __version__ = "0.1.0"
 

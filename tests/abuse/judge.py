@@ -12,7 +12,7 @@ import torch
 
 import hodiff
 from hodiff._core._lending import EvaluationContext
-from hodiff.calculus._first import Samples
+from hodiff.calculus._per_sample import Samples
 from hodiff.curvature._probes import EstimatorProgress
 from tests.abuse.calls import FUNCTIONS, Target, perform
 from tests.abuse.values import LAYOUTS, VALUES

@@ -416,7 +416,7 @@ DISCIPLINE = {
     "_core._compiled_callers.TRACED": IMPORT,
     "_core._hooks.second_derivatives": LOCKED,
     "_core._hooks.watch_modules": LOCKED,
-    "_core._lending._lent": CLAIMED,
+    "_core._loans._lent": CLAIMED,
     "_core._settings.absent": OWN,
     "_core._settings.opened": OWN,
     "_core._substitutes._TOLD": IMPORT,

@@ -9,10 +9,10 @@ from collections import defaultdict
 import hodiff
 from tests.meta.source import PACKAGE, imports, library_files, module_name, tree, where
 
-MODULES = 123  # 122 before least squares came
-STATEMENTS = 21554  # 21099 before least squares came
+MODULES = 125  # 122 before least squares came
+STATEMENTS = 21601  # 21099 before least squares came; 48 are the heads of four files that were second things
 LONGEST_BODY = 45
-LONG_LINES = 3832  # 3804 before least squares came
+LONG_LINES = 3785
 IMPORTED_ONCE = 7
 RAISED = "is something said twice, or of no use any more? What is new and needed raises the bound, with its reason"
 

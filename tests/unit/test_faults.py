@@ -14,7 +14,7 @@ import hodiff
 from hodiff._core import _memory, _messages, _reverse, _versions
 from hodiff._core._arguments import is_set
 from hodiff._core._faults import interrupts, is_fault
-from hodiff.calculus import _first
+from hodiff.calculus import _first, _per_sample
 from hodiff.fields import _expansions
 from hodiff.sparse import _tracer
 from tests.support.modules import Cube
@@ -120,7 +120,7 @@ def wide() -> Any:
 FALLBACKS: dict[str, tuple[Callable[[], Any], Any, str, int]] = {  # the call; whose attribute fails, at which use
     "columns to rows": (tall, _first, "_columns_of", 1),
     "a batch of vectors to one at a time": (many_rows, _reverse, "_vjps_batched", 1),
-    "samples under vmap to rows": (per_sample, _first, "_chunk", 1),
+    "samples under vmap to rows": (per_sample, _per_sample, "_chunk", 1),
     "a decomposition to the plain answer": (pattern, _tracer.Tracer, "__enter__", 2),
     "blocks of samples to the whole batch": (wide, _expansions, "by_jets", 2),
     "memory that the machine tells": (lambda: _memory.free_bytes(torch.device("cpu")) > 0, Path, "read_text", 1),

@@ -11,7 +11,7 @@ from hodiff._core import _locks
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._hooks import Hooks
-from hodiff._core._lending import ParameterLoan, StateLoan
+from hodiff._core._loans import ParameterLoan, StateLoan
 from hodiff._core._where import Where
 from hodiff.errors import HodiffWarning
 from tests.support.limits import in_threads

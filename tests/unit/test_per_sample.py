@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _reverse
-from hodiff.calculus import _first
+from hodiff.calculus import _per_sample
 from tests.support.passes import Count
 
 D = torch.float64
@@ -78,14 +78,14 @@ def one_by_one(f, model, batch):
 @pytest.fixture
 def routes(monkeypatch):
     """Which route gave the result."""
-    taken, inner = [], _first._by_samples
+    taken, inner = [], _per_sample._by_samples
 
     def noted(*args):
         found = inner(*args)
         taken.append("rows" if found is None else "samples")
         return found
 
-    monkeypatch.setattr(_first, "_by_samples", noted)
+    monkeypatch.setattr(_per_sample, "_by_samples", noted)
     return taken
 
 

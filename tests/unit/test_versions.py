@@ -90,7 +90,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process that has looked at no graph yet."""
     for look in (_refusals.WRONG_AT_ONCE, _refusals.MIXING):
         monkeypatch.setattr(look, "_others", set())
-    monkeypatch.setattr(_refusals, "_UNREMARKABLE", defaultdict(set))
+    monkeypatch.setattr(_nodes, "UNREMARKABLE", defaultdict(set))
     _versions.prove.cache_clear()
     monkeypatch.setattr(_versions, "LOOKS", dict(_versions.LOOKS))
     return monkeypatch

@@ -16,7 +16,8 @@ from torch import Tensor
 from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree, _versions
 from hodiff._core._call import Call
 from hodiff._core._hooks import second_derivatives
-from hodiff._core._lending import LEAF_TAG, EvaluationContext, LeafTag, tag_of
+from hodiff._core._lending import EvaluationContext
+from hodiff._core._loans import LEAF_TAG, LeafTag, memory_of, tag_of
 from hodiff._core._substitutes import ExactNorms
 from hodiff.errors import GraphError, InputError
 
@@ -235,7 +236,8 @@ class OutputGraph:
                 if call.strict:
                     raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
             if call.order >= 2:
-                self.recorded = _refusals.judge(survey, self.leaves, call.order, call.allow)
+                remarkable = survey.is_remarkable(call.order)
+                self.recorded = remarkable and _refusals.judge(survey, self.leaves, call.order, call.allow)
             else:
                 self.recorded = _refusals.refuse_first(survey, self.leaves)
         except GraphError as error:
@@ -360,14 +362,6 @@ def detached(value: Any, theirs: Container[int] = ()) -> Any:
         return leaf.detach().clone() if theirs and memory_of(leaf) in theirs else leaf.detach()
 
     return _tree.tree_map(cut, value)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """An identity of the memory under a tensor: equal where two share it."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass that has none
-        return id(tensor)
 
 
 def _forget(leaf: Tensor) -> None:

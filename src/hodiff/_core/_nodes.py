@@ -8,6 +8,7 @@ per node.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -85,6 +86,10 @@ def free_one_by_one(roots: Collection[Node], nodes: Collection[Node]) -> None:
             node.metadata[_HELD] = place, [*blocks[:block], blocks[block][:rest]]
 
 
+UNREMARKABLE: dict[int, set[type]] = defaultdict(set)
+"""Classes of nodes of which nothing need be said, by the order of the derivative."""
+
+
 class Survey:
     """The nodes below some roots, grouped by class. Strong references: drop it before a pass that frees.
 
@@ -132,6 +137,10 @@ class Survey:
     def names(self) -> set[str]:
         """The class names of all nodes."""
         return {*map(_name, self.by_class)}
+
+    def is_remarkable(self, order: int) -> bool:
+        """Whether something may have to be said of a derivative of that order (see `_refusals.judge`)."""
+        return not self.by_class.keys() <= UNREMARKABLE[order]
 
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -63,9 +62,7 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
     Returns:
         Whether a pass must be recorded to be right, though its result is detached.
     """
-    unremarkable, recorded = _UNREMARKABLE[order], False
-    if graph.by_class.keys() <= unremarkable:
-        return False
+    unremarkable, recorded = _nodes.UNREMARKABLE[order], False
     _versions.prove()
     for kind, nodes in graph.by_class.items():
         if kind in unremarkable:
@@ -90,10 +87,6 @@ def _said(remark: Remark, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
         if ours is None:
             raise
         raise ours from error
-
-
-_UNREMARKABLE: dict[int, set[type]] = defaultdict(set)
-"""Classes of nodes of which nothing need be said, by the order of the derivative."""
 
 
 def refuse_third_order(graph: _nodes.Survey) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _reverse, _settings
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
-from hodiff._core._graph import OutputGraph, Watched, detached, memory_of
+from hodiff._core._graph import OutputGraph, Watched, detached
+from hodiff._core._loans import memory_of
 from hodiff._core._settings import InTime, RandomState, Scope, Undo
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _pushforward

@@ -76,7 +76,7 @@ def _tell(growth: _growth.Growth, *, ended: bool) -> None:
         print(f"\n{said}", end="", file=sys.stderr)
 
 
-# --- run a program as `python` runs it: its arguments, import path, `__main__`, and frames ----------------------------
+# --- run a program as `python` runs it: its arguments, import path, `__main__`, and frames --------
 
 
 _as_main = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls, by this name
@@ -144,7 +144,7 @@ def seen(codes: Sequence[CodeType]) -> list[int]:
     return kept
 
 
-# --- tracebacks -------------------------------------------------------------------------------------------------------
+# --- tracebacks -----------------------------------------------------------------------------------
 
 
 def clean(error: BaseException) -> None:
@@ -177,7 +177,7 @@ def _without_watch(traceback: TracebackType | None) -> TracebackType | None:
     return rest
 
 
-# --- warnings ---------------------------------------------------------------------------------------------------------
+# --- warnings -------------------------------------------------------------------------------------
 
 
 class Warnings:

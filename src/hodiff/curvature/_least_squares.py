@@ -15,11 +15,12 @@ from hodiff._core import _arguments, _locks, _memory, _reverse, _settings
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import TRAINABLE
-from hodiff.calculus._first import Place, Samples, each_sample, even_weights, tall_jacobian
+from hodiff.calculus._first import tall_jacobian
+from hodiff.calculus._per_sample import Samples
+from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
 from hodiff.curvature._records import LeastSquaresRecord
 from hodiff.errors import HodiffWarning, InputError
 
-DOUBLE = torch.float64
 ROUNDING = 1e-12
 """Decreases below this part of the loss are rounding: a step is then judged by its length."""
 SHORTER = 0.9
@@ -236,7 +237,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     # --- the linear model
 
-    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool) -> _System:
+    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool) -> DampedSystem:
         """The residuals and their Jacobian, checked."""
         outputs: list[Tensor] = []
         for i, given in enumerate(graph.outputs):
@@ -249,7 +250,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                     f"parameters as they are; nothing was changed."
                 )
         budget = _memory.budget(self._budget, outputs[0].device)
-        system = _System(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
+        system = DampedSystem(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
         for i, (samples, output) in enumerate(zip(joint.parts, outputs, strict=True)):
             if isinstance(samples, Samples):
                 joint.only = i
@@ -263,7 +264,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     def _by_samples(
         self,
-        system: _System,
+        system: DampedSystem,
         graph: OutputGraph,
         samples: Samples,
         output: Tensor,
@@ -299,7 +300,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     # --- the two rules
 
-    def _by_gain(self, system: _System, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
+    def _by_gain(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
         """Take the full step where enough of the promise comes true, else solve with more damping."""
         while True:
             damping = state["damping"]
@@ -323,7 +324,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 return _outcome(system, step, trial, damping, accepted=False)
             drift = None  # which may have led uphill
 
-    def _by_search(self, system: _System, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
+    def _by_search(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
         """Halve the step while the loss falls, and take the best; damping follows the length."""
         damping = state["damping"]
         least = LEAST if self._least is None else self._least
@@ -352,7 +353,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         state["length"], state["norm"] = best.length, step.norm
         return _outcome(system, step, best, damping, accepted=True)
 
-    def _polished(self, system: _System, step: _DampedStep, gain: float, at: _Trials, state: _State) -> bool | None:
+    def _polished(self, system: DampedSystem, step: DampedStep, gain: float, at: _Trials, state: _State) -> bool | None:
         """Whether a step below rounding is taken: while steps grow shorter. None of a larger one."""
         least = at.rounding()
         if step.decrease > least or abs(gain) > least:
@@ -386,7 +387,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         changes = [self.state[tensor].get("change") for tensor in tensors]
         if not self._momentum or any(change is None for change in changes):
             return None
-        return self._momentum * _flat(changes, tensors[0].device)
+        return self._momentum * flat(changes, tensors[0].device)
 
     def _take(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         before = [tensor.detach().clone() for tensor in tensors]
@@ -423,22 +424,6 @@ class _Joint:
         return [part(where) for part in self.parts]
 
 
-class _DampedStep(NamedTuple):
-    """What the linear model proposes.
-
-    Attributes:
-        change: The step, flat.
-        norm: Its length.
-        decrease: By how much the model falls.
-        residual: How exactly the damped equations are solved, relatively.
-    """
-
-    change: Tensor
-    norm: float
-    decrease: float
-    residual: float
-
-
 class _Trial(NamedTuple):
     """Parameters after a step, and by how much the loss is smaller there; -inf: not finite."""
 
@@ -451,8 +436,8 @@ _Outcome = tuple[LeastSquaresRecord, list[Tensor] | None]
 
 
 def _outcome(
-    system: _System,
-    step: _DampedStep,
+    system: DampedSystem,
+    step: DampedStep,
     trial: _Trial,
     damping: float,
     *,
@@ -480,10 +465,10 @@ def _outcome(
 class _Trials:
     """The residuals at other parameters; how often they were evaluated."""
 
-    def __init__(self, graph: OutputGraph, system: _System) -> None:
+    def __init__(self, graph: OutputGraph, system: DampedSystem) -> None:
         self._graph, self._system = graph, system
         self.number = 0
-        self._start = _flat(graph.leaves, system.r.device)
+        self._start = flat(graph.leaves, system.r.device)
 
     def rounding(self) -> float:
         """A change of the loss that rounding makes, of the residuals or of the parameters."""
@@ -505,194 +490,9 @@ class _Trials:
         for leaf in leaves:
             setattr(leaf, TRAINABLE, True)
         self._graph.context.random.restore()
-        r, new = self._system.r, _flat(self._graph.context.at(leaves), self._start.device)
+        r, new = self._system.r, flat(self._graph.context.at(leaves), self._start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
         return _Trial(leaves, gain if math.isfinite(gain) else -math.inf)
-
-
-class _System:
-    """Residuals r and their Jacobian J, in float64, and the steps of the damped linear model.
-
-    Attributes:
-        r: The residuals.
-        loss: Half the sum of their squares.
-        gradient: J'r.
-        in_samples: Whether it is solved with J J', else with J'J.
-        norms: Those of the columns of J.
-        scale: The largest of their squares.
-    """
-
-    def __init__(self, outputs: Sequence[Tensor], columns: int, budget: float) -> None:
-        device = outputs[0].device
-        self.r = _flat(outputs, device)
-        self.loss = float(self.r @ self.r) / 2
-        rows = len(self.r)
-        self._kept = 8 * rows * columns <= budget
-        if not self._kept and 16 * columns**2 > budget:
-            raise InputError(
-                f"memory_budget: the Jacobian of {rows:,} residuals by {columns:,} parameters "
-                f"takes {_memory.readable(8 * rows * columns)} and J'J "
-                f"{_memory.readable(8 * columns**2)}, of {_memory.readable(budget)}; give a "
-                f"smaller batch, fewer parameters (hodiff.select), or more memory."
-            )
-        self.in_samples = rows <= columns and self._kept
-        self._J = self.r.new_empty(rows if self._kept else 0, columns)
-        self._block_rows = max(1, int(budget / 4) // (8 * columns))
-        self._begin, self._squares = 0, 0.0
-        self.gradient = self.r.new_zeros(columns)
-        self._matrix = self.r.new_zeros((0, 0) if self._kept else (columns, columns))
-
-    # --- filling J
-
-    def by_samples(self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool) -> bool:
-        """Fill in rows, each sample with parameters of its own; False where that is wrong."""
-        before = self._begin, self._squares, self.gradient, self._matrix.clone()
-        of_sample = output.shape[1:].numel()
-        last = of_sample - 1
-        losses = output.reshape(len(output)) if of_sample == 1 else output
-        chunk = None if self._kept else max(1, self._block_rows // max(1, of_sample))
-        blocks: list[Tensor] = []
-
-        def collect(place: Place, gradients: list[Tensor]) -> None:
-            part, number = place if isinstance(place, tuple) else (place, last)
-            count = part.stop - part.start
-            if not number or not last:
-                blocks[:] = [self._block(count * of_sample)]
-            rows = blocks[0].unflatten(0, (count, of_sample))[:, number]
-            _write(rows, gradients)
-            if number == last:
-                self._added(blocks[0])
-
-        good = each_sample(graph, samples, losses, chunk, collect, usual)
-        if not (good and self._agrees(graph, output, before, full)):
-            self._begin, self._squares, self.gradient, self._matrix = before
-            return False
-        return True
-
-    def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
-        """Fill in the rows of some residuals, from blocks of the whole Jacobian."""
-        block = self._block(output.numel())
-        _write(block, [part.reshape(output.numel(), *part.shape[output.ndim :]) for part in gradients])
-        self._added(block)
-
-    def _block(self, rows: int) -> Tensor:
-        if self._kept:
-            return self._J[self._begin : self._begin + rows]
-        return self._J.new_empty(rows, self._J.shape[1])
-
-    def _added(self, block: Tensor) -> None:
-        r = self.r[self._begin : self._begin + len(block)]
-        self.gradient = torch.addmv(self.gradient, block.T, r)
-        self._squares += float(block.square().sum())
-        if not self._kept:
-            self._matrix.addmm_(block.T, block)
-        self._begin += len(block)
-
-    def _agrees(
-        self, graph: OutputGraph, output: Tensor, before: tuple[int, float, Tensor, Tensor], full: bool
-    ) -> bool:
-        """Whether J'r is what a pass over the whole batch gives; with `full`, J'w where all count.
-
-        Those of the whole batch are right: a sample under `vmap` may miss what others do to it.
-        """
-        begin, squares = before[:2]
-        r, gradient = self.r[begin : self._begin], self.gradient - before[2]
-        checks = [(r, gradient)]
-        if full and self._kept:
-            w = even_weights(torch.linalg.vector_norm(self._J[begin : self._begin], dim=1))
-            checks += [(w, w @ self._J[begin : self._begin])]
-        usual = math.sqrt((self._squares - squares) / (len(r) * len(gradient)))  # of an entry of J
-        for weights, result in checks:
-            cotangent = weights.to(output).reshape(output.shape)
-            expected = _flat(_reverse.vjp(graph, [output], [cotangent], more=True), gradient.device)
-            size = usual * float(weights.norm())
-            if not _reverse.agree(result.to(output.dtype), expected.to(output.dtype), size):
-                return False
-        return True
-
-    def closed(self) -> _System:
-        """The system, once all rows are in."""
-        if not bool(self.gradient.isfinite().all()):
-            raise InputError(
-                "residuals: their derivative is not finite at the parameters as they are (a root of 0, "
-                "a norm of 0?); nothing was changed."
-            )
-        if self._kept and not self.in_samples:
-            self._matrix = self._J.T @ self._J
-        elif self._kept:
-            self._matrix = _lower_product(self._J)
-        squares = self._J.square().sum(0) if self.in_samples else self._matrix.diagonal()
-        self.norms, self.scale = squares.sqrt(), float(squares.max()) if len(squares) else 0.0
-        return self
-
-    # --- solving
-
-    def cosine(self) -> float:
-        """The largest cosine between the residuals and a column of J: 0 at a minimum."""
-        size = self.norms * math.sqrt(2 * self.loss)
-        return float((self.gradient.abs() / size.clamp(min=torch.finfo(DOUBLE).tiny)).max())
-
-    def step(self, damping: float, drift: Tensor | None) -> _DampedStep:
-        """The minimum of |J d + r|^2 + damping |d - drift|^2."""
-        solve = self._solver(damping)
-        begun = torch.zeros_like(self.gradient) if drift is None else drift
-        if self.in_samples:
-            b = -(self.r if drift is None else self.r + self._J @ drift)
-            y = solve(b)
-            rest = b - self._J @ (self._J.T @ y) - damping * y
-            y = y + solve(rest)
-            rest = b - self._J @ (self._J.T @ y) - damping * y
-            change = begun + self._J.T @ y
-        else:
-            b = -self._normal(begun)
-            change = begun + solve(b)
-            rest = -self._normal(change) - damping * (change - begun)
-            change = change + solve(rest)
-            rest = -self._normal(change) - damping * (change - begun)
-        decrease = -float(change @ (self.gradient + self._normal(change))) / 2
-        size = float(b.norm())
-        residual = float(rest.norm()) / size if size else 0.0
-        return _DampedStep(change, float(change.norm()), decrease, residual)
-
-    def _normal(self, change: Tensor) -> Tensor:
-        """J'(J d + r)."""
-        if not self._kept:
-            return self._matrix @ change + self.gradient
-        return self._J.T @ (self._J @ change + self.r)
-
-    def _solver(self, damping: float) -> Callable[[Tensor], Tensor]:
-        """What solves the damped equations, the diagonal divided out; damped more where it must."""
-        while True:
-            damped = self._matrix.clone()
-            damped.diagonal().add_(damping)
-            d = damped.diagonal().clamp(min=torch.finfo(DOUBLE).tiny).rsqrt()
-            factor, failed = torch.linalg.cholesky_ex(d.unsqueeze(1) * damped * d)
-            if not failed:
-                return lambda b: d * torch.cholesky_solve((d * b).unsqueeze(1), factor).squeeze(1)
-            damping = max(10 * damping, 1e-16 * self.scale, torch.finfo(DOUBLE).tiny)
-
-
-def _lower_product(J: Tensor) -> Tensor:
-    """J J', of which only the lower half is needed: the blocks above the diagonal are zero."""
-    product, size = J.new_zeros(len(J), len(J)), max(256, -(-len(J) // 4))
-    for start in range(0, len(J), size):
-        stop = min(start + size, len(J))
-        torch.mm(J[start:stop], J[:stop].T, out=product[start:stop, :stop])
-    return product
-
-
-def _write(rows: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Copy the gradients of some residuals into their rows."""
-    column = 0
-    for part in gradients:
-        shape = part.shape[1:] or (1,)
-        width = math.prod(shape)
-        rows[:, column : column + width].unflatten(1, shape).copy_(part.reshape(len(part), *shape))
-        column += width
-
-
-def _flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1).to(device, DOUBLE) for tensor in tensors])
 
 
 def _check_number(value: Any, name: str, *, above: bool = False, below: float = math.inf) -> None:

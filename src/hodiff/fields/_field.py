@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _settings, _tree
 from hodiff._core._arguments import ChunkSize, check_option, is_set
 from hodiff._core._call import call
-from hodiff._core._graph import OutputGraph, Watched, detached, memory_of, split
+from hodiff._core._graph import OutputGraph, Watched, detached, split
+from hodiff._core._loans import memory_of
 from hodiff._core._where import plain
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _pushforward

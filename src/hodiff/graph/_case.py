@@ -168,7 +168,7 @@ def said(words: Iterable[Words], evidence: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-# --- what a record shows of the part of a graph that one pass freed and another met -----------------------------------
+# --- what a record shows of the part of a graph that one pass freed and another met ---------------
 
 
 @dataclass(frozen=True)

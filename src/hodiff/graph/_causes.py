@@ -18,7 +18,7 @@ from hodiff.graph import _names, _saved, _source
 from hodiff.graph._case import PARAMETRIZED, Evidence, FailureCause, SharedValue
 from hodiff.graph._source import Line, at, outside
 
-# --- two losses that share a part of their graphs, one that is differentiated twice -----------------------------------
+# --- two losses that share a part of their graphs, one that is differentiated twice ---------------
 
 
 def summed(e: Evidence) -> str | None:
@@ -159,7 +159,7 @@ def together_unknown(e: Evidence) -> str | None:
     )
 
 
-# --- the same loss ----------------------------------------------------------------------------------------------------
+# --- the same loss --------------------------------------------------------------------------------
 
 
 def loss_again(e: Evidence) -> str | None:
@@ -317,7 +317,7 @@ def _made(e: Evidence) -> str:
     return "" if e.first.created is None else f" (made at {at(e.first.created)})"
 
 
-# --- kept by an object ------------------------------------------------------------------------------------------------
+# --- kept by an object ----------------------------------------------------------------------------
 
 
 def cleared(e: Evidence) -> str | None:
@@ -469,7 +469,7 @@ def unwritten(e: Evidence) -> str | None:
     )
 
 
-# --- what earlier steps stored ----------------------------------------------------------------------------------------
+# --- what earlier steps stored --------------------------------------------------------------------
 
 
 def cut_states(e: Evidence) -> str | None:
@@ -543,7 +543,7 @@ def _one(e: Evidence) -> str:
     return names[0] if len(names) == 1 and names[0].isidentifier() else "value"
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def _at_once(e: Evidence) -> bool:

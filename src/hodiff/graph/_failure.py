@@ -42,7 +42,7 @@ def words(failure: Failure) -> str:
     return _of_tensors(failure, frames) if failure.function is None else ""
 
 
-# --- the function form: f once more, under a watch --------------------------------------------------------------------
+# --- the function form: f once more, under a watch ------------------------------------------------
 
 
 class _Clues(Listener):
@@ -152,7 +152,7 @@ def _closure(function: Any) -> dict[str, Any]:
     return variables
 
 
-# --- the tensor form: what is left ------------------------------------------------------------------------------------
+# --- the tensor form: what is left ----------------------------------------------------------------
 
 
 def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
@@ -180,7 +180,7 @@ def _untracked(case: FailedPass) -> str:
     return _body(replace(explanation, fixes=fixes))
 
 
-# --- both -------------------------------------------------------------------------------------------------------------
+# --- both -----------------------------------------------------------------------------------------
 
 
 def _roots(outputs: Sequence[Tensor]) -> list[Node]:

@@ -129,7 +129,7 @@ class Growth(Listener):
         self._nodes = NODES
         self._look_at = _saved.counter() + NODES
 
-    # --- passes -------------------------------------------------------------------------------------------------------
+    # --- passes -----------------------------------------------------------------------------------
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
         """Leave a token on what is new, and count what is not."""
@@ -216,7 +216,7 @@ class Growth(Listener):
             latest = max(cycles, key=lambda call: call.number)
             self._grown[call.path, "held"] = Grown("cycle", GrowingVariable("", None, len(cycles), 0), latest)
 
-    # --- operations ---------------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """Many nodes were made, and no pass has come: do they pile up?"""
@@ -237,7 +237,7 @@ class Growth(Listener):
                     _saved.tags(node)[self._unused_key] = token
                 self._unused[holder.variable] = (token, Grown("unused", holder))
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def growing(self, *, ended: bool = True) -> list[Grown]:
         """What grew, each holder once; `ended`: whether the program came to its end, and would have used it."""
@@ -254,7 +254,7 @@ class Growth(Listener):
         return list({(each.holder.variable, each.holder.line): each for each in grown}.values())
 
 
-# --- does the graph behind some tensors grow, step by step? -----------------------------------------------------------
+# --- does the graph behind some tensors grow, step by step? ---------------------------------------
 
 
 RISES_IN_A_ROW = 3
@@ -546,7 +546,7 @@ def _rounds(record: Record, path: str, tensor: Tensor, nodes: list[Node]) -> int
     return sum(type(node) is type(top) and record.path(node) == made for node in nodes)
 
 
-# --- what is said of a graph that grows -------------------------------------------------------------------------------
+# --- what is said of a graph that grows -----------------------------------------------------------
 
 
 TITLE = "hodiff: graphs that grow from iteration to iteration"

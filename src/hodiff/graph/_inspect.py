@@ -287,7 +287,7 @@ def _record(
     return _new(Saved, (name, state, shape, size, storage, holder, variable))
 
 
-# --- would this backward pass succeed? And what do several losses share? ----------------------------------------------
+# --- would this backward pass succeed? And what do several losses share? --------------------------
 
 
 class Finding(NamedTuple):

@@ -254,7 +254,7 @@ def lifetime() -> Lifetime:
     return Lifetime()
 
 
-# --- giving back what chosen nodes saved, without running them --------------------------------------------------------
+# --- giving back what chosen nodes saved, without running them ------------------------------------
 
 
 class Released(NamedTuple):

@@ -294,7 +294,7 @@ HIDDEN = frozenset(vars(nn.Module()))
 """What a module has for itself."""
 
 
-# --- by which of the user's lines a call came: each path is kept once, and has a number -------------------------------
+# --- by which of the user's lines a call came: each path is kept once, and has a number -----------
 
 
 REMEMBERED = 50_000

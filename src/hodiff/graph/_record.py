@@ -167,7 +167,7 @@ class NodeTags:
         self._grad = f"{self.key} grad"
         self._passes = passes
 
-    # --- left by passes -----------------------------------------------------------------------------------------------
+    # --- left by passes ---------------------------------------------------------------------------
 
     def freed(self, call: Pass, nodes: Sequence[Node]) -> None:
         """Note that a pass freed these nodes."""
@@ -200,7 +200,7 @@ class NodeTags:
         fresh = {node: children for node, children in nodes.items() if self.tag(node) is None}
         return list(_nodes.leading_to(fresh, _inspect.having(fresh, "freed")))
 
-    # --- read when one fails ------------------------------------------------------------------------------------------
+    # --- read when one fails ----------------------------------------------------------------------
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
@@ -239,7 +239,7 @@ class NodeTags:
         return (id(leaf.grad), _saved.version(leaf.grad)) == (tag.grad, tag.grad_version)
 
 
-# --- where graphs ended while a program was recorded ------------------------------------------------------------------
+# --- where graphs ended while a program was recorded ----------------------------------------------
 
 
 @final
@@ -334,7 +334,7 @@ COPY = "copy of a tensor"
 """The name under which `torch.tensor(x)` of one tensor is noted: of several, they can be put together otherwise."""
 
 
-# --- the record of a program ------------------------------------------------------------------------------------------
+# --- the record of a program ----------------------------------------------------------------------
 
 
 class Listener:
@@ -427,7 +427,7 @@ class Record:
         return any(number > call.number for number in self._read.values())
 
 
-# --- what a call of PyTorch is to the recorder, and what its arguments are --------------------------------------------
+# --- what a call of PyTorch is to the recorder, and what its arguments are ------------------------
 
 
 OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS = range(6)  # what is recorded comes first

@@ -118,7 +118,7 @@ def works() -> bool:
     return answers().states
 
 
-# --- saved tensors ----------------------------------------------------------------------------------------------------
+# --- saved tensors --------------------------------------------------------------------------------
 # The states of a saved tensor, and how each is told without running a hook or changing anything
 # (`raw` is a node's `_raw_saved_x`, a reference into the node that must not outlive it):
 #
@@ -312,7 +312,7 @@ def _raise_released(nothing: None) -> Tensor:
     raise GraphError.about(RELEASED_TEXT, kind="released")
 
 
-# --- other private names of nodes and tensors -------------------------------------------------------------------------
+# --- other private names of nodes and tensors -----------------------------------------------------
 
 
 ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
@@ -355,7 +355,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [hook for hooks in hooks for hook in hooks.values()]
 
 
-# --- nodes ------------------------------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 def leaf(node: Node) -> Tensor | None:
@@ -390,7 +390,7 @@ counter: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore
 """The place that this thread's next node will get."""
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def leaf_of(value: Tensor) -> Tensor | None:
@@ -445,7 +445,7 @@ def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
         return () if nested else tuple(tensor.shape), *storage(tensor)
 
 
-# --- does this PyTorch answer as expected? Tried once, on small graphs of each state ----------------------------------
+# --- does this PyTorch answer as expected? Tried once, on small graphs of each state --------------
 
 
 class Answers(NamedTuple):

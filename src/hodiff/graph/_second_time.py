@@ -85,7 +85,7 @@ def _freed_below(evidence: Evidence) -> str:
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
 
 
-# --- from a record to evidence ----------------------------------------------------------------------------------------
+# --- from a record to evidence --------------------------------------------------------------------
 
 
 def gather(case: FailedPass) -> Evidence | None:
@@ -305,7 +305,7 @@ def _assigned(path: Path) -> tuple[str, CodeType | None]:
     return "", None
 
 
-# --- after the fact, with nothing recorded: an inference from variables and source ------------------------------------
+# --- after the fact, with nothing recorded: an inference from variables and source ----------------
 
 
 def _inferred(case: FailedPass) -> Explanation | None:

@@ -160,7 +160,7 @@ def calls(line: Line, name: str) -> bool:
     )
 
 
-# --- what becomes of a variable in the user's source ------------------------------------------------------------------
+# --- what becomes of a variable in the user's source ----------------------------------------------
 
 
 def assigned_by(line: Line) -> list[str]:
@@ -286,7 +286,7 @@ def is_alone(name: str, line: Line) -> bool:
     return bool(made) and isinstance(made[-1].value, (ast.Call, ast.BinOp)) and not also
 
 
-# --- what lines of the user's source change in place, put into containers, or leave in objects ------------------------
+# --- what lines of the user's source change in place, put into containers, or leave in objects ----
 
 
 def changed_at(line: Line) -> list[str]:
@@ -530,7 +530,7 @@ def switched_off(line: Line) -> Line | None:
     return Line(line.file, nodes[0].lineno) if nodes else None
 
 
-# --- lines: where they are, what they say -----------------------------------------------------------------------------
+# --- lines: where they are, what they say ---------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -669,7 +669,7 @@ def is_tool(value: Any) -> bool:
     return module.partition(".")[0] in _TOOLS or module.startswith("hodiff.graph")
 
 
-# --- variables as they are written: `net.cell.h[0]` -------------------------------------------------------------------
+# --- variables as they are written: `net.cell.h[0]` -----------------------------------------------
 
 
 _BASE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

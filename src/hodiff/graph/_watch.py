@@ -117,7 +117,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return own and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
-# --- the recorder -----------------------------------------------------------------------------------------------------
+# --- the recorder ---------------------------------------------------------------------------------
 
 
 counter, is_dynamo_compiling = _saved.counter, torch.compiler.is_dynamo_compiling

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
 from hodiff._core._call import Call, call
-from hodiff._core._graph import OutputGraph, memory_of
-from hodiff._core._lending import tag_of
+from hodiff._core._graph import OutputGraph
+from hodiff._core._loans import memory_of, tag_of
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
-from hodiff.rules._optimisers import (
+from hodiff.rules import (
     SGD,
     Adadelta,
     Adagrad,

@@ -15,7 +15,7 @@ from torch import Tensor
 from hodiff._core import _compiled_callers, _substitutes, _tree
 from hodiff._core._call import is_wrapped
 from hodiff._core._faults import is_fault
-from hodiff._core._graph import memory_of
+from hodiff._core._loans import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import (
     ALIASES,

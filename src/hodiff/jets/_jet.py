@@ -23,7 +23,7 @@ from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
 from hodiff.errors import GraphError
 from hodiff.jets._series import Expansion, Series
 
-# --- operations: their names, their rules, the errors where none is ---------------------------------------------------
+# --- operations: their names, their rules, the errors where none is -------------------------------
 # Rules are kept by name, since one operation has several functions (`torch.add`, `Tensor.add`, `+`), and some
 # functions are made anew at each look (`torch.Tensor.T`).
 
@@ -209,7 +209,7 @@ def operation(func: Any) -> str:
     return ALIASES.get(name, name)
 
 
-# --- the jet ----------------------------------------------------------------------------------------------------------
+# --- the jet --------------------------------------------------------------------------------------
 
 
 NOWHERE = torch.device("meta")

@@ -185,7 +185,7 @@ def connected(result: Any, points: Iterable[Any]) -> Any:
     return items[0] if tree is None else _tree.rebuild(tree, iter(items))
 
 
-# --- `report`: which operations of a function have a rule, what each costs --------------------------------------------
+# --- `report`: which operations of a function have a rule, what each costs ------------------------
 
 
 @dataclass(frozen=True)

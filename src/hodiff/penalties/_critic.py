@@ -27,7 +27,7 @@ from hodiff._core._arguments import (
     is_set,
 )
 from hodiff._core._graph import OutputGraph, detached
-from hodiff._core._lending import tag_of
+from hodiff._core._loans import tag_of
 from hodiff._core._vectors import check_generator, draw
 from hodiff._core._where import Where, plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
@@ -112,7 +112,7 @@ class Critic(NamedTuple):
         return gradient if self.grad_scale == 1 else [wide(leaf) / self.grad_scale for leaf in gradient]
 
 
-# --- where penalties are evaluated: points between two batches; and vectors, drawn or given ---------------------------
+# --- where penalties are evaluated: points between two batches; and vectors, drawn or given -------
 
 
 @_compiled_callers.traced
@@ -508,7 +508,7 @@ def static_graph_error() -> GraphError:
     )
 
 
-# --- the route through `torch.compile`: a gradient that its tracer can follow -----------------------------------------
+# --- the route through `torch.compile`: a gradient that its tracer can follow ---------------------
 # The rest of the library reads graphs, lends modules and warns, none of which a traced region can hold.
 # Inside one, the gradient comes from `torch.func.grad`, which Dynamo writes out as plain operations.
 

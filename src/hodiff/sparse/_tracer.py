@@ -24,7 +24,7 @@ from torch import Tensor
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
 
-# --- an index set for each element of a tensor: movement, broadcasting, sums, scatters --------------------------------
+# --- an index set for each element of a tensor: movement, broadcasting, sums, scatters ------------
 # Elements that have the same set share it: a `Sets` is a table of sets, and for each element the number of its row
 # there. So a broadcast copies no set, and an operation that couples everything makes one.
 
@@ -188,7 +188,7 @@ def _zeros(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, device="cpu")
 
 
-# --- the pass, followed -----------------------------------------------------------------------------------------------
+# --- the pass, followed ---------------------------------------------------------------------------
 
 
 OutputSets = Sequence[Sets | None] | None

@@ -129,7 +129,7 @@ def norm(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.detach().double().square().sum() for part in parts]).sum().sqrt()
 
 
-# --- numerical derivatives along a line, with an estimate of their own error ------------------------------------------
+# --- numerical derivatives along a line, with an estimate of their own error ----------------------
 
 
 class Slope(NamedTuple):
@@ -172,7 +172,7 @@ def slope(function: Callable[[float], float], step: float, eps: float = 2.3e-16,
     return best._replace(spread=max(plain[-4:]) - min(plain[-4:]))
 
 
-# --- what a check of derivatives says: comparisons, causes, remarks ---------------------------------------------------
+# --- what a check of derivatives says: comparisons, causes, remarks -------------------------------
 
 
 Kind = Literal["cut", "function", "operation", "kink", "hook", "state", "mixing", "random"]

@@ -111,7 +111,7 @@ class ScalarEvaluation:
             self._held, self._hooks = {}, True
 
 
-# --- what else to know of `f` -----------------------------------------------------------------------------------------
+# --- what else to know of `f` ---------------------------------------------------------------------
 
 
 SHOWN = 4
@@ -196,7 +196,7 @@ def _mixing(evaluation: ScalarEvaluation) -> list[Cause]:
     return [cause("mixing", None, reason, "look for an operation over the wrong dimension.")]
 
 
-# --- kinks and jumps: decisions that fall otherwise right beside a point ----------------------------------------------
+# --- kinks and jumps: decisions that fall otherwise right beside a point --------------------------
 
 
 def kinks(evaluation: ScalarEvaluation, direction: Point, step: float) -> list[Cause]:

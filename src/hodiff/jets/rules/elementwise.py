@@ -327,7 +327,7 @@ def elu(x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale:
     return y
 
 
-# --- tables: operations of which a formula says all -------------------------------------------------------------------
+# --- tables: operations of which a formula says all -----------------------------------------------
 
 
 SERIES: dict[str, Coefficients] = {

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from hodiff.sparse._tracer import Rule
-from hodiff.sparse.rules import contraction, movement, window
+from hodiff.sparse.rules import contraction, movement
 
 RULES: dict[str, Rule] = {
     **contraction.POINTWISE_RULES,
     **movement.RULES,
     **movement.LINE_RULES,
     **contraction.RULES,
-    **window.RULES,
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hodiff.sparse._tracer import OperatorCall, OutputSets, Rule, Sets, tensors_in
 from hodiff.sparse.rules.contraction import broadcast, broadcasts, listed
 
-# --- operators that couple the entries along some dimensions ----------------------------------------------------------
+# --- operators that couple the entries along some dimensions --------------------------------------
 
 
 def along(shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None = None) -> tuple[int, Tensor]:
@@ -126,7 +126,7 @@ LINE_RULES: dict[str, Rule] = {
 }
 
 
-# --- movement, and its adjoints, which add entries where they came from -----------------------------------------------
+# --- movement, and its adjoints, which add entries where they came from ---------------------------
 
 
 def moved(op: OperatorCall) -> OutputSets:

@@ -1,4 +1,9 @@
-"""The update rules of `torch.optim`: SGD, RMSprop, Adagrad, Adadelta, Adam with its kin."""
+"""Update rules of optimisers as pure functions, for `hodiff.unroll`: equal to `torch.optim`, differentiable by all.
+
+A rule maps parameters, gradients, its state and the number of the step (from 1) to new parameters and a new
+state: `rule(params, grads, state, step) -> (params, state)`. Parameters are like the point; the state of the
+first step is None. A function of yours with that signature is a rule as well.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,8 @@ from torch import Tensor
 from hodiff._core import _tree
 from hodiff._core._call import is_wrapped
 from hodiff.errors import InputError
+
+__all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rule"]
 
 State = dict[str, Any]
 """What a rule keeps of one leaf: tensors, and numbers."""
