@@ -363,7 +363,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             state["norm"] = step.norm
         return shorter
 
-    def _freer(self, system: _System, step: _DampedStep, at: _Trials, state: _State) -> _Outcome:
+    def _freer(self, system: DampedSystem, step: DampedStep, at: _Trials, state: _State) -> _Outcome:
         """Take a step of less damping that gains more than rounding; none: the loss is at its minimum.
 
         The step in hand promises nothing: for there is nothing to gain, or since its damping holds back

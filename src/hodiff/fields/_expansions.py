@@ -223,22 +223,23 @@ def _coordinates(
 # Jets carry R first derivatives of every sample, so they take R times the memory of `f`. There are two ways
 # to take less.
 #
-# * *Blocks of samples.* Samples are independent, and what fits memory that is used again is quicker than the whole,
-#   whose large tensors are fresh memory each. But `f` is given fewer samples than the caller gave, and a function that holds
-#   data of its own for each sample, or draws random numbers, is another function then. So it is first
-#   expanded for the whole batch in one direction, and every block must agree with that; where one does not,
-#   or fails, the whole is done at once after all. Only where nothing is recorded: a graph would keep it all.
+# * *Blocks of samples.* Samples are independent, and what fits memory that is used again is
+#   quicker than the whole, whose large tensors are fresh memory each. But `f` is given fewer
+#   samples than the caller gave, and a function that holds data of its own for each sample, or
+#   draws random numbers, is another function then. So it is first expanded for the whole batch in
+#   one direction, and every block must agree with that; where one does not, or fails, the whole is
+#   done at once after all. Only where nothing is recorded: a graph would keep it all.
 # * *Chunks of directions.* `f` is given what it always is, and only its value is computed again for each
 #   chunk; these values must be the same.
 
 
 BLOCK_BYTES = 2**24
-"""A coefficient of one block of samples, on a processor. Two are alive at a time: smaller blocks lose time by the calls
-of an expansion, some 2 ms each."""
+"""A coefficient of one block of samples, on a processor. Two are alive at a time: smaller blocks
+lose time by the calls of an expansion, some 2 ms each."""
 
 WHOLE_BYTES = 2**25
-"""A coefficient of the whole batch up to which blocks are not worth the rehearsal; glibc gives larger ones as fresh
-memory each time, which takes 1.2 to 1.8 times as long."""
+"""A coefficient of the whole batch up to which blocks are not worth the rehearsal; glibc gives
+larger ones as fresh memory each time, which takes 1.2 to 1.8 times as long."""
 
 LEAST_BLOCK = 2  # samples: a single one could be broadcast against data that f holds for a whole batch
 LEAST_CHUNK = 8  # directions: the value is computed again for each chunk
