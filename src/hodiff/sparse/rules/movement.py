@@ -82,7 +82,7 @@ def transform(op: OperatorCall) -> OutputSets:
 def matrices(op: OperatorCall) -> OutputSets:
     """Linear algebra on the last two dimensions: each matrix by itself."""
     batch = op.inputs[0].shape[:-2]
-    if any(t.ndim < 2 or t.shape[:-2] != batch for t in op.inputs):
+    if any(t.ndim < 2 or t.shape[:-2] != batch for t in op.inputs if t.dtype != torch.int32):  # but pivots
         return None
     if any(t.shape[: len(batch)] != batch for t in op.outputs):
         return None
