@@ -61,14 +61,14 @@ def interrupt(call: Call, moments: int | None, kind: Kind = "calls") -> None:
     expected = tensors(run())
     count = Interrupter(kind=kind)
     count(run)
-    if moments is None:
-        first = {stack: at for at, stack in reversed([*enumerate(count.stacks, 1)])}
-        places = sorted(at for stack, at in first.items() if (kind, stack) not in _tried)
+    places = list(dict.fromkeys(count.stacks))
+    if moments is None:  # by the place: how many moments come before differs, with what is remembered and in sight
+        places = [stack for stack in places if (kind, stack) not in _tried]
     else:
         step = max(1, count.moments // moments)
         places = list(range(1 + step // 2, count.moments + 1, step))[:moments]
     for at in places:
-        _tried.add((kind, count.stacks[at - 1]))
+        _tried.add((kind, at))
         interrupter = Interrupter(at, kind)
         stopped = False
         try:
@@ -251,7 +251,6 @@ ENTERED: dict[str, Call] = {
     "_core/_lending.py: Scope(resume)": _swapped,
     "_core/_graph.py: Watched": CALLS["laplacian, reverse, module in f"],
     "graph/_source.py: Scope(_count_reruns)": _entered(_source.reruns),
-    "graph/_lifetime.py: Lifetime": CALLS["graph.lifetime"],
     "graph/_inspect.py: unchanging": _explained,
     "graph/_saved.py: Scope(_normal)": _inspected,
     "graph/_watch.py: Watch": CALLS["graph.watch"],
@@ -324,6 +323,19 @@ def test_forgotten() -> None:
         scope.__enter__()
         assert not torch.backends.cuda.flash_sdp_enabled()
         del scope
+
+
+@pytest.mark.parametrize("context", [hodiff.graph.watch, hodiff.graph.lifetime])
+def test_a_watch_whose_end_never_began(context: Callable[[], Any]) -> None:
+    """It ends when nobody holds it, or by hand."""
+    with unchanged():
+        held = context().__enter__()
+        assert (X.clone().requires_grad_() ** 2).sum().backward() is None and held.passes
+        del held
+    with unchanged():
+        held = context().__enter__()
+        held.close()
+        held.close()
 
 
 def nested(model: Model) -> Any:

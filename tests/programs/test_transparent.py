@@ -240,7 +240,7 @@ def test_an_interrupted_module(tmp_path):
 
 def codes(*names: str) -> list[types.CodeType]:
     """Stand-ins for frames: `w` is the watch's, `h` PyTorch's that hands on, others by their letter."""
-    found = {"w": _explain._watch.Watch.__torch_function__.__code__, "h": _explain._HANDED_ON}
+    found = {"w": _explain._watch.WatchMode.__torch_function__.__code__, "h": _explain._HANDED_ON}
     return [found.setdefault(name, compile("0", name, "eval")) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Interrupt a call as Ctrl-C would, at its n-th opportunity: the same place on every run.
+"""Interrupt a call as Ctrl-C would, at its n-th opportunity or at the first in a place that was seen.
 
 CPython looks for signals where a function begins, and behind each call of a function written in C (and where a loop
 turns, which is no other place for the code around it). `sys.setprofile` sees just these. Those count that are in
@@ -49,7 +49,7 @@ class Interrupter:
         lost: Whether that may be in a finaliser: Python prints the interrupt then, and goes on.
     """
 
-    def __init__(self, at: int = 0, kind: Kind = "calls") -> None:
+    def __init__(self, at: int | Stack = 0, kind: Kind = "calls") -> None:
         self.at = at
         self.moments = 0
         self.stacks: list[Stack] = []
@@ -80,10 +80,13 @@ class Interrupter:
 
     def _moment(self, frame: FrameType, event: str) -> None:
         self.moments += 1
+        if isinstance(self.at, tuple):
+            here = self.at[:2] == (event, (frame.f_code, frame.f_lineno)) and self.at == _stack(frame, event)
+        else:
+            here = self.moments == self.at
         if not self.at:
-            ours = itertools.islice(filter(_is_ours, _callers(frame)), DEPTH)
-            self.stacks.append((event, *((each.f_code, each.f_lineno) for each in (frame, *ours))))
-        if self.moments == self.at:
+            self.stacks.append(_stack(frame, event))
+        if here and not self.place:
             ours = [each for each in _callers(frame) if _is_ours(each)][:3]
             lines = [f"{each.f_code.co_filename[len(HERE) + 1 :]}:{each.f_lineno}" for each in ours]
             self.place = f"{event} in {frame.f_code.co_qualname}, {' for '.join(lines)}"
@@ -108,6 +111,12 @@ class Seen:
     def names(self, file: str) -> set[str]:
         """The functions of a file that ran, by their qualified names."""
         return {code.co_qualname for code in self.codes if code.co_filename == f"{HERE}/{file}"}
+
+
+def _stack(frame: FrameType, event: str) -> Stack:
+    """Where a moment is, and from where that was called."""
+    ours = itertools.islice(filter(_is_ours, _callers(frame)), DEPTH)
+    return event, *((each.f_code, each.f_lineno) for each in (frame, *ours))
 
 
 def _callers(frame: FrameType) -> list[FrameType]:

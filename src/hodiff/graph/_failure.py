@@ -25,7 +25,7 @@ from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labelled
 from hodiff.graph._names import TensorNames, path_of, user_frames
 from hodiff.graph._record import Listener, Lost, Pass, is_gradient, tensors_in
 from hodiff.graph._source import Line, line_of
-from hodiff.graph._watch import Watch, recording
+from hodiff.graph._watch import Watch, WatchMode, recording
 
 SHOWN = 3
 """Lines of one kind that a message shows."""
@@ -84,8 +84,9 @@ class _Clues(Listener):
 
 def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]) -> str:
     clues = _Clues(failure)
-    with Watch(clues) as record:
+    with Watch(clues) as watch:
         outputs = again()
+    record = watch.record
     with _saved.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.
         graph = _nodes.survey(outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None])
@@ -113,7 +114,7 @@ def _lost(
     outputs: Sequence[Tensor],
     missing: Sequence[Tensor],
     frames: list[FrameType],
-    record: Watch,
+    record: WatchMode,
     clues: _Clues,
 ) -> str:
     """Where `f` cut its argument off; or that it never used it, and what the result was computed from."""
@@ -188,7 +189,7 @@ def _roots(outputs: Sequence[Tensor]) -> list[Node]:
 
 
 def _case(
-    failure: Failure, tensors: Sequence[Tensor], frames: list[FrameType], record: Watch | None, error: Any = None
+    failure: Failure, tensors: Sequence[Tensor], frames: list[FrameType], record: WatchMode | None, error: Any = None
 ) -> FailedPass:
     """The failing call of hodiff, as if it were a pass."""
     path = path_of(frames[0]) if frames else ()
@@ -198,7 +199,7 @@ def _case(
 
 
 def _from_engine(
-    failure: Failure, cause: BaseException, outputs: Sequence[Tensor], frames: list[FrameType], record: Watch | None
+    failure: Failure, cause: BaseException, outputs: Sequence[Tensor], frames: list[FrameType], record: WatchMode | None
 ) -> str:
     """The engine refused: what was freed, or changed, and by which line."""
     kind = failure.error._facts.kind
@@ -239,7 +240,7 @@ def _freed_by_f(case: FailedPass) -> str:
     return body([labelled("freed by", call.stack[0])], reason, [("fix", fix)])
 
 
-def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: Watch | None) -> str:
+def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None) -> str:
     """The lines, or the variables, of the nodes that the message is about."""
     lines: dict[str, None] = {}
     for node in _inspect.executed(_roots(outputs), None):

@@ -6,7 +6,7 @@ import html
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -97,7 +97,7 @@ class _Spans(Listener):
             self.all_spans.append(Span(line, start, call.number, state, len(nodes), size))
 
 
-class Lifetime:
+class Lifetime(Watch):
     """A watch that also draws; `str()` is a table, `.svg()` a picture, `.save(path)` writes it.
 
     Attributes:
@@ -115,23 +115,8 @@ class Lifetime:
 
     def __init__(self, *, also: Growth | None = None) -> None:
         recorder = _Spans()
-        self._watch = Watch(recorder, *([also] if also else []))
+        super().__init__(recorder, *([also] if also else []))
         self.spans = recorder.all_spans
-        self.passes = self._watch.passes
-
-    def __enter__(self) -> Self:
-        try:
-            self._watch.__enter__()
-        except BaseException:
-            self._watch.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        try:
-            self._watch.__exit__(*exc)
-        finally:
-            self._watch.close()
 
     def _rows(self) -> list[Line]:
         return list(dict.fromkeys(span.line for span in sorted(self.spans, key=lambda span: span.start)))[:ROWS]

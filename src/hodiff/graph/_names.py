@@ -301,13 +301,22 @@ REMEMBERED = 50_000
 """Paths that are found again by the identity of their codes; then those are forgotten, and looked up anew."""
 
 
-def path_of(frame: FrameType | None, outermost: FrameType | None = None) -> Path:
+Mark = tuple[CodeType | None, int]
+"""A frame by its code and identity: to hold it would keep alive what is in it."""
+
+
+def marked(frame: FrameType | None) -> Mark:
+    """The mark of a frame."""
+    return (None, 0) if frame is None else (frame.f_code, id(frame))
+
+
+def path_of(frame: FrameType | None, outermost: Mark = (None, 0)) -> Path:
     """The user's frames from `frame` outwards, to `outermost`."""
     path: list[Frame] = []
     while frame is not None:
         if is_users(frame.f_code):
             path.append(Frame(frame.f_code, frame.f_lineno or 0))
-        if frame is outermost:
+        if frame.f_code is outermost[0] and id(frame) == outermost[1]:
             break
         frame = frame.f_back
     return tuple(path)
@@ -329,7 +338,7 @@ class Paths:
     def __getitem__(self, number: int) -> Path:
         return self._all[number]
 
-    def number(self, frame: FrameType, outermost: FrameType | None) -> int:
+    def number(self, frame: FrameType, outermost: Mark) -> int:
         """The number of the path from `frame` to `outermost`; of the frame alone, if none of them is the user's."""
         identities: list[int] = []
         each: FrameType | None = frame
@@ -338,14 +347,14 @@ class Paths:
             code = each.f_code
             if users[code.co_filename]:
                 identities += (id(code), each.f_lineno or 0)
-            if each is outermost:
+            if code is outermost[0] and id(each) == outermost[1]:
                 break
             each = each.f_back
         key = tuple(identities) if identities else (id(frame.f_code), frame.f_lineno or 0)
         number = self._numbers.get(key)
         return self._add(key, frame, outermost) if number is None else number
 
-    def _add(self, key: tuple[int, ...], frame: FrameType, outermost: FrameType | None) -> int:
+    def _add(self, key: tuple[int, ...], frame: FrameType, outermost: Mark) -> int:
         if len(self._numbers) >= REMEMBERED:
             self._numbers.clear()
             self._alive.clear()

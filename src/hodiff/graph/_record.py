@@ -19,7 +19,7 @@ from torch import Tensor
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved
-from hodiff.graph._names import NamedVariable, Paths, TensorNames, user_frames
+from hodiff.graph._names import Mark, NamedVariable, Paths, TensorNames, user_frames
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
@@ -369,7 +369,7 @@ class Record:
         self._changed: dict[int, Change] = {}
         self._changes = 0
         self._read: dict[int, int] = {}  # the gradients that the user read, and how many passes there had been
-        self._entered: FrameType | None = None
+        self._entered: Mark = (None, 0)
 
     def place(self, frame: FrameType) -> int:
         """By which of the user's lines the code of a frame runs: the number of the path."""

@@ -26,7 +26,7 @@ from hodiff._core._settings import Undo, undo_all
 from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
 from hodiff.graph._case import Explanation
-from hodiff.graph._names import USERS, user_frames
+from hodiff.graph._names import USERS, marked, user_frames
 from hodiff.graph._record import CUT, GRADIENT, INPLACE, PASS, PASSES, Listener, Lost, Pass, Record
 from hodiff.graph._source import lines_of
 
@@ -57,7 +57,7 @@ class _Step(tuple[Any, Any]):
 class OptimizerSteps:
     """Takes a watch off the stack for each step, and tells it which leaves that changed."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: WatchMode) -> None:
         self._watch = watch
         self._away: _Away | None = None
         self._thread = 0
@@ -127,29 +127,20 @@ class _Recording(threading.local):
     """The watches that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.here: list[Watch] = []
+        self.here: list[WatchMode] = []
 
 
 _recording = _Recording()
 
 
-def recording() -> Watch | None:
+def recording() -> WatchMode | None:
     """The innermost watch around this code."""
     return _recording.here[-1] if _recording.here else None
 
 
 @final
-class Watch(Record, TorchFunctionMode):
-    """The recorder that `watch()` gives; `.passes` lists the backward passes seen.
-
-    Examples:
-        >>> import torch, hodiff
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> with hodiff.graph.watch() as record:
-        ...     x.square().sum().backward()
-        >>> [call.name for call in record.passes]
-        ['Tensor.backward']
-    """
+class WatchMode(Record, TorchFunctionMode):
+    """What PyTorch holds of a watch, and does not know the watch: that ends with its last holder."""
 
     def __init__(self, *listeners: Listener) -> None:
         super().__init__(*listeners)
@@ -158,45 +149,24 @@ class Watch(Record, TorchFunctionMode):
         self._undo: Undo = []
         self._steps = OptimizerSteps(self)
 
-    def __init_subclass__(cls) -> None:  # its frames would pass for the user's
-        raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
+    def begin(self, undo: Undo) -> None:
+        """Record until it is undone."""
+        self._undo = undo
+        self._entered = marked(next(user_frames(sys._getframe(1)), None))
+        undo += [self._forget, partial(_settings.take_off, self), self._steps.leave]
+        _recording.here.append(self)
+        super().__enter__()
+        self._steps.enter()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied, or pickled."""
-        raise GraphError(
-            "a Watch cannot be copied or pickled: it follows graphs of this process; keep what is needed of .passes."
-        )
-
-    def __enter__(self) -> Self:
-        self._entered = next(user_frames(sys._getframe(1)), None)
-        try:
-            self._undo += [self._forget, partial(_settings.take_off, self), self._steps.leave]
-            _recording.here.append(self)
-            super().__enter__()
-            self._steps.enter()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        try:
-            self._steps.settle()
-            if isinstance(exc[1], RuntimeError):
-                _explain.note(exc[1], partial(_explain.left, exc[1], self))
-            self.close()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Record nothing more; it may be run again."""
-        undo_all(self._undo)
+    def explain(self, error: BaseException | None) -> None:
+        """What an error that leaves the block is told."""
+        self._steps.settle()
+        if isinstance(error, RuntimeError):
+            _explain.note(error, partial(_explain.left, error, self))
 
     def _forget(self) -> None:
         if self in _recording.here:
             _recording.here.remove(self)
-        self._entered = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
@@ -308,6 +278,52 @@ class Watch(Record, TorchFunctionMode):
             self.tags.freed(call, self.tags.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
+
+
+class Watch(_settings.Scope[None]):
+    """The context that `watch()` gives; `.passes` lists the backward passes seen.
+
+    It ends with its block, by `close()`, or when nobody holds it any more.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with hodiff.graph.watch() as record:
+        ...     x.square().sum().backward()
+        >>> [call.name for call in record.passes]
+        ['Tensor.backward']
+    """
+
+    def __init__(self, *listeners: Listener) -> None:
+        self.record = WatchMode(*listeners)
+        super().__init__(self.record.begin)
+        self.passes = self.record.passes
+
+    def __init_subclass__(cls) -> None:  # its frames would pass for the user's
+        if not cls.__module__.startswith("hodiff."):
+            raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied, or pickled."""
+        raise GraphError(
+            "a Watch cannot be copied or pickled: it follows graphs of this process; keep what is needed of .passes."
+        )
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self.record.explain(exc[1])
+            self.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Record nothing more, where Ctrl-C kept the block from ending it; it may be run again."""
+        undo_all(self._undo)
 
 
 def watch() -> Watch:

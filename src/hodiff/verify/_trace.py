@@ -23,7 +23,7 @@ from hodiff._core import _messages, _settings, _tree
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import tracing
 from hodiff.graph import _record
-from hodiff.graph._names import path_of, user_frames
+from hodiff.graph._names import marked, path_of, user_frames
 from hodiff.graph._record import CUT, GRADIENT, PASS, PLAIN, tensors_in
 from hodiff.graph._source import Line, lines_of
 
@@ -117,14 +117,14 @@ class _Counting(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = f"get {getattr(getattr(func, '__self__', None), '__name__', '')}"
-        path = path_of(frame, self._entered)
+        path = path_of(frame, marked(self._entered))
         key = (*(path[:-1] if self._entered is not None else path), name)  # without the line of who asked
         self._counts[key] = number = self._counts.get(key, -1) + 1
         return (*key, number)
 
     def place(self, frame: FrameType) -> Place:
         """Where a call was made."""
-        lines = lines_of(path_of(frame, self._entered))
+        lines = lines_of(path_of(frame, marked(self._entered)))
         frames, each = [], frame
         while each is not None and each is not self._entered:
             file = each.f_code.co_filename

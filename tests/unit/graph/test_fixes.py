@@ -241,9 +241,9 @@ def test_another_tensor_at_the_same_address_lost_nothing():
     a = torch.ones(2, requires_grad=True)
     with watch() as record:
         cut, other = a.detach(), torch.zeros(2)
-        record.cuts._lost[id(other)] = record.cuts._lost[id(cut)]
-    assert record.cuts.of(cut).kind == "detached"
-    assert record.cuts.of(other) is None
+        record.record.cuts._lost[id(other)] = record.record.cuts._lost[id(cut)]
+    assert record.record.cuts.of(cut).kind == "detached"
+    assert record.record.cuts.of(other) is None
 
 
 def test_what_a_shell_keeps_is_no_name():
@@ -308,7 +308,7 @@ def test_paths_are_found_again_and_forgotten(monkeypatch):
     numbers = []
     for line in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5):  # code that is compiled anew each time, but equal
         exec("\n" * line + "frame = sys._getframe()", space)
-        numbers.append(paths.number(space.pop("frame"), None))
+        numbers.append(paths.number(space.pop("frame"), _names.marked(None)))
     assert numbers[:5] == numbers[5:]
     assert len(set(numbers)) == 5
     assert len(paths._numbers) <= 3
@@ -495,9 +495,9 @@ def test_which_passes_look_for_names():
     with watch() as record:
         built, freed = w.exp(), w.sin()
         torch.autograd.grad(built.sum(), w, create_graph=True)
-        assert record.tags.held_at(built.grad_fn) is None  # the gradient's graph is differentiated at once
+        assert record.record.tags.held_at(built.grad_fn) is None  # the gradient's graph is differentiated at once
         torch.autograd.grad(freed.sum(), w, create_graph=True, retain_graph=False)
-        assert record.tags.held_at(freed.grad_fn) is record.passes[1]
+        assert record.record.tags.held_at(freed.grad_fn) is record.passes[1]
 
 
 SUM = """

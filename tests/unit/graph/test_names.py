@@ -165,7 +165,7 @@ def frame_of(text, file):
 def test_code_that_is_no_users_has_a_path_of_its_own():
     paths = _names.Paths()
     one, other = frame_of("one = 1", "<frozen one>"), frame_of("other = 2", "<frozen other>")
-    numbers = [paths.number(each, each) for each in (one, other)]
+    numbers = [paths.number(each, _names.marked(each)) for each in (one, other)]
     assert [paths[number] for number in numbers] == [((one.f_code, 3),), ((other.f_code, 3),)]
 
 
@@ -173,7 +173,7 @@ def test_the_same_code_in_two_files_has_two_paths():
     paths = _names.Paths()
     frames = [frame_of("x = 1", file) for file in ("one.py", "other.py")]
     assert frames[0].f_code == frames[1].f_code  # as Python has it
-    numbers = [paths.number(frame, frame) for frame in frames]
+    numbers = [paths.number(frame, _names.marked(frame)) for frame in frames]
     assert [lines_of(paths[number])[0].file for number in numbers] == ["one.py", "other.py"]
 
 
@@ -182,6 +182,6 @@ def test_code_that_is_gone_is_not_taken_for_what_has_its_place():
     for turn in range(20):  # equal code is compiled again and again, and another at times
         for text in ("x = 1", f"x = {turn}"):
             frame = frame_of(text, "user.py")
-            assert paths[paths.number(frame, frame)] == ((frame.f_code, 3),)
+            assert paths[paths.number(frame, _names.marked(frame))] == ((frame.f_code, 3),)
             del frame
             gc.collect(0)

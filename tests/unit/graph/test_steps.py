@@ -35,7 +35,7 @@ class Program:
         self.model = nn.Linear(3, 2)
         self.optimizer = kind([*self.model.parameters(), torch.ones(2, requires_grad=True)], lr=0.1, **options)
         self.listener = Counting()
-        self.record = Watch(self.listener)
+        self.watch = Watch(self.listener)
         self.model(torch.ones(1, 3)).sum().backward()
 
     def sees(self, call):
@@ -53,17 +53,17 @@ class Program:
 )
 def test_a_step_is_one_change_of_the_leaves_that_it_changed(kind):
     program = Program(kind)
-    with program.record as record:
+    with program.watch as watch:
         seen = program.sees(lambda: program.optimizer.step())
         assert program.sees_the_next()
     assert not seen
     for leaf in program.model.parameters():
-        change = record.changed(leaf)
+        change = watch.record.changed(leaf)
         assert "program.optimizer.step()" in change.line.text
         assert change.line.file == __file__
         assert (change.call, change.passes, change.view) == ("step", 0, False)
     unused = program.optimizer.param_groups[0]["params"][-1]
-    assert record.changed(unused) is None
+    assert watch.record.changed(unused) is None
 
 
 def test_steps_change_as_without_a_watch():
@@ -84,10 +84,10 @@ def test_a_step_that_a_scheduler_or_a_caller_wraps():
     def train_step():
         program.optimizer.step(None)
 
-    with program.record as record:
+    with program.watch as watch:
         assert not program.sees(train_step)
         scheduler.step()
-    assert record.changed(program.model.weight).line.text == "program.optimizer.step(None)"
+    assert watch.record.changed(program.model.weight).line.text == "program.optimizer.step(None)"
 
 
 def closure_given(program):
@@ -114,7 +114,7 @@ def differentiable(program):
 def test_other_steps_are_seen_call_by_call(make):
     program = Program()
     call = make(program)
-    with program.record:
+    with program.watch:
         assert "add_" in program.sees(call)
         assert program.sees_the_next()
 
@@ -123,7 +123,7 @@ def test_other_steps_are_seen_call_by_call(make):
 def test_what_the_users_hooks_do_is_seen(which):
     program = Program()
     getattr(program.optimizer, which)(lambda *given: (program.model.weight.detach().square(), None)[1])
-    with program.record:
+    with program.watch:
         assert "square" in program.sees(program.optimizer.step)
 
 
@@ -138,18 +138,18 @@ class Refusing(TorchFunctionMode):
 
 def test_after_a_step_that_raised_calls_are_seen_again():
     program = Program()
-    with Refusing(), program.record as record:
+    with Refusing(), program.watch as watch:
         with suppress(ValueError):
             program.optimizer.step()
         assert program.sees_the_next()
-        assert record.changed(program.model.weight) is not None
-        assert record.changed(program.model.bias) is None
+        assert watch.record.changed(program.model.weight) is not None
+        assert watch.record.changed(program.model.bias) is None
     assert torch._C._len_torch_function_stack() == 0
 
 
 def test_if_its_error_is_kept_they_are_seen_from_the_next_step_on():
     program = Program()
-    with Refusing(), program.record:
+    with Refusing(), program.watch:
         with pytest.raises(ValueError, match="refused") as kept:
             program.optimizer.step()
         with pytest.raises(ValueError, match="refused"):
@@ -163,10 +163,10 @@ def test_if_its_error_is_kept_they_are_seen_from_the_next_step_on():
 def test_a_step_that_raises_out_of_the_watch_leaves_the_callers_modes():
     program = Program()
     with Refusing():
-        with pytest.raises(ValueError, match="refused"), program.record:
+        with pytest.raises(ValueError, match="refused"), program.watch:
             program.optimizer.step()
         assert torch._C._len_torch_function_stack() == 1
-    assert program.record.changed(program.model.weight) is not None
+    assert program.watch.record.changed(program.model.weight) is not None
 
 
 class Outer(TorchFunctionMode):
@@ -176,18 +176,18 @@ class Outer(TorchFunctionMode):
 
 def test_under_a_mode_of_the_users_and_in_a_watch_within_a_watch():
     program = Program()
-    with program.record, Outer():
+    with program.watch, Outer():
         assert "add_" in program.sees(program.optimizer.step)
-    with program.record, Watch() as inner:
+    with program.watch, Watch() as inner:
         assert "add_" in program.sees(program.optimizer.step)
         assert program.sees_the_next()
-    assert inner.changed(program.model.weight).call == "step"
+    assert inner.record.changed(program.model.weight).call == "step"
     assert torch._C._len_torch_function_stack() == 0
 
 
 def test_no_place_is_taken_above_a_mode_that_was_entered_since():
     program = Program()
-    with Refusing(), program.record:
+    with Refusing(), program.watch:
         try:
             program.optimizer.step()
         except ValueError as error:
@@ -201,10 +201,10 @@ def test_no_place_is_taken_above_a_mode_that_was_entered_since():
 
 def test_a_step_of_another_thread_takes_nothing_off():
     program, other = Program(), Program()
-    with program.record as record:
+    with program.watch as watch:
         in_threads(other.optimizer.step)
         assert program.sees_the_next()
-    assert record.changed(other.model.weight) is None
+    assert watch.record.changed(other.model.weight) is None
 
 
 def test_nothing_is_left_with_optimizers():
