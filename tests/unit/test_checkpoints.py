@@ -272,6 +272,21 @@ def test_a_block_runs_again_by_the_definitions_that_it_ran_by(name: str, order: 
     torch.testing.assert_close(found, ORDERS[order](lambda z: block(z).sin().sum(), x))
 
 
+def test_nested_checkpoints_under_a_laplacian_that_is_differentiated() -> None:
+    """Taylor mode, whose block PyTorch cannot run again inside another, is refused in words that name the way out."""
+    once = lambda f: lambda z: checkpoint(f, z, use_reentrant=False)
+    f: Any = once(lambda z: once(lambda y: y.sin().prod(-1))(z.cos()))
+    x = torch.linspace(-1, 1, 6, dtype=D).reshape(2, 3)
+    loss = lambda z, f, **way: hodiff.laplacian(f, z, **way).square().sum()
+    with pytest.raises(hodiff.GraphError, match=r'checkpoint inside another one, in a Laplacian.*method="reverse"'):
+        hodiff.grad(lambda z: loss(z, f), x)
+    plain = lambda z: z.cos().sin().prod(-1)
+    found = hodiff.grad(lambda z: loss(z, f, method="reverse"), x)
+    torch.testing.assert_close(found, hodiff.grad(lambda z: loss(z, plain), x))
+    single = lambda z: loss(z, once(lambda z: z.cos().sin().prod(-1)))
+    torch.testing.assert_close(hodiff.grad(single, x), found)
+
+
 def test_what_is_recorded_of_a_block_is_differentiated_when_the_call_is_over() -> None:
     x = torch.tensor([0.3, 0.8, -1.2, 0.5], dtype=D, requires_grad=True)
     results = []

@@ -287,3 +287,39 @@ def test_what_is_written_out_is_so_inside(name: str) -> None:
     expected = torch.tensor([[0.0, 0.5], [0.5, math.log(2) ** 2]], dtype=torch.float64)
     point = torch.tensor([2.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(hodiff.hessian(POWERS[name], point), expected)
+
+
+@pytest.mark.slow
+def test_operands_that_alias_before_dynamo_was_loaded() -> None:
+    """The first `torch.cond` loads it in the middle of a call, and compiles; another run of f has it switched off."""
+    program = """
+import sys, torch, hodiff
+x, runs = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), []
+def f(z):
+    runs.append(0)
+    return torch.cond(z.sum() > 0, lambda a, b: (a * b).sum(), lambda a, b: (a + b).sum(), (z, z[:3]))
+assert "torch._dynamo" not in sys.modules
+assert torch.equal(hodiff.grad(f, x), 2 * x) and len(runs) == 2
+assert torch.equal(hodiff.hvp(f, x, x), 2 * x) and len(runs) == 3
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_run_that_loads_dynamo_and_fails_is_made_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo
+
+    loaded, runs = sys.modules["torch._dynamo"], []
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+
+    def f(z: Tensor) -> Tensor:
+        runs.append(torch._dynamo.eval_frame._stance.stance)
+        sys.modules["torch._dynamo"] = loaded
+        if len(runs) == 1 or len(runs) > 2:
+            raise RuntimeError("as Dynamo does")
+        return (z**3).sum()
+
+    torch.testing.assert_close(hodiff.grad(f, X), 3 * X**2)
+    assert runs == ["default", "force_eager"]
+    with pytest.raises(RuntimeError, match="as Dynamo does"):
+        hodiff.grad(f, X)
+    assert len(runs) == 3

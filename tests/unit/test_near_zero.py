@@ -1,7 +1,9 @@
 """Functions with a removable singularity at 0: right there at every order, by mpmath; a graph of them is refused."""
 
+import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpmath
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _near_zero, _versions
+from hodiff._core import _near_zero, _substitutes, _versions
 
 POINTS = [0.0, 1e-12, 1e-9, -1e-7, 1e-4, -3e-3, 0.05, -0.0999, 0.1001, 0.7, -0.999, 1.001, 2.5]
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[object], object]]] = {
@@ -139,7 +141,6 @@ def test_the_series_is_for_small_numbers_of_either_sign() -> None:
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
     for name, function in _near_zero.BESSEL.items():
         torch.testing.assert_close(function(x), getattr(torch.special, name)(x))
-        assert function(x, out=torch.empty_like(x)).equal(getattr(torch.special, name)(x))
 
 
 def stack(*entries: Tensor) -> Tensor:
@@ -298,6 +299,78 @@ def test_a_checkpoint_of_what_is_written_out_is_right() -> None:
     torch.testing.assert_close(found, expected)
     found = hodiff.hessian(f, torch.tensor([2.0, 0.5], dtype=D))
     torch.testing.assert_close(found[0, 1], 2**-0.5 * (1 + 0.5 * torch.tensor(2.0, dtype=D).log()))
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-12, 1e-7])
+@pytest.mark.parametrize("name", ["sinc_", "i0_", "cumprod_"])
+def test_functions_that_write_into_a_view_are_right_at_second_order(name: str, x: float) -> None:
+    """In one more run of f; of a tensor there is a warning, where its gradient's graph shows a division."""
+    runs = []
+
+    def f(t: Tensor) -> Tensor:
+        runs.append(0)
+        y = torch.stack([t, t.cos(), t + 1])
+        getattr(y[:], name)(*((0,) if name == "cumprod_" else ()))
+        return y.sum()
+
+    one = {"sinc_": mpmath.sincpi, "i0_": lambda t: mpmath.besseli(0, t)}.get(name)
+    with mpmath.workdps(60):
+        c = mpmath.cos
+        whole = lambda t: one(t) + one(c(t)) + one(t + 1) if one else t + t * c(t) + t * c(t) * (t + 1)
+        exact = float(mpmath.diff(whole, mpmath.mpf(x), 2))
+    assert float(hodiff.hessian(f, torch.tensor(x, dtype=D))) == pytest.approx(exact, rel=1e-7)
+    assert len(runs) == 2
+    t = torch.tensor(x, dtype=D, requires_grad=True)
+    if x == 1e-12 and name != "i0_":
+        with pytest.warns(hodiff.HodiffWarning, match=r"written to a view in place.*order 2.*without the underscore"):
+            hodiff.hessian(f(t), t)
+
+
+def test_a_scattered_product_in_a_view_is_named() -> None:
+    def f(t: Tensor) -> Tensor:
+        y = torch.stack([t, t.cos(), t + 1])
+        y[:].scatter_reduce_(0, INDEX, y.cos().detach(), "prod")
+        return y.sum()
+
+    with pytest.warns(hodiff.HodiffWarning, match=r"written to a view in place.*order 2"):
+        hodiff.hessian(f, torch.tensor(1e-12, dtype=D))
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_else_is_written_to_a_view_costs_no_run() -> None:
+    runs = []
+
+    def f(x: Tensor) -> Tensor:
+        runs.append(0)
+        y = torch.zeros(3, dtype=D)
+        y[:2] = x
+        y[1] *= 2
+        y[0] = 1 / (1e-9 + x[0])
+        return y.square().sum()
+
+    x = torch.tensor([1e-9, 2.0], dtype=D)
+    found = hodiff.hessian(f, x)
+    assert len(runs) == 1
+    t = x.clone().requires_grad_()
+    torch.testing.assert_close(hodiff.hessian(f(t), t), found)
+
+
+def test_lists_of_norms_and_roots() -> None:
+    norm = lambda x: torch._foreach_norm([torch.stack([x, torch.ones_like(x)])], 4)[0]
+    g: Callable[[Tensor], Any] = norm
+    for _ in range(4):
+        g = lambda z, g=g: hodiff.grad(g, z)
+    assert float(g(torch.tensor(0.0, dtype=D))) == pytest.approx(6)
+    root = lambda x: torch._foreach_sqrt([5 * x * x])[0] ** 2
+    with pytest.warns(hodiff.HodiffWarning, match=LOST):
+        hodiff.grad(lambda z: hodiff.grad(lambda y: hodiff.hessian(root, y), z), torch.tensor(1e-7, dtype=D))
+
+
+def test_what_is_written_to_out_is_as_it_was() -> None:
+    given, out = torch.tensor([1.0, 2.0, 3.0], dtype=D), torch.empty(3, dtype=D)
+    for function in (lambda: torch.cumprod(given, 0, out=out), lambda: torch.special.i0(given, out=out)):
+        found = hodiff.nth_derivative(lambda x: x**4 * function().sum(), torch.ones((), dtype=D), 3)  # noqa: B023
+        assert float(found) == pytest.approx(24 * float(out.sum()))
 
 
 @pytest.mark.parametrize("name", ["sinc_", "i0_", "cumprod_"])
@@ -501,3 +574,118 @@ def test_products_of_one_factor_or_none(name: str) -> None:
     value, derivatives = hodiff.jet(f, x, [torch.ones_like(x)] * 2)
     assert value.equal(f(x)) and _near_zero.prod(x).equal(torch.prod(x))
     assert derivatives[0].equal(torch.ones_like(value) if x.numel() else torch.zeros_like(value))
+
+
+# --- every spelling of what is written out ----------------------------------------------------------------------------
+
+MATRIX = torch.tensor([[1.0, 2.0], [2.0, 4.0]], dtype=D)
+
+
+def three(x: Tensor) -> Tensor:
+    return torch.stack([x, x.cos(), x + 1])
+
+
+Given = Callable[[Tensor], tuple[Any, ...]]
+ALL: dict[str, tuple[Given, int]] = {
+    **{
+        name: (lambda x: (three(x),), 3)
+        for name in ("sinc", "prod", "sqrt", "i0e", "i1e", *FUNCTIONS)
+        if "," not in name
+    },
+    "cumprod": (lambda x: (three(x), 0), 3),
+    "logcumsumexp": (lambda x: (three(x), 0), 3),
+    "scatter_reduce": (lambda x: (three(x), 0, INDEX, three(x).cos(), "prod"), 3),
+    "index_reduce": (lambda x: (three(x), 0, INDEX, three(x).cos(), "prod"), 3),
+    "pow": (lambda x: (x[None] + 2, x[None]), 3),
+    "float_power": (lambda x: (x[None] + 2, x[None]), 3),
+    "norm": (lambda x: (three(x), 4), 4),
+    "vector_norm": (lambda x: (three(x), 4), 4),
+    "renorm": (lambda x: (three(x)[None], 4, 0, 0.5), 4),
+    "dist": (lambda x: (three(x), torch.zeros(3, dtype=D), 4), 4),
+    "det": (lambda x: (MATRIX + x * torch.eye(2, dtype=D),), 3),
+}
+"""What each is given, of which an entry is x, and an order to which PyTorch's own is wrong."""
+ELSEWHERE = "slogdet logdet solve solve_ex tensorsolve orgqr householder_product weight_norm batch_norm layer_norm "
+ELSEWHERE += "instance_norm cond switch while_loop map_impl scan associative_scan flex_attention rpow"
+"""Right near 0, and written out for another reason."""
+
+
+def plain(name: str) -> str:
+    """The name of a function, without what tells its spelling."""
+    return re.sub(r"^(__|_)?(foreach_|special_|linalg_)?|_*(\..*)?$", "", name)
+
+
+def test_each_definition_is_among_them() -> None:
+    constants = {plain(name) for name in _substitutes.TAKEN_FOR_CONSTANTS.values()}
+    written = {plain(getattr(each, "__name__", "")) for each in (*_substitutes._REPLACED, *_substitutes._TOLD)}
+    known = {plain(name.rpartition(".")[2]) for name, _ in _near_zero.NODES.values()}
+    others = [name for name in (written | known | {*_versions.PRODUCTS.values()}) - set(ALL) - constants if name]
+    assert not [name for name in others if not any(piece in name for piece in ELSEWHERE.split())], others
+
+
+def spellings(name: str) -> dict[str, Callable[..., Any]]:
+    """Every function, method and operator that PyTorch has for it: in place, of lists, by overloads."""
+    found: dict[str, Callable[..., Any]] = {}
+    places = {"torch": torch, "special": torch.special, "linalg": torch.linalg, "Tensor": Tensor, "F": F}
+    for place, prefix, ending in itertools.product(
+        (*places, "aten"), ("", "special_", "linalg_", "_linalg_", "_foreach_"), ("", "_")
+    ):
+        function = getattr(places.get(place, torch.ops.aten), prefix + name + ending, None)
+        if function is not None:
+            found[f"{place}.{prefix}{name}{ending}"] = function
+            if place == "aten":
+                found |= {
+                    f"{place}.{prefix}{name}{ending}.{each}": getattr(function, each) for each in function.overloads()
+                }
+    return found
+
+
+def written_as(spelling: str, function: Callable[..., Any], given: Given, view: bool) -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        first, *rest = given(x)
+        whole = first[None] * 1
+        first = whole[0] if view else first * 1
+        if "_foreach_" in spelling:
+            result = function([first], *([each] if isinstance(each, Tensor) else each for each in rest))
+            result = result[0]
+        else:
+            result = function(first, *rest)
+        result = whole if view else result
+        return (result[0] if isinstance(result, tuple) else result).sum()
+
+    return f
+
+
+@pytest.mark.filterwarnings("error::hodiff.HodiffWarning")
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("x", [0.0, 1e-9])
+@pytest.mark.parametrize("name", ALL)
+def test_every_spelling_is_right_or_refused(name: str, x: float) -> None:
+    given, order = ALL[name]
+    point, (first, *others) = torch.tensor(x, dtype=D), spellings(name).items()
+
+    def derivatives(f: Callable[[Tensor], Tensor]) -> Iterator[float | str]:
+        for n in range(2, order + 1):
+            g = f
+            for _ in range(n - 1):
+                g = lambda z, g=g: hodiff.grad(g, z)
+            try:
+                yield float(hodiff.grad(g, point))
+            except (hodiff.GraphError, hodiff.HodiffWarning) as error:
+                yield str(error)
+
+    expected = list(derivatives(written_as(*first, given, False)))
+    seen = 0
+    for spelling, function in others:
+        for view in (False, True) if spelling.partition(".")[2].partition(".")[0].endswith("_") else (False,):
+            f = written_as(spelling, function, given, view)
+            try:
+                assert float(f(point)) == pytest.approx(float(written_as(*first, given, False)(point)))
+            except (TypeError, RuntimeError, AttributeError):  # an overload for other arguments
+                continue
+            seen += 1
+            for n, (found, right) in enumerate(zip(derivatives(f), expected, strict=True), 2):
+                refused = isinstance(found, str) and re.search(r"PyTorch|\*\* b|singular|near 0|not finite", found)
+                same = right == found or (isinstance(right, float) and found == pytest.approx(right, 1e-6, 1e-6, True))
+                assert refused or same, (spelling, view, n)
+    assert seen

@@ -215,6 +215,24 @@ def test_values_are_those_of_the_kernel(n: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(_near_zero.det(torch.det)(input=x), torch.det(x))
 
 
+@pytest.mark.parametrize("f", [torch.logdet, lambda z: torch.linalg.slogdet(z)[1]])
+def test_a_logarithm_of_a_determinant_that_is_0_is_refused_in_words(f: Callable[[Tensor], Tensor]) -> None:
+    x = A.clone().requires_grad_()
+    for run in (
+        lambda: hodiff.grad(f, A, create_graph=True),
+        lambda: hodiff.hvp(f, A, V),
+        lambda: hodiff.hvp(f(x), x, V),
+        lambda: hodiff.grad(lambda z: (hodiff.hvp(f, z, V) * V).sum(), A),
+        lambda: hodiff.jet(f, A, [V, V]),
+        lambda: hodiff.laplacian(f, A, batch_ndim=0, method="reverse"),
+    ):
+        with pytest.raises(
+            hodiff.GraphError, match=r"singular.*slogdet and logdet.*multiple of the identity.*linalg\.det"
+        ):
+            run()
+    assert not hodiff.grad(f, A).isfinite().any()
+
+
 # --- eigenvalues and singular values that are equal, or nearly: PyTorch divides by their differences ------------------
 
 

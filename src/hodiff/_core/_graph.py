@@ -7,6 +7,7 @@ last pass inside it has run. What operators keep of it afterwards is the graph a
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -140,10 +141,12 @@ class OutputGraph:
         context.remember()
         exact = self.call.order >= 3 or context.forward_mode
         survey = failure = None
+        compiles = "torch._dynamo" not in sys.modules
         try:
             survey = self._run(exact=self.call.order if exact else 0)
         except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
-            if context.by_hand is None:
+            compiles = compiles and "torch._dynamo" in sys.modules  # by f, before it could be switched off
+            if context.by_hand is None and not compiles:
                 raise
             failure = error
         names = survey.names() if survey is not None and self.call.order >= 2 else set()
@@ -157,12 +160,12 @@ class OutputGraph:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
-        if by_hand is not None and survey is not None and names & _messages.HIDING:
-            inexact = inexact or _messages.POWER in survey.names()  # of a gradient that f has taken
         if self.call.order < 2 and _messages.fused(names | wrong):
             context.also(second_derivatives)
         elif "CudnnRnnBackward0" in names:
             context.also(_settings.no_cudnn)
+        elif failure is not None and compiles:
+            context.also(_settings.eager)
         elif failure is not None:
             raise failure
         elif survey is not None and (exact or not inexact):

@@ -67,11 +67,14 @@ UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
 POWER = "PowBackward1"  # of two tensors
 ZERO_POWER = "PowBackward2"  # of a number, to a tensor
-HIDING = {"CopySlices", "ForeachPowBackward0"}  # a write to a view, of whatever; powers of lists
+VIEW = "CopySlices"  # a write to a view, of whatever
+HIDING = {VIEW, "ForeachPowBackward0"}  # powers of lists
 DET = "LinalgDetBackward0"
-WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET}  # arguments: at second order; at third always
+WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW}
+"""At second order for some arguments, at third for all."""
 WRITTEN_OUT = {
     WEIGHT_NORM,
+    "ForeachPowBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
     *(node for node, (_, order) in _near_zero.NODES.items() if order == 2),
 }  # at second order; at third all that `_substitutes` has
@@ -216,7 +219,14 @@ _REENTRANT = (
 _RECOMPUTED = (
     "an activation checkpoint recomputed something else than its forward pass: its block reads something that has "
     "changed since (an attribute, a global), or its graph was made under other modes than it is differentiated in. "
-    "Give the block what it reads as an argument, or switch checkpointing off for this call."
+    "Give the block what it reads as an argument, or switch checkpointing off for this call; "
+    "for a checkpoint inside another one, in a Laplacian or its kin that is differentiated, "
+    'choose method="reverse".'
+)
+_SINGULAR = (
+    "a matrix is singular, and PyTorch solves with it for the derivative, as for that of slogdet "
+    "and logdet: they have none there. Take another point, add a multiple of the identity to the "
+    "matrix, or differentiate torch.linalg.det, which has one everywhere."
 )
 _SELECTIVE = (
     "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "
@@ -251,6 +261,7 @@ _KINDS = {
     "nference tensors cannot be saved for backward": "inference saved",
     "nplace update to inference tensor": "inference changed",
     "nference tensor": "inference",
+    "input matrix is singular": "singular",
     "BackwardHookFunction": "hooked view changed",
     "is a view and is being modified inplace": "view changed",
     "support the deepcopy protocol": "copied",
@@ -282,6 +293,7 @@ _OURS: dict[str, Callable[[], GraphError]] = {
     **dict.fromkeys(("recomputed", "recomputed in number", "unpacked twice"), lambda: GraphError.about(_RECOMPUTED)),
     "once": lambda: GraphError.about(_ONCE),
     "storage freed": _arguments.freed,
+    "singular": lambda: GraphError.about(_SINGULAR, operations=["linalgslogdet"]),
     "result unused": lambda: GraphError.about(_UNUSED_RESULT),
     "sparse rows": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
     "output padding": lambda: GraphError.about(_OUTPUT_PADDING, operations=["convolution"]),

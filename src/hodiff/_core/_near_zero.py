@@ -65,9 +65,7 @@ def _bessel(
     """J_n (sign -1) or I_n (sign 1), times `decay`, n being 0 or 1: by its series for entries below 1."""
     series = [sign**k / (2 ** (2 * k + n) * math.factorial(k) * math.factorial(k + n)) for k in range(16)]
 
-    def written(input: Tensor, far: Callable[[Tensor], Tensor] = function, **out: Any) -> Tensor:
-        if out:
-            return function(input, **out)
+    def written(input: Tensor, far: Callable[[Tensor], Tensor] = function) -> Tensor:
         small = input.detach().abs() < 1
         x = torch.where(small, input, 0.0)
         near = x * _even(x, series) if n else _even(x, series)

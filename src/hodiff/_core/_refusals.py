@@ -262,7 +262,13 @@ def loses_digits(graph: _nodes.Survey) -> bool:
             any(_versions.argument(node) == 0 for node in graph.named(_messages.ZERO_POWER))
             or any(_divides(node, 2) or _meets_zeros(node) for node in graph.named(*_versions.PRODUCTS))
             or any(_inverts(node, 2) for node in graph.named(_messages.DET))
+            or any(map(_hides, graph.named(_messages.VIEW)))
         )
+
+
+def _hides(node: Any) -> bool:
+    """Whether a function of one tensor was written to a view: the graph has no node of it (`sinc_`)."""
+    return len(node.next_functions) == 1
 
 
 def _divides(node: Any, order: int) -> bool:
@@ -319,7 +325,7 @@ def _refuse_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> 
             f"det = a * d - b * c of two rows.",
             operations=["linalgdet"],
         )
-    return _are_singular(nodes, leaves)
+    return any(map(_versions.is_singular, nodes))  # without a graph their gradient is 0
 
 
 SPECTRA = {
@@ -435,10 +441,36 @@ def _refuse_power(most: int, nodes: list[Any], leaves: Sequence[Tensor], least: 
         )
 
 
-def refuse_hidden(graph: _nodes.Survey, gradient: _nodes.Survey, leaves: Sequence[Tensor], order: int) -> None:
-    """Raise for a power whose node a graph hides: the graph of its gradient has one, whose exponent is lower by 1."""
+def refuse_hidden(
+    graph: _nodes.Survey,
+    gradient: _nodes.Survey,
+    leaves: Sequence[Tensor],
+    order: int,
+    *,
+    given: bool,
+) -> None:
+    """Raise, or warn, for what a graph hides, and its gradient's graph shows: powers, lower by 1.
+
+    Where the graph was `given`, nothing that a write to a view hides has been written out.
+    """
     new = [node for node in gradient.named(_messages.POWER) if node not in graph.visited]
     _said(partial(_refuse_power, order - 3, least=-1), new, leaves)
+    divisions = ["DivBackward0"] if given and any(map(_hides, graph.named(_messages.VIEW))) else []
+    divided = gradient.named(*_versions.PRODUCTS, *divisions)
+    _said(partial(_warn_of_hidden, order), [node for node in divided if node not in graph.visited], leaves)
+
+
+def _warn_of_hidden(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    """Warn where what is hidden is differentiated by dividing by numbers near 0."""
+    if any(_divides(node, order) for node in nodes):
+        warnings.warn(
+            f"a function was written to a view in place (y[i].cumprod_(0), y[i].sinc_()), which "
+            f"hides it, and its gradient divides by a number near 0: of products and of sinc few "
+            f"digits of a derivative of order {order} are right then, or none. Give hodiff the "
+            f"function instead of its value, or make a new tensor of it, without the underscore.",
+            HodiffWarning,
+            stacklevel=outside(),
+        )
 
 
 Remark = Callable[[list[Any], Sequence[Tensor]], bool | None]
@@ -479,11 +511,6 @@ WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(nod
 def wrong_at_once(graph: _nodes.Survey) -> set[str]:
     """The names of the nodes whose first gradient is wrong, or may be, where that cannot be seen."""
     return {type(node).__name__ for node in WRONG_AT_ONCE.among(graph)}
-
-
-def _are_singular(nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
-    """Whether there are determinants that are 0: without a graph their gradient is 0, whatever it should be."""
-    return any(_versions.is_singular(node) for node in nodes)
 
 
 _ORDERS = range(9, 1, -1)  # the highest first, for the first that fits is taken

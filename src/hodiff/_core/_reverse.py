@@ -387,7 +387,13 @@ def _search(
     _refuse_missing(outputs, gradients, inputs, third=third, product=product)
     hiding = {kind for kind in graph.kinds if kind.__name__ in _messages.HIDING}
     if hiding and outputs[0] is graph.tensors()[0]:
-        _refusals.refuse_hidden(_nodes.survey(outputs), _nodes.survey(gradients), inputs, graph.call.order)
+        _refusals.refuse_hidden(
+            _nodes.survey(outputs),
+            _nodes.survey(gradients),
+            inputs,
+            graph.call.order,
+            given=not graph.call.builds_graph,
+        )
     _cleared[third].update(kind for kind in graph.kinds - hiding if _is_harmless(kind, third=third))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, product, repeat
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Tensor:
     """`torch.nn.functional.batch_norm` from its definition; running statistics are updated as usual."""
     dims = (0, *range(2, input.ndim))
@@ -76,6 +77,7 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Tensor:
     """`torch.nn.functional.instance_norm` from its definition."""
     if not use_input_stats:
@@ -127,55 +129,39 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return torch.stack([*accumulate(input.unbind(dim), torch.logaddexp)], dim)
 
 
-def _batch_norm_kernel(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    """`torch.batch_norm`, whose arguments have another order."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+def _kernel(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.batch_norm` or `torch.instance_norm`, whose arguments have another order."""
+    return lambda input, weight, bias, running_mean, running_var, *args, **kwargs: norm(
+        input, running_mean, running_var, weight, bias, *args, **kwargs
+    )
 
 
-def _instance_norm_kernel(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    """`torch.instance_norm`, written out from its definition."""
-    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+def _spellings(name: str) -> Iterator[Callable[..., Any]]:
+    """The functions, methods and operators that PyTorch has under a name."""
+    places = (torch, torch.linalg, torch.special, Tensor, torch.ops.aten)
+    for place, prefix in product(places, ("", "linalg_", "_linalg_", "special_")):
+        function = getattr(place, prefix + name, None)
+        if function is not None:
+            yield function
+            if place is torch.ops.aten:
+                yield from (getattr(function, overload) for overload in function.overloads())
 
 
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
-    torch.logcumsumexp: logcumsumexp,
-    Tensor.logcumsumexp: logcumsumexp,
-    **dict.fromkeys((torch.prod, Tensor.prod), _near_zero.prod),
-    **dict.fromkeys((torch.cumprod, Tensor.cumprod), _near_zero.cumprod),
-    **dict.fromkeys((torch.scatter_reduce, Tensor.scatter_reduce), _near_zero.scatter_product),
-    **dict.fromkeys((torch.index_reduce, Tensor.index_reduce), _near_zero.index_product),
-    torch.sinc: _near_zero.sinc,
-    Tensor.sinc: _near_zero.sinc,
-    **{getattr(torch.special, name): function for name, function in _near_zero.BESSEL.items()},
-    torch.i0: _near_zero.BESSEL["i0"],
-    Tensor.i0: _near_zero.BESSEL["i0"],
+    **dict.fromkeys(_spellings("logcumsumexp"), logcumsumexp),
+    **dict.fromkeys(_spellings("prod"), _near_zero.prod),
+    **dict.fromkeys(_spellings("cumprod"), _near_zero.cumprod),
+    **dict.fromkeys(_spellings("scatter_reduce"), _near_zero.scatter_product),
+    **dict.fromkeys(_spellings("index_reduce"), _near_zero.index_product),
+    **dict.fromkeys(_spellings("sinc"), _near_zero.sinc),
+    **{each: function for name, function in _near_zero.BESSEL.items() for each in _spellings(name)},
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.batch_norm: batch_norm,
-    torch.batch_norm: _batch_norm_kernel,
+    torch.batch_norm: _kernel(batch_norm),
     F.instance_norm: instance_norm,
-    torch.instance_norm: _instance_norm_kernel,
+    torch.instance_norm: _kernel(instance_norm),
 }
 
 
@@ -241,16 +227,6 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
 """What is right of those below that are in the way of many."""
 
 
-def _spellings(name: str) -> Iterator[Callable[..., Any]]:
-    """The functions, methods and operators that PyTorch has under a name."""
-    for place, prefix in product((torch, torch.linalg, Tensor, torch.ops.aten), ("", "linalg_", "_linalg_")):
-        function = getattr(place, prefix + name, None)
-        if function is not None:
-            yield function
-            if place is torch.ops.aten:
-                yield from (getattr(function, overload) for overload in function.overloads())
-
-
 def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
     """An operation, and what takes its place where an argument carries a tangent: an error, where that is nothing."""
 
@@ -267,8 +243,7 @@ def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[...,
 for _name in _messages.WRONG_TANGENTS:
     for _function in _spellings(_name):
         _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
-for _function in (torch.linalg.det, torch.det, Tensor.det):
-    _REPLACED[_function] = _near_zero.det(_REPLACED.get(_function, _function))
+_REPLACED |= {each: _near_zero.det(_REPLACED[each]) for each in (torch.linalg.det, torch.det, Tensor.det)}
 
 
 def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True, order: int = 2) -> Tensor:
@@ -312,13 +287,13 @@ def _power(function: Callable[..., Any], wide: bool, inside: bool) -> Callable[.
     return choose
 
 
-_TOLD: dict[Callable[..., Any], Callable[..., Any]] = {}
+_TOLD: dict[Callable[..., Any], Callable[..., Any]] = {
+    function: _power(function, name == "float_power", bool(ending))
+    for name, ending in product(("pow", "float_power"), ("", "_"))
+    for function in _spellings(name + ending)
+}
 """Definitions whose first argument is the mode in which they stand."""
 
-for _name, _wide in (("pow", False), ("float_power", True)):
-    for _ending in ("", "_"):
-        for _function in _spellings(_name + _ending):
-            _TOLD[_function] = _power(_function, _wide, bool(_ending))
 _reflected = _power(lambda base, exponent: Tensor.__rpow__(exponent, base), False, False)
 _TOLD |= {
     Tensor.__pow__: _TOLD[Tensor.pow],
@@ -332,8 +307,32 @@ def _norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
     return lambda mode, *args, **kwargs: written(*args, order=mode.order, **kwargs)
 
 
-for _function, _name in ((torch.norm, "p"), (Tensor.norm, "p"), (torch.linalg.vector_norm, "ord")):
-    _TOLD[_function] = _norm(_function, _name)
+_TOLD |= {
+    function: _norm(plain, "ord" if plain is torch.linalg.vector_norm else "p")
+    for name, plain in (("norm", torch.norm), ("vector_norm", torch.linalg.vector_norm))
+    for function in _spellings(name)
+    if not function.__name__.startswith("linalg_norm")  # which may be that of a matrix
+}
+
+
+def _of_lists(single: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    """The spelling of a function that takes lists of tensors, and what they have in common."""
+    return lambda mode, *args, **kwargs: [
+        single(mode, *row, **kwargs)
+        for row in zip(*(x if isinstance(x, Sequence) else repeat(x) for x in args), strict=False)
+    ]
+
+
+_TOLD |= {
+    function: _of_lists(single)
+    for name, single in (
+        ("pow", _TOLD[Tensor.pow]),
+        ("pow_", _TOLD[Tensor.pow_]),
+        ("norm", _TOLD[torch.linalg.vector_norm]),
+        ("sqrt", lambda mode, x: x.sqrt()),
+    )
+    for function in _spellings(f"_foreach_{name}")
+}
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -341,10 +340,13 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, *args, **kwargs: input.copy_(function(input.clone(), *args, **kwargs))
 
 
-for _name in ("cumprod", "scatter_reduce", "index_reduce", "sinc", "i0", "renorm"):
-    for _function in _spellings(_name + "_"):
-        _plain: Callable[..., Tensor] = getattr(Tensor, _name)
-        _REPLACED[_function] = _in_place(_REPLACED.get(_plain) or _plain)
+_REPLACED |= {
+    function: _in_place(_REPLACED.get(plain) or plain)
+    for plain in (
+        Tensor.cumprod, Tensor.scatter_reduce, Tensor.index_reduce, Tensor.sinc, Tensor.i0, Tensor.renorm,
+    )
+    for function in _spellings(f"{plain.__name__}_")
+}  # fmt: skip
 
 
 def _noted(definition: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -377,13 +379,14 @@ class ExactNorms(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace these functions, pass everything else through."""
+        given = kwargs or {}
+        if given.get("out") is not None:  # what is written there has no derivative
+            return func(*args, **given)
         definition = _TOLD.get(func)
         if definition is not None:
-            return definition(self, *args, **named_by_torch(kwargs or {}))
-        definition = _REPLACED.get(func)
-        if definition is None:
-            return func(*args, **(kwargs or {}))
-        return definition(*args, **named_by_torch(kwargs or {}))
+            return definition(self, *args, **named_by_torch(given))
+        definition = _REPLACED.get(func, func)
+        return definition(*args, **(given if definition is func else named_by_torch(given)))
 
 
 def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,9 +204,9 @@ def argument(node: Node) -> Tensor:
 
 
 def factors(node: Node) -> list[Tensor]:
-    """What the node of a product has multiplied; nothing where it is of another reduction."""
+    """What the node of a product has multiplied, or divided by; nothing of another reduction."""
     if node.__class__.__name__ not in ("ScatterReduceBackward0", "IndexReduceBackward0"):
-        return [node._saved_self]
+        return [node._saved_other if node.__class__.__name__ == "DivBackward0" else node._saved_self]
     if node._saved_reduce != "prod":
         return []
     return [node._saved_self, node._saved_src if hasattr(node, "_saved_src") else node._saved_source]
@@ -496,6 +496,7 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "EmbeddingBagBackwardBackward0": lambda x: _gradient(F.embedding_bag(_INDICES[:, :3], x).sin(), x),
     "LinalgDetBackward0": lambda x: torch.linalg.det(x[:, :3]),
     "CopySlices": _raised,
+    "DivBackward0": lambda x: x / x,
     "ForeachPowBackward0": lambda x: torch._foreach_pow([x], [x])[0],  # pyright: ignore[reportPrivateImportUsage]
     "LinalgEigBackward0": lambda x: torch.linalg.eigvals(x[:, :3]),
     "LinalgEighBackward0": lambda x: torch.linalg.eigvalsh(x[:, :3]),
@@ -598,6 +599,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether a determinant is 0": lambda x: (
         [is_singular(torch.linalg.det(matrix).grad_fn) for matrix in (x[:2, :2], x[:2, :2] * 0)] == [False, True]
     ),
+    "what was divided by": lambda x: factors((x / x[0]).grad_fn)[0].shape == x[0].shape,
     "what a product has multiplied": lambda x: (
         [len(factors(GRAPHS[name](x).grad_fn)) for name in PRODUCTS] == [1, 1, 1, 2, 2]
         and [underflows((x * scale).prod().grad_fn) for scale in (1.0, 1e-200)] == [False, True]

@@ -126,8 +126,7 @@ counter, is_dynamo_compiling = _saved.counter, torch.compiler.is_dynamo_compilin
 class _Recording(threading.local):
     """The watches that this thread is in, innermost last."""
 
-    def __init__(self) -> None:
-        self.here: list[WatchMode] = []
+    here: tuple[WatchMode, ...] = ()
 
 
 _recording = _Recording()
@@ -154,7 +153,7 @@ class WatchMode(Record, TorchFunctionMode):
         self._undo = undo
         self._entered = marked(next(user_frames(sys._getframe(1)), None))
         undo += [self._forget, partial(_settings.take_off, self), self._steps.leave]
-        _recording.here.append(self)
+        _recording.here += (self,)
         super().__enter__()
         self._steps.enter()
 
@@ -165,8 +164,7 @@ class WatchMode(Record, TorchFunctionMode):
             _explain.note(error, partial(_explain.left, error, self))
 
     def _forget(self) -> None:
-        if self in _recording.here:
-            _recording.here.remove(self)
+        _recording.here = tuple(each for each in _recording.here if each is not self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
@@ -316,10 +314,8 @@ class Watch(_settings.Scope[None]):
     def __exit__(self, *exc: Any) -> None:
         try:
             self.record.explain(exc[1])
-            self.close()
-        except BaseException:
-            self.close()
-            raise
+        finally:
+            super().__exit__(*exc)
 
     def close(self) -> None:
         """Record nothing more, where Ctrl-C kept the block from ending it; it may be run again."""
