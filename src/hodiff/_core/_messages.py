@@ -70,8 +70,8 @@ ZERO_POWER = "PowBackward2"  # of a number, to a tensor
 VIEW = "CopySlices"  # a write to a view, of whatever
 HIDING = {VIEW, "ForeachPowBackward0"}  # powers of lists
 DET = "LinalgDetBackward0"
+# at second order for some arguments, at third for all
 WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW}
-"""At second order for some arguments, at third for all."""
 WRITTEN_OUT = {
     WEIGHT_NORM,
     "ForeachPowBackward0",

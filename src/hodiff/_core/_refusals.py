@@ -267,7 +267,7 @@ def loses_digits(graph: _nodes.Survey) -> bool:
 
 
 def _hides(node: Any) -> bool:
-    """Whether a function of one tensor was written to a view: the graph has no node of it (`sinc_`)."""
+    """Whether a function of one tensor was written to a view: no node of the graph is its own."""
     return len(node.next_functions) == 1
 
 
@@ -453,11 +453,12 @@ def refuse_hidden(
 
     Where the graph was `given`, nothing that a write to a view hides has been written out.
     """
-    new = [node for node in gradient.named(_messages.POWER) if node not in graph.visited]
-    _said(partial(_refuse_power, order - 3, least=-1), new, leaves)
     divisions = ["DivBackward0"] if given and any(map(_hides, graph.named(_messages.VIEW))) else []
-    divided = gradient.named(*_versions.PRODUCTS, *divisions)
-    _said(partial(_warn_of_hidden, order), [node for node in divided if node not in graph.visited], leaves)
+    for remark, names in (
+        (partial(_refuse_power, order - 3, least=-1), [_messages.POWER]),
+        (partial(_warn_of_hidden, order), [*_versions.PRODUCTS, *divisions]),
+    ):
+        _said(remark, [node for node in gradient.named(*names) if node not in graph.visited], leaves)
 
 
 def _warn_of_hidden(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:

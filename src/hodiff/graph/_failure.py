@@ -86,20 +86,19 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
     clues = _Clues(failure)
     with Watch(clues) as watch:
         outputs = again()
-    record = watch.record
     with _saved.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.
         graph = _nodes.survey(outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None])
         cause = failure.error.__cause__
         if cause is not None:
-            return _from_engine(failure, cause, outputs, frames, record)
+            return _from_engine(failure, cause, outputs, frames, watch.record)
         if any(tensor.requires_grad and graph.contains(tensor) for tensor in failure.theirs):
             lines = {clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used}
             return body(labelled("used at", line) for line in sorted(lines)[:SHOWN])
         missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
         if len(missing) == len(failure.leaves) or (missing and failure.strict):
-            return _lost(failure, outputs, missing, frames, record, clues)
-        return _blamed(failure, outputs, TensorNames(), record)
+            return _lost(failure, outputs, missing, frames, watch.record, clues)
+        return _blamed(failure, outputs, TensorNames(), watch.record)
 
 
 def _way_out(kind: str, line: Line, call: str = "") -> str:

@@ -302,11 +302,10 @@ REMEMBERED = 50_000
 
 
 Mark = tuple[CodeType | None, int]
-"""A frame by its code and identity: to hold it would keep alive what is in it."""
 
 
 def marked(frame: FrameType | None) -> Mark:
-    """The mark of a frame."""
+    """A frame by its code and identity: to hold it would keep alive what is in it."""
     return (None, 0) if frame is None else (frame.f_code, id(frame))
 
 

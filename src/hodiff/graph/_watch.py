@@ -113,8 +113,9 @@ def _owner(hook: Any) -> Any:
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is PyTorch's own, and makes no graph."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
-    return own and not any(group.get("differentiable") for group in optimizer.param_groups)
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(
+        group.get("differentiable") for group in optimizer.param_groups
+    )
 
 
 # --- the recorder ---------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def recording() -> WatchMode | None:
 
 @final
 class WatchMode(Record, TorchFunctionMode):
-    """What PyTorch holds of a watch, and does not know the watch: that ends with its last holder."""
+    """What PyTorch holds of a watch. It does not hold the watch, which ends with its last holder."""
 
     def __init__(self, *listeners: Listener) -> None:
         super().__init__(*listeners)
@@ -278,7 +279,7 @@ class WatchMode(Record, TorchFunctionMode):
             listener.after(self, call, failed=True)
 
 
-class Watch(_settings.Scope[None]):
+class Watch(_settings.Scope[Any]):
     """The context that `watch()` gives; `.passes` lists the backward passes seen.
 
     It ends with its block, by `close()`, or when nobody holds it any more.
