@@ -37,8 +37,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the program under a watch.
 
     Returns:
-        0; 1 after an exception, which was printed with its explanation; 2 if there is no such file. `sys.exit`
-        and an interrupt in the program end this process as they would have ended the program's.
+        0; 1 after an exception, which was printed with its explanation; 2 if there is no such file.
+        `sys.exit` and an interrupt in the program end this process as they would have ended the
+        program's.
     """
     if not options.is_module and not os.path.exists(options.script):
         print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
@@ -85,7 +86,8 @@ _as_main = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `pyth
 def run_program(name: str, arguments: Sequence[str], *, is_module: bool) -> None:
     """What `python NAME ARGUMENTS` does, or `python -m NAME ARGUMENTS`.
 
-    `__main__` stays when the program has ended, as it does in Python: handlers of its end still run in it.
+    `__main__` stays when the program has ended, as it does in Python: handlers of its end still run
+    in it.
     """
     sys.argv[:] = [name, *arguments]
     sys.modules["__main__"] = main = ModuleType("__main__")
@@ -115,7 +117,8 @@ def _code(path: str) -> CodeType:
 
 
 # --- what a watch would change in what a program prints, undone: frames in tracebacks, and the places of warnings -----
-# PyTorch hands each call to the watch, and the watch calls PyTorch: the stack has frames that it would not have,
+# PyTorch hands each call to the watch, and the watch calls PyTorch: the stack has frames that it
+# would not have,
 #
 #     the user's line, functional.mse_loss, overrides.handle_torch_function, _watch.Watch..., functional.mse_loss, ...
 #

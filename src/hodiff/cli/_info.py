@@ -105,7 +105,8 @@ def _installed(name: str) -> bool:
 
 
 # --- what the published sweep over PyTorch's operations says of this release, and whether it is so here ---------------
-# `operations.json` is written by the sweep (`python -m tests.torch_ops`); docs/explain/operations.md is its page.
+# `operations.json` is written by the sweep (`python -m tests.torch_ops`);
+# docs/explain/operations.md is its page.
 
 
 WIDTH = 110
@@ -120,7 +121,8 @@ class Sweep(NamedTuple):
         samples: Of them all.
         refused: Operation -> the order from which hodiff refuses it, and why.
         defined: Operation -> why its gradient is no derivative, on purpose.
-        wrong: Operation -> the routes of plain PyTorch that are wrong without a word, and how wrong.
+        wrong: Operation -> the routes of plain PyTorch that are wrong without a word, and how
+            wrong.
     """
 
     release: str

@@ -1,7 +1,8 @@
 """Graphs explained: what is alive, what a backward pass would do, why one failed, what to free.
 
 * `inspect`, `predict`, `shared` look at a graph; `explain` at a failure, after the fact.
-* `watch` and `lifetime` record a program while it runs; `hodiff explain SCRIPT` does so from outside.
+* `watch` and `lifetime` record a program while it runs; `hodiff explain SCRIPT` does so from
+  outside.
 * `release` gives memory back; `monitor` tells a graph that grows.
 """
 

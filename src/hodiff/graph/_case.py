@@ -29,21 +29,24 @@ class Explanation:
 
     Attributes:
         call: What failed: `Tensor.backward`, `autograd.backward`, `autograd.grad`.
-        cause: For a graph that was freed `hoisted`, `cached`, `carried`, `stored`, `two losses`, `same loss
-            twice` or `released`; `changed in place`; for no graph `detached`, `no_grad`, `discrete`, `constant`,
-            `smooth` (a function that PyTorch declares no derivative of),
-            `checkpoint`, `inside a Function`, `constant gradient`, `gradient without create_graph` or `no graph`;
-            `not used`, `no second derivative`, `recomputed otherwise`, `refused in place`, `inference tensor`,
-            `copied`, `read after freeing`; empty if it could not be told.
+        cause: For a graph that was freed `hoisted`, `cached`, `carried`, `stored`, `two losses`,
+            `same loss twice` or `released`; `changed in place`; for no graph `detached`, `no_grad`,
+            `discrete`, `constant`, `smooth` (a function that PyTorch declares no derivative of),
+            `checkpoint`, `inside a Function`, `constant gradient`, `gradient without create_graph`
+            or `no graph`; `not used`, `no second derivative`, `recomputed otherwise`,
+            `refused in place`, `inference tensor`, `copied`, `read after freeing`; empty if it
+            could not be told.
         variable: The variable concerned; empty if none was found.
-        created: The line that created the shared part, or where the graph was cut or a value changed.
+        created: The line that created the shared part, or where the graph was cut or a value
+            changed.
         freed: The line of the call that freed it.
         failed: The line of the call that failed.
         text: The sentences about them.
         reason: The cause, as a sentence.
         fixes: What can be done: each was checked against what was recorded of this program.
         unknown: What could not be told, and how to find out; what is for the author to decide.
-        certain: Whether all of it was recorded. Otherwise it is an inference, and printed as likely.
+        certain: Whether all of it was recorded. Otherwise it is an inference, and printed as
+            likely.
         watched: Whether there was a record at all.
     """
 
@@ -129,8 +132,8 @@ class FailedPass:
     ) -> Explanation:
         """An explanation of this case.
 
-        A line is a text, or a label with a line of the user's, a pass or a text; those that are not known are left out,
-        as are fixes and what is not known of them.
+        A line is a text, or a label with a line of the user's, a pass or a text; those that are not
+        known are left out, as are fixes and what is not known of them.
         """
         watched = self.record is not None
         return Explanation(
@@ -177,7 +180,8 @@ class SharedValue:
 
     Attributes:
         node: Its node.
-        variable: What holds it, or held it after the pass that freed its graph; empty if nothing was found.
+        variable: What holds it, or held it after the pass that freed its graph; empty if nothing
+            was found.
         code: The code in whose frame that variable can be written.
         kept: Whether a variable holds the very value now.
         replaced: Whether the variable that held it then holds another value now.
@@ -207,7 +211,8 @@ class Evidence:
         case: The failing pass.
         record: What was recorded.
         call: The failing pass, in the record.
-        freed_by: The pass that freed the part, or kept it, while values that it needs have changed since.
+        freed_by: The pass that freed the part, or kept it, while values that it needs have changed
+            since.
         parts: Where the part begins, the named first.
         nodes: All nodes that the failing pass needs.
     """

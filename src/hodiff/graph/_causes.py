@@ -1,8 +1,8 @@
 """Why a pass meets a part of the graph that was freed: one `FailureCause` for each case, with its fixes.
 
-A fix is a function of evidence: it gives words only where the record shows that, done as they say, the program
-differentiates what it was written to differentiate. What the record cannot show (which gradients are wanted) is
-said as not known, with what follows from either answer.
+A fix is a function of evidence: it gives words only where the record shows that, done as they say,
+the program differentiates what it was written to differentiate. What the record cannot show (which
+gradients are wanted) is said as not known, with what follows from either answer.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ _ROUNDING = ("long", "int", "to", "type", "short", "round", "bool")
 class Cut(NamedTuple):
     """A way to lose a graph: its reason, what to do, what to do in a function that hodiff was given, the cause's name.
 
-    Texts have `{where}` for the place, and `{call}` for the function. What to do may depend on that: `by_call`.
+    Texts have `{where}` for the place, and `{call}` for the function. What to do may depend on
+    that: `by_call`.
     """
 
     reason: str

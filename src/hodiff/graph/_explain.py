@@ -101,23 +101,27 @@ def note(error: BaseException, explanation: Callable[[], Explanation | None]) ->
 def explain(exc: BaseException | None = None) -> Explanation | None:
     r"""Why a backward pass failed, after the fact: nothing need have been recorded.
 
-    The loss is still in the traceback, and the user's variables and source are there. What they show
-    is an inference, and says that it is `likely`. To be certain, run the program under `hodiff explain`,
-    or the part of it under `watch`; then this returns what was recorded at the time.
+    The loss is still in the traceback, and the user's variables and source are there. What they
+    show is an inference, and says that it is `likely`. To be certain, run the program under
+    `hodiff explain`, or the part of it under `watch`; then this returns what was recorded at the
+    time.
 
     Args:
-        exc: The exception; None means the one being handled, or the last one that ended at the prompt.
+        exc: The exception; None means the one being handled, or the last one that ended at the
+            prompt.
 
     Returns:
         A record that prints as the explanation; None for an exception of another kind. It knows the
-        errors about a graph that was freed, changed in place, never there ("does not require grad"), or
-        does not reach an input ("appears to not have been used"), and missing second derivatives.
+        errors about a graph that was freed, changed in place, never there ("does not require
+        grad"), or does not reach an input ("appears to not have been used"), and missing second
+        derivatives.
 
     Raises:
         InputError: No exception was given, and none is there.
 
     Cost:
-        No pass; one look over the variables in the traceback and the graphs they lead to. Shapes play no role.
+        No pass; one look over the variables in the traceback and the graphs they lead to. Shapes
+        play no role.
 
     Examples:
         >>> import torch, hodiff

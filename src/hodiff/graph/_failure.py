@@ -1,10 +1,12 @@
 """What the errors of hodiff's calculus say beyond their first sentence: the line, the variable, and what to do.
 
-In the function form `f` is called once more, under a watch, with the same argument and the same random numbers;
-what it did on the way is then recorded, and certain. In the tensor form the forward pass is past: what is left of
-it (the states of the graph, the variables and the source) is read, unless a watch of the user's recorded it.
+In the function form `f` is called once more, under a watch, with the same argument and the same
+random numbers; what it did on the way is then recorded, and certain. In the tensor form the forward
+pass is past: what is left of it (the states of the graph, the variables and the source) is read,
+unless a watch of the user's recorded it.
 
-It is asked through `hodiff._core._messages`, where the package registers it, so that the calculus need not know of it.
+It is asked through `hodiff._core._messages`, where the package registers it, so that the calculus
+need not know of it.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
     with Watch(clues) as watch:
         outputs = again()
     with _saved.without_modes():
-        # Where the result is differentiable, our leaves are views of the caller's tensors: those are below, rightly.
+        # Where the result is differentiable, our leaves are views of the caller's tensors: those
+        # are below, rightly.
         graph = _nodes.survey(outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None])
         cause = failure.error.__cause__
         if cause is not None:
@@ -249,7 +252,8 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, rec
                 lines[labelled("recorded at", line)] = None
             elif node in names.nodes:
                 lines[labelled("recorded as", _inspect.label(node, names))] = None
-        # `Function.apply` is no torch function, which a watch could see: but what is done with its result is.
+        # `Function.apply` is no torch function, which a watch could see: but what is done with its
+        # result is.
         elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
             lines[labelled("its result is used at ", line)] = None
     return body(list(lines)[:SHOWN])

@@ -2,15 +2,17 @@
 
 Four things are counted, and none of them in the forward:
 
-* *spent*: each pass leaves a token on the nodes that are new since the last pass of its line. The token lives as
-  long as one of them: so many tokens alive are so many iterations whose graphs something still holds.
+* *spent*: each pass leaves a token on the nodes that are new since the last pass of its line. The
+  token lives as long as one of them: so many tokens alive are so many iterations whose graphs
+  something still holds.
 * *.grad*: the same, for passes that left a gradient with a graph in a leaf.
 * *reached again*: how many nodes of earlier iterations a pass runs once more.
-* *unused*: graphs that pile up, and that no pass ever runs; looked for each time that twice as many nodes were made.
+* *unused*: graphs that pile up, and that no pass ever runs; looked for each time that twice as many
+  nodes were made.
 
-A count must rise in every iteration, or nearly so; it says nothing where it stays (a buffer of the last hundred), or
-where the graphs are used in the end. Then the variables in sight are asked which of them holds most of it. Where none
-does, nothing is said.
+A count must rise in every iteration, or nearly so; it says nothing where it stays (a buffer of the
+last hundred), or where the graphs are used in the end. Then the variables in sight are asked which
+of them holds most of it. Where none does, nothing is said.
 """
 
 from __future__ import annotations
@@ -362,12 +364,14 @@ def monitor(**roots: Tensor | nn.Module | Callable[[], Any] | Any) -> Monitor:
     hidden state, a list of losses. After three rises in a row a `HodiffWarning` names the line.
 
     Args:
-        **roots: What to follow: a function that gives tensors (`total=lambda: total`), a module (the
-            graphs of its parameters' `.grad`, which `backward(create_graph=True)` leaves behind), or
-            tensors that stay the same. Those that change may be given to `.step(total=total)` instead.
+        **roots: What to follow: a function that gives tensors (`total=lambda: total`), a module
+            (the graphs of its parameters' `.grad`, which `backward(create_graph=True)` leaves
+            behind), or tensors that stay the same. Those that change may be given to
+            `.step(total=total)` instead.
 
     Returns:
-        A `Monitor`: call its `.step()` once per step; print it at the end. `.history` has the figures.
+        A `Monitor`: call its `.step()` once per step; print it at the end. `.history` has the
+        figures.
 
     Raises:
         InputError: On `.step()`: a root of another kind. Tensors may have any shape.
@@ -508,8 +512,8 @@ def piling_up(
 ) -> Iterator[tuple[GrowingVariable, list[Node]]]:
     """The variables behind which graphs pile up that no pass has run: each with those nodes.
 
-    A container of so many values, each with nodes of its own; or a value that its line makes from itself, again and
-    again.
+    A container of so many values, each with nodes of its own; or a value that its line makes from
+    itself, again and again.
     """
     for path, tensors in _groups(names).items():
         fresh: list[Node] = []

@@ -30,13 +30,13 @@ class Saved(NamedTuple):
 
     Attributes:
         name: What the node calls it: `self`, `other`, `result`, `tensors[0]`.
-        state: `alive`, `stale` (changed in place since), `freed`, `packed` (behind hooks), `released`
-            (by hodiff) or `unknown`.
+        state: `alive`, `stale` (changed in place since), `freed`, `packed` (behind hooks),
+            `released` (by hodiff) or `unknown`.
         shape: Its shape, while it can be seen.
         bytes: The bytes of its whole storage, while it can be seen.
         storage: An identity of that storage: equal numbers share one.
-        holder: Who else keeps the storage: `parameter` (a leaf of the graph), `python`, `graph` (nothing
-            else that was found), or empty.
+        holder: Who else keeps the storage: `parameter` (a leaf of the graph), `python`, `graph`
+            (nothing else that was found), or empty.
         variable: The variable that holds it, if one was found.
     """
 
@@ -180,23 +180,25 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def inspect(*outputs: Tensor, names: Any = None) -> Graph:
     r"""The graph behind tensors: nodes, leaves, what each node saved, and who holds the bytes.
 
-    A node computes \(\bar x = J^\top \bar y\) for its operation \(y(x)\), and saved what \(J\) needs.
+    A node computes \(\bar x = J^\top \bar y\) for its operation \(y(x)\), and saved what \(J\)
+    needs.
 
     Args:
         *outputs: Tensors of any shape. One without a graph adds nothing.
-        names: A module, a mapping or an object whose tensors give names, beside the caller's variables.
+        names: A module, a mapping or an object whose tensors give names, beside the caller's
+            variables.
 
     Returns:
-        Records, which print as a table, and as one of HTML in a notebook. They are plain data: no tensor
-        is kept alive by them.
+        Records, which print as a table, and as one of HTML in a notebook. They are plain data: no
+        tensor is kept alive by them.
 
     Raises:
         InputError: An output that is no tensor.
 
     Cost:
-        No pass, no memory of tensors; linear, some 10 µs a node (40, where it was freed). Nothing is run or
-        changed: no hook, no recomputation of a checkpoint, no freed state. What cannot be seen so is `packed`
-        or `unknown`.
+        No pass, no memory of tensors; linear, some 10 µs a node (40, where it was freed). Nothing
+        is run or changed: no hook, no recomputation of a checkpoint, no freed state. What cannot be
+        seen so is `packed` or `unknown`.
 
     Examples:
         >>> import torch, hodiff
@@ -334,25 +336,25 @@ class Prediction:
 def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] | None = None) -> Prediction:
     r"""Would `loss.backward()`, or `torch.autograd.grad(loss, inputs)`, succeed now?
 
-    The engine runs the nodes on a path from the loss to the inputs (without inputs: all of them). It
-    fails at the first whose saved tensors are freed, or were changed in place since.
+    The engine runs the nodes on a path from the loss to the inputs (without inputs: all of them).
+    It fails at the first whose saved tensors are freed, or were changed in place since.
 
     Args:
         loss: A tensor of one element, or several of them.
         inputs: The tensors to differentiate with respect to, of any shape; None means all leaves.
 
     Returns:
-        A record with `.verdict`: `"ok"`, `"fail"`, or `"maybe"` where the graph does not tell (a Python
-        `autograd.Function` that was run, which need not use what it saved; an in-place operation on a
-        view; a derivative that is missing in PyTorch). Hooks and checkpoints of yours are not run, so
-        an exception of their own is not foreseen.
+        A record with `.verdict`: `"ok"`, `"fail"`, or `"maybe"` where the graph does not tell (a
+        Python `autograd.Function` that was run, which need not use what it saved; an in-place
+        operation on a view; a derivative that is missing in PyTorch). Hooks and checkpoints of
+        yours are not run, so an exception of their own is not foreseen.
 
     Raises:
         InputError: `loss` or `inputs` that are no tensors.
 
     Cost:
-        No pass; some 4 µs per node that would run; of a graph that was freed, some 10. No memory of tensors;
-        nothing is changed.
+        No pass; some 4 µs per node that would run; of a graph that was freed, some 10. No memory of
+        tensors; nothing is changed.
 
     Examples:
         >>> import torch, hodiff

@@ -137,9 +137,9 @@ class Lifetime(Watch):
     def svg(self) -> str:
         """The picture: a row for each line that saved something, a vertical line for each pass.
 
-        Green: freed by the pass. Amber: kept by it. A red cross: needed by the pass, and freed before. The text has
-        the colour of the page around it (as an image of its own a grey that is seen on light and dark), and can be
-        read on a phone.
+        Green: freed by the pass. Amber: kept by it. A red cross: needed by the pass, and freed
+        before. The text has the colour of the page around it (as an image of its own a grey that is
+        seen on light and dark), and can be read on a phone.
         """
         rows = self._rows()
         at = self._axis()
@@ -174,8 +174,8 @@ class Lifetime(Watch):
     def _axis(self) -> dict[tuple[int, int], float]:
         """Where each event is drawn, in their order and equally far apart: `(place, pass)`, or `(place, MADE)`.
 
-        To the scale of the places a picture would begin with whatever the program did before, and passes that follow
-        each other with nothing made between them would be one.
+        To the scale of the places a picture would begin with whatever the program did before, and
+        passes that follow each other with nothing made between them would be one.
         """
         events = {(span.start, MADE) for span in self.spans} | {(call.place, call.number) for call in self.passes}
         step = (WIDTH - 2 * MARGIN) / (len(events) + 1)
@@ -213,16 +213,18 @@ class Lifetime(Watch):
 def lifetime() -> Lifetime:
     """A `watch` that also records what each pass frees, keeps or misses, and draws it as SVG.
 
-    A row is a line of the user's that saved tensors, a vertical line a backward pass. A bar reaches from
-    the making of what was saved to the pass that freed it (green) or kept it (amber); a red cross marks
-    what a pass needed and found freed.
+    A row is a line of the user's that saved tensors, a vertical line a backward pass. A bar reaches
+    from the making of what was saved to the pass that freed it (green) or kept it (amber); a red
+    cross marks what a pass needed and found freed.
 
     Returns:
-        A context manager; entered, it gives the recorder. `str(it)` is a table, `it.svg()` the picture
-        (a notebook shows it by itself), `it.save(path)` writes it, `it.spans` holds the records.
+        A context manager; entered, it gives the recorder. `str(it)` is a table, `it.svg()` the
+        picture (a notebook shows it by itself), `it.save(path)` writes it, `it.spans` holds the
+        records.
 
     Cost:
-        That of `watch`, and some 10 µs per node in each pass. No memory of tensors, whatever their shape.
+        That of `watch`, and some 10 µs per node in each pass. No memory of tensors, whatever their
+        shape.
 
     Examples:
         >>> import torch, hodiff
@@ -255,8 +257,8 @@ class Released(NamedTuple):
 def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = ()) -> Released:
     """Drop what the nodes of a graph saved, after the forward and without a backward pass.
 
-    Released are the nodes that `loss` reaches and nothing in `keep` does. A pass that needs one of them
-    raises `GraphError`, in our words. Tensors, `.grad` and the nodes themselves stay.
+    Released are the nodes that `loss` reaches and nothing in `keep` does. A pass that needs one of
+    them raises `GraphError`, in our words. Tensors, `.grad` and the nodes themselves stay.
 
     Args:
         loss: A tensor of any shape, or several.

@@ -73,8 +73,9 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
 def local_variables(frame: FrameType) -> dict[str, Any]:
     """A copy of a frame's variables that leaves nothing alive behind.
 
-    Until Python 3.12 `f_locals` of a function fills a dict that stays with the frame, and would keep
-    the tensors in it beyond the user's `del`. It is emptied, unless the user holds it as `locals()`.
+    Until Python 3.12 `f_locals` of a function fills a dict that stays with the frame, and would
+    keep the tensors in it beyond the user's `del`. It is emptied, unless the user holds it as
+    `locals()`.
     """
     names = frame.f_locals
     copy = dict(names)
@@ -324,8 +325,9 @@ def path_of(frame: FrameType | None, outermost: Mark = (None, 0)) -> Path:
 class Paths:
     """The paths that were met, by number.
 
-    Each operation under a watch asks for its own. To ask a code object for its hash is to read all of its
-    instructions, so a path is found by the identities of its codes, which are kept alive for that.
+    Each operation under a watch asks for its own. To ask a code object for its hash is to read all
+    of its instructions, so a path is found by the identities of its codes, which are kept alive for
+    that.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,8 @@ class Pass(NamedTuple):
         path: The user's frames, the innermost first.
         retained: Whether it was to keep the graph.
         place: How many nodes had been made before.
-        repeat: How many passes the same stack of lines had asked for before; -1 if that was not counted.
+        repeat: How many passes the same stack of lines had asked for before; -1 if that was not
+            counted.
         built: Whether it was to build a graph of its result (`create_graph=True`).
     """
 
@@ -97,7 +98,8 @@ LOG = 200_000
 class Log:
     """Intervals of places, each with the path that ran, by its number; in ascending order.
 
-    Each is one entry, which an interrupt leaves whole: in lists beside each other it would shift what follows.
+    Each is one entry, which an interrupt leaves whole: in lists beside each other it would shift
+    what follows.
     """
 
     def __init__(self) -> None:

@@ -83,9 +83,10 @@ _FREED: set[tuple[Any, ...]] = set()
 def is_freed_like_others(node: Node) -> bool:
     """Whether nothing that a node saved is there any more, as of a node of its kind that was found freed.
 
-    To be told by PyTorch that a tensor was freed is to catch its exception, at some 30 µs; to be told so of each
-    node of a large graph takes seconds. What a node saves depends on its class and on which of its inputs want a
-    gradient: if one such was freed, another with nothing left is. For sentences; a verdict asks (`states`).
+    To be told by PyTorch that a tensor was freed is to catch its exception, at some 30 µs; to be
+    told so of each node of a large graph takes seconds. What a node saves depends on its class and
+    on which of its inputs want a gradient: if one such was freed, another with nothing left is. For
+    sentences; a verdict asks (`states`).
     """
     names = plan(node.__class__).names
     if not names or not works():
@@ -453,7 +454,8 @@ class Answers(NamedTuple):
 
     Attributes:
         states: Whether the states of saved tensors are told as they are.
-        references: The references, besides that of its slot, that are seen of a tensor that only a graph holds.
+        references: The references, besides that of its slot, that are seen of a tensor that only a
+            graph holds.
         sequences: Whether nodes and the thread's counter agree on the order of creation.
     """
 

@@ -164,10 +164,10 @@ class _Needing:
 def _begin(case: FailedPass, record: Record, needing: _Needing, places: dict[str, Tensor]) -> list[Node]:
     """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
 
-    What a pass did not run counts as well (the state beside a recurrent module's output), if the variable that
-    held it has another value by now, or if the lines that made it have run again: then it is what a step left.
-    Where one thing that a step left cannot be run, all of them are named: to cut that one alone would leave the
-    gradient its way through the others.
+    What a pass did not run counts as well (the state beside a recurrent module's output), if the
+    variable that held it has another value by now, or if the lines that made it have run again:
+    then it is what a step left. Where one thing that a step left cannot be run, all of them are
+    named: to cut that one alone would leave the gradient its way through the others.
     """
     below = _inspect.below(case.roots)
     nodes: list[Node] = []

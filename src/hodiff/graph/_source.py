@@ -595,8 +595,9 @@ def outside(path: Path) -> list[Line]:
 
 
 # --- cells of IPython and Jupyter: how they are called, and a session read as if it were one script -------------------
-# Each cell is a file of its own. What a name was given in an earlier one is found by the numbers of lines: in the file
-# of a cell the lines of the cells that ran before have the numbers 0, -1, -2 and so on, the last first.
+# Each cell is a file of its own. What a name was given in an earlier one is found by the numbers of
+# lines: in the file of a cell the lines of the cells that ran before have the numbers 0, -1, -2 and
+# so on, the last first.
 
 
 _with_reruns: ContextVar[bool] = ContextVar("with reruns", default=False)

@@ -1,9 +1,9 @@
 """Recording, while a program runs, what explains a failing backward pass afterwards.
 
-A `TorchFunctionMode` sees each call. Per operation it keeps one number and the user's lines: the place that
-the next node of this thread gets, and where it was made. Nothing is attached to tensors or walked in the
-forward. Per pass the nodes that variables hold are tagged with the variable, and those that it freed with the
-pass, in a dict that the node owns.
+A `TorchFunctionMode` sees each call. Per operation it keeps one number and the user's lines: the
+place that the next node of this thread gets, and where it was made. Nothing is attached to tensors
+or walked in the forward. Per pass the nodes that variables hold are tagged with the variable, and
+those that it freed with the pass, in a dict that the node owns.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from hodiff.graph._record import CUT, GRADIENT, INPLACE, PASS, PASSES, Listener,
 from hodiff.graph._source import lines_of
 
 # --- the steps of PyTorch's own optimizers, of which a recorder sees no call, only what they changed ------------------
-# A step makes five to fifteen calls per parameter, and an explanation needs none of them: the mode is off the stack for
-# as long. It is taken off by the hook that an optimizer calls before a step, and put back when the step has ended in
-# whatever way: what the hook returns is held by the frame that called it, and goes with that frame.
+# A step makes five to fifteen calls per parameter, and an explanation needs none of them: the mode
+# is off the stack for as long. It is taken off by the hook that an optimizer calls before a step,
+# and put back when the step has ended in whatever way: what the hook returns is held by the frame
+# that called it, and goes with that frame.
 
 
 class _Away(NamedTuple):
@@ -169,7 +170,8 @@ class WatchMode(Record, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, and note what it did."""
-        # Dynamo would trace what follows into the graph, wrongly; what has ended, an interrupted PyTorch may put back.
+        # Dynamo would trace what follows into the graph, wrongly; what has ended, an interrupted
+        # PyTorch may put back.
         if is_dynamo_compiling() or not self._undo:
             return func(*args, **(kwargs or {}))
         # An optimizer makes hundreds of these calls in a step, most of them plain ones.
@@ -326,18 +328,19 @@ class Watch(_settings.Scope[Any]):
 def watch() -> Watch:
     """A context in which a failing backward pass says why: the variable, the lines, the cause, the fixes.
 
-    The explanation is a note of the exception (`exc.__notes__`), which tracebacks print. Numbers, errors
-    and graphs are those of the same program without the context; it concerns the thread that enters it.
-    What PyTorch warns of meanwhile is shown as of a line in hodiff, which calls PyTorch then, and once for all
-    of your lines; `hodiff explain` shows yours.
+    The explanation is a note of the exception (`exc.__notes__`), which tracebacks print. Numbers,
+    errors and graphs are those of the same program without the context; it concerns the thread that
+    enters it. What PyTorch warns of meanwhile is shown as of a line in hodiff, which calls PyTorch
+    then, and once for all of your lines; `hodiff explain` shows yours.
 
     Returns:
         A context manager; entered, it gives the recorder, whose `.passes` lists the passes seen.
 
     Cost:
-        Some 10 µs per operation: 1.1 times the time of plain training for a transformer, 1.25 times for an MLP of
-        small layers, where a mode that does nothing costs 1.12. No pass, and no memory of tensors: one number and
-        one line per operation, one small dict per node that a pass freed.
+        Some 10 µs per operation: 1.1 times the time of plain training for a transformer, 1.25 times
+        for an MLP of small layers, where a mode that does nothing costs 1.12. No pass, and no
+        memory of tensors: one number and one line per operation, one small dict per node that a
+        pass freed.
 
     Examples:
         >>> import torch, hodiff

@@ -1,6 +1,7 @@
 """Taylor mode: truncated power series through a function, by rules for its operations.
 
-`hodiff.laplacian` and its kin stand on it; `report` tells which operations of a function have a rule.
+`hodiff.laplacian` and its kin stand on it; `report` tells which operations of a function have a
+rule.
 """
 
 from hodiff._core import _compiled_callers

@@ -75,7 +75,8 @@ def _refuse_hidden() -> None:
 def _inlined() -> bool:
     """Whether Dynamo is in the forward of an `autograd.Function`, which it inlines as if it were any function.
 
-    Dynamo evaluates this as it traces, with its own frames above. Were its method renamed, this would raise.
+    Dynamo evaluates this as it traces, with its own frames above. Were its method renamed, this
+    would raise.
     """
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 

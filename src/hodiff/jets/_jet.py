@@ -1,10 +1,10 @@
 """The jet, a tensor that carries a Taylor series, with the registry of its rules.
 
-`Jet` is a tensor to everyone who asks (`isinstance`, shape, dtype), but holds no data of its own: every
-operation on it goes to the rule of that name, which works on the coefficients with plain PyTorch. So
-gradients by parameters, `vmap` around it and checkpointing need nothing of ours. Whatever would slip past
-the rules (a kernel called on the jet itself) raises. `TracedJet` is the same without being a tensor, for
-`torch.compile`, which cannot trace the making of the former.
+`Jet` is a tensor to everyone who asks (`isinstance`, shape, dtype), but holds no data of its own:
+every operation on it goes to the rule of that name, which works on the coefficients with plain
+PyTorch. So gradients by parameters, `vmap` around it and checkpointing need nothing of ours.
+Whatever would slip past the rules (a kernel called on the jet itself) raises. `TracedJet` is the
+same without being a tensor, for `torch.compile`, which cannot trace the making of the former.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hodiff.errors import GraphError
 from hodiff.jets._series import Expansion, Series
 
 # --- operations: their names, their rules, the errors where none is -------------------------------
-# Rules are kept by name, since one operation has several functions (`torch.add`, `Tensor.add`, `+`), and some
-# functions are made anew at each look (`torch.Tensor.T`).
+# Rules are kept by name, since one operation has several functions (`torch.add`, `Tensor.add`,
+# `+`), and some functions are made anew at each look (`torch.Tensor.T`).
 
 
 OTHER_ROUTE = 'Write it with other operations, or use method="reverse".'
@@ -142,7 +142,8 @@ class JetRules:
     Attributes:
         known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
         fallback: The rule for operations without one.
-        dispatch: What an operation on jets is handed to; jets know it by this, and it knows the jets.
+        dispatch: What an operation on jets is handed to; jets know it by this, and it knows the
+            jets.
     """
 
     def __init__(self) -> None:

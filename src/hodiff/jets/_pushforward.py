@@ -49,13 +49,15 @@ def push(
     Args:
         f: The user's function, called with one jet for each of *points*.
         points: Where the expansion begins.
-        seeds: For each point its coefficients 1, 2, ...: `(R, *shape)` or broadcastable; missing ones are zero.
+        seeds: For each point its coefficients 1, 2, ...: `(R, *shape)` or broadcastable; missing
+            ones are zero.
         order: K.
         groups: How many sums over directions the top coefficient keeps; None keeps every direction.
         weights: A weight for each direction in those sums.
         record: Whether the result can be differentiated by reverse mode.
         counter: Where rules are counted.
-        max_bytes: How many bytes a coefficient may take; `CoefficientTooLarge` is raised where one would take more.
+        max_bytes: How many bytes a coefficient may take; `CoefficientTooLarge` is raised where one
+            would take more.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
     """
@@ -88,9 +90,9 @@ def push(
 def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool) -> None:
     """Raise in the words of Taylor mode what f has met because its argument is a jet, and PyTorch says in its own.
 
-    The interpreter of TorchScript wraps what its operations raise; Dynamo, where f is the first to load it, raises on
-    jets what it likes (where it was there before, it is off); and other code speaks of the type,
-    or of a tensor without data.
+    The interpreter of TorchScript wraps what its operations raise; Dynamo, where f is the first to
+    load it, raises on jets what it likes (where it was there before, it is off); and other code
+    speaks of the type, or of a tensor without data.
     """
     if isinstance(error, (HodiffError, CoefficientTooLarge)):
         return
@@ -194,7 +196,8 @@ class Operation:
 
     Attributes:
         name: Its name in PyTorch.
-        kind: The kind of its rule: elementwise, bilinear, linear, special, constant, or `"fallback"`.
+        kind: The kind of its rule: elementwise, bilinear, linear, special, constant, or
+            `"fallback"`.
         calls: How often it was called.
         seconds: The time that its rule took, in all.
     """
@@ -212,7 +215,8 @@ class Report:
     Attributes:
         order: The order of the expansion.
         directions: How many directions it carried.
-        operations: What `f` used, the dearest first. Composite operations appear as what they are made of.
+        operations: What `f` used, the dearest first. Composite operations appear as what they are
+            made of.
         missing: The operation that stopped the evaluation, in words; None when all went well.
     """
 

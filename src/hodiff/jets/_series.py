@@ -1,17 +1,19 @@
 r"""Arithmetic of truncated Taylor series in several directions at once.
 
 A series is a list of K + 1 scaled coefficients: coefficient k belongs to \(t^k\), so it is the k-th
-derivative over k!. Coefficient 0 has the shape S of the value. The others have one more dimension in
-front, for the R directions, and are *broadcastable* to `(R, *S)`: what does not depend on the sample
-stays small. None is zero, structurally.
+derivative over k!. Coefficient 0 has the shape S of the value. The others have one more dimension
+in front, for the R directions, and are *broadcastable* to `(R, *S)`: what does not depend on the
+sample stays small. None is zero, structurally.
 
-The last coefficient enters every operation linearly (Faà di Bruno: \(y_K = f'(x_0) x_K + \dots\), the dots
-being terms in \(x_1 \dots x_{K-1}\)), so where only the sum over directions is wanted, only the sum is
-carried: its leading dimension is `groups` (1, or as many sums as are kept apart) instead of R.
+The last coefficient enters every operation linearly (Faà di Bruno: \(y_K = f'(x_0) x_K + \dots\),
+the dots being terms in \(x_1 \dots x_{K-1}\)), so where only the sum over directions is wanted,
+only the sum is carried: its leading dimension is `groups` (1, or as many sums as are kept apart)
+instead of R.
 
 Reference:
-    Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13. doi:10.1137/1.9780898717761.
-    Dangel, F. et al. (2025). Collapsing Taylor Mode Automatic Differentiation. arXiv:2505.13644.
+    Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13.
+    doi:10.1137/1.9780898717761. Dangel, F. et al. (2025). Collapsing Taylor Mode Automatic
+    Differentiation. arXiv:2505.13644.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ def surroundings() -> tuple[Any, ...]:
 class FunctionDetector:
     """Until its end, `hides` says whether `f` is inside the forward of an `autograd.Function` of its own.
 
-    The engine switches forward mode off for such a forward, and nothing else does but the user's inference mode. So it
-    is switched on here, where `f` begins, also where hodiff itself is called inside the forward of a Function.
+    The engine switches forward mode off for such a forward, and nothing else does but the user's
+    inference mode. So it is switched on here, where `f` begins, also where hodiff itself is called
+    inside the forward of a Function.
     """
 
     def __init__(self) -> None:
@@ -110,7 +113,8 @@ class Expansion:
     """One Taylor expansion in progress: its order, its directions, and how the top order is summed.
 
     Attributes:
-        number: Expansions begun later have higher numbers, and treat the earlier ones' jets as constants.
+        number: Expansions begun later have higher numbers, and treat the earlier ones' jets as
+            constants.
         order: K, the highest power carried.
         directions: R.
         groups: How many sums of the top coefficient over directions are kept; R keeps all.
@@ -122,8 +126,10 @@ class Expansion:
         nests: Whether a later expansion began at a jet of this one.
         constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
         surroundings: The transform and the tracer that it began in.
-        refused: The operation that was last refused below Python, where another error may take the place of ours.
-        top: The order at which products are summed over directions: K, or -1 where they all are kept.
+        refused: The operation that was last refused below Python, where another error may take the
+            place of ours.
+        top: The order at which products are summed over directions: K, or -1 where they all are
+            kept.
     """
 
     __slots__ = (

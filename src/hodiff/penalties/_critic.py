@@ -133,15 +133,17 @@ def interpolate(
         a: A tensor `(*batch, ...)` or a container of them: the real samples.
         b: The same structure, with the same shapes: the generated ones.
         batch_ndim: How many leading dimensions index samples.
-        detach: Whether the points are cut from the graphs of the samples. None: they are, since a penalty on
-            the critic must not train the generator, with a warning where a sample requires grad. False keeps them.
+        detach: Whether the points are cut from the graphs of the samples. None: they are, since a
+            penalty on the critic must not train the generator, with a warning where a sample
+            requires grad. False keeps them.
         generator: What the numbers are drawn from; None: the device's default generator.
 
     Returns:
         The points, with the structure and shapes of *a*.
 
     Raises:
-        InputError: Structures, shapes, dtypes or devices differ. (8 samples against 1 would broadcast.)
+        InputError: Structures, shapes, dtypes or devices differ. (8 samples against 1 would
+            broadcast.)
 
     Warns:
         HodiffWarning: A sample requires grad, is detached, and *detach* does not say so.
@@ -156,7 +158,8 @@ def interpolate(
         (True, True)
 
     Reference:
-        Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028, section 4.
+        Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028,
+        section 4.
     """
     check_generator(generator)
     recorded = torch.is_grad_enabled()
@@ -207,7 +210,8 @@ def _pairs(a: Any, b: Any, batch_ndim: int) -> tuple[torch.Size, list[Tensor], l
 def detached_samples(samples: Any, detach: bool | None, name: str, recorded: bool) -> Any:
     """The samples as a penalty on the critic takes them: detached, unless `detach=False`.
 
-    Where nobody said so and the result is `recorded`, that deserves a word: whoever made them gets no gradient.
+    Where nobody said so and the result is `recorded`, that deserves a word: whoever made them gets
+    no gradient.
     """
     if detach is False:
         return samples
@@ -246,7 +250,8 @@ def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
 
     A sample's entries in all leaves of a container count as one vector. The derivative at a zero
     gradient is zero, at every order (`sqrt(sum(g**2))` gives NaN there, `linalg.vector_norm` from
-    the second order on). The norm is right from 1e-30 to 1e30, where squares leave the range of float32.
+    the second order on). The norm is right from 1e-30 to 1e30, where squares leave the range of
+    float32.
 
     Args:
         grads: A tensor or a container of tensors, each `(*batch, ...)`.
@@ -271,8 +276,9 @@ def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
         tensor([5., 0.])
 
     Reference:
-        The scaling by the largest entry is that of the BLAS routine `nrm2`: Blue, J. L. (1978). A portable
-        Fortran program to find the Euclidean norm of a vector. ACM TOMS 4(1). doi:10.1145/355769.355771.
+        The scaling by the largest entry is that of the BLAS routine `nrm2`: Blue, J. L. (1978). A
+        portable Fortran program to find the Euclidean norm of a vector. ACM TOMS 4(1).
+        doi:10.1145/355769.355771.
     """
     check_ord(ord)
     return norm(leaves_of(grads, batch_ndim), batch_ndim, ord)
@@ -307,14 +313,14 @@ def norm(leaves: Sequence[Tensor], batch_ndim: int, ord: float = 2) -> Tensor:
     plain = torch.linalg.vector_norm(row, dim=-1)
     if _ordinary(plain):
         return plain
-    # With the largest entry m drawn out, squares neither overflow nor vanish. m is a constant to the
-    # derivative: the norm does not depend on it.
+    # With the largest entry m drawn out, squares neither overflow nor vanish. m is a constant to
+    # the derivative: the norm does not depend on it.
     with _settings.grad_mode(False):
         largest = row.abs().amax(-1, keepdim=True)
         dead = largest == 0  # not where it is NaN, which must show
         largest = torch.where(dead, 1, largest.clamp(max=torch.finfo(row.dtype).max))  # inf / inf would be NaN
-    # A dead sample is moved off zero, where a norm has no second derivative, and its result replaced. One
-    # operation, so that there is no further copy of the gradient.
+    # A dead sample is moved off zero, where a norm has no second derivative, and its result
+    # replaced. One operation, so that there is no further copy of the gradient.
     moved = torch.addcdiv(dead.to(row.dtype), row, largest)
     return largest.squeeze(-1) * torch.where(dead.squeeze(-1), 0, torch.linalg.vector_norm(moved, dim=-1))
 
@@ -447,9 +453,9 @@ def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], re
         return loss
     refuse_static_graph([outputs])
     warn_if_constant(leaves)
-    # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the last
-    # layer is in no gradient by the input.
-    # (`isinstance` would ask an abstract base class, in Python.)
+    # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the
+    # last layer is in no gradient by the input. (`isinstance` would ask an abstract base class, in
+    # Python.)
     return loss + 0 * outputs.sum() if DistributedDataParallel in f.__class__.__mro__ else loss
 
 
@@ -509,8 +515,9 @@ def static_graph_error() -> GraphError:
 
 
 # --- the route through `torch.compile`: a gradient that its tracer can follow ---------------------
-# The rest of the library reads graphs, lends modules and warns, none of which a traced region can hold.
-# Inside one, the gradient comes from `torch.func.grad`, which Dynamo writes out as plain operations.
+# The rest of the library reads graphs, lends modules and warns, none of which a traced region can
+# hold. Inside one, the gradient comes from `torch.func.grad`, which Dynamo writes out as plain
+# operations.
 
 
 def outputs_and_gradient(

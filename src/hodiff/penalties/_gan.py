@@ -73,8 +73,9 @@ def wgan_gp_penalty(
 ) -> Any:
     r"""WGAN-GP, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), between real and generated samples.
 
-    \(\hat x_i\) is a random point on the line from `real[i]` to `fake[i]` (`interpolate`). The norm is over all
-    entries of one sample. With `one_sided=True` it is WGAN-LP, \(\max(0, \lVert\nabla D\rVert - 1)^2\).
+    \(\hat x_i\) is a random point on the line from `real[i]` to `fake[i]` (`interpolate`). The norm
+    is over all entries of one sample. With `one_sided=True` it is WGAN-LP,
+    \(\max(0, \lVert\nabla D\rVert - 1)^2\).
 
     Args:
         critic: A function of samples `(N, ...)`, with outputs `(N,)`, `(N, 1)` or `(N, 1, H, W)`.
@@ -86,11 +87,13 @@ def wgan_gp_penalty(
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         patch_reduction: As for `gradient_penalty`.
-        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
-            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
+        detach: Whether the samples are cut from what made them. None: they are, with a warning
+            where one requires grad; True: without it; False: the penalty is differentiable by the
+            samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
-        return_outputs: Whether to return the critic's outputs at these points too, from the same evaluation.
+        return_outputs: Whether to return the critic's outputs at these points too, from the same
+            evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         generator: What the points are drawn from; None: the device's default generator.
@@ -98,14 +101,16 @@ def wgan_gp_penalty(
         kwargs: Keyword arguments for the critic.
 
     Returns:
-        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* `(penalty, outputs)`.
+        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs*
+        `(penalty, outputs)`.
 
     Raises:
         InputError: The batches are not alike; or as for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for
+            `gradient_penalty`.
 
     Cost:
         One evaluation of the critic and one reverse pass, and a second in the loss's backward.
@@ -120,9 +125,10 @@ def wgan_gp_penalty(
         160.0
 
     Reference:
-        Gulrajani, I. et al. (2017). arXiv:1704.00028; Petzka, H. et al. (2018), WGAN-LP. arXiv:1709.08894.
-        Other code: BasicSR and mmgeneration (by default) take the norm over channels only, torchgan over the
-        whole batch; TensorFlow-GAN penalises norm/target - 1. The authors' own code has NaN at a zero gradient.
+        Gulrajani, I. et al. (2017). arXiv:1704.00028; Petzka, H. et al. (2018), WGAN-LP.
+        arXiv:1709.08894. Other code: BasicSR and mmgeneration (by default) take the norm over
+        channels only, torchgan over the whole batch; TensorFlow-GAN penalises norm/target - 1. The
+        authors' own code has NaN at a zero gradient.
     """
     recorded = _call.loss_recorded(create_graph)
     real, fake = detached_samples(real, detach, "real", recorded), detached_samples(fake, detach, "fake", recorded)
@@ -181,9 +187,10 @@ def dragan_penalty(
 ) -> Any:
     r"""DRAGAN, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), at real samples with noise.
 
-    As in the authors' code, \(\hat x = x + \alpha c \sigma u\): \(\sigma\) is the standard deviation of the batch,
-    \(u \sim U[0,1)\) for each entry, \(\alpha \sim U[0,1)\) for each sample, \(c\) is *std*. The norm is over all
-    entries of one sample. For the paper's normal noise of variance c:
+    As in the authors' code, \(\hat x = x + \alpha c \sigma u\): \(\sigma\) is the standard
+    deviation of the batch, \(u \sim U[0,1)\) for each entry, \(\alpha \sim U[0,1)\) for each
+    sample, \(c\) is *std*. The norm is over all entries of one sample. For the paper's normal noise
+    of variance c:
     `gradient_penalty(critic, real + c**0.5 * torch.randn_like(real), target=1.0, weight=10.0)`.
 
     Args:
@@ -195,11 +202,13 @@ def dragan_penalty(
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         patch_reduction: As for `gradient_penalty`.
-        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
-            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
+        detach: Whether the samples are cut from what made them. None: they are, with a warning
+            where one requires grad; True: without it; False: the penalty is differentiable by the
+            samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
-        return_outputs: Whether to return the critic's outputs at these points too, from the same evaluation.
+        return_outputs: Whether to return the critic's outputs at these points too, from the same
+            evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
         generator: What the noise is drawn from; None: the device's default generator.
@@ -207,14 +216,16 @@ def dragan_penalty(
         kwargs: Keyword arguments for the critic.
 
     Returns:
-        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* `(penalty, outputs)`.
+        A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs*
+        `(penalty, outputs)`.
 
     Raises:
         InputError: As for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for
+            `gradient_penalty`.
 
     Cost:
         That of `wgan_gp_penalty`.
@@ -227,8 +238,9 @@ def dragan_penalty(
         160.0
 
     Reference:
-        Kodali, N. et al. (2017). On convergence and stability of GANs. arXiv:1705.07215. Other code: PyTorch-GAN
-        takes the norm over channels only and draws α per entry; compare_gan uses x + σ (u - ½), clipped to [0, 1].
+        Kodali, N. et al. (2017). On convergence and stability of GANs. arXiv:1705.07215. Other
+        code: PyTorch-GAN takes the norm over channels only and draws α per entry; compare_gan uses
+        x + σ (u - ½), clipped to [0, 1].
     """
     _arguments.check_number(std, "std", least=0)
     real = detached_samples(real, detach, "real", _call.loss_recorded(create_graph))
@@ -306,12 +318,15 @@ def r1_penalty(
     Args:
         critic: A function of samples, as for `wgan_gp_penalty`.
         real: Real samples, a tensor or a container.
-        gamma: \(\gamma\), 10 in the paper. For a lazy penalty every k steps, pass k times the value.
+        gamma: \(\gamma\), 10 in the paper. For a lazy penalty every k steps, pass k times the
+            value.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
-        patch_reduction: As for `gradient_penalty`. With `"mean"` R1 of P×P patches is P⁴ times smaller.
-        detach: Whether the samples are cut from what made them. None: they are, with a warning where one requires
-            grad; True: without it; False: the penalty is differentiable by the samples too, as a featurizer needs.
+        patch_reduction: As for `gradient_penalty`. With `"mean"` R1 of P×P patches is P⁴ times
+            smaller.
+        detach: Whether the samples are cut from what made them. None: they are, with a warning
+            where one requires grad; True: without it; False: the penalty is differentiable by the
+            samples too, as a featurizer needs.
         create_graph: As for `gradient_penalty`.
         grad_scale: As for `gradient_penalty`.
         return_outputs: Whether to return the critic's outputs too: the loss then needs no other
@@ -329,7 +344,8 @@ def r1_penalty(
         GraphError: As for `gradient_penalty`.
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for `gradient_penalty`.
+        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for
+            `gradient_penalty`.
 
     Cost:
         That of `gradient_penalty`.
@@ -344,9 +360,10 @@ def r1_penalty(
         125.0
 
     Reference:
-        Mescheder, L. et al. (2018). Which training methods for GANs do actually converge? arXiv:1801.04406.
-        Other code: GAN_stability, GigaGAN and lucidrains' StyleGAN2 leave out the half (their 10 is a gamma
-        of 20); StyleGAN2-ADA uses gamma = 0.0002 · resolution² / batch, every 16 steps times 16.
+        Mescheder, L. et al. (2018). Which training methods for GANs do actually converge?
+        arXiv:1801.04406. Other code: GAN_stability, GigaGAN and lucidrains' StyleGAN2 leave out the
+        half (their 10 is a gamma of 20); StyleGAN2-ADA uses gamma = 0.0002 · resolution² / batch,
+        every 16 steps times 16.
     """
     return _zero_centred(
         critic,
@@ -438,8 +455,9 @@ def r2_penalty(
         12.5
 
     Reference:
-        Mescheder, L. et al. (2018). arXiv:1801.04406; Huang, N. et al. (2024), R3GAN. arXiv:2501.05441.
-        Other code: GAN_stability leaves out the half; WGAN-div (PyTorch-GAN) does not detach the samples.
+        Mescheder, L. et al. (2018). arXiv:1801.04406; Huang, N. et al. (2024), R3GAN.
+        arXiv:2501.05441. Other code: GAN_stability leaves out the half; WGAN-div (PyTorch-GAN) does
+        not detach the samples.
     """
     return _zero_centred(
         critic,

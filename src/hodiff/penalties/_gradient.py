@@ -75,16 +75,17 @@ def gradient_penalty(
 ) -> Any:
     r"""A gradient penalty, \(w\,\mathrm{mean}_i\,|\lVert\nabla f(x_i)\rVert - t|^p\): norms are drawn to *t*.
 
-    The norm is taken over everything but the batch, jointly over all tensors of *x*. The result is a loss:
-    with the caller's grad mode on it can be differentiated by what `f` is made of, and that
+    The norm is taken over everything but the batch, jointly over all tensors of *x*. The result is
+    a loss: with the caller's grad mode on it can be differentiated by what `f` is made of, and that
     backward pass frees its graph. No `retain_graph` is needed anywhere.
 
     Args:
         f: A critic: a function of *x* with one output per sample, `(N,)` or `(N, 1)`, or a map of
             outputs, `(N, 1, H, W)`, which *patch_reduction* makes one. Or such an output already
             computed from *x* (which then requires grad): its graph stays the caller's.
-        x: Where: a tensor `(N, ...)` or a container of them; a module (or `hodiff.select`) with `batch_ndim=0`.
-            Nothing of it is changed. Where it requires grad, the penalty is differentiable by it too.
+        x: Where: a tensor `(N, ...)` or a container of them; a module (or `hodiff.select`) with
+            `batch_ndim=0`. Nothing of it is changed. Where it requires grad, the penalty is
+            differentiable by it too.
         weight: The factor \(w\).
         target: The wanted norm \(t\), absolute; a number, or a tensor with one entry per sample.
         one_sided: Whether only norms above the target count: \(\max(0, \lVert g\rVert - t)^p\).
@@ -95,14 +96,17 @@ def gradient_penalty(
         patch_reduction: How several outputs of one sample become one: `"sum"` (what `ones_like`
             as `grad_outputs` computes) or `"mean"`. They differ by the number of outputs in
             the norm, thus by its square in a penalty of target 0.
-        create_graph: Whether the penalty can be differentiated. None: where the caller's grad mode is on.
+        create_graph: Whether the penalty can be differentiated. None: where the caller's grad mode
+            is on.
         grad_scale: Multiplies the outputs before, and divides the gradient after, the first reverse
             pass; for float16, see the documentation.
         return_outputs: Whether to return what `f` returned as well, from the same evaluation.
-        check_independence: Whether to test that no sample's output depends on another sample, for one more
-            evaluation and two passes; a `BatchMixingWarning` says if it does, and by how much.
-        strict: What a part of *x* gives that the output does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
+        check_independence: Whether to test that no sample's output depends on another sample, for
+            one more evaluation and two passes; a `BatchMixingWarning` says if it does, and by how
+            much.
+        strict: What a part of *x* gives that the output does not depend on. None: zeros, and an
+            error where that is all of it. True: an error. False: zeros, all of it too (isolated
+            atoms).
         allow: `@once_differentiable` Functions to accept, as for `grad`.
         args: Further positional arguments for `f`: labels, for instance.
         kwargs: Keyword arguments for `f`.
@@ -112,10 +116,11 @@ def gradient_penalty(
         *return_outputs* `(penalty, outputs)`.
 
     Raises:
-        InputError: The output is not one per sample (a mean over the batch would make the gradient N times too small;
-            of class logits, `(N, K)`, choose or sum), or an option is not known.
-        GraphError: An operation has no second derivative (it is named); `f` does not depend on *x*; `f` is wrapped in
-            `DistributedDataParallel(static_graph=True)`, whose ranks would diverge silently.
+        InputError: The output is not one per sample (a mean over the batch would make the gradient
+            N times too small; of class logits, `(N, K)`, choose or sum), or an option is not known.
+        GraphError: An operation has no second derivative (it is named); `f` does not depend on *x*;
+            `f` is wrapped in `DistributedDataParallel(static_graph=True)`, whose ranks would
+            diverge silently.
 
     Warns:
         HodiffWarning: No trainable tensor is reachable from the gradient: the penalty is constant.
@@ -126,7 +131,8 @@ def gradient_penalty(
         Memory: the graphs of the evaluation and of the gradient, until that backward.
 
     Examples:
-        The gradient of a linear critic is its weight, of norm 5 here, so a target of 1 gives (5 - 1)²:
+        The gradient of a linear critic is its weight, of norm 5 here, so a target of 1 gives
+        (5 - 1)²:
 
         >>> import torch, hodiff
         >>> critic = torch.nn.Linear(2, 1)
@@ -137,9 +143,9 @@ def gradient_penalty(
         (16.0, tensor([[4.8000, 6.4000]]))
 
     Reference:
-        Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028. Drucker, H.
-        and LeCun, Y. (1992). Improving generalization performance using double backpropagation. IEEE
-        Trans. Neural Networks 3(6). doi:10.1109/72.165600.
+        Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028.
+        Drucker, H. and LeCun, Y. (1992). Improving generalization performance using double
+        backpropagation. IEEE Trans. Neural Networks 3(6). doi:10.1109/72.165600.
     """
     rule = PenaltyRule(target, one_sided, power, ord, weight, reduction)
     traced = torch.compiler.is_compiling()
@@ -300,12 +306,14 @@ def eikonal_penalty(
 ) -> Any:
     r"""The eikonal equation, that of distances, as a loss: \(\lambda\,\mathrm{mean}\,|\lVert\nabla f(x)\rVert - 1|^p\).
 
-    A point is one row: the norm is over the last dimension, whatever comes before, `(P, 3)` or `(B, P, 3)`.
+    A point is one row: the norm is over the last dimension, whatever comes before, `(P, 3)` or
+    `(B, P, 3)`.
 
     Args:
-        f: A function of points that gives one value each, `(*batch,)` or `(*batch, 1)`; or such a tensor, computed
-            from *points*.
-        points: Shape `(*batch, d)`. For a latent code beside the coordinates, pass it in *args*: it must not count.
+        f: A function of points that gives one value each, `(*batch,)` or `(*batch, 1)`; or such a
+            tensor, computed from *points*.
+        points: Shape `(*batch, d)`. For a latent code beside the coordinates, pass it in *args*: it
+            must not count.
         weight: \(\lambda\), 0.1 in IGR; SIREN uses 50 with `power=1`.
         target: The wanted norm.
         power: The exponent, 2 in IGR, 1 in SIREN.
@@ -321,7 +329,8 @@ def eikonal_penalty(
         A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair.
 
     Raises:
-        InputError: *points* is not one tensor with coordinates in its last dimension; or as for `gradient_penalty`.
+        InputError: *points* is not one tensor with coordinates in its last dimension; or as for
+            `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Cost:
@@ -338,7 +347,8 @@ def eikonal_penalty(
         (0.0, 0.4)
 
     Reference:
-        Gropp, A. et al. (2020), IGR. arXiv:2002.10099; Sitzmann, V. et al. (2020), SIREN. arXiv:2006.09661.
+        Gropp, A. et al. (2020), IGR. arXiv:2002.10099; Sitzmann, V. et al. (2020), SIREN.
+        arXiv:2006.09661.
     """
     _arguments.check_real_tensor(points, "points")
     if points.ndim < 2:
@@ -393,32 +403,36 @@ def gradient_norm_penalty(
     r"""The size of a loss's gradient by the parameters, \(\mu\lVert\nabla_\theta L\rVert^2\): one norm over all.
 
     Args:
-        f: A function of *where* that gives the loss, one element: `lambda model: loss(model(x), y)`; or the loss
-            itself, already computed.
-        where: Usually a module (its trainable parameters; `f` receives it) or `hodiff.select(module, ...)`; any point.
-        weight: \(\mu\). The implicit regularisation of gradient descent with step h is that of \(\mu = h/4\).
+        f: A function of *where* that gives the loss, one element:
+            `lambda model: loss(model(x), y)`; or the loss itself, already computed.
+        where: Usually a module (its trainable parameters; `f` receives it) or
+            `hodiff.select(module, ...)`; any point.
+        weight: \(\mu\). The implicit regularisation of gradient descent with step h is that of
+            \(\mu = h/4\).
         target: The wanted norm.
         power: The exponent; 1 penalises the norm itself (Zhao et al.).
         create_graph: As for `gradient_penalty`.
         return_outputs: Whether to return the loss too, of the same evaluation.
-        strict: What a part of *where* gives that the loss does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
+        strict: What a part of *where* gives that the loss does not depend on. None: zeros, and an
+            error where that is all of it. True: an error. False: zeros, all of it too (isolated
+            atoms).
         allow: As for `gradient_penalty`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor of shape `()`; with *return_outputs* `(penalty, loss)`, both differentiable by the parameters.
-        All of *where* enters: what the gradient does not depend on has a `.grad` of zeros after `backward()`,
-        not None, and an optimiser with weight decay moves it. Leave it out by
-        `hodiff.select(module, ..., exclude=...)`.
+        A scalar tensor of shape `()`; with *return_outputs* `(penalty, loss)`, both differentiable
+        by the parameters. All of *where* enters: what the gradient does not depend on has a `.grad`
+        of zeros after `backward()`, not None, and an optimiser with weight decay moves it. Leave it
+        out by `hodiff.select(module, ..., exclude=...)`.
 
     Raises:
         InputError: `f` gives more than one element; or as for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Cost:
-        One evaluation of `f` and one reverse pass; the backward of the penalty is a Hessian-vector product.
+        One evaluation of `f` and one reverse pass; the backward of the penalty is a Hessian-vector
+        product.
 
     Examples:
         \(L = \tfrac12 \lVert\theta\rVert^2\) has the gradient \(\theta\):
@@ -431,8 +445,9 @@ def gradient_norm_penalty(
         (25.0, tensor([6., 8.]))
 
     Reference:
-        Barrett, D. and Dherin, B. (2021). Implicit gradient regularization. arXiv:2009.11162. Zhao, Y. et al. (2022).
-        Penalizing gradient norm for efficiently improving generalization. arXiv:2202.03599.
+        Barrett, D. and Dherin, B. (2021). Implicit gradient regularization. arXiv:2009.11162. Zhao,
+        Y. et al. (2022). Penalizing gradient norm for efficiently improving generalization.
+        arXiv:2202.03599.
     """
     return gradient_penalty(
         f,

@@ -67,19 +67,20 @@ def hessian_penalty(
     independently of each other: a generator's latents are disentangled.
 
     Args:
-        f: A function of samples with outputs of any shape, `(N, ...)`: a generator, or some layer of it.
+        f: A function of samples with outputs of any shape, `(N, ...)`: a generator, or some layer
+            of it.
         x: Where: a tensor `(N, ...)` or a container of them.
         weight: A factor.
         samples: How many v the (unbiased) variance is taken over, at least 2.
-        vectors: The caller's own v, at least two, like *x* with one extra leading dimension on every leaf; then
-            nothing is drawn.
+        vectors: The caller's own v, at least two, like *x* with one extra leading dimension on
+            every leaf; then nothing is drawn.
         reduction: Over samples and outputs: `"max"` (as published), `"mean"`, `"sum"` or `"none"`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
         method: `"exact"`: second directional derivatives. `"differences"`: the published form,
             \((f(x + \epsilon v) - 2 f(x) + f(x - \epsilon v)) / \epsilon^2\).
-        epsilon: The step of the differences. Do not lessen it in float32: at 1e-3 rounding makes the variance 46 %
-            too large.
+        epsilon: The step of the differences. Do not lessen it in float32: at 1e-3 rounding makes
+            the variance 46 % too large.
         return_outputs: Whether to return what `f` returned too, from the same evaluation.
         check_independence: As for `gradient_penalty`.
         allow: As for `gradient_penalty`.
@@ -88,23 +89,25 @@ def hessian_penalty(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor, or the variances, with the shape of `f(x)`, for `reduction="none"`; with *return_outputs*
-        a pair.
+        A scalar tensor, or the variances, with the shape of `f(x)`, for `reduction="none"`; with
+        *return_outputs* a pair.
 
     Raises:
         InputError: An option is not known; or as for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Warns:
-        HodiffWarning: The second derivative depends on nothing that is trained. That of a network of ReLUs is zero
-            almost everywhere; differences across their kinks are not, which is why the published form "works" there.
+        HodiffWarning: The second derivative depends on nothing that is trained. That of a network
+            of ReLUs is zero almost everywhere; differences across their kinks are not, which is why
+            the published form "works" there.
 
     Cost:
-        Per vector, exact: one evaluation of `f` and four reverse passes. Differences: two evaluations each, one
-        for all, and no pass.
+        Per vector, exact: one evaluation of `f` and four reverse passes. Differences: two
+        evaluations each, one for all, and no pass.
 
     Examples:
-        \(f = z_0 z_1\) has \(H_{01} = H_{10} = 1\), so a variance of 4, and of 0 if the two signs agree:
+        \(f = z_0 z_1\) has \(H_{01} = H_{10} = 1\), so a variance of 4, and of 0 if the two signs
+        agree:
 
         >>> import torch, hodiff
         >>> z = torch.randn(1, 2)
@@ -205,9 +208,10 @@ def curvature_penalty(
 ) -> Any:
     r"""CURE, \(\gamma\,\mathrm{mean}_i \lVert\nabla\ell(x_i + h z_i) - \nabla\ell(x_i)\rVert^2\): how a loss curves.
 
-    The direction is that of the sign attack, \(z = \mathrm{sign}\nabla\ell / \lVert\mathrm{sign}\nabla\ell\rVert\),
-    a constant to the derivative. A small value means that the loss is nearly linear around the samples,
-    which resists adversarial perturbations.
+    The direction is that of the sign attack,
+    \(z = \mathrm{sign}\nabla\ell / \lVert\mathrm{sign}\nabla\ell\rVert\), a constant to the
+    derivative. A small value means that the loss is nearly linear around the samples, which resists
+    adversarial perturbations.
 
     Args:
         f: The loss of each sample, a function of samples with outputs `(N,)` or `(N, 1)`:
@@ -225,20 +229,21 @@ def curvature_penalty(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair, the outputs
-        being those at the samples.
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair,
+        the outputs being those at the samples.
 
     Raises:
-        InputError: The loss is averaged over the batch, which would shrink the penalty by 1/N², or not summed over
-            what belongs to one sample; or as for `gradient_penalty`.
+        InputError: The loss is averaged over the batch, which would shrink the penalty by 1/N², or
+            not summed over what belongs to one sample; or as for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Cost:
-        Two evaluations of `f` and two reverse passes. Where `f` draws random numbers (dropout), both
-        evaluations have the same.
+        Two evaluations of `f` and two reverse passes. Where `f` draws random numbers (dropout),
+        both evaluations have the same.
 
     Examples:
-        \(\ell = \tfrac12 \lVert x\rVert^2\) has the gradient x, so the difference is h z with \(\lVert z\rVert = 1\):
+        \(\ell = \tfrac12 \lVert x\rVert^2\) has the gradient x, so the difference is h z with
+        \(\lVert z\rVert = 1\):
 
         >>> import torch, hodiff
         >>> with torch.no_grad():
@@ -246,8 +251,8 @@ def curvature_penalty(
         tensor(4.)
 
     Reference:
-        Moosavi-Dezfooli, S.-M. et al. (2019). Robustness via curvature regularization, and vice versa.
-        arXiv:1811.09716. Other code: the authors' takes the norm without its square.
+        Moosavi-Dezfooli, S.-M. et al. (2019). Robustness via curvature regularization, and vice
+        versa. arXiv:1811.09716. Other code: the authors' takes the norm without its square.
     """
     _arguments.check_number(weight, "weight", least=0)
     _arguments.check_number(h, "h", least=0)

@@ -61,14 +61,15 @@ def jacobian_penalty(
     \(E[v v^\top] = I\).
 
     Args:
-        f: A function of samples with outputs of any shape, `(N, ...)`; or such a tensor, computed from *x*.
+        f: A function of samples with outputs of any shape, `(N, ...)`; or such a tensor, computed
+            from *x*.
         x: Where: a tensor `(N, ...)` or a container of them; the norm is joint over its leaves.
-        weight: \(\lambda\), 0.01 in Hoffman et al. For a contractive autoencoder: exact, of the encoder, with
-            twice its λ (Rifai et al. have no half).
+        weight: \(\lambda\), 0.01 in Hoffman et al. For a contractive autoencoder: exact, of the
+            encoder, with twice its λ (Rifai et al. have no half).
         samples: How many v to average over; None for the exact norm.
         probes: The law of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
-        vectors: The caller's own v, like `f(x)`, or K of them with one extra leading dimension; then nothing is drawn.
-            Hoffman et al. draw from the sphere of radius √outputs.
+        vectors: The caller's own v, like `f(x)`, or K of them with one extra leading dimension;
+            then nothing is drawn. Hoffman et al. draw from the sphere of radius √outputs.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
@@ -100,8 +101,8 @@ def jacobian_penalty(
 
     Reference:
         Hoffman, J., Roberts, D. and Yaida, S. (2019). Robust learning with Jacobian regularization.
-        arXiv:1908.02729. Rifai, S. et al. (2011). Contractive auto-encoders. ICML. Other code: JacobianReg is
-        the same for outputs `(N, C)`, and takes no others.
+        arXiv:1908.02729. Rifai, S. et al. (2011). Contractive auto-encoders. ICML. Other code:
+        JacobianReg is the same for outputs `(N, C)`, and takes no others.
     """
     _arguments.check_number(weight, "weight", least=0)
     check_option(reduction, Reduction, "reduction")

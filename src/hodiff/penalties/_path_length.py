@@ -19,12 +19,13 @@ from hodiff.penalties._gradient import Function
 class PathLengthPenalty(nn.Module):
     r"""Path length regularisation, \(w\,\mathrm{mean}_i (\ell_i - a)^2\), with a running mean \(a\) of the lengths.
 
-    \(\ell_i = \lVert J_i^\top y_i\rVert\) with \(y \sim N(0, I) / \sqrt{HW}\): a step in latent space should change
-    the image by the same amount everywhere. For latents `(N, L, D)` of L layers, the square is averaged over
-    the layers.
+    \(\ell_i = \lVert J_i^\top y_i\rVert\) with \(y \sim N(0, I) / \sqrt{HW}\): a step in latent
+    space should change the image by the same amount everywhere. For latents `(N, L, D)` of L
+    layers, the square is averaged over the layers.
 
-    The mean follows the lengths at each call in training mode, \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i \ell_i\),
-    and is saved in the state dict. As in StyleGAN2, this call's own part of it is not a constant to the derivative.
+    The mean follows the lengths at each call in training mode,
+    \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i \ell_i\), and is saved in the state dict. As in
+    StyleGAN2, this call's own part of it is not a constant to the derivative.
 
     Args:
         weight: \(w\), 2 in StyleGAN2. For a lazy penalty every k steps, pass k times the value.
@@ -32,16 +33,19 @@ class PathLengthPenalty(nn.Module):
 
     Attributes:
         mean_length: The running mean, a buffer.
-        lengths: The path lengths of the last call, `(N,)`, detached, as StyleGAN2 logs them; None before the first.
+        lengths: The path lengths of the last call, `(N,)`, detached, as StyleGAN2 logs them; None
+            before the first.
 
     Shapes:
-        Called with a generator and latents `(N, D)` or `(N, L, D)`; images `(N, C, *size)`; the penalty is a scalar.
+        Called with a generator and latents `(N, D)` or `(N, L, D)`; images `(N, C, *size)`; the
+        penalty is a scalar.
 
     Cost:
         One evaluation of the generator and one reverse pass, and a second in the loss's backward.
 
     Examples:
-        Images that are three times the latents: all paths are 3 |y| long, and |y| is about the root of its dimension.
+        Images that are three times the latents: all paths are 3 |y| long, and |y| is about the root
+        of its dimension.
 
         >>> import torch, hodiff
         >>> _ = torch.manual_seed(0)
@@ -53,8 +57,9 @@ class PathLengthPenalty(nn.Module):
         3.0
 
     Reference:
-        Karras, T. et al. (2020). Analyzing and improving the image quality of StyleGAN. arXiv:1912.04958, appendix B.
-        Other code: labml leaves out the factor of the lazy interval; NVIDIA's has NaN at a zero gradient.
+        Karras, T. et al. (2020). Analyzing and improving the image quality of StyleGAN.
+        arXiv:1912.04958, appendix B. Other code: labml leaves out the factor of the lazy interval;
+        NVIDIA's has NaN at a zero gradient.
     """
 
     mean_length: Tensor
@@ -90,8 +95,8 @@ class PathLengthPenalty(nn.Module):
         Args:
             f: The synthesis network, a function of *w* with images `(N, C, *size)`.
             w: Latents, `(N, D)` or `(N, L, D)`.
-            vectors: The caller's own noise like the images, of which y is the \(1/\sqrt{HW}\)-th part; then nothing
-                is drawn.
+            vectors: The caller's own noise like the images, of which y is the \(1/\sqrt{HW}\)-th
+                part; then nothing is drawn.
             reduction: As for `gradient_penalty`.
             create_graph: As for `gradient_penalty`.
             return_outputs: Whether to return the images too, from the same evaluation.
@@ -101,7 +106,8 @@ class PathLengthPenalty(nn.Module):
             kwargs: Keyword arguments for `f`.
 
         Returns:
-            A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* `(penalty, images)`.
+            A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs*
+            `(penalty, images)`.
         """
         check_option(reduction, Reduction, "reduction")
         return_outputs = is_set(return_outputs, "return_outputs")

@@ -66,15 +66,16 @@ def sliced_score_matching_loss(
     form.)
 
     Args:
-        f: The score, a function of samples with outputs like *x*; with *log_density* the unnormalised log-density
-            (minus an energy), with one output per sample; or such outputs, already computed.
+        f: The score, a function of samples with outputs like *x*; with *log_density* the
+            unnormalised log-density (minus an energy), with one output per sample; or such outputs,
+            already computed.
         x: Data: a tensor `(N, ...)`, or a container of them, as one vector per sample.
         log_density: Whether `f` is the log-density, whose gradient is then the score.
         variance_reduced: Whether the second term is exact.
         samples: How many v to average over.
         probes: The law of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
-        vectors: The caller's own v, like *x*, or K of them with one extra leading dimension on every leaf; then
-            nothing is drawn.
+        vectors: The caller's own v, like *x*, or K of them with one extra leading dimension on
+            every leaf; then nothing is drawn.
         reduction: As for `gradient_penalty`.
         batch_ndim: As for `gradient_penalty`.
         create_graph: As for `gradient_penalty`.
@@ -86,15 +87,16 @@ def sliced_score_matching_loss(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* `(loss, f(x))`.
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs*
+        `(loss, f(x))`.
 
     Raises:
         InputError: The outputs are not like *x*; or as for `gradient_penalty`.
         GraphError: As for `gradient_penalty`.
 
     Cost:
-        One evaluation of `f` and one reverse pass per vector, in batches; one more for a log-density, and norm
-        layers are then computed from their definition (see `hvp`).
+        One evaluation of `f` and one reverse pass per vector, in batches; one more for a
+        log-density, and norm layers are then computed from their definition (see `hvp`).
 
     Examples:
         The score \(-x\) of a standard normal: \(-d + \frac12 \lVert x\rVert^2\), at x = (3, 4).
@@ -105,8 +107,9 @@ def sliced_score_matching_loss(
         tensor(10.5000)
 
     Reference:
-        Song, Y. et al. (2019). Sliced score matching. arXiv:1905.07088. Hyvärinen, A. (2005). JMLR 6, 695-709. Other
-        code: ermongroup/sliced_score_matching changes `requires_grad` of the samples, and takes `(N, D)` only.
+        Song, Y. et al. (2019). Sliced score matching. arXiv:1905.07088. Hyvärinen, A. (2005). JMLR
+        6, 695-709. Other code: ermongroup/sliced_score_matching changes `requires_grad` of the
+        samples, and takes `(N, D)` only.
     """
     check_option(reduction, Reduction, "reduction")
     check_option(probes, Probes, "probes")

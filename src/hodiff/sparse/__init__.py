@@ -1,6 +1,7 @@
 """Sparse Hessians and Jacobians: which entries there are, which products find them, and the matrix at many points.
 
-* `sparsity_pattern` detects which entries can be other than zero, `color` says which columns share a product.
+* `sparsity_pattern` detects which entries can be other than zero, `color` says which columns share
+  a product.
 * `plan_hessian` and `plan_jacobian` do both once, for many points; `hodiff.sparse_hessian` and
   `hodiff.sparse_jacobian` for one.
 """

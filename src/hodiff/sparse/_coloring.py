@@ -1,7 +1,8 @@
 """`color`: columns (or rows) that one product can share, with each entry's place in the products.
 
-Colours are assigned greedily. The colours around a vertex are the bits of one Python integer, so that what a vertex
-may not have is found by one "or" for each neighbour, however many colours there are.
+Colours are assigned greedily. The colours around a vertex are the bits of one Python integer, so
+that what a vertex may not have is found by one "or" for each neighbour, however many colours there
+are.
 """
 
 from __future__ import annotations
@@ -29,25 +30,30 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
 
     Args:
         pattern: A `Pattern`, a SciPy sparse matrix, or a sparse tensor.
-        kind: `"columns"`: columns that meet in a row differ, so that a product with the sum of the columns of each
-            colour holds all entries. `"rows"`: the same for rows, and products from the left. `"star"`, for
-            a symmetric matrix with a diagonal: neighbours differ, and no path of four vertices has but two colours;
-            each entry is then found in the product of its column or in that of its row, and fewer colours do.
-        order: In which order vertices choose the least colour that they may have: `"natural"`, or `"largest"`
-            degree first. `"best"` takes what needs the fewest colours on the first few thousand columns.
+        kind: `"columns"`: columns that meet in a row differ, so that a product with the sum of the
+            columns of each colour holds all entries. `"rows"`: the same for rows, and products from
+            the left. `"star"`, for a symmetric matrix with a diagonal: neighbours differ, and no
+            path of four vertices has but two colours; each entry is then found in the product of
+            its column or in that of its row, and fewer colours do.
+        order: In which order vertices choose the least colour that they may have: `"natural"`, or
+            `"largest"` degree first. `"best"` takes what needs the fewest colours on the first few
+            thousand columns.
 
     Returns:
-        For each column (row) its colour, integers from 0 on, shape `(columns,)` or `(rows,)`. Vertices with far
-        more neighbours than the others (more than 20 times the median, and 64) have a colour of their own.
+        For each column (row) its colour, integers from 0 on, shape `(columns,)` or `(rows,)`.
+        Vertices with far more neighbours than the others (more than 20 times the median, and 64)
+        have a colour of their own.
 
     Raises:
         InputError: A star colouring of a pattern that is not symmetric, or no pattern.
 
     Cost:
-        On the processor, in Python: about 5 µs for each column of a matrix with a handful of entries in a row.
+        On the processor, in Python: about 5 µs for each column of a matrix with a handful of
+        entries in a row.
 
     Examples:
-        An arrow, whose first row and column are full, takes two products; columns alone would take all four:
+        An arrow, whose first row and column are full, takes two products; columns alone would take
+        all four:
 
         >>> import torch, hodiff
         >>> arrow = hodiff.sparse.sparsity_pattern(lambda x: x[0] * (x**2).sum(), torch.ones(4))
@@ -57,8 +63,9 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
         tensor([0, 1, 2, 3])
 
     Reference:
-        Gebremedhin, A. H., Tarafdar, A., Pothen, A., Walther, A. (2009). Efficient computation of sparse Hessians
-        using coloring and automatic differentiation. INFORMS Journal on Computing 21(2). doi:10.1287/ijoc.1080.0286.
+        Gebremedhin, A. H., Tarafdar, A., Pothen, A., Walther, A. (2009). Efficient computation of
+        sparse Hessians using coloring and automatic differentiation. INFORMS Journal on Computing
+        21(2). doi:10.1287/ijoc.1080.0286.
     """
     check_option(kind, Kind, "kind")
     check_option(order, Order, "order")
@@ -163,13 +170,13 @@ def _by_stars(pattern: Pattern, order: Order, *, wary: bool) -> Tensor:
 def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool) -> Tensor:
     """The least colour for each vertex that closes no path of four vertices in two colours.
 
-    Such a path is closed by *v* in colour c at its end, c-d-c-d, or as its second, d-c-d-c. So of a neighbour *w* in
-    colour d, *v* may not have
+    Such a path is closed by *v* in colour c at its end, c-d-c-d, or as its second, d-c-d-c. So of a
+    neighbour *w* in colour d, *v* may not have
         the colour d itself;
         where another neighbour of *v* has d too: any colour around *w*;
         else, the colour of a neighbour of *w* that has two neighbours in d (`shut[w]`).
-    A neighbour without a colour forbids nothing. To be wary of it, and not to take a colour around it, leaves it more
-    choice: that needs fewer colours on irregular graphs, and more on grids.
+    A neighbour without a colour forbids nothing. To be wary of it, and not to take a colour around
+    it, leaves it more choice: that needs fewer colours on irregular graphs, and more on grids.
     """
     count = len(neighbours)
     bit = [0] * count  # of a vertex's colour; 0 while it has none

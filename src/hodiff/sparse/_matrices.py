@@ -50,19 +50,21 @@ def sparse_hessian(
 ) -> Any:
     r"""The Hessian of a function of many variables, few of which meet, as a sparse matrix.
 
-    Which entries can be other than zero is detected; columns that do not disturb each other share a product,
-    \(B = H S\); and each entry is read off where it stands alone. For many points make a plan once:
-    `hodiff.sparse.plan_hessian`.
+    Which entries can be other than zero is detected; columns that do not disturb each other share a
+    product, \(B = H S\); and each entry is read off where it stands alone. For many points make a
+    plan once: `hodiff.sparse.plan_hessian`.
 
     Args:
-        f: A function of *x* that returns one element (of any shape), or such a tensor already computed from *x*,
-            whose graph is then left as it was.
+        f: A function of *x* that returns one element (of any shape), or such a tensor already
+            computed from *x*, whose graph is then left as it was.
         x: Where, as for `grad`; D numbers in all.
-        pattern: The entries that can be other than zero, where you know them: a `Pattern`, a SciPy sparse matrix, a
-            sparse tensor (all that is stored counts), or a pair of index vectors. It is believed.
-        output: `"torch"`, a sparse tensor in coordinates; `"csr"`, one of compressed rows; `"scipy"`, a
-            `scipy.sparse.csr_array`, which keeps no graph; `"auto"`, a dense tensor where that is cheaper (fewer than
-            600 variables, or half as many products as there are), else as `"torch"`.
+        pattern: The entries that can be other than zero, where you know them: a `Pattern`, a SciPy
+            sparse matrix, a sparse tensor (all that is stored counts), or a pair of index vectors.
+            It is believed.
+        output: `"torch"`, a sparse tensor in coordinates; `"csr"`, one of compressed rows;
+            `"scipy"`, a `scipy.sparse.csr_array`, which keeps no graph; `"auto"`, a dense tensor
+            where that is cheaper (fewer than 600 variables, or half as many products as there are),
+            else as `"torch"`.
         check: Whether to compare the matrix with a Hessian-vector product for a random vector.
         create_graph: Whether the entries can be differentiated again, as for `hvp`.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
@@ -71,20 +73,20 @@ def sparse_hessian(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The matrix, of shape `(D, D)`, rows and columns in the order of *x*. It holds an entry for each place of
-        the pattern, also where its value happens to be zero.
+        The matrix, of shape `(D, D)`, rows and columns in the order of *x*. It holds an entry for
+        each place of the pattern, also where its value happens to be zero.
 
     Raises:
-        InputError: As for `hvp`; a *pattern* of another shape, or not symmetric, or with indices out of range; or
-            what is detected is not sparse.
+        InputError: As for `hvp`; a *pattern* of another shape, or not symmetric, or with indices
+            out of range; or what is detected is not sparse.
         GraphError: As for `hvp`.
         DerivativeError: With `check`, the matrix misses an entry.
 
     Cost:
-        One evaluation of `f`, one reverse pass, and a batched pass for as many vectors as there are colours; before
-        them `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`. A chain has 3 colours, a grid whose points
-        meet all their neighbours 9, whatever its size. `check` adds a vector.
-        Memory: the entries, and D numbers for each colour.
+        One evaluation of `f`, one reverse pass, and a batched pass for as many vectors as there are
+        colours; before them `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`. A chain has
+        3 colours, a grid whose points meet all their neighbours 9, whatever its size. `check` adds
+        a vector. Memory: the entries, and D numbers for each colour.
 
     Examples:
         >>> import torch, hodiff
@@ -96,8 +98,8 @@ def sparse_hessian(
                 [0., 0., 6., 0.]])
 
     Reference:
-        Gebremedhin, A. H., Manne, F., Pothen, A. (2005). What color is your Jacobian? Graph coloring for computing
-        derivatives. SIAM Review 47(4). doi:10.1137/S0036144504444711.
+        Gebremedhin, A. H., Manne, F., Pothen, A. (2005). What color is your Jacobian? Graph
+        coloring for computing derivatives. SIAM Review 47(4). doi:10.1137/S0036144504444711.
     """
     return _matrix(f, x, 2, pattern, output, check, create_graph, allow, chunk_size, args, kwargs)
 
@@ -127,13 +129,15 @@ def sparse_jacobian(
 ) -> Any:
     r"""The Jacobian \(J_{ij} = \partial f_i / \partial x_j\) of many functions, each of few variables, sparse.
 
-    As `sparse_hessian`, with products from the right, \(J S\), or from the left, \(S^\top J\): whichever takes
-    fewer. For many points make a plan once: `hodiff.sparse.plan_jacobian`.
+    As `sparse_hessian`, with products from the right, \(J S\), or from the left, \(S^\top J\):
+    whichever takes fewer. For many points make a plan once: `hodiff.sparse.plan_jacobian`.
 
     Args:
-        f: A function of *x* that returns a tensor or a container of tensors, or such tensors already computed.
+        f: A function of *x* that returns a tensor or a container of tensors, or such tensors
+            already computed.
         x: Where, as for `grad`; D numbers in all.
-        pattern: The entries that can be other than zero, where you know them, as for `sparse_hessian`.
+        pattern: The entries that can be other than zero, where you know them, as for
+            `sparse_hessian`.
         output: In which form, as for `sparse_hessian`.
         check: Whether to compare the matrix with a product by a random vector.
         create_graph: Whether the entries can be differentiated again, as for `grad`.
@@ -151,8 +155,9 @@ def sparse_jacobian(
         DerivativeError: With `check`, the matrix misses an entry.
 
     Cost:
-        One evaluation of `f`, and a batched pass for as many vectors as there are colours; before them
-        `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`, and one more pass where columns are coloured.
+        One evaluation of `f`, and a batched pass for as many vectors as there are colours; before
+        them `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`, and one more pass where
+        columns are coloured.
 
     Examples:
         >>> import torch, hodiff

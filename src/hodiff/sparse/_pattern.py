@@ -26,10 +26,10 @@ class Pattern:
         shape: Rows and columns of the matrix.
         rows: The row of each place, ascending.
         columns: The column of each, ascending within a row.
-        without_rule: PyTorch's operations that have no sparsity rule: each was taken to couple all of its inputs, so
-            that the pattern may be wider than it need be.
-        values_read: How Python read values that follow from the point, such as an `if` does: the pattern holds where
-            `f` does the same with them. Empty where it holds anywhere.
+        without_rule: PyTorch's operations that have no sparsity rule: each was taken to couple all
+            of its inputs, so that the pattern may be wider than it need be.
+        values_read: How Python read values that follow from the point, such as an `if` does: the
+            pattern holds where `f` does the same with them. Empty where it holds anywhere.
 
     Examples:
         >>> import torch, hodiff
@@ -218,9 +218,10 @@ def scipy_sparse() -> Any:
 
 
 # --- `sparsity_pattern`: one reverse pass, followed by index sets, tells which entries can be other than zero ---------
-# The rows of a Jacobian, or of a Hessian as the Jacobian of the gradient, are what a reverse pass makes of unit
-# cotangents. That pass is linear, so which of its results depend on which entries of its cotangent is the pattern, and
-# it is followed through the very operations that compute the products later.
+# The rows of a Jacobian, or of a Hessian as the Jacobian of the gradient, are what a reverse pass
+# makes of unit cotangents. That pass is linear, so which of its results depend on which entries of
+# its cotangent is the pattern, and it is followed through the very operations that compute the
+# products later.
 
 
 def sparsity_pattern(
@@ -235,29 +236,34 @@ def sparsity_pattern(
     r"""Which entries of a Hessian, or of a Jacobian, can be other than zero.
 
     Args:
-        f: A function of *x*: of one element for a Hessian, of a tensor or a container of tensors for a Jacobian.
-            Or such a tensor already computed; the pattern then holds at this point alone.
+        f: A function of *x*: of one element for a Hessian, of a tensor or a container of tensors
+            for a Jacobian. Or such a tensor already computed; the pattern then holds at this point
+            alone.
         x: Where, as for `grad`.
         order: 2 for the Hessian, 1 for the Jacobian.
         allow: `@once_differentiable` Functions to accept, as for `grad`.
-        args: Further positional arguments for `f`; whatever the dense tensors there hold later, the pattern is valid.
+        args: Further positional arguments for `f`; whatever the dense tensors there hold later, the
+            pattern is valid.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
-        A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It may be wider than
-        need be, and misses nothing: at *x*, and wherever `f` does the same in Python, whatever the values. Where Python
-        reads a value that follows from *x* (an `if`, `.item()`, the index in `x[x.argmax()]`, the shape of
-        `x[x > 0]`), `f` may do something else elsewhere: `values_read` says so, and a plan then checks each matrix.
-        A zero in a tensor that `f` closes over counts as one for ever, unless the tensor requires grad: give what
+        A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It
+        may be wider than need be, and misses nothing: at *x*, and wherever `f` does the same in
+        Python, whatever the values. Where Python reads a value that follows from *x* (an `if`,
+        `.item()`, the index in `x[x.argmax()]`, the shape of `x[x > 0]`), `f` may do something else
+        elsewhere: `values_read` says so, and a plan then checks each matrix. A zero in a tensor
+        that `f` closes over counts as one for ever, unless the tensor requires grad: give what
         changes in `args`.
 
     Raises:
-        InputError: *order* is neither 1 nor 2, or the pattern has too many entries to be written down.
+        InputError: *order* is neither 1 nor 2, or the pattern has too many entries to be written
+            down.
         GraphError: As for `hvp` and `jacobian`.
 
     Cost:
-        One evaluation of `f` and one reverse pass, for a Hessian two; some 15 µs for each operation, and for each that
-        adds, gathers or scatters some 50 ns for each entry of the sets that pass it. On the processor, wherever *x* is.
+        One evaluation of `f` and one reverse pass, for a Hessian two; some 15 µs for each
+        operation, and for each that adds, gathers or scatters some 50 ns for each entry of the sets
+        that pass it. On the processor, wherever *x* is.
 
     Examples:
         A chain, each of whose terms couples two neighbours:
@@ -272,8 +278,9 @@ def sparsity_pattern(
         ···xx
 
     Reference:
-        Walther, A. (2008). Computing sparse Hessians with automatic differentiation. ACM TOMS 34(1).
-        doi:10.1145/1322436.1322439. Index sets are propagated there as here; here through the linear pass.
+        Walther, A. (2008). Computing sparse Hessians with automatic differentiation. ACM TOMS
+        34(1). doi:10.1145/1322436.1322439. Index sets are propagated there as here; here through
+        the linear pass.
     """
     if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
         raise InputError(f"order: got {order!r}, expected 1 (a Jacobian) or 2 (a Hessian).")

@@ -25,8 +25,8 @@ BREAK_EVEN = 600
 class Plan:
     """A sparse matrix of derivatives, ready to be evaluated at many points.
 
-    Made by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)` its entries, those of
-    `plan.rows` and `plan.columns`, which stay the same.
+    Made by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)` its
+    entries, those of `plan.rows` and `plan.columns`, which stay the same.
 
     Attributes:
         pattern: Which entries it has.
@@ -93,12 +93,13 @@ class Plan:
         """The matrix at a point.
 
         Args:
-            x: A point like the one that the plan was made at; or all its numbers in one vector, a tensor or a NumPy
-                array.
+            x: A point like the one that the plan was made at; or all its numbers in one vector, a
+                tensor or a NumPy array.
             output: Its form, as for `sparse_hessian`; None: as when the plan was made.
-            check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern may not hold, since
-                Python read values that follow from the point (`pattern.values_read`), or *args* or *kwargs* hold
-                others of what is no dense tensor (an index, a flag, a sparse matrix) than when the plan was made.
+            check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern
+                may not hold, since Python read values that follow from the point
+                (`pattern.values_read`), or *args* or *kwargs* hold others of what is no dense
+                tensor (an index, a flag, a sparse matrix) than when the plan was made.
             create_graph: Whether the entries can be differentiated again, as for `grad`.
             chunk_size: How many products one pass takes.
             args: Further positional arguments for `f`; None: as when the plan was made.
@@ -373,19 +374,20 @@ def plan_hessian(
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
-        A `Plan`: `plan(x)` is the matrix, of shape `(D, D)`; `plan.values(x)` its entries, in the order of `plan.rows`
-        and `plan.columns`; `plan.lower()` the same for the lower triangle. It holds wherever `f` does in Python what it
-        did at *x*. Where `f` reads values that follow from *x* (`plan.pattern.values_read`), so that it may do
-        something else, each `plan(x)` is compared with one product more, and raises where an entry is missed;
-        `check=False` spares that, `check=True` asks for it in any case.
+        A `Plan`: `plan(x)` is the matrix, of shape `(D, D)`; `plan.values(x)` its entries, in the
+        order of `plan.rows` and `plan.columns`; `plan.lower()` the same for the lower triangle. It
+        holds wherever `f` does in Python what it did at *x*. Where `f` reads values that follow
+        from *x* (`plan.pattern.values_read`), so that it may do something else, each `plan(x)` is
+        compared with one product more, and raises where an entry is missed; `check=False` spares
+        that, `check=True` asks for it in any case.
 
     Raises:
         InputError: As for `sparse_hessian`; or *f* is a tensor already computed.
         GraphError: As for `hvp`.
 
     Cost:
-        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f`, one reverse pass, and one
-        batched pass for `plan.products` vectors.
+        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f`, one reverse
+        pass, and one batched pass for `plan.products` vectors.
 
     Examples:
         A Newton step, and another:
@@ -423,15 +425,16 @@ def plan_jacobian(
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
-        A `Plan`, of shape `(M, D)` for M outputs. Rows or columns are coloured, whichever needs fewer products.
+        A `Plan`, of shape `(M, D)` for M outputs. Rows or columns are coloured, whichever needs
+        fewer products.
 
     Raises:
         InputError: As for `sparse_jacobian`; or *f* is a tensor already computed.
         GraphError: As for `jacobian`.
 
     Cost:
-        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f` and one batched pass for
-        `plan.products` vectors, after one more pass where columns are coloured.
+        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f` and one batched
+        pass for `plan.products` vectors, after one more pass where columns are coloured.
 
     Examples:
         >>> import torch, hodiff

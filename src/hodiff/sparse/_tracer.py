@@ -1,12 +1,12 @@
 """Index sets, followed through a reverse pass, operation by operation.
 
-A reverse pass is linear in its cotangent *u*. While it runs, this mode sees each operation that PyTorch performs, and
-knows for each number in memory which entries of *u* it may depend on: its *set*. Sets belong to memory, not to
-tensors, so that views and writes in place need no rules.
+A reverse pass is linear in its cotangent *u*. While it runs, this mode sees each operation that
+PyTorch performs, and knows for each number in memory which entries of *u* it may depend on: its
+*set*. Sets belong to memory, not to tensors, so that views and writes in place need no rules.
 
-What the numbers are is not looked at, with one exception: a zero in a constant of the user's ends a dependence. So it
-must be known which numbers follow from the point. Those are *variable*: tensors that were computed from it, or that
-require grad, or were given as arguments.
+What the numbers are is not looked at, with one exception: a zero in a constant of the user's ends a
+dependence. So it must be known which numbers follow from the point. Those are *variable*: tensors
+that were computed from it, or that require grad, or were given as arguments.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
 
 # --- an index set for each element of a tensor: movement, broadcasting, sums, scatters ------------
-# Elements that have the same set share it: a `Sets` is a table of sets, and for each element the number of its row
-# there. So a broadcast copies no set, and an operation that couples everything makes one.
+# Elements that have the same set share it: a `Sets` is a table of sets, and for each element the
+# number of its row there. So a broadcast copies no set, and an operation that couples everything
+# makes one.
 
 
 LIMIT = 2**28
@@ -284,9 +285,11 @@ class Tracer(DispatchMode):
     Attributes:
         anywhere: Whether what is found is to hold at other points too.
         width: How many entries *u* has.
-        unknown: The operators without a rule, by name; all their outputs depend on all their arguments.
+        unknown: The operators without a rule, by name; all their outputs depend on all their
+            arguments.
         lost: Why nothing can be said about what a number depends on, if so.
-        values_read: How Python came to know of values that follow from the point: elsewhere `f` may do something else.
+        values_read: How Python came to know of values that follow from the point: elsewhere `f` may
+            do something else.
     """
 
     supports_higher_order_operators = True
@@ -501,7 +504,8 @@ class Tracer(DispatchMode):
 def exits(tracer: Tracer) -> Scope[None]:
     """While this context is open, values that leave PyTorch by a way that is no operation are noticed.
 
-    By replacing methods of `Tensor`: a `TorchFunctionMode` is not asked inside of a backward pass, where it matters.
+    By replacing methods of `Tensor`: a `TorchFunctionMode` is not asked inside of a backward pass,
+    where it matters.
     """
 
     def close() -> None:

@@ -54,32 +54,33 @@ def check_derivatives(
 
     Where they disagree, it looks for the cause, and names the line. A value that left the graph
     (`detach`, `.data`, `no_grad`, `.item()`, `torch.tensor(y)`, NumPy) is to blame exactly if the
-    differences change once it is held at what it was at *x*; that is tried for each in turn. Hooks are
-    taken off. Each `autograd.Function`, then each operation, is checked alone, at the arguments that it
-    had. Decisions (comparisons, sides of kinks) that fall otherwise right beside *x* are kinks.
+    differences change once it is held at what it was at *x*; that is tried for each in turn. Hooks
+    are taken off. Each `autograd.Function`, then each operation, is checked alone, at the arguments
+    that it had. Decisions (comparisons, sides of kinks) that fall otherwise right beside *x* are
+    kinks.
 
     Args:
         f: A function of *x* that returns a tensor of any shape.
         x: Where, as for `hodiff.grad`.
         order: The highest order to check, at least 1.
-        allow: Cuts that are meant, each by its line (`"net.py:12"`) or the function it stands in: their values
-            are held in the differences, and the rest is checked. Also `@once_differentiable` Functions to
-            accept, as for `hodiff.grad`.
+        allow: Cuts that are meant, each by its line (`"net.py:12"`) or the function it stands in:
+            their values are held in the differences, and the rest is checked. Also
+            `@once_differentiable` Functions to accept, as for `hodiff.grad`.
         directions: How many random directions are tried at each order.
         generator: Where the directions come from; None is the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A `DerivativeReport`: `.ok`, `.dtype`, `.checks` with both numbers and the tolerance of each comparison,
-        and `.remarks`: state that `f` keeps between calls (attributes are put back for each
-        evaluation), samples that it mixes (batch norm), random numbers, kinks at *x*. Comparisons that
-        are too rough to tell are marked `"inconclusive"`, with a warning.
+        A `DerivativeReport`: `.ok`, `.dtype`, `.checks` with both numbers and the tolerance of each
+        comparison, and `.remarks`: state that `f` keeps between calls (attributes are put back for
+        each evaluation), samples that it mixes (batch norm), random numbers, kinks at *x*.
+        Comparisons that are too rough to tell are marked `"inconclusive"`, with a warning.
 
     Raises:
-        DerivativeError: Two numbers disagree. The message shows the causes with their lines and ways out,
-            the order, both numbers, tolerance, and the parts of *x* concerned; `.report` holds
-            everything. Orders above are not tried then.
+        DerivativeError: Two numbers disagree. The message shows the causes with their lines and
+            ways out, the order, both numbers, tolerance, and the parts of *x* concerned; `.report`
+            holds everything. Orders above are not tried then.
         InputError: As for `hodiff.grad`.
         GraphError: As for `hodiff.grad`.
 

@@ -30,7 +30,8 @@ def derived(function: Scalar, path: Sequence[Point], allow: Allowed) -> Scalar:
 
 
 def _along(function: Scalar, direction: Point, allow: Allowed) -> Scalar:
-    # The zeros connect a slope that does not depend on the leaves (of a linear function): its derivative is 0.
+    # The zeros connect a slope that does not depend on the leaves (of a linear function): its
+    # derivative is 0.
     return lambda leaves: inner(grad(function, leaves, allow=allow), direction) + 0 * sum(leaf.sum() for leaf in leaves)
 
 
@@ -145,8 +146,8 @@ def slope(function: Callable[[float], float], step: float, eps: float = 2.3e-16,
 
     Central differences at steps that halve, extrapolated to step 0; the entry of the tableau whose
     neighbours differ least is the answer, and that difference its error. To it comes what rounding
-    can do at that step. The spread is that of the plain differences at the four smallest steps: where
-    kinks lie within a step they vary, and two extrapolated entries may agree by chance.
+    can do at that step. The spread is that of the plain differences at the four smallest steps:
+    where kinks lie within a step they vary, and two extrapolated entries may agree by chance.
 
     Reference:
         Ridders, C. J. F. (1982). Accurate computation of F'(x) and F'(x)F''(x).
@@ -187,7 +188,8 @@ class Check:
         computed: By hodiff.
         differences: By finite differences of the order below.
         tolerance: How far apart the two may be, from the differences' own error estimate.
-        verdict: `"agrees"`, `"disagrees"`, or `"inconclusive"` where the differences are too rough to tell.
+        verdict: `"agrees"`, `"disagrees"`, or `"inconclusive"` where the differences are too rough
+            to tell.
         where: For a disagreement, the parts of *x* along which it shows.
         direction: The direction, one tensor for each part of *x*.
     """
@@ -213,9 +215,9 @@ class Cause:
     """A place in the user's code that a disagreement, or a remark, is about.
 
     Attributes:
-        kind: `"cut"` (a value that counts as a constant), `"function"` (the backward of an `autograd.Function`),
-            `"operation"` (a derivative of PyTorch's), `"kink"`, `"hook"`, `"state"` (kept between calls), `"mixing"`
-            (of samples), `"random"`.
+        kind: `"cut"` (a value that counts as a constant), `"function"` (the backward of an
+            `autograd.Function`), `"operation"` (a derivative of PyTorch's), `"kink"`, `"hook"`,
+            `"state"` (kept between calls), `"mixing"` (of samples), `"random"`.
         file: The file of the user's code; empty where no line is known.
         line: The number of the line.
         text: What stands there.
@@ -249,8 +251,10 @@ class DerivativeReport:
     Attributes:
         dtype: The precision in which the comparison ran.
         checks: One entry for each order and direction.
-        causes: Where a disagreement comes from, as far as it was found; empty where everything agrees.
-        remarks: What else to know of `f`: state that it keeps, samples that it mixes, random numbers, kinks at *x*.
+        causes: Where a disagreement comes from, as far as it was found; empty where everything
+            agrees.
+        remarks: What else to know of `f`: state that it keeps, samples that it mixes, random
+            numbers, kinks at *x*.
     """
 
     dtype: torch.dtype

@@ -56,7 +56,8 @@ class ScalarEvaluation:
         drew: Whether it drew random numbers.
         attributes: What its modules keep.
         allowed: Cuts that the caller means: their values are held always.
-        steady: Whether each run begins with the attributes that the modules had before the first one.
+        steady: Whether each run begins with the attributes that the modules had before the first
+            one.
     """
 
     def __init__(self, context: EvaluationContext, generator: torch.Generator | None) -> None:

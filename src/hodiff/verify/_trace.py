@@ -1,8 +1,9 @@
 """What `f` does, call by call: where values leave the graph, and what follows when such a value is held.
 
-A value that left the graph (by `detach`, `.data`, `no_grad`, `item`, ...) is a constant to derivatives, and not to
-differences. So a cut is to blame exactly if the differences change when its value is *held* at what it was at the
-point. That needs no cut to be undone, which often cannot be: a number, an array, a tensor changed in place.
+A value that left the graph (by `detach`, `.data`, `no_grad`, `item`, ...) is a constant to
+derivatives, and not to differences. So a cut is to blame exactly if the differences change when its
+value is *held* at what it was at the point. That needs no cut to be undone, which often cannot be:
+a number, an array, a tensor changed in place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 r"""Elementwise operations: their Taylor coefficients at the value, by closed recurrences.
 
-For \(y = f(x)\) entry by entry only \(s_m = f^{(m)}(x_0) / m!\) is needed, of the size of the value;
-`composed` does the rest. Each function below gives \(s_0 \dots s_K\) from the differential equation
-that f satisfies, in plain PyTorch: right at any order, differentiable, and jets of an outer
-expansion pass through. A number stands for a constant coefficient, None for zero.
+For \(y = f(x)\) entry by entry only \(s_m = f^{(m)}(x_0) / m!\) is needed, of the size of the
+value; `composed` does the rest. Each function below gives \(s_0 \dots s_K\) from the differential
+equation that f satisfies, in plain PyTorch: right at any order, differentiable, and jets of an
+outer expansion pass through. A number stands for a constant coefficient, None for zero.
 """
 
 from __future__ import annotations

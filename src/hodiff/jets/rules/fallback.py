@@ -1,8 +1,9 @@
 r"""The rule for operations without one: nested reverse mode, which is right wherever PyTorch's backward is.
 
-With the path \(x(t) = \sum_j x_j t^j\) and \(g(u, t) = \langle u, f(x(t)) \rangle\), coefficient k of f is
-\(\frac{1}{k!} \partial_u \partial_t^k g\) at t = 0: k passes in t, one in u. Forward mode is never nested: through
-some operations (`slogdet`, `solve`, ...) its second derivative is silently wrong.
+With the path \(x(t) = \sum_j x_j t^j\) and \(g(u, t) = \langle u, f(x(t)) \rangle\), coefficient k
+of f is \(\frac{1}{k!} \partial_u \partial_t^k g\) at t = 0: k passes in t, one in u. Forward mode
+is never nested: through some operations (`slogdet`, `solve`, ...) its second derivative is silently
+wrong.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Linear operations: the same one on each coefficient, with one more dimension in front.
 
-The hot ones have a form of their own for that dimension, here and in `shape`; the rest go through `batched`.
+The hot ones have a form of their own for that dimension, here and in `shape`; the rest go through
+`batched`.
 """
 
 from __future__ import annotations
@@ -376,8 +377,9 @@ for _names, _function in LIFTED.items():
 
 
 # --- Fourier transforms, and the little of complex arithmetic that stands between one and its inverse -----------------
-# The variable is real, so the coefficients of a complex value are complex, and the rules of sums, products and shapes
-# hold for them as they are. What is no holomorphic function of a complex value (its absolute value) is refused.
+# The variable is real, so the coefficients of a complex value are complex, and the rules of sums,
+# products and shapes hold for them as they are. What is no holomorphic function of a complex value
+# (its absolute value) is refused.
 
 
 rule(

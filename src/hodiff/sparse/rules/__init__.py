@@ -1,7 +1,7 @@
 """What each output of an operator depends on: rules by family, looked up by the operator's name.
 
-A rule may give too much, never too little. An operator without one is decomposed into others; failing that, all its
-outputs depend on all its arguments, which is always right.
+A rule may give too much, never too little. An operator without one is decomposed into others;
+failing that, all its outputs depend on all its arguments, which is always right.
 """
 
 from __future__ import annotations

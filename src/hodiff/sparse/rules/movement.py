@@ -24,8 +24,8 @@ def along(shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None 
     Args:
         shape: The shape of the tensor.
         dims: The dimensions.
-        part: The shape of another tensor, whose entries lie on the first of those lines, any number on each; None:
-            of the tensor itself.
+        part: The shape of another tensor, whose entries lie on the first of those lines, any number
+            on each; None: of the tensor itself.
     """
     ndim = len(shape)
     gone = {dim % ndim for dim in dims} if ndim else set()
