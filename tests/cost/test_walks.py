@@ -25,7 +25,7 @@ from tests.support.calls import Function, walked
 BOUNDS = {
     "hvp of a tensor": (13, 60, 69),
     "hvp of a module": (15, 83, 105),
-    "laplacian": (17, 108, 203),
+    "laplacian": (17, 106, 201),
     "gradient penalty": (14, 97, 120),
     "first product": (22, 147, 950),
     "cached product": (11, 43, 62),

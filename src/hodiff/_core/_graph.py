@@ -161,11 +161,11 @@ class OutputGraph:
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
         if self.call.order < 2 and _messages.fused(names | wrong):
-            context.also(second_derivatives)
+            context.also(second_derivatives.enter)
         elif "CudnnRnnBackward0" in names:
-            context.also(_settings.no_cudnn)
+            context.also(_settings.no_cudnn.enter)
         elif failure is not None and compiles:
-            context.also(_settings.eager)
+            context.also(_settings.eager.enter)
         elif failure is not None:
             raise failure
         elif survey is not None and (exact or not inexact):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ from hodiff.errors import InputError
 _substitutes.install()
 _versions.where_forward_mode_begins(_call.note_forward_mode)
 
+T = TypeVar("T")
 _version = attrgetter("_version")
 
 
@@ -209,9 +210,9 @@ class EvaluationContext:
             _settings.undo_all(self._undo)
             raise
 
-    def also(self, switch: _settings.Counted) -> None:
-        """One more switch, left with the rest."""
-        switch.enter(self._undo)
+    def also(self, switch: Callable[[_settings.Undo], T]) -> T:
+        """One more switch, undone with the rest."""
+        return switch(self._undo)
 
     def _set_aside_cache(self) -> None:
         """Let `parametrize.cached()` fill a cache of this evaluation's own; there is one for all threads."""

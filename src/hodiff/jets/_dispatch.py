@@ -35,7 +35,7 @@ from hodiff.jets._jet import (
     value_of,
     wrap,
 )
-from hodiff.jets._series import Expansion, FunctionDetector, inside, surroundings
+from hodiff.jets._series import Expansion, inside, is_hidden, surroundings
 
 _FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
 
@@ -49,7 +49,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         if _inlined():
             _compiled_callers.leave_for_a_function()
-    elif FunctionDetector.hides():
+    elif is_hidden():
         _refuse_hidden()
     name = operation(func)
     if name == "matmul" and func is not torch.matmul and torch.compiler.is_compiling() and not is_jet(args[0]):

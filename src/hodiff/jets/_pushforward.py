@@ -16,9 +16,9 @@ from hodiff._core import _arguments, _nodes, _refusals, _settings, _tree
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
-from hodiff.jets import _jet
+from hodiff.jets import _jet, _series
 from hodiff.jets._jet import NoRule
-from hodiff.jets._series import CoefficientTooLarge, Expansion, ExpansionScope, Series
+from hodiff.jets._series import CoefficientTooLarge, Expansion, Series
 
 
 def units(x: Any, batch_ndim: int) -> Tensor:
@@ -64,17 +64,20 @@ def push(
     rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
     options = {"groups": groups, "weights": weights, "record": record, "counter": counter, "max_bytes": max_bytes}
     if torch.compiler.is_compiling():
-        with ExpansionScope() as number:
-            expansion = Expansion(number, order, rows, **options)
+        undo: _settings.Undo = []
+        expansion = Expansion(_series.begin(undo), order, rows, **options)
+        try:
             jets, _ = _jets(points, seeds, expansion)
             with _settings.grad_mode(True):
                 return f(*jets, *args, **(kwargs or {})), expansion
+        finally:
+            undo[0]()
     # No leaves and no passes of the road's own: the series is what comes out of it.
     where = points[0] if len(points) == 1 else tuple(points)
     request = call(f, where, passes=order, create_graph=False, unpack_point=len(points) > 1, args=args, kwargs=kwargs)
-    with EvaluationContext(request) as context, ExpansionScope() as number:
+    with EvaluationContext(request) as context:
         context.remember()
-        expansion = Expansion(number, order, rows, **options)
+        expansion = Expansion(context.also(_series.begin), order, rows, **options)
         jets, bases = _jets(points, seeds, expansion)
         values = [_jet.value_of(point) for point in points]
         loaded = "torch._dynamo" in sys.modules

@@ -18,15 +18,15 @@ Reference:
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _call
+from hodiff._core._settings import InTime, Undo
 
 Series = list[Any]
 """Coefficients: tensors (or jets of an outer expansion), numbers among derivatives, None for zero."""
@@ -41,13 +41,11 @@ class CoefficientTooLarge(Exception):
 
 
 class _Inside(threading.local):
-    """How many expansions this thread is in; how many rules, where a disabled grad mode is ours; which bodies."""
+    """The expansions that this thread is in; how many rules, where a disabled grad mode is ours; which bodies."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.count = self.rules = 0
+        self.numbers: list[int] = []
+        self.rules = 0
         self.bodies: list[Any] = []
 
 
@@ -65,48 +63,35 @@ def surroundings() -> tuple[Any, ...]:
     )
 
 
-class FunctionDetector:
-    """Until its end, `hides` says whether `f` is inside the forward of an `autograd.Function` of its own.
+def begin(undo: Undo) -> int:
+    """Begin an expansion, until it is undone, and give its number: later ones have higher numbers.
 
-    The engine switches forward mode off for such a forward, and nothing else does but the user's
-    inference mode. So it is switched on here, where `f` begins, also where hodiff itself is called
-    inside the forward of a Function.
+    Of the outermost the beginning switches forward mode on (see `is_hidden`).
     """
-
-    def __init__(self) -> None:
-        self._before = torch._C._is_fwd_grad_enabled()
+    numbers = inside.numbers
+    number = numbers[-1] + 1 if numbers else 1
+    undo += [partial(_end, numbers, number)]
+    if not numbers and not torch.compiler.is_compiling():
+        inside.rules, inside.bodies = 0, []  # an interrupt may have kept them from being counted out
+        undo += [InTime(torch._C._set_fwd_grad_enabled, torch._C._is_fwd_grad_enabled())]
         torch._C._set_fwd_grad_enabled(True)
-
-    def end(self) -> None:
-        """Forward mode as it was."""
-        torch._C._set_fwd_grad_enabled(self._before)
-
-    @staticmethod
-    def hides() -> bool:
-        """Whether jets are seen from within a Function, which they must not pass; or in inference mode."""
-        return not torch._C._is_fwd_grad_enabled()
+    numbers += [number]
+    return number
 
 
-class ExpansionScope:
-    """The while in which `f` runs on the jets of one expansion; entering it gives that expansion's number.
+def _end(numbers: list[int], number: int) -> None:
+    if number in numbers:
+        numbers.remove(number)
 
-    Later ones have higher numbers. In the outermost the Functions of `f` are detected.
+
+def is_hidden() -> bool:
+    """Whether jets are seen from within an `autograd.Function` of `f`, which they must not pass; or in inference mode.
+
+    The engine switches forward mode off for the forward of a Function, and nothing else does but the
+    user's inference mode. So it is on where `f` begins, also where hodiff itself is called inside the
+    forward of a Function.
     """
-
-    def __enter__(self) -> int:
-        self._detector: FunctionDetector | None = None
-        if not torch.compiler.is_compiling():
-            if len(_call.state.running) <= 1:  # this one alone: an interrupt kept another from being counted out
-                inside.reset()
-            if inside.count == 0:
-                self._detector = FunctionDetector()
-        inside.count += 1
-        return inside.count
-
-    def __exit__(self, *error: object) -> None:
-        inside.count -= 1
-        if self._detector is not None:
-            self._detector.end()
+    return not torch._C._is_fwd_grad_enabled()
 
 
 class Expansion:
@@ -332,7 +317,7 @@ Adder = Callable[[Any, Any, Any], Any]
 def _adder(expansion: Expansion, k: int, multiply: Callable[[Any, Any], Any] = torch.mul) -> Adder:
     """How `found + a b` is formed at order k: at the top, the product is summed over directions."""
     if k == expansion.top:
-        multiply = functools.partial(expansion.collapsed, multiply=multiply)
+        multiply = partial(expansion.collapsed, multiply=multiply)
     elif multiply is torch.mul:
         return added
     return lambda sum_so_far, a, b: total(sum_so_far, _times(a, b, multiply))
