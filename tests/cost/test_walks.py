@@ -24,12 +24,12 @@ from tests.support.calls import Function, walked
 
 BOUNDS = {
     "hvp of a tensor": (13, 60, 69),
-    "hvp of a module": (15, 83, 105),
-    "laplacian": (17, 106, 201),
+    "hvp of a module": (15, 82, 104),
+    "laplacian": (17, 105, 194),
     "gradient penalty": (14, 97, 120),
-    "first product": (22, 147, 950),
+    "first product": (21, 142, 882),
     "cached product": (11, 43, 62),
-    "failing backward": (12, 139, 620),  # _messages, the one file of texts; frames: it reads the source of this file
+    "failing backward": (12, 139, 602),  # _messages, the one file of texts; frames: it reads the source of this file
 }
 """Files, functions, frames."""
 COUNTS = "--counts"

@@ -10,7 +10,7 @@ import hodiff
 from tests.meta.source import PACKAGE, imports, library_files, module_name, tree, where
 
 MODULES = 125  # 122 before least squares came
-STATEMENTS = 21607  # 21099 before least squares came; 48 are the heads of four files that were second things
+STATEMENTS = 21587  # 21099 before least squares came; 48 are the heads of four files that were second things
 LONGEST_BODY = 45
 LONG_LINES = 3484
 IMPORTED_ONCE = 7

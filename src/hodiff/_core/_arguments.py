@@ -277,6 +277,15 @@ def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> tor
     return first
 
 
+def check_rows(value: Tensor, batch: Sequence[int], returned: str = "f: returned") -> None:
+    """Raise unless a tensor, of whatever the words say, has the batch in front."""
+    if tuple(value.shape[: len(batch)]) != tuple(batch):
+        raise InputError(
+            f"{returned} shape {tuple(value.shape)}; with batch_ndim={len(batch)} it must begin with {tuple(batch)}, "
+            f"one row per sample."
+        )
+
+
 def _is_ours(frame: FrameType) -> bool:
     """Whether a frame runs a module of this package; `hodiff_experiments` is the user's."""
     return f"{frame.f_globals.get('__name__', '')}.".startswith("hodiff.")

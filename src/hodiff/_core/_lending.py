@@ -232,9 +232,8 @@ class EvaluationContext:
         """Borrow the modules of the point, with all their parameters, buffers and attributes."""
         self._parameters = ParameterLoan(self.call.where)
         self._undo += [self._parameters.close]
-        self._parameters.take()
-        if not self.call.create_graph:  # what is not differentiated need not be recorded
-            self._parameters.put_others(self._unrecorded)
+        # What is not differentiated need not be recorded.
+        self._parameters.take(None if self.call.create_graph else self._unrecorded)
         self._borrow_point()
 
     def _borrow_point(self) -> None:
@@ -295,10 +294,11 @@ class EvaluationContext:
         if call.where.module_slices:
             self._parameters.put(arguments)
         argument = call.where.argument(arguments)
+        points = argument if call.unpack_point else (argument,)
         if self._normal:
             with _settings.on(NormalTensors()):
-                return call.what(*(argument if call.unpack_point else (argument,)), *call.args, **call.kwargs)
-        return call.what(*(argument if call.unpack_point else (argument,)), *call.args, **call.kwargs)
+                return call.what(*points, *call.args, **call.kwargs)
+        return call.what(*points, *call.args, **call.kwargs)
 
     def resumed(self, leaves: Sequence[Tensor]) -> EvaluationContext:
         """The state of the last run once more; with the leaves in their place, where there is no more to it."""

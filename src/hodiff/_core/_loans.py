@@ -328,8 +328,11 @@ class ParameterLoan:
         for module_slice in where.module_slices:
             self.modules.update(module_slice.assembly.modules)
 
-    def take(self) -> None:
-        """Make the modules this thread's. What comes back is what stands there now: of a call around, its leaves."""
+    def take(self, still: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Make the modules this thread's; put what `still` makes of each other parameter in its place.
+
+        What comes back is what stands there now: of a call around, its leaves.
+        """
         _locks.claim(self.modules, self)
         tensors = self._where.tensors
         numbers = dict(zip(map(id, tensors), range(len(tensors)), strict=True))
@@ -340,19 +343,17 @@ class ParameterLoan:
                     self._places += [(module, name, now, numbers[key])]
                 else:
                     self._rest += [(module, name, now, parameter)]
+        if still is not None:
+            made: dict[int, Tensor] = {}
+            for module, name, _, parameter in self._rest:
+                if id(parameter) not in made:
+                    made[id(parameter)] = still(parameter)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
 
     def put(self, leaves: Sequence[Tensor]) -> None:
         """Put the leaves in place of the parameters of the point."""
         for module, name, _, number in self._places:
             module._parameters[name] = leaves[number]  # type: ignore[assignment]
-
-    def put_others(self, still: Callable[[Tensor], Tensor]) -> None:
-        """Put an unrecorded stand-in in place of each other parameter."""
-        made: dict[int, Tensor] = {}
-        for module, name, _, parameter in self._rest:
-            if id(parameter) not in made:
-                made[id(parameter)] = still(parameter)
-            module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
 
     def close(self) -> None:
         """Put the real parameters back, and let other threads have the modules. It may be run again."""

@@ -49,6 +49,8 @@ def _machine() -> int:
 def _container() -> int:
     """What the limit of a container leaves."""
     group = Path("/sys/fs/cgroup")
+    if not (group / "memory.max").exists():
+        return 1 << 62
     try:
         limit = (group / "memory.max").read_text("ascii").strip()
         return int(limit) - int((group / "memory.current").read_text("ascii")) if limit != "max" else 1 << 62

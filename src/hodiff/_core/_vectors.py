@@ -289,7 +289,7 @@ class Space:
                 raise InputError(
                     f"block: got a {type(pattern).__name__}, expected names of leaves: {', '.join(self.names[:6])}."
                 )
-            result = {index for index, name in enumerate(self.names) if _matches(name, pattern)}
+            result = {index for index, name in enumerate(self.names) if matches(name, pattern)}
             if not result:
                 near = difflib.get_close_matches(pattern.rstrip(".*"), self.names, n=3, cutoff=0.4) or self.names[:6]
                 raise InputError(f"block: {pattern!r} matches no leaf. Near: {', '.join(near)}.")
@@ -310,7 +310,8 @@ class Space:
         return [torch.empty((count, *like.shape), dtype=like.dtype, device=like.device) for like in self.likes]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern selects a leaf: by its name, or that of a submodule or container that it is in."""
     if name == pattern:  # names like x[0] are no patterns
         return True
     keys = re.findall(r"\['?([^\]]*?)'?\]|\.(\w+)", name) if "[" in name else []
@@ -318,7 +319,7 @@ def _matches(name: str, pattern: str) -> bool:
     while name:
         if fnmatchcase(name, pattern):
             return True
-        name = name.rpartition(".")[0]
+        name = name.rpartition(".")[0]  # what is around a leaf selects it
     return False
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _locks, _tree
-from hodiff._core._vectors import Space
+from hodiff._core._vectors import Space, matches
 from hodiff.errors import InputError
 
 
@@ -270,7 +269,7 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
     trainable = {name for name, _ in pairs}
     chosen: set[str] = set()
     for pattern in patterns or ("*",):
-        matched = {first_names[name] for name in first_names if _matches(name, pattern)}
+        matched = {first_names[name] for name in first_names if matches(name, pattern)}
         if not matched:
             raise InputError(_no_match(module, pattern, list(first_names)))
         if matched.isdisjoint(trainable):
@@ -281,7 +280,7 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
         chosen |= matched
     dropped: set[str] = set()
     for pattern in exclude:
-        matched = {first_names[name] for name in first_names if _matches(name, pattern)}
+        matched = {first_names[name] for name in first_names if matches(name, pattern)}
         if not matched:
             raise InputError(f"exclude: {_no_match(module, pattern, list(first_names))}")
         dropped |= matched
@@ -296,14 +295,6 @@ def _first_names(assembly: Assembly) -> dict[str, str]:
     """Every name of every parameter, mapped to the first name of that parameter (they differ when tied)."""
     first: dict[int, str] = {}
     return {path: first.setdefault(id(parameter), path) for _, _, path, parameter in assembly.slots}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    while name:
-        if fnmatchcase(name, pattern):
-            return True
-        name = name.rpartition(".")[0]  # a submodule's name selects all below it
-    return False
 
 
 def _no_match(module: nn.Module, pattern: str, names: list[str]) -> str:

@@ -16,7 +16,6 @@ from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Space
 from hodiff._core._where import Selection, Where
-from hodiff.errors import InputError
 
 T = TypeVar("T")
 What = Callable[..., Any] | Tensor
@@ -307,7 +306,8 @@ def jacobian(
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         outputs = graph.tensors()
-        _check_output_batch(outputs, graph)
+        for output in outputs:
+            _arguments.check_rows(output, graph.call.batch)
         _reverse.check_fits(outputs, graph.leaves, batch_ndim, JACOBIAN_WAY_OUT)
         table = tall_jacobian(graph, outputs, chunk_size=chunk) or _reverse.blocks(graph, outputs, chunk_size=chunk)
     if is_set(matrix, "matrix"):
@@ -319,15 +319,6 @@ def jacobian(
 JACOBIAN_WAY_OUT = (
     "Use what does not form it: hodiff.jvp and hodiff.vjp for its products, hodiff.JacobianOperator for many of them."
 )
-
-
-def _check_output_batch(outputs: list[Tensor], graph: OutputGraph) -> None:
-    for output in outputs:
-        if output.shape[: graph.call.batch_ndim] != torch.Size(graph.call.batch):
-            raise InputError(
-                f"f: returned shape {tuple(output.shape)}; with batch_ndim={graph.call.batch_ndim} it must begin with "
-                f"{tuple(graph.call.batch)}, one row per sample."
-            )
 
 
 # --- products from the right: `jvp`, and the columns of tall Jacobians ------------------------------------------------

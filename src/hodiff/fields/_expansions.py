@@ -437,7 +437,7 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
     vectors, weights, groups = directions
     with call.evaluation(passes=2) as graph:
         output = _arguments.check_output(graph.outputs)
-        _pushforward.check_batch(output, call.batch)
+        _arguments.check_rows(output, call.batch)
         size = _arguments.check_chunk_size(call.chunk_size)
         lines = _directional.by_entries(graph, output, vectors, first=first, drift=drift, chunk_size=size)
         value, second = graph.value(), lines.second

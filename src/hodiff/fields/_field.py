@@ -60,9 +60,13 @@ class FieldCall:
     chunk_size: ChunkSize = "auto"
     check_independence: bool = False
     has_aux: bool = False
+    record: bool = False
 
     def checked(self) -> FieldCall:
-        """Itself, with its arguments checked, and its function as one of a single value."""
+        """Itself, with its arguments checked, its function as one of a single value, and whether to `record`.
+
+        The result is then differentiable: a field is a loss.
+        """
         if self.x is _arguments.MISSING:
             raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
         if not _jet.is_jet(self.x):
@@ -87,12 +91,8 @@ class FieldCall:
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
             )
-        return dataclasses.replace(self, f=WithExtra(self.f, self.x)) if self.has_aux else self
-
-    @property
-    def record(self) -> bool:
-        """Whether the result is to be differentiable: a field is a loss."""
-        return _call.loss_recorded(self.create_graph)
+        f = WithExtra(self.f, self.x) if self.has_aux else self.f
+        return dataclasses.replace(self, f=f, record=_call.loss_recorded(self.create_graph))
 
     def grad_mode(self) -> Any:
         """The context of everything that the result is computed with, also under the caller's `no_grad`."""
@@ -180,9 +180,8 @@ def _by_reverse(route: Callable[..., Any], *given: Any) -> Any:
 
 def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:
     """The output's series, and its expansion."""
-    record = call.record
     output, expansion = _pushforward.push(
-        call.f, [call.x], [seeds], order, record=record, args=call.args, kwargs=call.kwargs, **options
+        call.f, [call.x], [seeds], order, record=call.record, args=call.args, kwargs=call.kwargs, **options
     )
     series = _pushforward.coefficients(output, expansion, call.batch)
     return series, expansion

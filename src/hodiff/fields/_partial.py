@@ -220,7 +220,7 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
     order = max(len(each) for each in wanted)
     with call.evaluation(passes=order) as graph:
         output = _arguments.check_output(graph.outputs)
-        _pushforward.check_batch(output, call.batch)
+        _arguments.check_rows(output, call.batch)
         columns = entries(output, call.batch_ndim)
         if most is not None and len(columns) > most and order:
             graph.context.random.restore()
@@ -291,7 +291,7 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
         return torch.cat(parts, 0)
 
     stacked = expand(0, call.x)
-    _pushforward.check_batch(stacked[0], call.batch)
+    _arguments.check_rows(stacked[0], call.batch)
     keys: list[Index] = [()]
     for axis, power in reversed(powers):
         keys = [tuple(sorted((axis,) * k + key)) for k in range(power + 1) for key in keys]
@@ -497,11 +497,7 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
         raise InputError(
             f"x: has points of shape {tuple(x.shape[batch_ndim:])}; partial derivatives need vectors, (D,)."
         )
-    if u.shape[:batch_ndim] != batch:
-        raise InputError(
-            f"u: has shape {tuple(u.shape)}; with batch_ndim={batch_ndim} it must begin with {tuple(batch)}, one row "
-            f"per sample."
-        )
+    _arguments.check_rows(u, batch, "u: has")
     return Derivatives(u, x, batch_ndim)
 
 

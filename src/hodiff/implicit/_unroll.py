@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
 from hodiff._core._call import Call, call
-from hodiff._core._graph import OutputGraph
+from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._loans import memory_of, tag_of
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
@@ -458,7 +458,7 @@ class UnrolledSteps:
         if not record:
             with _settings.recording(), _settings.grad_mode(False):
                 start = [p.detach() for p in now.params]
-                return self._take(Progress(start, _detached(now.state), now.step), batches)
+                return self._take(Progress(start, detached(now.state), now.step), batches)
         return self._take(now, batches, through=not self._first_order)
 
     def _take(self, now: Progress, batches: Sequence[Any], *, through: bool = False) -> Progress:
@@ -516,10 +516,6 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
             return function(*args, **kwargs)
 
     return functools.update_wrapper(inside, function)
-
-
-def _detached(state: Any) -> Any:
-    return _tree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
 
 
 # --- what steps reach besides the parameters --------------------------------------------------------------------------

@@ -150,22 +150,13 @@ def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -
         _arguments.check_output(value)
     if not _jet.is_jet(output):
         _arguments.check_output(output)
-    check_batch(value, batch)
+    _arguments.check_rows(value, batch)
     if not _jet.belongs(output, expansion) and not expansion.nests:
         raise GraphError(
             "the result of f does not depend on x: it was computed from other tensors, or everything was cut on the "
             "way (.detach(), .data, a no_grad block, a comparison). Let f compute with the argument that it is given."
         )
     return _jet.series_of(output, expansion)
-
-
-def check_batch(value: Tensor, batch: Sequence[int]) -> None:
-    """Raise unless an output has the batch in front."""
-    if tuple(value.shape[: len(batch)]) != tuple(batch):
-        raise InputError(
-            f"f: returned shape {tuple(value.shape)}; with batch_ndim={len(batch)} it must begin with {tuple(batch)}, "
-            f"one row per sample."
-        )
 
 
 def factorials(order: int, dtype: torch.dtype) -> list[float]:

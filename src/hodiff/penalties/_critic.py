@@ -176,13 +176,18 @@ def interpolate(
     return _tree.rebuild(tree, iter(points))
 
 
+def _samples(value: Any, name: str, batch_ndim: int) -> tuple[list[Tensor], list[str], _tree.Tree, torch.Size]:
+    """The tensors of a container, checked to share a batch; their names, how they stand in it, and that batch."""
+    leaves, names, tree = _tree.flatten(value, name)
+    _arguments.check_container(tree, len(leaves), name)
+    for leaf, each in zip(leaves, names, strict=True):
+        _arguments.check_real_tensor(leaf, each)
+    return leaves, names, tree, _arguments.check_batch(leaves, names, batch_ndim)
+
+
 def _pairs(a: Any, b: Any, batch_ndim: int) -> tuple[torch.Size, list[Tensor], list[Tensor], _tree.Tree]:
     """The batch's shape and the leaves of two batches, checked to be alike."""
-    firsts, names, tree = _tree.flatten(a, "a")
-    _arguments.check_container(tree, len(firsts), "a")
-    for first, name in zip(firsts, names, strict=True):
-        _arguments.check_real_tensor(first, name)
-    batch = _arguments.check_batch(firsts, names, batch_ndim)
+    firsts, names, tree, batch = _samples(a, "a", batch_ndim)
     different = _tree.difference(tree, _tree.flatten(b, "b")[2], "b")
     if different:
         raise InputError(f"b: {different}; it must be like a.")
@@ -292,12 +297,7 @@ def check_ord(ord: float) -> None:
 
 def leaves_of(grads: Any, batch_ndim: int) -> list[Tensor]:
     """The tensors of a gradient, checked to share a batch."""
-    leaves, names, tree = _tree.flatten(grads, "grads")
-    _arguments.check_container(tree, len(leaves), "grads")
-    for leaf, name in zip(leaves, names, strict=True):
-        _arguments.check_real_tensor(leaf, name)
-    _arguments.check_batch(leaves, names, batch_ndim)
-    return leaves
+    return _samples(grads, "grads", batch_ndim)[0]
 
 
 def norm(leaves: Sequence[Tensor], batch_ndim: int, ord: float = 2) -> Tensor:
