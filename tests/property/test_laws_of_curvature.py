@@ -123,7 +123,7 @@ def test_algebra(A: Tensor) -> None:
 @law("trace", says="the trace of H, from all unit vectors")
 @law("diagonal", says="the diagonal of H, from all unit vectors")
 @law("eigsh", says="the eigenvalues of H at both ends, and H w = λ w")
-@law("solve", says="(H + c)⁻¹ b")
+@law("solve", says="(H + c)⁻¹ b, and the same of several b")
 @law("logdet", says="log det (H + c)")
 @given(setting=settings())
 def test_estimates(setting: Setting) -> None:
@@ -142,6 +142,10 @@ def test_estimates(setting: Setting) -> None:
     b = direction(setting.x)
     solution = hodiff.solve(operator + shift, b)
     agree(flatten(solution.value), torch.linalg.solve(H + shift * units, b), 1e-4, 1e-6)
+    several = torch.stack([b, -2 * b, direction(setting.x, seed=6)], 1)
+    solutions = hodiff.solve(operator + shift, several)
+    agree(solutions.value, torch.linalg.solve(H + shift * units, several), 1e-4, 1e-6)
+    assert solutions.converged.tolist() == [True] * 3
     found = hodiff.logdet(operator, shift=shift, generator=torch.Generator().manual_seed(1))
     agree(torch.as_tensor(found.value, dtype=D), torch.logdet(H + shift * units), 1e-6, 1e-6)
 

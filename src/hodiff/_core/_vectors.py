@@ -37,13 +37,13 @@ class Vectors(NamedTuple):
     """Vectors as they were given: their spelling, and their parts.
 
     Attributes:
-        kind: Whether they were flat, the columns of a matrix, or had the structure of the point.
+        kind: Whether they were flat, the columns of a matrix, or had the structure of the point; or, inside, flat rows.
         parts: A tensor for each leaf, or, for an operator, the columns as they are.
         number: How many there are; None for a single one.
         tree: The structure in which results like them are given back.
     """
 
-    kind: Literal["flat", "columns", "structure"]
+    kind: Literal["flat", "columns", "structure", "rows"]
     parts: Leaves
     number: int | None
     tree: _tree.Tree

@@ -192,8 +192,8 @@ def logdet(
     Cost:
         `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
         256 MiB. With `create_graph`, a differentiable product with each vector, and in the backward pass a linear
-        system for each: the derivative is the mean of \((A^{-1} z)^\top\, \mathrm{d}A\; z\) over the same vectors, an
-        estimate without bias of the derivative, not the derivative of the estimate.
+        system for each, all side by side: the derivative is the mean of \((A^{-1} z)^\top\, \mathrm{d}A\; z\) over the
+        same vectors, an estimate without bias of the derivative, not the derivative of the estimate.
 
     Examples:
         >>> import torch, hodiff
@@ -301,8 +301,8 @@ class _LogDeterminant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
         again = torch.is_grad_enabled()
-        solutions = [solve(ctx.operator, z, damping=ctx.shift, create_graph=again).value for z in ctx.rows]
-        return None, None, None, None, v[0] * torch.stack(solutions) / len(solutions)
+        solutions = solve(ctx.operator, ctx.rows.T, damping=ctx.shift, create_graph=again).value.T
+        return None, None, None, None, v[0] * solutions / len(solutions)
 
 
 def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:

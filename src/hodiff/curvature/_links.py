@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings
-from hodiff._core._vectors import Leaves
+from hodiff._core._vectors import Leaves, Vectors
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import default_rtol
 from hodiff.curvature._records import SolveRecord, Status
@@ -67,11 +67,13 @@ class ImplicitSystem:
         rtol: float | None,
         order: int,
         steps: bool = False,
+        stacked: bool = False,
         fatal: Mapping[Status, str] = MappingProxyType({}),
     ) -> None:
         """The system of `operator`, which is Jᵀ.
 
-        With `steps` its solver takes so many, to no tolerance. `fatal` says why there is no solution where it ends so.
+        With `steps` its solver takes so many, to no tolerance. A `stacked` one is of several solutions, each link of
+        them one tensor, as flat rows. `fatal` says why there is no solution where it ends so.
         """
         self.operator = operator
         self.name = name
@@ -80,42 +82,57 @@ class ImplicitSystem:
         self._solver = solver
         self._preconditioner = preconditioner
         self._steps = steps
+        self._stacked = stacked
         self._fatal = {"divergence": GROWS, **fatal}
         # What is differentiated again has the errors of several solves in it.
         default = default_rtol(operator.dtype) * (1 if order == 1 else 1e-2)
         self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if rtol is None else rtol
 
-    def solved(self, v: Sequence[Tensor], *, transposed: bool, least: float = 0.0) -> Leaves:
-        """J⁻ᵀ v, or J⁻¹ v; to a tolerance relative to |v|, or to `least` where that is larger."""
-        space = self.operator._domain
-        flat = space.join([part.detach() for part in v], None)
-        size = float(flat.norm())
-        if not size or size <= 2 * self._rtol * least:
-            return space.split(torch.zeros_like(flat))
-        if not bool(flat.isfinite().all()):
-            return space.split(torch.full_like(flat, torch.nan))
+    def rows(self, parts: Sequence[Tensor]) -> Tensor:
+        """The vectors of a link, flat: one for each right-hand side."""
+        return (
+            parts[0].detach()
+            if self._stacked
+            else self.operator._domain.join([part.detach() for part in parts], None)[None]
+        )
+
+    def _parts(self, rows: Tensor) -> Leaves:
+        return [rows] if self._stacked else self.operator._domain.split(rows[0])
+
+    def solved(self, v: Sequence[Tensor], *, transposed: bool, least: Tensor | None = None) -> Leaves:
+        """J⁻ᵀ v, or J⁻¹ v; to a tolerance relative to each |v|, or to `least` where that is larger."""
+        rows = self.rows(v)
+        known = rows.isfinite().all(1, keepdim=True)
+        sizes = norms(rows)
+        least = torch.zeros_like(sizes) if least is None else least
+        counts = (sizes > 2 * self._rtol * least)[:, None].to(rows.device) & known
+        right = torch.where(counts, rows, 0.0)
+        if not bool(right.any()):
+            return self._parts(torch.where(known, right, torch.nan))
         operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
+        given = Vectors("rows", [right], len(right), self.operator._domain.tree)
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
-            rtol = None if self._steps else min(0.5, self._rtol * max(1.0, least / size))
-            solution, trouble = self._solver(operator, flat, preconditioner=preconditioner, rtol=rtol)
+            rtol = None if self._steps else (self._rtol * (least / sizes).nan_to_num().clamp_min(1)).clamp_max(0.5)
+            solution, trouble = self._solver(operator, given, preconditioner=preconditioner, rtol=rtol)
         if trouble:
             self._report(solution)
-        return space.split(solution.value)
+        return self._parts(torch.where(known, solution.value, torch.nan))
 
     def _report(self, record: SolveRecord[Tensor]) -> None:
         """Raise where there is no solution to speak of; warn where it is less exact than asked for."""
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
-        lost = record.status != "stagnation" or record.residual > 1e-2
+        residual = float(torch.as_tensor(record.residual).max())
+        lost = record.status != "stagnation" or residual > 1e-2
         if lost and record.status in self._fatal:
             raise GraphError(
-                f"{place}: {self._fatal[record.status]} Relative residual {record.residual:.2g} after "
+                f"{place}: {self._fatal[record.status]} Relative residual {residual:.2g} after "
                 f"{record.products} products."
             )
         self.line.warn(
             f"{place}: after {record.products} products the linear system of the derivative has a relative residual of "
-            f"{record.residual:.2g} (rtol={self._rtol:g}), and derivatives are off by about that times its condition. "
+            f"{residual:.2g} (rtol={self._rtol:g}), and derivatives are off by about that times its condition. "
             f"Allow more by products=, give a preconditioner=, or add damping=."
         )
 
@@ -162,18 +179,24 @@ class Scale:
     derived: Scale
 
     def __init__(self) -> None:
-        self._pass, self._largest = -1, 0.0
+        self._pass = -1
+        self._largest: Tensor | None = None
 
-    def met(self, v: Sequence[Tensor]) -> float:
-        """The largest before in this pass; this one counts from now on."""
+    def met(self, rows: Tensor) -> Tensor:
+        """The largest of each before in this pass; these count from now on."""
         now = torch._C._current_graph_task_id()
-        if now != self._pass:
+        if now != self._pass or self._largest is None:
             self._pass = now
-            self._largest = 0.0
+            self._largest = torch.zeros(len(rows), dtype=torch.float64, device="cpu")
             self.derived = Scale()
         before = self._largest
-        self._largest = max(before, sum(float(part.detach().double().square().sum()) for part in v) ** 0.5)
+        self._largest = before.maximum(norms(rows).nan_to_num())
         return before
+
+
+def norms(rows: Tensor) -> Tensor:
+    """The lengths of rows, on the CPU."""
+    return rows.double().square().sum(1).sqrt().cpu()
 
 
 class _Link(torch.autograd.Function):
@@ -208,7 +231,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, system: ImplicitSystem, transposed: bool, scale: Scale, *v: Tensor) -> tuple[Tensor, ...]:
-        least = scale.met(v)
+        least = scale.met(system.rows(v))
         ctx.system = system
         ctx.transposed = transposed
         ctx.scale = scale.derived

@@ -294,6 +294,13 @@ class LinearOperator(ABC):
         with self._raise_on_all_ranks():
             return self._range.join(self._product(self._domain.split(flat), None), None)
 
+    def _times_rows(self, rows: Tensor) -> Tensor:
+        """The products with several, as rows."""
+        if len(rows) == 1:
+            return self._times(rows[0])[None]
+        with self._raise_on_all_ranks():
+            return self._range.join(self._stacked(self._domain.split(rows)), len(rows))
+
     def _product(self, parts: Leaves, count: int | None) -> Leaves:
         self._count(1 if count is None else count)
         return self._multiply(parts, count)

@@ -309,31 +309,37 @@ def _error(values: Tensor, exact: bool) -> Tensor | None:
 
 @dataclass(frozen=True, repr=False)
 class SolveRecord(Shown, Generic[V]):
-    """The solution of a linear system.
+    """The solution of a linear system, or of several.
 
     Attributes:
         value: The solution, in the spelling of the right-hand side.
         residual: |b - A x| / |b|, computed from a product at the end; where a number of iterations was asked for,
-            and in what a callback is given, by the method's own recurrence.
-        converged: Whether that is within the tolerance; None where none was asked for.
+            and in what a callback is given, by the method's own recurrence. Of several, a tensor with one for each.
+        converged: Whether that is within the tolerance, likewise; None where none was asked for.
         products: How many products it took.
         status: `"converged"`, `"negative curvature"` (CG met d with d'A d <= 0), `"budget"` (the products
             ran out), `"stagnation"` (rounding, or a singular system, allows no better), `"divergence"` (the terms of a
-            Neumann series grew), `"iterations"` (as many as were asked for) or, for a callback, `"running"`.
-        direction: The d of negative curvature, where CG met one; else None.
+            Neumann series grew), `"iterations"` (as many as were asked for) or, for a callback, `"running"`. Of
+            several, the worst.
+        direction: The d of negative curvature, where CG met one (of several, zero where it has not); else None.
     """
 
     value: V
-    residual: float
-    converged: bool | None
+    residual: float | Tensor
+    converged: bool | Tensor | None
     products: int
     status: Status
     direction: V | None = None
 
+    @property
+    def _largest(self) -> float:
+        residual = torch.as_tensor(self.residual)
+        return float(residual.max()) if residual.numel() else 0.0
+
     def _facts(self) -> dict[str, str]:
         return {
             "value": shape(self.value),
-            "residual": f"residual {number(self.residual)}",
+            "residual": f"residual {number(self._largest)}",
             "products": after(self.products),
             "outcome": self.status,
         }
@@ -349,7 +355,7 @@ class SolveRecord(Shown, Generic[V]):
             "iterations": "after as many steps as were asked for",
             "running": "and it goes on",
         }[self.status]
-        return f"After {after(self.products)} the relative residual is {number(self.residual)}, {why}."
+        return f"After {after(self.products)} the relative residual is {number(self._largest)}, {why}."
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
-from hodiff._core._vectors import Leaves, Space, Vectors, sum_dtype
-from hodiff.curvature._krylov import Product, Solution, conjugate_gradients, gmres, minres, neumann
+from hodiff._core._vectors import Leaves, Space, Vectors, near, sum_dtype
+from hodiff.curvature._krylov import (
+    GMRES,
+    MINRES,
+    Block,
+    ConjugateGradients,
+    Neumann,
+    Product,
+    Solutions,
+    Systems,
+    norms,
+    run,
+    spread,
+)
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given, normal
 from hodiff.curvature._probes import (
@@ -30,7 +42,7 @@ from hodiff.curvature._probes import (
     source,
     warn_not_converged,
 )
-from hodiff.curvature._records import SolveRecord
+from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import InputError
 
 Method = Literal["cg", "minres", "gmres", "neumann"]
@@ -62,7 +74,8 @@ def solve(
 
     Args:
         operator: A symmetric operator; for GMRES, a square one.
-        b: The right-hand side: like the point, or flat `(D,)`.
+        b: The right-hand side: like the point, or flat `(D,)`. Or several, as columns `(D, K)`, or stacked in one extra
+            leading dimension: they are solved side by side, and who has converged costs no more.
         create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
             operator is made of: the matrix of a `hodiff.MatrixOperator`, what the function of a
             `hodiff.HessianOperator` uses; also of their blocks, sums, products and multiples. None: only inside the
@@ -75,9 +88,9 @@ def solve(
         preconditioner: An operator close to the inverse of \(A + \lambda I\): `hodiff.nystrom(A, rank, damping)`,
             or `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*. Positive definite, except for GMRES,
             where it stands on the right.
-        start: Where to begin, like *b*; None is zero.
+        start: Where to begin, as many as *b*; None is zero.
         restart: For GMRES, how many vectors to keep before it begins anew; None: as many as fit into 8 MiB,
-            between 30 and 300.
+            between 30 and 300. For each right-hand side.
         iterations: Take exactly so many steps, of one product each, whatever they reach: a step of TRPO, an inner
             solver of fixed length. Fewer only where nothing but rounding is left of the residual. Of a Neumann series,
             0 is its first term, \(b / s\). With `create_graph` the backward pass takes as many; its derivative is then
@@ -85,14 +98,15 @@ def solve(
         scale: The \(s\) of a Neumann series: at least half the largest eigenvalue, as LiSSA's scale.
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
             \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
-        products: How many products to spend at most; None: `10 D`, at most 1000.
+        products: How many products to spend at most on each right-hand side; None: `10 D`, at most 1000.
         callback: A function that is given the record as it stands after each step: its `value` is the iterate.
         progress: Whether to show a bar over the products.
 
     Returns:
         A record: `value` in the structure and shape of *b*; `residual`, relative and true, from a
         product at the end (with `iterations`, by the method's own recurrence where it has one); `converged`,
-        None where `iterations` were asked for; `products`; `status`; and the `direction` of negative curvature.
+        None where `iterations` were asked for; `products`; `status`; and the `direction` of negative curvature. Of
+        several right-hand sides `residual` and `converged` are tensors `(K,)`, and `status` is the worst.
 
     Raises:
         InputError: The operator is not symmetric (not square, for GMRES), *b* does not fit, the method is unknown,
@@ -105,7 +119,8 @@ def solve(
         HodiffWarning: The solution is detached, although the operator or *b* requires grad (see `create_graph`).
 
     Cost:
-        A product per iteration, and one for the residual. Memory: a few vectors; for GMRES, `restart` of them.
+        A product per iteration, and one for the residual; of several right-hand sides, one product with all that have
+        not converged. Memory: a few vectors for each; for GMRES, `restart` of them.
         With `create_graph`, two differentiable products more (of a Hessian an evaluation and two passes each), and in
         the backward pass one more system with the transpose, two for a second derivative, to a hundredth of the
         tolerance: \(\bar b = A^{-\top} \bar x,\ \bar A = -\bar b\, x^\top\).
@@ -119,6 +134,13 @@ def solve(
         >>> turn = hodiff.MatrixOperator(torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
         >>> hodiff.solve(turn, torch.tensor([1.0, 2.0]), method="gmres").value.round(decimals=4)
         tensor([ 2., -1.])
+
+        Two right-hand sides, as columns:
+
+        >>> found = hodiff.solve(A, torch.tensor([[5.0, 4.0], [4.0, 1.0]]).T)
+        >>> found.value.round(decimals=4), found.converged
+        (tensor([[1., 1.],
+                [1., 0.]]), tensor([True, True]))
 
         The derivative of \(b / a\) by *a* is \(-b / a^2\):
 
@@ -161,25 +183,24 @@ def solve(
         rtol=rtol,
         order=max(2, _call.outer_order()),
         steps=iterations is not None,
+        stacked=True,
     )
     return replace(record, value=_linked(operator, b, record.value, damping, system))
 
 
 def _linked(operator: LinearOperator, b: Any, value: Any, damping: float | Tensor, system: ImplicitSystem) -> Any:
     """The solution as a function of the right-hand side, of the damping, and of what the operator is made of."""
-    domain = operator._domain
     with _settings.recording():
-        given = domain.parse(b, "b")
-        right, flat = normal(domain.join(given.parts, None)), normal(operator.flatten(value))
-        before = domain.split(flat)
-        chain = Chain(system, before)
+        given = operator._domain.parse(b, "b")
+        right = normal(flat_rows(operator, given))
+        rows = before = normal(flat_rows(operator, operator._domain.parse(value)))
+        chain = Chain(system, [before])
         for number in range(1, system.order + 1):
-            residual = operator._recorded_rows(flat[None])[0] + damping * flat - right
-            before = chain.link(number, before, domain.split(residual))
-            flat = domain.join(before, None)
-        spelled = _spelled(operator, flat, given)
-    _nodes.mark_results([part for part in _tree.flatten(spelled)[0] if isinstance(part, Tensor)])
-    return spelled
+            residual = operator._recorded_rows(rows) + damping * rows - right
+            (rows,) = chain.link(number, [rows], [residual])
+        solutions = spelled(operator, rows, given)
+    _nodes.mark_results([part for part in _tree.flatten(solutions)[0] if isinstance(part, Tensor)])
+    return solutions
 
 
 def attempt(
@@ -189,7 +210,7 @@ def attempt(
     method: Method,
     damping: float,
     preconditioner: LinearOperator | None,
-    rtol: float | None,
+    rtol: float | Tensor | None,
     products: int | None,
     start: Any = None,
     restart: int | None = None,
@@ -198,76 +219,131 @@ def attempt(
     callback: Callback | None = None,
     progress: bool = False,
 ) -> tuple[SolveRecord[V], str | None]:
-    """`solve`, and in words why it has not converged, for who has something else to say than a warning."""
+    """`solve`, and in words why it has not converged, for who has something else to say than a warning.
+
+    A tensor as `rtol` has one for each right-hand side.
+    """
     _arguments.check_option(method, Method, "method")
     operator = check_square(operator, "solve", symmetric=method in ("cg", "minres"), instead="method='gmres'")
-    check_rtol(rtol)
     as_float(damping, "damping")
-    rtol, limit = _limits(operator, method, rtol, products, iterations)
-    right, given = _vector(operator, b, "b")
-    unit = float(right.abs().max()) or 1.0  # squares of very small or large entries have no place in their dtype
-    right = right / unit
-    x = torch.zeros_like(right) if start is None else _vector(operator, start, "start")[0] / unit
-    inverse, eps = _preconditioning(preconditioner, operator, method), torch.finfo(operator.dtype).eps
-    size = float(right.norm())
-
-    def record(end: Solution, spent: int) -> SolveRecord[V]:
-        converged = None if iterations is not None or end.status == "running" else end.status == "converged"
-        value = _spelled(operator, end.x * (unit / (measured.unit if measured else 1.0)), given)
-        along = None if end.direction is None else _spelled(operator, end.direction, given)
-        return SolveRecord(value, end.size or 0.0, converged, spent, end.status, along)
+    tolerance, limit = _limits(operator, method, rtol, products, iterations)
+    sides = Sides(operator, b)
+    x = torch.zeros_like(sides.rows) if start is None else sides.beginning(operator, start)
+    inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
+    measured = Measured(product, len(x)) if start is None and preconditioner is None else None
+    systems = Systems(measured or product, inverse, torch.finfo(operator.dtype).eps)
+    make, units = (
+        _method(method, operator, restart, scale),
+        measured.units if measured else torch.ones((), device="cpu"),
+    )
 
     with EstimatorProgress("solve", operator, limit, callback, progress) as watch:
-        method_of = _method(method, operator, restart, scale)
 
-        def run(base: Tensor, r: Tensor, tolerance: float, left: Callable[[], int]) -> Solution:
-            def show(current: Callable[[], Tensor], least: float) -> None:
-                watch(lambda spent: record(Solution(base + current(), "running", least / size), spent))
+        def attempt(r: Tensor, tolerance: Tensor, left: Tensor, numbers: Tensor, so_far: Solutions) -> Solutions:
+            def show(current: Callable[[], tuple[Tensor, Tensor]]) -> None:
+                watch(lambda spent: sides.record(so_far.running(numbers, *current(), size), units, spent, False))
 
-            return method_of(product, inverse, r, tolerance, eps, left, show)
+            size = lengths(sides.rows)[numbers]
+            return run(make(systems, r, numbers, tolerance), left, show)
 
-        product = _damped(operator, damping)
-        measured = Measured(product) if start is None and preconditioner is None else None
-        product = measured or product
-        if size == 0:
-            solution = Solution(torch.zeros_like(right), "converged", 0.0)
-        elif iterations is None:
-            solution = solved(run, product, right, x, rtol, lambda: limit - watch.spent)
+        if iterations is None:
+            end = solved(attempt, systems, sides.rows, x, tolerance, limit)
         else:
-            exact = method != "minres" or preconditioner is None
-            solution = stepped(run, product, right, x, iterations, lambda: watch.spent, eps, exact)
-        if measured and measured.unit != 1:
-            _check_room(solution.x, unit / measured.unit, operator.dtype)
-        made = record(solution, watch.spent)
-        wanted = f"rtol={rtol:g}" if iterations is None else f"iterations={iterations}"
-        return made, _explanation(made, wanted) if made.status not in ("converged", "iterations") else None
+            end = stepped(attempt, systems, sides.rows, x, iterations, method)
+        if measured:
+            sides.check_room(end.x, units)
+        made = sides.record(end, units, watch.spent, iterations is None)
+        if made.status in ("converged", "iterations"):
+            return made, None
+        wanted = f"rtol={float(tolerance.max()):g}" if iterations is None else f"iterations={iterations}"
+        return made, _explanation(made, wanted)
 
 
-def _check_room(x: Tensor, unit: float, dtype: torch.dtype) -> None:
-    """Raise where the solution, measured in this unit, is too small or too large for its dtype."""
-    largest, bounds = float(x.abs().max()) * unit, torch.finfo(dtype)
-    if bool(x.any()) and not bounds.tiny <= largest <= bounds.max:
-        raise InputError(
-            f"solve: the solution's largest entry is about {largest:.1g}, which {dtype} has no place for; divide the "
-            f"operator by its size, and multiply the solution yourself: hodiff.solve(A * s, b).value * s."
-        )
+WORST: tuple[Status, ...] = (
+    "running", "divergence", "negative curvature", "stagnation", "budget", "iterations", "converged",
+)  # fmt: skip
 
 
-def _vector(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
-    """One vector, flat and in the precision of sums, and how it was spelled."""
-    vectors = operator._domain.parse(b, name)
-    if vectors.number is not None:
-        raise InputError(f"{name}: holds {vectors.number} vectors; solve takes one right-hand side at a time.")
-    flat = operator._domain.join([part.detach() for part in vectors.parts], None)
-    if not torch.isfinite(flat).all():
+class Sides:
+    """The right-hand sides of one call.
+
+    Attributes:
+        rows: As rows, in the precision of sums, in units of their largest entries.
+        unit: These; squares of very small or large ones have no place in their dtype.
+    """
+
+    def __init__(self, operator: LinearOperator, b: Any) -> None:
+        self._operator = operator
+        self._rows, self._given = _parsed(operator, b, "b")
+        largest = self._rows.abs().amax(1)
+        self.unit = torch.where(largest > 0, largest, 1.0)
+        self.rows = self._rows / self.unit[:, None]
+
+    def beginning(self, operator: LinearOperator, start: Any) -> Tensor:
+        """Where to begin, in the same units; at zero, where the right-hand side is."""
+        rows, given = _parsed(operator, start, "start")
+        if given.number != self._given.number:
+            raise InputError(f"start: holds {given.number or 1} vectors, and b holds {self._given.number or 1}.")
+        return torch.where(self.rows.any(1)[:, None], rows / self.unit[:, None], 0.0)
+
+    def record(self, end: Solutions, units: Tensor, spent: int, asked: bool) -> SolveRecord[Any]:
+        """The record of solutions in these units of the operators; `asked` is whether a tolerance was."""
+        scale = self.unit.to("cpu", torch.float64) / units
+        along = None
+        if end.direction is not None and "negative curvature" in end.status:
+            along = self._spelled(end.direction)
+        known: list[Status] = [*end.status, "converged"]
+        met = None
+        if asked:
+            met = self._told(torch.tensor([one == "converged" for one in end.status], dtype=torch.bool, device="cpu"))
+        value = self._spelled(end.x * spread(scale, end.x))
+        return SolveRecord(value, self._told(end.size), met, spent, min(known, key=WORST.index), along)
+
+    def check_room(self, x: Tensor, units: Tensor) -> None:
+        """Raise where a solution, in these units of the operators, is too small or too large for its dtype."""
+        dtype = self._operator.dtype
+        bounds, largest = torch.finfo(dtype), x.abs().amax(1).double().cpu()
+        sizes = largest * (self.unit.double().cpu() / units)
+        lost = (largest > 0) & (units != 1) & ~((sizes >= bounds.tiny) & (sizes <= bounds.max))
+        if bool(lost.any()):
+            raise InputError(
+                f"solve: the solution's largest entry is about {float(sizes[lost][0]):.1g}, which {dtype} has no place "
+                f"for; divide the operator by its size, and multiply the solution yourself: hodiff.solve(A * s, "
+                f"b).value * s."
+            )
+
+    def _spelled(self, rows: Tensor) -> Any:
+        return spelled(self._operator, rows, self._given)
+
+    def _told(self, numbers: Tensor) -> Any:
+        """A number for each right-hand side; of a single one, as Python's own."""
+        return numbers.item() if self._given.number is None else numbers.to(self.rows.device)
+
+
+def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
+    """Vectors as rows in the precision of sums, and how they were spelled."""
+    given = b if isinstance(b, Vectors) else operator._domain.parse(b, name)
+    rows = flat_rows(operator, given).detach()
+    if not torch.isfinite(rows).all():
         raise InputError(f"{name}: has entries that are not finite.")
-    return flat.to(sum_dtype(flat.dtype)), vectors
+    return rows.to(sum_dtype(rows.dtype)), given
 
 
-def _spelled(operator: LinearOperator, x: Tensor, given: Vectors) -> Any:
-    """A flat vector as `given` was spelled."""
-    x = x.to(operator.dtype)
-    return x if given.kind == "flat" else operator._domain.result(operator._domain.split(x), given.tree)
+def flat_rows(operator: LinearOperator, given: Vectors) -> Tensor:
+    """Vectors in any spelling, one or several, as flat rows."""
+    if given.kind == "rows":
+        return given.parts[0]
+    rows = given.parts[0].T if given.kind == "columns" else operator._domain.join(given.parts, given.number)
+    return rows[None] if given.number is None else rows
+
+
+def spelled(operator: LinearOperator, rows: Tensor, given: Vectors) -> Any:
+    """Flat rows as `given` was spelled."""
+    rows = rows.to(operator.dtype)
+    if given.kind in ("rows", "columns"):
+        return rows if given.kind == "rows" else rows.T
+    rows = rows[0] if given.number is None else rows
+    return rows if given.kind == "flat" else operator._domain.result(operator._domain.split(rows), given.tree)
 
 
 def as_float(value: Any, name: str) -> float:
@@ -280,37 +356,43 @@ def as_float(value: Any, name: str) -> float:
 
 def _damped(operator: LinearOperator, damping: float) -> Product:
     product = _rounded(operator)
-    return (lambda v: torch.add(product(v), v, alpha=float(damping))) if damping else product
+    if not damping:
+        return product
+    return lambda v, numbers: torch.add(product(v, numbers), v, alpha=float(damping))
 
 
 def _rounded(operator: LinearOperator) -> Product:
-    """Its product with vectors of the precision of sums; it rounds as the operator does."""
-    return lambda v: check_finite(operator._times(v.to(operator.dtype)).to(v.dtype), "solve")
+    """Its product with rows of the precision of sums; it rounds as the operator does."""
+    return lambda v, _: check_finite(operator._times_rows(v.to(operator.dtype)).to(v.dtype), "solve")
 
 
 class Measured:
-    """A product in a unit of its own, where it is so small or large that squares of it have no place in its dtype.
+    """Products in units of their own, where they are so small or large that their squares have no place in the dtype.
 
-    The solution of the system is then in that unit, too.
+    The solutions of the systems are then in these units, too.
+
+    Attributes:
+        units: One for each system.
     """
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: Product, count: int) -> None:
         self._product = product
-        self.unit = 1.0
-        self._known = False
+        self.units = torch.ones(count, dtype=torch.float64, device="cpu")
+        self._known = self._plain = False
 
-    def __call__(self, v: Tensor) -> Tensor:
-        image = self._product(v)
+    def __call__(self, v: Tensor, numbers: Tensor) -> Tensor:
+        image = self._product(v, numbers)
         if not self._known:
-            self._known, near = True, power_of_two(image)
-            room = torch.finfo(image.dtype).max ** 0.25
-            self.unit = 1.0 if not near or 1 / room < near < room else near
-        return image if self.unit == 1 else image / self.unit
+            self._known = True
+            unit, room = near(image.abs().amax(1)).double().cpu(), torch.finfo(image.dtype).max ** 0.25
+            self.units[numbers] = torch.where((1 / room < unit) & (unit < room), 1.0, unit)
+            self._plain = bool((self.units == 1).all())
+        return image if self._plain else image / spread(self.units[numbers], image)
 
 
-def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product:
+def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product | None:
     if preconditioner is None:
-        return lambda r: r
+        return None
     preconditioner = check_square(
         preconditioner, "preconditioner", symmetric=method in ("cg", "minres"), instead="method='gmres'"
     )
@@ -322,82 +404,121 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
     return _rounded(preconditioner)
 
 
-def _method(method: Method, operator: LinearOperator, restart: int | None, scale: float) -> Callable[..., Solution]:
+def _method(method: Method, operator: LinearOperator, restart: int | None, scale: float) -> Callable[..., Block]:
     if not _arguments.is_number(scale) or scale <= 0 or (scale != 1 and method != "neumann"):
         raise InputError(f"scale: got {scale!r}; it is a positive number, an option of method='neumann'.")
     if method == "neumann":
-        return functools.partial(neumann, scale=float(scale))
+        return functools.partial(Neumann, scale=float(scale))
     if restart is not None and method != "gmres":
         raise InputError(f"restart: is an option of method='gmres', not of {method!r}.")
     if method != "gmres":
-        return conjugate_gradients if method == "cg" else minres
+        return ConjugateGradients if method == "cg" else MINRES
     size = operator.shape[0]
     room = kept_vectors(size, least=30) if restart is None else _arguments.check_integer(restart, "restart", least=1)
-    return functools.partial(gmres, max_basis=min(room, size))
+    return functools.partial(GMRES, room=min(room, size))
 
 
-def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> tuple[float, int]:
+def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> tuple[Tensor, int]:
     """The tolerance, and how many products, or steps, there may be."""
     if iterations is None:
         if method == "neumann":
             raise InputError("method='neumann': is a number of terms, not a tolerance; say how many by iterations=.")
+        if not isinstance(rtol, Tensor):
+            check_rtol(rtol)
         default = min(10 * operator.shape[0] + 10, 1000)
         limit = default if products is None else _arguments.check_integer(products, "products", least=2)
-        return default_rtol(operator.dtype) if rtol is None else rtol, limit
+        rtol = default_rtol(operator.dtype) if rtol is None else rtol
+        return torch.as_tensor(rtol, dtype=torch.float64, device="cpu"), limit
     if rtol is not None or products is not None:
         other = "products" if rtol is None else "rtol"
         raise InputError(f"iterations: are taken whatever they reach, so there is no {other} beside them; give one.")
-    return 0.0, _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1)
+    return torch.zeros((), device="cpu"), _arguments.check_integer(
+        iterations, "iterations", least=0 if method == "neumann" else 1
+    )
 
 
-Attempt = Callable[[Tensor, Tensor, float, Callable[[], int]], Solution]
-"""A run of a method: from where, the residual there, the tolerance, the products that are left."""
+Attempt = Callable[[Tensor, Tensor, Tensor, Tensor, Solutions], Solutions]
+"""A run of a method: the residuals to begin with, tolerances, products that are left, which systems, and all so far."""
 
 
-def _rest(product: Product, b: Tensor, x: Tensor) -> Tensor:
-    return b - product(x) if bool(x.any()) else b.clone()
+def lengths(rows: Tensor) -> Tensor:
+    """Of vectors; 1 of zeros, whose residuals are zero."""
+    sizes = norms(rows)
+    return torch.where(sizes > 0, sizes, 1.0)
 
 
-def stepped(
-    run: Attempt, product: Product, b: Tensor, x: Tensor, steps: int, spent: Callable[[], int], eps: float, exact: bool
-) -> Solution:
-    """So many steps from x; the residual is the method's own, where that is `exact`."""
-    r, size = _rest(product, b, x), float(b.norm())
-    if float(r.norm()) <= eps * size:
-        return Solution(x, "converged", float(r.norm()) / size)
-    limit = spent() + steps
-    end = run(x, r, eps * size, lambda: limit - spent())
-    x = x + end.x
-    left = end.size if end.size is not None and exact else float((b - product(x)).norm())
-    if end.status == "stagnation" and left <= 1e3 * eps * size:  # nothing but rounding is left, which is no failure
-        return Solution(x, "converged", left / size)
-    return Solution(x, "iterations" if end.status == "budget" else end.status, left / size, end.direction)
+def _begun(product: Product, b: Tensor, x: Tensor) -> tuple[Solutions, Tensor]:
+    """Solutions at x, none of which counts as such yet, and their residuals."""
+    end, known = Solutions.like(x), bool(x.any())
+    r = b - product(x, torch.arange(len(b), device="cpu")) if known else b.clone()
+    end.size = norms(r) / lengths(b)
+    end.taken = end.taken + known
+    end.status = ["converged"] * len(b)
+    return end, r
 
 
-def solved(run: Attempt, product: Product, b: Tensor, x: Tensor, rtol: float, left: Callable[[], int]) -> Solution:
-    """Run the method, look at the true residual, and begin anew from there while that helps.
+def some(rows: Tensor, numbers: Tensor) -> Tensor:
+    """The rows with these numbers, without a copy where these are all."""
+    return rows if len(numbers) == len(rows) else rows[numbers]
+
+
+def stepped(run: Attempt, systems: Systems, b: Tensor, x: Tensor, steps: int, method: Method) -> Solutions:
+    """So many steps from x; the residuals are the method's own, where it has them."""
+    end, r = _begun(systems.product, b, x)
+    eps = systems.eps
+    rows = (end.size > eps).nonzero()[:, 0]
+    if not len(rows):
+        return end
+    size = lengths(b)[rows]
+    ends = run(some(r, rows), eps * size, torch.full_like(rows, steps), rows, end)
+    moved, left = some(end.x, rows) + ends.x, ends.size
+    if method == "minres":  # whose own are measured by the preconditioner
+        left = norms(some(b, rows) - systems.product(moved, rows))
+    end.put(rows, moved, left / size, ends.taken, ends.direction)
+    for row, status, rounded in zip(rows.tolist(), ends.status, (left <= 1e3 * eps * size).tolist(), strict=True):
+        if status == "stagnation" and rounded:  # nothing but rounding is left, which is no failure
+            end.status[row] = "converged"
+        else:
+            end.status[row] = "iterations" if status == "budget" else status
+    return end
+
+
+def solved(run: Attempt, systems: Systems, b: Tensor, x: Tensor, rtol: Tensor, limit: int) -> Solutions:
+    """Run the method, look at the true residuals, and begin anew from there while that helps.
 
     Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
     """
-    size = float(b.norm())
-    r = _rest(product, b, x)
-    residual = float(r.norm()) / size
-    while residual > rtol:
-        if left() < 2:
-            return Solution(x, "budget", residual)
-        # The last product is kept for the true residual.
-        end = run(x, r, 0.5 * rtol * size, lambda: left() - 1)
-        r = b - product(x + end.x)
-        before, residual = residual, float(r.norm()) / size
-        if residual < before:
-            x = x + end.x
-        if residual <= rtol:
+    size, rtol = lengths(b), rtol.expand(len(b))
+    end, r = _begun(systems.product, b, x)
+    rows = (end.size > rtol).nonzero()[:, 0]
+    while len(rows):
+        spent = limit - end.taken[rows] < 2
+        for row in rows[spent].tolist():
+            end.status[row] = "budget"
+        rows = rows[~spent]
+        if not len(rows):
             break
-        if end.status == "negative curvature":
-            return Solution(x, end.status, residual, end.direction)
-        if not residual < 0.5 * before:
-            return Solution(x, "budget" if left() < 2 else "stagnation", residual if residual < before else before)
-    return Solution(x, "converged", residual)
+        # The last product is kept for the true residual.
+        ends = run(some(r, rows), 0.5 * (rtol * size)[rows], limit - end.taken[rows] - 1, rows, end)
+        moved = some(end.x, rows) + ends.x
+        rest = some(b, rows) - systems.product(moved, rows)
+        before, after = end.size[rows], norms(rest) / size[rows]
+        taken = end.taken[rows] + ends.taken + 1
+        better = (after < before)[:, None].to(rest.device)
+        end.put(rows, torch.where(better, moved, some(end.x, rows)), after.minimum(before), taken, ends.direction)
+        r[rows] = rest
+        met, slow = after <= rtol[rows], ~(after < 0.5 * before)
+        over = limit - taken < 2
+        for place, row in enumerate(rows.tolist()):
+            if met[place]:
+                end.status[row] = "converged"
+            elif ends.status[place] == "negative curvature":
+                end.status[row] = "negative curvature"
+            elif slow[place]:
+                end.status[row] = "budget" if over[place] else "stagnation"
+            met[place] |= slow[place] | (ends.status[place] == "negative curvature")
+        rows = rows[~met]
+    return end
 
 
 def _explanation(record: SolveRecord[Any], wanted: str) -> str:
@@ -416,8 +537,12 @@ def _explanation(record: SolveRecord[Any], wanted: str) -> str:
             "no better, or GMRES keeps too few vectors (restart=). Add damping, or use double precision"
         ),
     }[record.status]
-    residual = f"the relative residual is {record.residual:.2g} ({wanted})"
-    return f"solve: after {record.products} products {residual}; {advice}."
+    residual, which = torch.as_tensor(record.residual), "the"
+    if residual.ndim:
+        lost = residual.numel() if record.converged is None else int((~torch.as_tensor(record.converged)).sum())
+        which = f"for {lost} of {residual.numel()} systems, the largest"
+    said = f"{which} relative residual is {float(residual.max()):.2g} ({wanted})"
+    return f"solve: after {record.products} products {said}; {advice}."
 
 
 # --- `nystrom`: an approximate inverse of A + μ I from a few products, as a preconditioner ----------------------------

@@ -154,7 +154,7 @@ BAD_CALLS = {
     r"generator: is a int": lambda A: hodiff.diagonal(A, generator=0),
     r"method: got 'lu'": lambda A: hodiff.solve(A, draw(120), method="lu"),
     r"b: has shape": lambda A: hodiff.solve(A, draw(5)),
-    r"b: holds 2 vectors": lambda A: hodiff.solve(A, draw(120, 2)),
+    r"start: holds 1 vectors, and b holds 2": lambda A: hodiff.solve(A, draw(120, 2), start=draw(120)),
     r"not finite": lambda A: hodiff.solve(A, draw(120) / 0),
     r"damping: got 'x'": lambda A: hodiff.solve(A, draw(120), damping="x"),
     r"preconditioner: is \(3, 3\)": lambda A: hodiff.solve(A, draw(120), preconditioner=hodiff.MatrixOperator(draw(3))),

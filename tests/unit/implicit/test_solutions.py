@@ -763,9 +763,9 @@ def test_a_series_that_diverges_raises() -> None:
 
 def test_a_restart_bounds_what_gmres_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     W, bias, x, J = equilibrium()
-    kept, basis = [], _krylov.Basis
+    kept, begin = [], _krylov.GMRES._begin
     monkeypatch.setattr(
-        _krylov, "Basis", lambda p, r, most, *rest, **how: (kept.append(most), basis(p, r, most, *rest, **how))[1]
+        _krylov.GMRES, "_begin", lambda block, r: (kept.append(block._basis.shape[1] - 1), begin(block, r))[1]
     )
     v = randn(6, seed=3)
     attached = fixed_point(lambda x: torch.tanh(W @ x + bias), x, restart=2)
