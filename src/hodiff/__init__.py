@@ -27,51 +27,66 @@ Every function takes *what* (a function, or a tensor already computed) and *wher
 function, hodiff builds the graph and frees it; given a tensor, the graph is yours and stays.
 """
 
-from hodiff._core import _compiled_callers
-from hodiff._core._where import Selection, select
-from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
-from hodiff.calculus._higher import derivatives, nth_derivative
-from hodiff.calculus._multi import multi_grad
-from hodiff.calculus._per_sample import per_sample_grad
-from hodiff.calculus._second import cross_hessian, cross_hvp, hessian, hessian_diagonal, hvp, value_grad_and_hessian
-from hodiff.curvature._density import logdet, spectral_density
-from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
-from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator
-from hodiff.curvature._hessian import HessianOperator
-from hodiff.curvature._jacobian import JacobianOperator
-from hodiff.curvature._least_squares import LevenbergMarquardt
-from hodiff.curvature._matrix import MatrixOperator
-from hodiff.curvature._newton import NewtonCG
-from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._solve import nystrom, solve
-from hodiff.curvature._trace import diagonal, trace
-from hodiff.errors import (
-    BatchMixingWarning,
-    ConvergenceWarning,
-    CustomFunctionWarning,
-    DerivativeError,
-    GraphError,
-    HodiffError,
-    HodiffWarning,
-    InputError,
-    RandomnessWarning,
-)
-from hodiff.fields._partial import derivatives_of, jet, partial, partials
-from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
-from hodiff.fields._vector import curl, divergence, value_and_divergence
-from hodiff.implicit._unroll import unroll
-from hodiff.penalties._critic import interpolate, sample_norm
-from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
-from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
-from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
-from hodiff.penalties._jacobian import jacobian_penalty
-from hodiff.penalties._path_length import PathLengthPenalty
-from hodiff.penalties._score import sliced_score_matching_loss
-from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
-from hodiff.verify._check import check_derivatives
+import typing
 
-from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
-from hodiff import rules as rules  # isort: skip
+from hodiff._core import _compiled_callers, _lazy
+
+with _lazy.Uncollected():
+    from hodiff._core._where import Selection, select
+    from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
+    from hodiff.calculus._higher import derivatives, nth_derivative
+    from hodiff.calculus._multi import multi_grad
+    from hodiff.calculus._per_sample import per_sample_grad
+    from hodiff.calculus._second import cross_hessian, cross_hvp, hessian, hessian_diagonal, hvp, value_grad_and_hessian
+    from hodiff.errors import (
+        BatchMixingWarning,
+        ConvergenceWarning,
+        CustomFunctionWarning,
+        DerivativeError,
+        GraphError,
+        HodiffError,
+        HodiffWarning,
+        InputError,
+        RandomnessWarning,
+    )
+    from hodiff.fields._partial import derivatives_of, jet, partial, partials
+    from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
+    from hodiff.fields._vector import curl, divergence, value_and_divergence
+    from hodiff.penalties._critic import interpolate, sample_norm
+    from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
+    from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
+    from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
+    from hodiff.penalties._jacobian import jacobian_penalty
+    from hodiff.penalties._path_length import PathLengthPenalty
+    from hodiff.penalties._score import sliced_score_matching_loss
+    from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
+    from hodiff.verify._check import check_derivatives
+
+    from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
+
+if typing.TYPE_CHECKING:
+    from hodiff import implicit as implicit
+    from hodiff import rules as rules
+    from hodiff.curvature import (
+        FisherOperator,
+        GaussNewtonOperator,
+        HessianOperator,
+        JacobianOperator,
+        LevenbergMarquardt,
+        LinearOperator,
+        MatrixOperator,
+        NewtonCG,
+        diagonal,
+        eigs,
+        eigsh,
+        logdet,
+        nystrom,
+        solve,
+        spectral_density,
+        spectral_radius,
+        trace,
+    )
+    from hodiff.implicit._unroll import unroll
 
 __version__ = "0.1.0"
 
@@ -151,3 +166,32 @@ __all__ = [
 ]
 
 _compiled_callers.break_graphs(vars())
+
+# Half of the time of an import, and not what most programs need.
+__getattr__, __dir__ = _lazy.names(
+    globals(),
+    {
+        "curvature": (
+            "FisherOperator",
+            "GaussNewtonOperator",
+            "HessianOperator",
+            "JacobianOperator",
+            "LevenbergMarquardt",
+            "LinearOperator",
+            "MatrixOperator",
+            "NewtonCG",
+            "diagonal",
+            "eigs",
+            "eigsh",
+            "logdet",
+            "nystrom",
+            "solve",
+            "spectral_density",
+            "spectral_radius",
+            "trace",
+        ),
+        "implicit": (),
+        "implicit._unroll": ("unroll",),
+        "rules": (),
+    },
+)

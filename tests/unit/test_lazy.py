@@ -1,5 +1,6 @@
-"""What is loaded when: `import hodiff` nothing of what explains, operators no compiler."""
+"""What is loaded when: `import hodiff` nothing of what explains, no operators, no solutions; operators no compiler."""
 
+import gc
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 import hodiff.graph
 import hodiff.sparse
+from hodiff._core import _lazy
 
 LOADED = "[name for name in sys.modules if name.startswith('hodiff.graph.')]"
 
@@ -18,6 +20,57 @@ def run(program: str) -> str:
 
 def test_importing_loads_none_of_it():
     assert run(f"print({LOADED})") == "[]"
+
+
+def test_importing_is_no_collection_of_what_pytorch_made():
+    """It took half of the time of an import."""
+    program = (
+        "import gc, torch\n"
+        "seen = []\n"
+        "gc.callbacks.append(lambda phase, told: seen.append(told['generation']))\n"
+        "import hodiff\n"
+        "print(2 in seen, gc.isenabled())"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
+    assert ran.stdout == "False True\n"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_left_as_it_was(collects):
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(KeyError, match="module"), _lazy.Uncollected():
+            assert not gc.isenabled()
+            raise KeyError("module")
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+
+
+def test_importing_loads_no_operators_and_no_solutions():
+    parts = "{'.'.join(name.split('.')[:2]) for name in sys.modules if name.startswith('hodiff.')}"
+    assert run(f"print({parts} & {{'hodiff.curvature', 'hodiff.implicit', 'hodiff.rules'}})") == "set()"
+
+
+def test_they_are_there_when_they_are_asked_for():
+    program = (
+        "names = set(hodiff.__all__)\n"
+        "print(names <= set(dir(hodiff)), {'curvature', 'implicit', 'rules'} <= set(dir(hodiff)))\n"
+        "exec('from hodiff import *')\n"
+        "print(names - set(globals()), names - set(vars(hodiff)))\n"
+        "print(hodiff.implicit.argmin.__name__, hodiff.rules.SGD.__name__, hodiff.curvature.__name__)"
+    )
+    assert run(program).splitlines() == ["True True", "set() set()", "argmin SGD hodiff.curvature"]
+
+
+def test_they_are_left_alone_by_the_tracer_whichever_is_asked_for_first():
+    """The methods that an operator inherits, too."""
+    program = (
+        "hodiff.unroll, hodiff.MatrixOperator\n"
+        "found = [hodiff.unroll, hodiff.implicit.argmin, hodiff.LinearOperator.__matmul__, hodiff.solve, hodiff.grad]\n"
+        "print({getattr(function, '_torchdynamo_disable', False) for function in found})"
+    )
+    assert run(program) == "{True}"
 
 
 def test_multi_grad_loads_none_of_it():

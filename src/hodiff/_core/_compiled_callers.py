@@ -103,8 +103,8 @@ def _leave_the_trace() -> None:
 
 
 def break_graphs(namespace: dict[str, Any]) -> None:
-    """Mark what a module makes public, by its `__all__`."""
-    for name in namespace["__all__"]:
+    """Mark what a module makes public, by its `__all__`; what is loaded when it is asked for is marked then."""
+    for name in namespace.keys() & namespace["__all__"]:
         mark(namespace[name])
 
 

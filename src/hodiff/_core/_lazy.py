@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from hodiff._core import _compiled_callers
+
+
+class Uncollected:
+    """No collection meanwhile: modules make objects that stay, and a full one goes through all of PyTorch's."""
+
+    def __enter__(self) -> None:
+        self._collects = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._collects:
+            gc.enable()
 
 
 def names(
@@ -16,12 +29,14 @@ def names(
 
     Args:
         namespace: The package's globals, with its `__all__`.
-        homes: The names that each of its modules makes public.
+        homes: The names that each of its modules makes public; the modules are names themselves.
     """
     package = namespace["__name__"]
     home = {name: module for module, listed in homes.items() for name in listed}
 
     def look_up(name: str) -> Any:
+        if name in homes:
+            return import_module(f"{package}.{name}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
@@ -29,6 +44,7 @@ def names(
         return value
 
     def listed() -> list[str]:
-        return sorted({*namespace, *namespace["__all__"]})
+        packages = {module for module in homes if module[0] != "_" and "." not in module}
+        return sorted({*namespace, *namespace["__all__"], *packages})
 
     return look_up, listed
