@@ -283,6 +283,7 @@ _KINDS = {
     "is not implemented": "missing",
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
+    "implicitly created only for scalar outputs": "not scalar",
 }
 _OURS: dict[str, Callable[[], GraphError]] = {
     "freed": lambda: GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT),

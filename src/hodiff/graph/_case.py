@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,8 +91,23 @@ def body(text: Iterable[str], reason: str = "", advice: Iterable[tuple[str, str]
     """What is said of a failure, as lines: facts, the reason, advice with its labels."""
     lines = [f"  {line}" for line in text] + ([f"    => {reason}"] if reason else [])
     for label, sentence in advice:
-        lines.append(f"    {label}: " + sentence.replace("\n", "\n" + " " * len(f"    {label}: ")))
+        before = f"    {label}: "
+        lines.append(before + ("\n" + " " * len(before)).join(_wrapped(sentence, COLUMNS - len(before))))
     return "\n".join(lines)
+
+
+COLUMNS = 120
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    """A text in lines of so many columns at most; a line that is indented is code, and stays."""
+    if all(len(line) <= columns for line in text.split("\n")):
+        return text.split("\n")
+    lines = []
+    for line in re.sub(r"(?<![.:;])\n(?=\S)", " ", text).split("\n"):
+        code = line.startswith(" ")
+        lines += [line] if code else textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False)
+    return lines
 
 
 def labelled(label: str, what: object) -> str:
@@ -229,7 +246,7 @@ class Evidence:
         """The part to speak of."""
         return self.parts[0]
 
-    @property
+    @cached_property
     def under(self) -> dict[Node, list[Node]]:
         """The nodes of the part, and below it, with the nodes that each leads to."""
         return _inspect.below([part.node for part in self.parts])
@@ -270,6 +287,19 @@ class Evidence:
         return tags.tag(node) == self.freed_by and tags.version_then(node) != _saved.version(leaf)
 
     @cached_property
+    def border(self) -> list[Node]:
+        """The topmost values of the part whose leaves have all changed, where others have not."""
+        moved = {id(leaf) for leaf in self.below if self.moved(leaf)}
+        under = self.under
+        parameters = [node for node in under if (leaf := _saved.leaf(node)) is not None and id(leaf) not in moved]
+        if not moved or not parameters:
+            return []
+        others = _nodes.leading_to(under, parameters)
+        tops = _nodes.topmost(self.case.roots, [node for node in under if node not in others])
+        computed = all(any(map(_saved.slots, _inspect.below([node]))) for node in tops)  # no parameters, as they are
+        return tops if computed else []
+
+    @cached_property
     def in_sight(self) -> list[Tensor]:
         """The trainable leaves that variables lead to."""
         return [leaf for leaf in self.case.names.all_tensors() if leaf.is_leaf and leaf.requires_grad]
@@ -284,14 +314,24 @@ class Evidence:
         return self.record.tags.tag(_nodes.node_of(leaf)) == self.freed_by
 
     @cached_property
-    def others(self) -> tuple[list[Tensor], Pass] | None:
-        """The leaves of another optimizer that one of the two passes reaches besides those of the part; and which."""
-        owner = {
+    def owners(self) -> dict[int, int]:
+        """For the identity of each leaf that an optimizer in sight has the number of that."""
+        return {
             id(leaf): number
             for number, optimizer in enumerate(self.case.names.optimizers)
             for group in optimizer.param_groups
             for leaf in group["params"]
         }
+
+    def owned_apart(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Whether optimizers have all these leaves, and none has of both kinds."""
+        one, two = ({self.owners.get(id(leaf), -1) for leaf in leaves} for leaves in (some, others))
+        return bool(one and two) and -1 not in one | two and not one & two
+
+    @cached_property
+    def others(self) -> tuple[list[Tensor], Pass] | None:
+        """The leaves of another optimizer that one of the two passes reaches besides those of the part; and which."""
+        owner = self.owners
         below = {id(leaf) for leaf in self.below}
         part = {owner[leaf] for leaf in below if leaf in owner}
         first = [leaf for leaf in self.in_sight if self.was_reached(leaf)]

@@ -101,6 +101,26 @@ def whose(e: Evidence) -> str | None:
     )
 
 
+def cut_at_border(e: Evidence) -> str | None:
+    """One optimizer has changed its leaves below the part, and another's are as they were."""
+    moved = [leaf for leaf in e.below if e.moved(leaf)]
+    stay = [leaf for leaf in e.below if not e.moved(leaf)]
+    lines = {line for node in e.border if (line := e.record.made(node)) is not None}
+    if (
+        len(lines) != 1
+        or not e.owned_apart(moved, stay)
+        or any(leaf.grad is not None and leaf.grad.any() for leaf in stay)
+    ):
+        return None
+    name = e.case.names.nodes.get(e.border[0], "") if len(e.border) == 1 else ""
+    source = f"{name}.detach()" if name else f"what {e.names(moved)} gave at {at(*lines)}, detached"
+    again = _both(e) if e.first.variable else f"`{_second(e)}`"
+    return (
+        f"compute {again} once more, from {source}: this pass is for {e.names(stay)}, and {_changer(e)} "
+        f"has changed {e.names(moved)} since."
+    )
+
+
 def from_new_values(e: Evidence) -> str | None:
     """The second loss leads to nothing but the part, some of whose leaves have changed: detached, it has no graph."""
     if e.reached or not any(e.moved(leaf) for leaf in e.below):
@@ -121,7 +141,7 @@ def computed_again(e: Evidence) -> str | None:
     """After a step of an optimizer the loss is one of other values: it is computed from them."""
     if not e.stepped and not e.changed:
         return None
-    if first_detached(e) is not None or from_new_values(e) is not None:
+    if first_detached(e) is not None or from_new_values(e) is not None or cut_at_border(e) is not None:
         return None
     what = _second(e)
     moved = any(e.moved(leaf) for leaf in e.below)
@@ -132,8 +152,9 @@ def computed_again(e: Evidence) -> str | None:
             f"{at(e.call.stack[0])}. If not, begin {e.all_code} anew between them. If so, compute all of it again{why}"
         )
     if moved:
+        changed = [leaf for leaf in e.below if e.moved(leaf)]
         return (
-            f"whether the pass at {at(e.call.stack[0])} is to reach {e.names(e.below)}, which\n"
+            f"whether the pass at {at(e.call.stack[0])} is to reach {e.names(changed)}, which\n"
             f"{_changer(e)} has changed since {e.all_code} was computed. If so, compute {_both(e)}\n"
             f"again before it. If not, compute `{what}` from {e.detached}."
         )
@@ -171,9 +192,16 @@ def loss_again(e: Evidence) -> str | None:
 def same_unknown(e: Evidence) -> str | None:
     if e.changed or e.stale or e.call.path == e.freed_by.path:
         return None
+    target = _source.target_of(e.call.stack[0]) if e.call.name == "autograd.grad" else ""
+    given = [name for name in _source.given_by(e.call.stack[0]) if name != target]
+    leave = (
+        f"leave the first call out, where `{given[0]}` is what is used, and no `.grad`"
+        if given and e.freed_by.name.endswith("backward")
+        else "leave the call out whose gradient is not used"
+    )
     return (
         f"whether the same gradient is wanted twice. If so, pass retain_graph=True at {at(e.freed_by.stack[0])};\n"
-        "if not, leave the second call out."
+        f"if not, {leave}."
     )
 
 
@@ -597,7 +625,7 @@ CAUSES = (
     FailureCause(
         "two losses",
         "it belongs to both losses, and the pass of the first freed it.",
-        (first_detached, by_hand, summed, multi, kept_for_second, from_new_values),
+        (first_detached, by_hand, summed, multi, kept_for_second, cut_at_border, from_new_values),
         (whose, computed_again, together_unknown),
         lambda e: not e.rounds and e.call.path != e.freed_by.path,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _saved, _source
+from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._case import Explanation, FailedPass
 from hodiff.graph._record import COPY, Lost
 from hodiff.graph._source import Line, at, line_of, lines_of, quoted
@@ -106,6 +106,7 @@ CUTS = {
         "PyTorch declares no derivative of that function, smooth as it is, and takes its result for a constant.",
         by_call={name: f"{way}." for name, way in _messages.CONSTANTS.items()},
     ),
+    "frozen": Cut("all parameters that it was computed from have requires_grad=False."),
     "no graph": Cut("it was computed from nothing that requires grad, or was cut off on the way."),
 }
 
@@ -125,18 +126,21 @@ def no_graph(case: FailedPass) -> Explanation | None:
     if tensor is None or case.line is None:
         return None
     variable = case.names.of(tensor)
-    lost, certain = _where_lost(case, tensor, variable)
+    places = _concerned(case, tensor)
+    certain = bool(places)
+    lost, beside = places[0] if places else _likely(case, tensor, variable), places[1:]
     kind, line = (lost.kind, lost.line) if lost is not None else ("no graph", None)
-    beside = case.record.cuts.beside(tensor) if case.record is not None and certain else ()
+    if lost is not None and kind == "frozen":
+        return _of_frozen(case, lost, tensor, certain=certain)
     made = _source.only_assignment(variable, case.line) if line is None else None
     fix = _fix(case, lost, beside) if lost is not None and certain else ""
-    unknown = _which(beside) if beside else ""
+    unknown = _which(case, beside) if beside else ""
     return case.explanation(
         CUTS[kind].cause or kind,
         _without_graph(variable),
         ("cut at", line),
         ("computed at", made),
-        *(("cut at", lost.line) for lost in beside),
+        *(("frozen in" if each.kind == "frozen" else "cut at", each.line) for each in beside),
         ("switched off", _switched_off(case, kind, line)),
         ("failing call", case.line),
         _silenced(line),
@@ -153,7 +157,70 @@ def _without_graph(variable: str) -> str:
     return f"`{variable}` has no graph" if variable else "the value that is differentiated has no graph"
 
 
-def _fix(case: FailedPass, lost: Lost, beside: tuple[Lost, ...]) -> str:
+def _concerned(case: FailedPass, tensor: Tensor) -> list[Lost]:
+    """Where a tensor lost its graph, for certain: where optimizers are in sight, those cuts that lead to their leaves.
+
+    Elsewhere what is frozen, as are networks that give features, is of interest only where nothing else was cut.
+    """
+    if case.record is None:
+        return []
+    cuts, places = case.record.cuts, list(case.record.cuts.places(tensor))
+    trained = _trained(case)
+    concerned = [place for place in places if any(id(leaf) in trained for leaf in cuts.leaves(place))]
+    return concerned or [place for place in places if place.kind != "frozen"] or places
+
+
+def _trained(case: FailedPass) -> set[int]:
+    """The identities of the leaves that the optimizers in sight have."""
+    groups = [group for optimizer in case.names.optimizers for group in optimizer.param_groups]
+    return {id(leaf) for group in groups for leaf in group["params"]}
+
+
+def _of_frozen(case: FailedPass, lost: Lost, loss: Tensor, *, certain: bool) -> Explanation:
+    """The explanation of a loss that was computed from parameters alone that require no grad."""
+    record, variable = case.record, case.names.of(loss)
+    leaves = _frozen(case, [lost] if record is None else record.cuts.places(loss))
+    switches = dict.fromkeys(path for leaf in leaves if record is not None and (path := record.switched(leaf)))
+    lines = [line for path in switches for line in dict.fromkeys((path[0].line, path[-1].line))]
+    names = _listed(_parameters(case, leaves)) or f"the parameters that {at(lost.line)} computes with"
+    again = f"say requires_grad_(True) of them before {at(lost.line)}"
+    fix = f"{again}: an optimizer is to train them." if {*map(id, leaves)} & _trained(case) else ""
+    ask = (
+        f"what this loss is to train. If it is {names}: {again}.\nIf they are meant to stay as they are, compute it "
+        "from something else that requires grad: a layer on\ntop of them, or their input (x.requires_grad_())."
+    )
+    return case.explanation(
+        "frozen",
+        _without_graph(variable),
+        ("computed at", lost.line),
+        ("frozen", names),
+        *(("switched off", line) for line in lines[:NAMES_SHOWN]),
+        ("failing call", case.line),
+        variable=variable,
+        created=lost.line,
+        reason=CUTS["frozen"].reason,
+        fixes=(fix,),
+        unknown=("" if fix else ask,),
+        certain=certain,
+    )
+
+
+def _parameters(case: FailedPass, leaves: Iterable[Tensor]) -> Iterator[str]:
+    """Parameters by the names that their modules give them, not those of a loop over them."""
+    for leaf in leaves:
+        yield max(case.names.paths.get(id(leaf), [""]), key=lambda path: "." in path)
+
+
+def _frozen(case: FailedPass, places: Iterable[Lost]) -> list[Tensor]:
+    """The parameters that are frozen at some places; without a record those of the modules that the lines call."""
+    if case.record is not None:
+        leaves = [leaf for place in places if place.kind == "frozen" for leaf in case.record.cuts.leaves(place)]
+        return [leaf for leaf in leaves if not leaf.requires_grad]
+    values = [case.names.values.get(name) for place in places for name in _source.loaded(place.line)]
+    return [leaf for value in values if isinstance(value, nn.Module) for leaf in value.parameters()]
+
+
+def _fix(case: FailedPass, lost: Lost, beside: Sequence[Lost]) -> str:
     """What to do where a graph was cut; at each place, if it was cut in the same way at several; else nothing."""
     if any((other.kind, other.call) != (lost.kind, lost.call) for other in beside):
         return ""
@@ -189,7 +256,14 @@ def _switched_off(case: FailedPass, kind: str, line: Line | None) -> Line | None
     return next((off for each in around if (off := _source.switched_off(each)) is not None), None)
 
 
-def _which(beside: tuple[Lost, ...]) -> str:
+def _which(case: FailedPass, beside: Sequence[Lost]) -> str:
+    frozen = _frozen(case, beside)
+    if frozen:
+        return (
+            f"what this pass is to train: what was cut off, or {_listed(_parameters(case, frozen))}, which is frozen. "
+            "Leave out\nthe cut in the first case; in the second say requires_grad_(True) before "
+            f"{at(next(each.line for each in beside if each.kind == 'frozen'))}."
+        )
     several = "either" if len(beside) == 1 else "each"
     return (
         f"whether {several} is meant. What is to be trained must reach the loss uncut: where one cut stays, the\n"
@@ -198,10 +272,12 @@ def _which(beside: tuple[Lost, ...]) -> str:
 
 
 def within_pass(case: FailedPass) -> Explanation | None:
-    """A value without a graph that was to be differentiated while another pass ran: by its hook, or by a Function."""
+    """A pass that failed while another ran: in a hook, or in a Function's backward."""
     tensor = next((each for each in case.tensors if not each.requires_grad), None)
-    if tensor is None or case.line is None:
+    if case.line is None:
         return None
+    if tensor is None:
+        return _inputs_within(case)
     variable = case.names.of(tensor)
     line = _source.only_assignment(variable, case.line)
     return case.explanation(
@@ -213,6 +289,59 @@ def within_pass(case: FailedPass) -> Explanation | None:
         created=line,
         reason=CUTS["inside a pass"].reason,
         fixes=(fix_of("inside a pass", line, ""),),
+        certain=True,
+    )
+
+
+def _inputs_within(case: FailedPass) -> Explanation | None:
+    """Inputs of such a pass that it does not reach: a Function's backward gives None for those."""
+    reached = set(_nodes.walk(case.roots))
+    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
+    missing = [each for each in given if not each.requires_grad or _nodes.node_of(each) not in reached]
+    if not missing:
+        return None
+    names = list(filter(None, _parameters(case, missing)))
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in missing[:NAMES_SHOWN])
+    untracked = [each for each in missing if not each.requires_grad]
+    fix = "pass allow_unused=True there: the gradient is then None, which a Function's backward may return."
+    alone = (
+        "take the gradient by those that require grad alone, [p for p in inputs if p.requires_grad], and return None\n"
+        "in the places of the others."
+    )
+    return case.explanation(
+        "not used",
+        f"not in the graph: {_listed(names) or f'tensors of shape {shapes}'}",
+        ("failing call", case.line),
+        variable=next(iter(names), ""),
+        reason="a hook or a Function's backward asks for a pass by inputs of which some "
+        + ("do not require grad." if untracked else "are no part of what it differentiates."),
+        fixes=(alone if untracked else fix,),
+        certain=True,
+    )
+
+
+def not_scalar(case: FailedPass) -> Explanation | None:
+    """The explanation of "grad can be implicitly created only for scalar outputs"."""
+    loss = next((tensor for tensor in case.tensors if tensor.numel() != 1), None)
+    if loss is None:
+        return None
+    variable = case.names.of(loss)
+    node = loss.grad_fn
+    line = case.record.made(node) if case.record is not None and node is not None else None
+    line = line or (_source.only_assignment(variable, case.line) if variable else None)
+    name = variable or "the value"
+    return case.explanation(
+        "not scalar",
+        f"`{variable}` has shape {tuple(loss.shape)}" if variable else f"the loss has shape {tuple(loss.shape)}",
+        ("computed at", line),
+        ("failing call", case.line),
+        variable=variable,
+        created=line,
+        reason="a gradient is that of one number, and these are several.",
+        fixes=(
+            f"differentiate {name}.mean() or {name}.sum(): the second gives gradients {loss.numel()} times as large.",
+            "take each element's gradient with hodiff.jacobian." if case.name == "autograd.grad" else "",
+        ),
         certain=True,
     )
 
@@ -231,7 +360,8 @@ def _ask(case: FailedPass, kind: str, line: Line | None, made: Line | None) -> s
             return f"what it should depend on. It was computed from {listed}: no grad is required there."
         return "what it should depend on: look for an input that requires no grad; hodiff.graph.inspect shows graphs."
     there = f" at {line}" if line is not None else ""
-    return f"whether that cut{there} is the one. Under `hodiff explain` most cuts are recorded."
+    hint = "" if case.record is not None else " Under `hodiff explain` most cuts are recorded."
+    return f"whether that cut{there} is the one.{hint}"
 
 
 def _requires_grad(value: object) -> bool:
@@ -241,15 +371,19 @@ def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _where_lost(case: FailedPass, tensor: Tensor, variable: str) -> tuple[Lost | None, bool]:
-    """Where a tensor lost its graph, and whether that is certain."""
-    recorded = case.record.cuts.of(tensor) if case.record is not None else None
-    lost = recorded or (case.record.cuts.latest if case.record is not None else None)
-    if lost is not None:
-        return lost, recorded is not None
+def _likely(case: FailedPass, tensor: Tensor, variable: str) -> Lost | None:
+    """Where a tensor may have lost its graph: as a number, or as its source says; a record would show another cut."""
+    if case.record is not None:
+        return case.record.cuts.latest
     name = variable or _source.target_of(case.line) if case.line is not None else variable
     cuts = _source.cuts(name, case.line, case.names.values) if name and case.line is not None else []
-    return Lost(cuts[0][1], cuts[0][0], "") if cuts else None, False
+    if cuts:
+        return Lost(cuts[0][1], cuts[0][0], "")
+    made = _source.only_assignment(name, case.line)
+    modules = [case.names.values.get(each) for each in _source.loaded(made)] if made is not None else []
+    parameters = [leaf for module in modules if isinstance(module, nn.Module) for leaf in module.parameters()]
+    frozen = bool(parameters) and not any(leaf.requires_grad for leaf in parameters)
+    return Lost("frozen", made, "") if frozen and made is not None else None
 
 
 def _silenced(line: Line | None) -> str:
@@ -304,6 +438,9 @@ def not_used(case: FailedPass) -> Explanation | None:
     there = sorted(case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None)
     among = _listed(filter(None, there)).removesuffix(" ...")
     loss = case.record.made(case.roots[0]) if case.record is not None and case.roots else None
+    cut = _cut_off(case, missing[0])
+    if cut is not None:
+        return _used_cut(case, names[0], cut)
     made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", loss)]
     leave = (
         f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
@@ -327,14 +464,40 @@ def not_used(case: FailedPass) -> Explanation | None:
     )
 
 
+def _cut_off(case: FailedPass, leaf: Tensor) -> Lost | None:
+    """Where a leaf was cut off on its way to the loss."""
+    if case.record is None:
+        return None
+    cuts = case.record.entering(_inspect.executed(case.roots, None))
+    return next((cut for cut in cuts if any(each is leaf for each in case.record.cuts.leaves(cut))), None)
+
+
+def _used_cut(case: FailedPass, name: str, cut: Lost) -> Explanation:
+    """The explanation of an input that enters the loss by a way that was cut alone."""
+    return case.explanation(
+        "not used",
+        f"not in the graph: `{name}`",
+        ("cut at", cut.line),
+        ("failing call", case.line),
+        variable=name,
+        created=cut.line,
+        reason=CUTS[cut.kind].reason,
+        unknown=(
+            f"whether the loss should depend on `{name}`. If so, {fix_of(cut.kind, cut.line, cut.call)}\n"
+            f"If not (an index, a mask, a target), leave `{name}` out of the inputs, or pass allow_unused=True.",
+        ),
+        certain=True,
+    )
+
+
 def _made(case: FailedPass, tensor: Tensor) -> Line | None:
     """The line that made a tensor, or that said of a leaf that it requires grad."""
     if case.record is None:
         return None
     if tensor.grad_fn is not None:
         return case.record.made(tensor.grad_fn)
-    change = case.record.changed(tensor)
-    return change.line if change is not None and change.call == "requires_grad_" else None
+    path = case.record.switched(tensor)
+    return path[0].line if path else None
 
 
 NAMES_SHOWN = 6

@@ -41,11 +41,13 @@ def _nested(error: BaseException, steps: list[TracebackType]) -> Explanation | N
     """The explanation of a pass that a hook or a Function asked for while another ran: no watch sees inside that."""
     run = next((index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE), len(steps))
     inner = next((index for index in _entries(steps) if index > run), None)
-    if inner is None or _messages.kind_of(error) != "no graph":
+    frames = _users(steps[:inner]) if inner is not None else []
+    if inner is None or not frames or _messages.kind_of(error) not in ("no graph", "not used"):
         return None
-    frames = _users(steps[:inner])
+    tensors, inputs = _given(steps[inner])
+    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     name = _ENTRIES[steps[inner].tb_frame.f_code]
-    return _cut.within_pass(FailedPass(error, name, [], _given(steps[inner])[0], None, frames)) if frames else None
+    return _cut.within_pass(FailedPass(error, name, roots, tensors, inputs, frames))
 
 
 def of_operation(
@@ -71,6 +73,7 @@ FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
     "changed": _in_place.explain,
     "no graph": _cut.no_graph,
     "not used": _cut.not_used,
+    "not scalar": _cut.not_scalar,
     **dict.fromkeys(("compiled", "missing", "once"), _cut.second_derivative),
     **dict.fromkeys(("recomputed", "recomputed in number"), _cut.recomputed),
     "unpacked twice": lambda case: _cut.unpacked_twice(case, _last_line(case.error)),
@@ -113,8 +116,8 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
     Returns:
         A record that prints as the explanation; None for an exception of another kind. It knows the
         errors about a graph that was freed, changed in place, never there ("does not require
-        grad"), or does not reach an input ("appears to not have been used"), and missing second
-        derivatives.
+        grad"), or does not reach an input ("appears to not have been used"), a loss of several
+        elements, and missing second derivatives.
 
     Raises:
         InputError: No exception was given, and none is there.

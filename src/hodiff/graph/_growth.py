@@ -43,7 +43,12 @@ from hodiff.graph._source import Line, line_of, lines_of
 RISES = 10
 """Iterations in which a count must have risen before anything is looked for."""
 NODES = 500
-"""Nodes made since a pass before graphs that no pass uses are looked for; then twice as many."""
+"""Nodes made since a pass before graphs that no pass uses are looked for; then twice as many.
+
+Beside passes they are looked for when twice as many nodes were made as at the last look.
+"""
+GROWS = 1.5
+"""How much more a variable must hold than at the last look, where passes ran in between."""
 
 _serial = itertools.count()
 
@@ -124,12 +129,16 @@ class Growth(Listener):
         self._lines: dict[Any, _Line] = {}
         self._grown: dict[tuple[Any, str], Grown] = {}
         self._unused: dict[str, tuple[_Token, Grown]] = {}
+        self._beside: dict[str, int] = {}
         self._token: _Token | None = None
         self._leaves: list[Tensor] = []
         self._written: dict[int, tuple[weakref.ref[Tensor], Pass]] = {}
         self._reached = 0
         self._nodes = NODES
         self._look_at = _saved.counter() + NODES
+        self._start = _saved.counter()
+        self._next = self._start + NODES
+        self._passed = False
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -167,7 +176,8 @@ class Growth(Listener):
         """The pass has run: has anything risen?"""
         token, leaves = self._token, self._leaves
         self._token, self._leaves = None, []
-        self._look_at = _saved.counter() + self._nodes
+        self._look_at = min(_saved.counter() + self._nodes, self._next)
+        self._passed = True
         line = self._lines.get(call.path)
         if failed or token is None or line is None:
             return
@@ -222,10 +232,13 @@ class Growth(Listener):
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """Many nodes were made, and no pass has come: do they pile up?"""
-        if _saved.counter() < self._look_at:
+        made = _saved.counter()
+        if made < self._look_at:
             return
-        self._nodes *= 2
-        self._look_at = _saved.counter() + self._nodes
+        beside, self._passed = self._passed, False
+        self._nodes *= 1 if beside else 2
+        self._look_at = made + self._nodes
+        self._next = made + made - self._start
         from hodiff.graph import _watch
 
         record = _watch.recording()
@@ -237,7 +250,10 @@ class Growth(Listener):
                 token = _Token()
                 for node in nodes:
                     _saved.tags(node)[self._unused_key] = token
-                self._unused[holder.variable] = (token, Grown("unused", holder))
+                grows = holder.iterations > GROWS * self._beside.get(holder.variable, holder.iterations)
+                self._beside[holder.variable] = holder.iterations
+                if grows or not beside:  # between passes there may be what the next is to use
+                    self._unused[holder.variable] = (token, Grown("unused", holder))
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -400,6 +416,8 @@ def monitor(**roots: Tensor | nn.Module | Callable[[], Any] | Any) -> Monitor:
 # --- which variable holds most of some graphs, as it is written, and the line that puts them there --------------------
 
 
+STATES = 4
+"""Tensors of a recurrent state, in one variable."""
 ITEMS = 20
 """Values that a container must hold, or steps that a value must reach back, before graphs pile up."""
 
@@ -523,8 +541,8 @@ def piling_up(
             own = [_own(tensor, seen, key) for tensor in tensors]
             fresh = [node for nodes in own for node in nodes]
             count = sum(bool(nodes) for nodes in own)
-        elif len(tensors) == 1 and (_hands_on(path, frames) or "." in path):
-            fresh = _own(tensors[0], set(), key)
+        elif len(tensors) <= STATES and (_hands_on(path, frames) or "." in path):
+            fresh = list(dict.fromkeys(node for tensor in tensors for node in _own(tensor, set(), key)))
             count = _rounds(record, path, tensors[0], fresh)
         if fresh and count >= ITEMS and not _is_bounded(names, path):
             size = _inspect.saved_bytes(fresh)
@@ -542,12 +560,17 @@ def _own(tensor: Tensor, seen: set[Node], key: str) -> list[Node]:
 
 
 def _rounds(record: Record, path: str, tensor: Tensor, nodes: list[Node]) -> int:
-    """How often the graph of a variable's value has the operation that last made it, at the line that assigns it."""
-    top = tensor.grad_fn
+    """How often the line that assigns a variable has made its value: its operations, by their period."""
     if _made(record, path, tensor) is None:
         return 0
-    made = record.path(top)
-    return sum(type(node) is type(top) and record.path(node) == made for node in nodes)
+    made = record.path(tensor.grad_fn)
+    line = [node for node in nodes if record.path(node) == made]
+    kinds = [type(node) for node in sorted(line, key=_saved.sequence)]
+    late = range(len(kinds) // 2, len(kinds))
+    for period in range(1, len(kinds) // ITEMS + 1):
+        if all(kinds[place] is kinds[place - period] for place in late):
+            return len(kinds) // period
+    return min(Counter(kinds).values(), default=0)
 
 
 # --- what is said of a graph that grows -----------------------------------------------------------

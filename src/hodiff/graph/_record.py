@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
@@ -251,25 +251,42 @@ class Cuts:
     def __init__(self, path: Callable[[FrameType], Path], tell: Callable[[Lost, Any], None]) -> None:
         self._path = path
         self._tell = tell
-        self._lost: dict[int, tuple[Any, tuple[Lost, ...]]] = {}
+        self.known: dict[int, tuple[Any, tuple[Lost, ...]]] = {}
+        """The places, by the tensors that are alive."""
         self._off: dict[Path, tuple[str, Line | None]] = {}
         self._stacks: dict[Line, tuple[Line, ...]] = {}
+        self._leaves: dict[Lost, list[weakref.ref[Tensor]]] = {}
+        self._entering: dict[int, tuple[Lost, ...]] = {}
         self.latest: Lost | None = None
         """Where a value last left PyTorch: as a number, or for NumPy."""
 
     def __len__(self) -> int:
-        return len(self._lost)
+        return len(self.known)
 
     def of(self, tensor: Tensor) -> Lost | None:
         """Where a tensor without a graph lost it."""
-        return next(iter(self._places(tensor)), None)
+        return next(iter(self.places(tensor)), None)
 
-    def beside(self, tensor: Tensor) -> tuple[Lost, ...]:
-        """The other places of cuts, where what a tensor was computed from lost several graphs."""
-        return self._places(tensor)[1:]
+    def leaves(self, lost: Lost) -> list[Tensor]:
+        """The leaves that were cut off at a place, when it was first met; those that are frozen there."""
+        return [leaf for ref in self._leaves.get(lost, ()) if (leaf := ref()) is not None]
 
-    def _places(self, tensor: Tensor) -> tuple[Lost, ...]:
-        entry = self._lost.get(id(tensor))
+    def enter(self, arguments: Any, line: int) -> None:
+        """The operation of a line has a graph: of its arguments some may have lost theirs."""
+        table, places = self.known, []
+        for argument in arguments:
+            for each in argument if argument.__class__ in (list, tuple) else (argument,):
+                places += self.places(each) if id(each) in table else ()
+        if places:
+            self._entering[line] = tuple(dict.fromkeys(places))
+
+    def entering(self, line: int | None) -> tuple[Lost, ...]:
+        """Where the constants lost their graphs that entered the operation of a line."""
+        return self._entering.get(line, ()) if line is not None else ()
+
+    def places(self, tensor: Tensor) -> tuple[Lost, ...]:
+        """Where the sources of a tensor without a graph lost theirs; what is frozen comes last."""
+        entry = self.known.get(id(tensor))
         return entry[1] if entry and entry[0]() is tensor else ()
 
     def stack(self, lost: Lost) -> tuple[Line, ...]:
@@ -280,7 +297,7 @@ class Cuts:
         """The result has no graph: was one cut here, or before?"""
         name, sources = getattr(func, "__name__", ""), tensors_in(arguments)
         if not any(tensor.requires_grad for tensor in sources):
-            self._inherit(name, sources, result)
+            self._inherit(name, sources, result, frame)
             return
         if kind == CUT:
             lost, line = "constant" if name in LEAVING else "detached", None
@@ -291,15 +308,26 @@ class Cuts:
         if name in _COPIES and isinstance((*arguments[0], None)[0], Tensor):
             name = COPY
         place = Lost(lost, line or self._path(frame)[0].line, name)
+        if place not in self._leaves:
+            nodes = _nodes.walk([tensor.grad_fn for tensor in sources])
+            below = [leaf for node in nodes if (leaf := _saved.leaf(node)) is not None]
+            own = [tensor for tensor in sources if tensor.is_leaf and tensor.requires_grad]
+            self._leaves[place] = [weakref.ref(leaf) for leaf in own + below]
         if name in LEAVING or name == COPY:
             self.latest = place
         self.cut(result, place, arguments)
 
-    def _inherit(self, name: str, sources: list[Tensor], result: Any) -> None:
+    def _inherit(self, name: str, sources: list[Tensor], result: Any, frame: FrameType) -> None:
         """Nothing that went in has a graph: what comes out lost it where those did that had one."""
-        before = list(dict.fromkeys(place for tensor in sources for place in self._places(tensor)))
+        before = list(dict.fromkeys(place for tensor in sources for place in self.places(tensor)))
+        frozen = [tensor for tensor in sources if isinstance(tensor, nn.Parameter)]
+        if frozen:
+            before.append(Lost("frozen", self._path(frame)[0].line, ""))
+            known = self._leaves.setdefault(before[-1], [])
+            known += [weakref.ref(tensor) for tensor in frozen if all(ref() is not tensor for ref in known)]
+        before.sort(key=lambda place: place.kind == "frozen")
         if before and name in LEAVING:
-            self.latest = before[0]
+            self.latest = before[0] if before[0].kind != "frozen" else self.latest
         elif before:
             self.remember(result, *before[:SHOWN])
 
@@ -324,7 +352,7 @@ class Cuts:
 
     def remember(self, result: Any, *places: Lost) -> None:
         """What lost its graph, or what was computed from it: a tensor, or several."""
-        table = self._lost
+        table = self.known
         for tensor in tensors_in(result):
             key = id(tensor)
             table[key] = (weakref.ref(tensor, lambda _, key=key: table.pop(key, None)), places)
@@ -370,6 +398,7 @@ class Record:
         """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
         self._changed: dict[int, Change] = {}
         self._changes = 0
+        self._switched: dict[int, Path] = {}
         self._read: dict[int, int] = {}  # the gradients that the user read, and how many passes there had been
         self._entered: Mark = (None, 0)
 
@@ -398,6 +427,19 @@ class Record:
         change = Change(self._paths[place], len(self.passes), name, self._changes, view)
         for tensor in tensors_in(what):
             self._changed[_saved.memory(tensor)] = change
+
+    def note_switch(self, leaf: Tensor, frame: FrameType) -> None:
+        """A line says of a leaf whether it requires grad."""
+        self._switched[_saved.memory(leaf)] = self._path_of(frame)
+
+    def switched(self, leaf: Tensor) -> Path:
+        """The user's frames in which a leaf's requires_grad was last set; empty if none was seen."""
+        return self._switched.get(_saved.memory(leaf), ())
+
+    def entering(self, nodes: Sequence[Node]) -> list[Lost]:
+        """Where the constants among the arguments of some nodes' operations lost their graphs."""
+        lines = (self._log.line(_saved.sequence(node)) for node in nodes if _saved.answers().sequences)
+        return list(dict.fromkeys(lost for line in lines for lost in self.cuts.entering(line)))
 
     def changed(self, tensor: Tensor) -> Change | None:
         """What last changed a tensor's memory in place."""
@@ -432,7 +474,7 @@ class Record:
 # --- what a call of PyTorch is to the recorder, and what its arguments are ------------------------
 
 
-OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS = range(6)  # what is recorded comes first
+OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH = range(7)  # what is recorded comes first
 
 
 def kind_of(func: Callable[..., Any]) -> int:
@@ -440,6 +482,8 @@ def kind_of(func: Callable[..., Any]) -> int:
     if func in PASSES:
         return PASS
     name = getattr(func, "__name__", "")
+    if name == "requires_grad_" or (name == "__set__" and func.__self__.__name__ == "requires_grad"):  # type: ignore[attr-defined]
+        return SWITCH
     if name in _ASKING or (name.startswith("is_") and name != "is_nonzero"):
         return PLAIN
     if name == "__get__":

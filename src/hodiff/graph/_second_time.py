@@ -45,6 +45,7 @@ def _recorded(case: FailedPass, evidence: Evidence) -> Explanation:
         ("kept by" if freed.retained else "freed by", freed),
         ("failing call", case.call),
         f"  {_lost(evidence)}",
+        f"  {ONE_NODE}" if type(part.node).__name__ == "CompiledFunctionBackward" else "",
         variable=part.variable,
         created=part.created,
         freed=freed.stack[0] if freed.path and not freed.retained else None,
@@ -54,6 +55,7 @@ def _recorded(case: FailedPass, evidence: Evidence) -> Explanation:
     )
 
 
+ONE_NODE = "torch.compile makes all outputs of a call one node: the pass of one frees what the others need."
 SHOWN = 4
 """Values that a sentence names, where several begin the old part."""
 

@@ -2,8 +2,9 @@
 
 A `TorchFunctionMode` sees each call. Per operation it keeps one number and the user's lines: the
 place that the next node of this thread gets, and where it was made. Nothing is attached to tensors
-or walked in the forward. Per pass the nodes that variables hold are tagged with the variable, and
-those that it freed with the pass, in a dict that the node owns.
+in the forward, and a graph is walked where it ends, once for each line that cuts it. Per pass the
+nodes that variables hold are tagged with the variable, and those that it freed with the pass, in a
+dict that the node owns.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
 from hodiff.graph._case import Explanation
 from hodiff.graph._names import USERS, marked, user_frames
-from hodiff.graph._record import CUT, GRADIENT, INPLACE, PASS, PASSES, Listener, Lost, Pass, Record
+from hodiff.graph._record import CUT, GRADIENT, INPLACE, PASS, PASSES, SWITCH, Listener, Lost, Pass, Record
 from hodiff.graph._source import lines_of
 
 # --- the steps of PyTorch's own optimizers, of which a recorder sees no call, only what they changed ------------------
@@ -187,6 +188,8 @@ class WatchMode(Record, TorchFunctionMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
             if kind == GRADIENT and USERS[frame.f_code.co_filename]:
                 self._note_gradient(result, frame)
+            elif kind == SWITCH:
+                self.note_switch(args[0], frame)
         for listener in self._listeners:
             listener.called(func, (args, kwargs or {}), result, frame)
         return result
@@ -201,7 +204,10 @@ class WatchMode(Record, TorchFunctionMode):
             raise
         after = counter()
         if after != before:
-            self._log.add(before, after, self._paths.number(frame, self._entered))
+            line = self._paths.number(frame, self._entered)
+            self._log.add(before, after, line)
+            if self.cuts.known:
+                self.cuts.enter(args, line)
         elif (
             kind != INPLACE
             and (isinstance(result, (Tensor, tuple)) or kind == CUT)

@@ -118,7 +118,8 @@ CUT = {
 
 
 def said(line: str, fix: str, label: str = "cut at") -> str:
-    return rf"(?s)\n  {label} +test_failure\.py:\d+ +{re.escape(line)}\n.*fix: .*{re.escape(fix)}"
+    words = r"\s+".join(map(re.escape, fix.split()))
+    return rf"(?s)\n  {label} +test_failure\.py:\d+ +{re.escape(line)}\n.*fix: .*{words}"
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor")
