@@ -117,6 +117,11 @@ FLAGS = {
     "matrix": lambda v: hodiff.hessian(lambda z: (z**3).sum(), X, matrix=v),
     "matrix=": lambda v: hodiff.jacobian(lambda z: z**3, X, matrix=v),
     "has_aux": lambda v: hodiff.laplacian(lambda z: (z**3).sum(-1), X, has_aux=v),
+    **{
+        f"has_aux{'=' * n}": lambda v, f=f: f(lambda z: (z**3).sum(), X, has_aux=v)
+        for n, f in enumerate([hodiff.grad, hodiff.hessian, hodiff.hessian_diagonal], 1)
+    },
+    "has_aux====": lambda v: hodiff.hvp(lambda z: (z**3).sum(), X, X, has_aux=v),
     "return_outputs": lambda v: hodiff.gradient_penalty(
         lambda z: (z**3).sum(-1), X, return_outputs=v, create_graph=False
     ),

@@ -53,6 +53,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     "value_and_grad, has_aux": lambda x, w: hodiff.value_and_grad(
         lambda z: (loss(w)(z), w * z), x, has_aux=True, **GRAPH
     ),
+    "grad, has_aux": lambda x, w: hodiff.grad(lambda z: (loss(w)(z), w * z), x, has_aux=True, **GRAPH),
+    "hessian, has_aux": lambda x, w: hodiff.hessian(lambda z: (loss(w)(z), w * z), x, has_aux=True, **GRAPH),
+    "hessian_diagonal, has_aux": lambda x, w: hodiff.hessian_diagonal(
+        lambda z: (loss(w)(z), w * z), x, has_aux=True, **GRAPH
+    ),
+    "hvp, has_aux": lambda x, w, v: hodiff.hvp(lambda z: (loss(w)(z), w * z), x, v, has_aux=True, **GRAPH),
     "vjp": lambda x, w, v: hodiff.vjp(two(w), x, v, **GRAPH),
     "jvp": lambda x, w, v: hodiff.jvp(two(w), x, v, **GRAPH),
     "jacobian": lambda x, w: hodiff.jacobian(two(w), x, **GRAPH),

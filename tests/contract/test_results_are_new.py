@@ -47,6 +47,11 @@ CALLS: dict[str, Callable[[], tuple[Any, list[Tensor]]]] = {
     "value, a parameter": lambda: (hodiff.value_and_grad(lambda m: m.bias, LAYER)[0], [LAYER.bias.detach()]),
     "value, a tensor computed": lambda: (hodiff.value_and_grad(y2 := of_sum((X, X)), X)[0], [y2.detach()]),
     "aux": lambda: (hodiff.value_and_grad(lambda x: (x.sum(), x[1:]), x, has_aux=True), [x]),
+    **{
+        f"aux of {f.__name__}": lambda f=f: (f(lambda x: (x.square().sum(), x[1:]), x, has_aux=True), [x])
+        for f in (hodiff.grad, hodiff.hessian, hodiff.hessian_diagonal)
+    },
+    "aux of hvp": lambda: (hodiff.hvp(lambda x: (x.square().sum(), x[1:]), x, v, has_aux=True), [x, v]),
     "derivatives, order 1": lambda: (hodiff.derivatives(lambda x: x, x, 1), [x]),
     "derivatives, order 4": lambda: (hodiff.derivatives(lambda x: x, x, 4), [x]),
     "outputs of a penalty": lambda: (

@@ -129,6 +129,20 @@ def test_a_value_with_something_beside_it():
     assert extra == "extra" and value == 2
 
 
+def test_what_f_returns_beside_the_loss_comes_second():
+    f, module = lambda x: (norm(x), "extra"), nn.Linear(2, 1)
+    beside = lambda m: (output(m), "extra")
+    assert_type(hodiff.grad(f, X, has_aux=True), tuple[Tensor, Any])
+    assert_type(hodiff.grad(beside, module, has_aux=True), tuple[dict[str, Tensor], Any])
+    assert_type(hodiff.grad(norm, X, has_aux=False), Tensor)
+    assert_type(hodiff.hvp(f, X, X, has_aux=True), tuple[Tensor, Any])
+    assert_type(hodiff.hvp(norm, X, X, has_aux=False), Tensor)
+    assert_type(hodiff.hessian(f, X, has_aux=True), tuple[Tensor, Any])
+    assert_type(hodiff.hessian(norm, X, has_aux=False), Tensor)
+    assert_type(hodiff.hessian_diagonal(f, X, has_aux=True), tuple[Tensor, Any])
+    assert_type(hodiff.hessian_diagonal(beside, module, has_aux=True), tuple[dict[str, Tensor], Any])
+
+
 def test_a_penalty_with_outputs_is_a_pair():
     assert_type(hodiff.gradient_penalty(critic, ROWS, create_graph=False), Tensor)
     assert_type(hodiff.gradient_penalty(critic, ROWS, return_outputs=True, create_graph=False), tuple[Tensor, Tensor])

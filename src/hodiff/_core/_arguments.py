@@ -78,6 +78,12 @@ class ChunkedBatchedOptions(ChunkedOptions, BatchedOptions, total=False):
     """The options of functions of many vectors at independent samples."""
 
 
+class WithoutExtra(ChunkedBatchedOptions, total=False):
+    """The options of such a function where `f` returns the loss alone."""
+
+    has_aux: Literal[False]
+
+
 def check_option(value: Any, vocabulary: Any, name: str) -> None:
     """Raise unless `value` is a word of the vocabulary, one of the `Literal`s above."""
     words = vocabulary.__args__
@@ -218,10 +224,16 @@ def check_chunk_size(value: int | str) -> int | None:
     return value
 
 
+AUX_HINT = (
+    ". Return the loss alone; for (loss, extra) there is has_aux=True, in hodiff.grad, value_and_grad, hvp, "
+    "hessian, hessian_diagonal and fields"
+)
+
+
 def check_output(value: Any, name: str = "f(x)") -> Tensor:
     """Raise unless `value`, an output of `f`, is a real floating point tensor."""
     if not isinstance(value, Tensor):
-        hint = " (has_aux=True if f returns (loss, extra))" if isinstance(value, tuple) else ""
+        hint = AUX_HINT if isinstance(value, tuple) else ""
         raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
     if value.dtype.is_floating_point:
         if value.layout is not torch.strided or value.is_nested:

@@ -26,17 +26,30 @@ ByName = dict[str, Tensor]
 
 
 @overload
-def grad(f: What, x: nn.Module | Selection, **options: Unpack[BatchedOptions]) -> ByName: ...
+def grad(
+    f: What, x: nn.Module | Selection, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]
+) -> ByName: ...
 
 
 @overload
-def grad(f: What, x: T, **options: Unpack[BatchedOptions]) -> T: ...
+def grad(f: What, x: T, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]) -> T: ...
+
+
+@overload
+def grad(
+    f: What, x: nn.Module | Selection, *, has_aux: Literal[True], **options: Unpack[BatchedOptions]
+) -> tuple[ByName, Any]: ...
+
+
+@overload
+def grad(f: What, x: T, *, has_aux: Literal[True], **options: Unpack[BatchedOptions]) -> tuple[T, Any]: ...
 
 
 def grad(
     f: What,
     x: Any = _arguments.MISSING,
     *,
+    has_aux: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
@@ -52,6 +65,7 @@ def grad(
             computed from *x*, whose graph is then left as it was.
         x: Where: a tensor, a nested container of tensors, a module (its trainable parameters; `f`
             receives the module), or `hodiff.select(module, ...)`.
+        has_aux: Whether `f` returns `(loss, extra)`, of which the loss alone is differentiated.
         batch_ndim: So many leading dimensions of *x* index independent samples; `f` returns one
             element for each, `(N,)` or `(N, 1)`, and so does the gradient hold one for each.
         create_graph: Whether the result can be differentiated again, by everything that required
@@ -68,7 +82,7 @@ def grad(
 
     Returns:
         The gradient, with the structure, shapes, dtypes and device of *x*; for a module a dict by
-        parameter name.
+        parameter name. With *has_aux* `(that, extra)`.
 
     Raises:
         InputError: *x* is not real floating point, or `f` does not return one element (per sample).
@@ -87,10 +101,11 @@ def grad(
         {'a': tensor(9.), 'b': tensor(12.)}
     """
     if is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
+        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
         gradient = _reverse.gradient(graph)
-    return graph.call.where.result(gradient)
+    result = graph.call.where.result(gradient)
+    return (result, graph.extra()) if has_aux else result
 
 
 @overload

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _independence, _reverse
-from hodiff._core._arguments import Allowed, ChunkedBatchedOptions, ChunkSize, is_set
+from hodiff._core._arguments import Allowed, ChunkedBatchedOptions, ChunkSize, WithoutExtra, is_set
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
@@ -23,11 +23,22 @@ What = Callable[..., Any] | Tensor
 ByName = dict[str, Tensor]
 
 
+@overload
+def hvp(f: What, x: Any, v: V, **options: Unpack[WithoutExtra]) -> V: ...
+
+
+@overload
+def hvp(
+    f: What, x: Any, v: V, *, has_aux: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+) -> tuple[V, Any]: ...
+
+
 def hvp(
     f: What,
     x: Any,
-    v: V,
+    v: Any,
     *,
+    has_aux: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
@@ -36,7 +47,7 @@ def hvp(
     chunk_size: ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> V:
+) -> Any:
     r"""A Hessian-vector product, \(H v\) with \(H = \nabla^2 f(x)\), without forming the Hessian.
 
     Args:
@@ -48,6 +59,7 @@ def hvp(
             leading dimension on every leaf; or a list of the leaves in the order of *x*; or flat `(D,)`, or columns
             `(D, K)`. Where *x* is one tensor of one dimension, `(D, D)` could be rows or columns and is refused: give
             `[V]` for rows, or `[V.T]` for columns. NumPy arrays and lists of numbers are converted.
+        has_aux: Whether `f` returns `(loss, extra)`, as for `grad`.
         batch_ndim: So many leading dimensions of *x* index independent samples, as for `grad`; each
             sample has its own Hessian and its own part of *v*.
         create_graph: Whether the product can be differentiated again, as for `grad`. That is a third
@@ -62,7 +74,7 @@ def hvp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, in the spelling of *v*, with its structure and shapes.
+        The product, in the spelling of *v*, with its structure and shapes. With *has_aux* `(that, extra)`.
 
     Raises:
         InputError: *v* does not resemble *x*; or as for `grad`.
@@ -88,24 +100,40 @@ def hvp(
     where = Where(x)
     given = where.space().parse(v)
     if is_set(check_independence, "check_independence"):
-        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
+        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    with OutputGraph(
+        call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+    ) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
-        return given.like(_reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk))
+        products = given.like(_reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk))
+        return (products, graph.extra()) if has_aux else products
 
 
 @overload
-def hessian_diagonal(f: What, x: nn.Module | Selection, **options: Unpack[ChunkedBatchedOptions]) -> ByName: ...
+def hessian_diagonal(f: What, x: nn.Module | Selection, **options: Unpack[WithoutExtra]) -> ByName: ...
 
 
 @overload
-def hessian_diagonal(f: What, x: V, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
+def hessian_diagonal(f: What, x: V, **options: Unpack[WithoutExtra]) -> V: ...
+
+
+@overload
+def hessian_diagonal(
+    f: What, x: nn.Module | Selection, *, has_aux: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+) -> tuple[ByName, Any]: ...
+
+
+@overload
+def hessian_diagonal(
+    f: What, x: V, *, has_aux: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+) -> tuple[V, Any]: ...
 
 
 def hessian_diagonal(
     f: What,
     x: Any = _arguments.MISSING,
     *,
+    has_aux: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
@@ -120,6 +148,7 @@ def hessian_diagonal(
     Args:
         f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
         x: Where, as for `grad`.
+        has_aux: Whether `f` returns `(loss, extra)`, as for `grad`.
         batch_ndim: Leading dimensions of *x* that index independent samples.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
         check_independence: Whether to test that samples are independent, as for `grad`.
@@ -131,7 +160,7 @@ def hessian_diagonal(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The diagonal, shaped like *x* (a dict by parameter name for a module).
+        The diagonal, shaped like *x* (a dict by parameter name for a module). With *has_aux* `(that, extra)`.
 
     Raises:
         InputError: As for `grad`.
@@ -148,14 +177,15 @@ def hessian_diagonal(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     if is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
+        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    with OutputGraph(call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         pairs = list(zip(gradient, graph.leaves, strict=True))
         diagonals = [
             _diagonal(graph, part, leaf, chunk, more=index < len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
         ]
-    return graph.call.where.result(diagonals)
+    result = graph.call.where.result(diagonals)
+    return (result, graph.extra()) if has_aux else result
 
 
 def _diagonal(graph: OutputGraph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, more: bool) -> Tensor:
@@ -278,45 +308,55 @@ WAY_OUT = (
 
 
 @overload
-def hessian(f: What, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]) -> Tensor: ...
+def hessian(
+    f: What, x: Tensor, *, has_aux: Literal[True], matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]
+) -> tuple[Tensor, Any]: ...
 
 
 @overload
 def hessian(
-    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
-) -> Tensor: ...
+    f: What, x: Any, *, has_aux: Literal[True], matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def hessian(f: What, x: Any, *, matrix: Literal[True], **options: Unpack[WithoutExtra]) -> Tensor: ...
+
+
+@overload
+def hessian(f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]) -> Tensor: ...
 
 
 @overload
 def hessian(
-    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
 ) -> Blocks: ...
 
 
 @overload
 def hessian(
-    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
 ) -> list[list[Tensor]]: ...
 
 
 @overload
 def hessian(
-    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
 ) -> dict[K, dict[K, Tensor]]: ...
 
 
 @overload
 def hessian(
-    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
 ) -> tuple[Pair, Pair]: ...
 
 
 @overload
-def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[ChunkedBatchedOptions]) -> Tensor: ...
+def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[WithoutExtra]) -> Tensor: ...
 
 
 @overload
-def hessian(f: What, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]) -> Any: ...
+def hessian(f: What, x: Any, *, matrix: bool = False, **options: Unpack[WithoutExtra]) -> Any: ...
 
 
 def hessian(
@@ -324,6 +364,7 @@ def hessian(
     x: Any = _arguments.MISSING,
     *,
     matrix: bool = False,
+    has_aux: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
     check_independence: bool = False,
@@ -339,6 +380,7 @@ def hessian(
         f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
         x: Where, as for `grad`.
         matrix: Whether to give one `(D, D)` matrix, in the order of *x*, instead of nested blocks.
+        has_aux: Whether `f` returns `(loss, extra)`, as for `grad`.
         batch_ndim: Leading dimensions of *x* that index independent samples; one Hessian for each.
         create_graph: Whether the result can be differentiated again, as for `hvp`.
         check_independence: Whether to test that samples are independent, as for `grad`.
@@ -352,7 +394,7 @@ def hessian(
     Returns:
         For a tensor `(*x.shape, *x.shape)`; for containers, the structure of *x* filled with
         structures of *x*; for a module `{name: {name: block}}`. With `matrix=True` a `(D, D)` tensor.
-        Under `batch_ndim=1`: `(N, *event, *event)`, or `(N, D, D)`.
+        Under `batch_ndim=1`: `(N, *event, *event)`, or `(N, D, D)`. With *has_aux* `(that, extra)`.
 
     Raises:
         InputError: As for `grad`.
@@ -369,20 +411,21 @@ def hessian(
         tensor([[4., 2.],
                 [2., 0.]])
     """
-    _, _, second = value_grad_and_hessian(
+    graph, _, second = _dense(
         f,
         x,
+        chunk_size,
         matrix=matrix,
+        has_aux=has_aux,
         batch_ndim=batch_ndim,
-        create_graph=create_graph,
         check_independence=check_independence,
+        create_graph=create_graph,
         strict=strict,
         allow=allow,
-        chunk_size=chunk_size,
         args=args,
         kwargs=kwargs,
     )
-    return second
+    return (second, graph.extra()) if has_aux else second
 
 
 @overload
@@ -483,13 +526,44 @@ def value_grad_and_hessian(
         >>> value, x - torch.linalg.solve(H, g)
         (tensor(66.), tensor([1., 2.]))
     """
+    graph, gradient, second = _dense(
+        f,
+        x,
+        chunk_size,
+        matrix=matrix,
+        batch_ndim=batch_ndim,
+        check_independence=check_independence,
+        create_graph=create_graph,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+    )
+    return graph.value(), graph.call.where.result(gradient), second
+
+
+def _dense(
+    f: What,
+    x: Any,
+    chunk_size: ChunkSize,
+    *,
+    matrix: bool,
+    batch_ndim: int,
+    check_independence: bool,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    has_aux: bool = False,
+    **options: Any,
+) -> tuple[OutputGraph, Sequence[Tensor], Any]:
+    """The evaluation of `f`, its gradient by each leaf, and its Hessian as the caller wants it."""
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
     _reverse.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
+    both = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs, "has_aux": has_aux}
     if is_set(check_independence, "check_independence"):
-        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
+        _independence.check(f, where, **both)
+    with OutputGraph(call(f, where, 2, **both, **options)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
         gradient = _reverse.unaliased(gradient if graph.create_graph else [part.detach() for part in gradient])
@@ -497,7 +571,7 @@ def value_grad_and_hessian(
         second = _reverse.matrix(table, where.tensors, where.tensors, batch_ndim)
     else:
         second = where.result([where.result(row) for row in table])
-    return graph.value(), where.result(gradient), second
+    return graph, gradient, second
 
 
 @overload
