@@ -188,7 +188,8 @@ def check_integer(value: Any, name: str, *, least: int) -> int:
     if value.__class__ is int and least <= value <= LARGEST:  # as nearly always
         return value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
-        bound = f"at least {least}" if not isinstance(value, int) or value < least else "64 bits at most"
+        size = value.__class__ is int and value > LARGEST
+        bound = "64 bits at most" if size else f"at least {least}"
         raise InputError(f"{name}: got {value!r}, expected an integer of {bound}.")
     return value
 
@@ -250,8 +251,9 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
     if batch_ndim == 0:
         if output.numel() != 1:
             raise InputError(
-                f"f: returned shape {tuple(output.shape)}, expected one element. Reduce it (.sum(), .mean()), use "
-                f"hodiff.jacobian for all outputs, or batch_ndim=1 if each row is an independent sample."
+                f"f: returned shape {tuple(output.shape)}, expected one element. Reduce it (.sum(), .mean()), or take "
+                f"the derivatives of all outputs: hodiff.jacobian (hodiff.sparse_jacobian), also with batch_ndim=1 if "
+                f"each row is an independent sample, which functions with batch_ndim= take as well."
             )
         return
     if tuple(output.shape[:batch_ndim]) != tuple(batch) or output.numel() != batch.numel():

@@ -198,8 +198,8 @@ def missing(names: list[str], *, product: bool = False) -> GraphError:
 
 
 _FREED_WAY_OUT = (
-    "Call hodiff before that pass (hodiff never frees a graph of yours), or give hodiff the function instead of its "
-    "value: hodiff.hvp(f, x, v)."
+    "Call hodiff before that pass (hodiff never frees a graph of yours), or give this call the function instead of its "
+    "value: f, and not f(x)."
 )
 _FREED = (
     "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it."

@@ -262,7 +262,9 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
     for name, given in ("pattern", patterns), ("exclude", exclude):
         for each in given if isinstance(given, (tuple, list, set)) else (given,):
             if not isinstance(each, str):
-                raise InputError(f'{name}: is a {type(each).__name__}, expected words: "head.*", "*.weight".')
+                raise InputError(
+                    f'{name}: is a {type(each).__name__}, expected words, one by one: "head.*", "*.weight".'
+                )
     assembly = Assembly.of(module)
     first_names = _first_names(assembly)
     pairs = assembly.trainable()

@@ -210,7 +210,7 @@ def _checked(weight: Any, name: str) -> Any:
         if weight.requires_grad:
             raise InputError(
                 f"{name} depends on the parameters, so the quotient sum / weight has further derivatives, which would "
-                f"be missing; detach it if it counts as a constant."
+                f"be missing; detach it if it counts as a constant. The pair is (sum, weight), in this order."
             )
         if weight.numel() != 1:
             raise InputError(f"{name} has shape {tuple(weight.shape)}, expected one number: how much the sum counts.")

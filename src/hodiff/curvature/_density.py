@@ -311,10 +311,11 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     seen = torch.where(weights > 0, shifted, math.inf)  # a node without weight stands for nothing
     least = float(seen.min())
     if not least > 10 * eps * max(float(nodes.abs().max()), abs(shift)):
+        below = shift - least > 10 * eps * float(nodes.abs().max())
+        other = " Of a Hessian, hodiff.GaussNewtonOperator is an approximation that is never negative." if below else ""
         raise InputError(
             f"logdet: the operator has an eigenvalue of about {least - shift:.3g}, which with shift={shift:g} is not "
-            f"positive (up to rounding), so there is no log-determinant; give a larger shift=, or take "
-            f"hodiff.GaussNewtonOperator, which is never negative."
+            f"positive (up to rounding), so there is no log-determinant; give a larger shift=.{other}"
         )
     return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(1)
 

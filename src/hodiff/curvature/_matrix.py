@@ -50,6 +50,8 @@ class MatrixOperator(LinearOperator):
             )
         if not fits or A.ndim not in (1, 2) or not A.numel():
             kind = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
+            if fits and not A.numel():
+                raise InputError(f"A: has shape {tuple(A.shape)}, without entries; expected one of a row at least.")
             raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal.")
         check_real_tensor(A, "A")
         if A.requires_grad:

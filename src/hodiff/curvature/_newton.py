@@ -240,6 +240,11 @@ def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
 
 
 def _finite(loss: Any) -> float:
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"closure: returned a {type(loss).__name__}, expected the loss, a tensor. NewtonCG's closure returns the "
+            f"loss and does not call backward()."
+        )
     _arguments.check_scalars(_arguments.check_output(loss, "closure()"), 0, torch.Size())
     value = float(loss.detach())
     if not math.isfinite(value):

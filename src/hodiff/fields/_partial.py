@@ -491,6 +491,12 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
             f"hodiff.partials(f, x, [...])."
         )
     _arguments.check_real_tensor(_arguments.check_output(u, "u"), "u")
+    if isinstance(x, (tuple, list, dict)):
+        raise InputError(
+            f"x: is a {type(x).__name__}; expected the one tensor that u was computed from. Join the columns before: "
+            "z = torch.cat([x, t], 1), u = net(z), d = hodiff.derivatives_of(u, z), with d[0] by x and d[1] by t; or "
+            "take each by itself: hodiff.derivatives_of(u, x) and hodiff.derivatives_of(u, t)."
+        )
     _arguments.check_real_tensor(x, "x")
     batch = _arguments.check_batch([x], ["x"], batch_ndim)
     if x.ndim != batch_ndim + 1:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, final, 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _nodes, _refusals, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Selection, Where
@@ -19,7 +19,7 @@ from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._records import Status
 from hodiff.curvature._solve import Method, attempt
-from hodiff.errors import GraphError, InputError
+from hodiff.errors import InputError
 
 V = TypeVar("V")
 ByName = dict[str, Tensor]
@@ -107,11 +107,12 @@ def argmin(
 
     Returns:
         The solution, with the structure and shapes of *x_star* (a dict by parameter name for a module), its values bit
-        for bit (unless polished), and a graph. Under `no_grad` it is detached.
+        for bit (unless polished), and a graph. Under `no_grad`, and where `f` depends on nothing that requires grad
+        (a frozen network), it is detached, as the result of a PyTorch layer is.
 
     Raises:
         InputError: Values that are not finite; or as for `hodiff.grad`.
-        GraphError: `f` depends on nothing that requires grad, or on *x_star* past its argument. In the backward pass:
+        GraphError: `f` depends on *x_star* past its argument. In the backward pass:
             *H* is singular or, with conjugate gradients, indefinite; or it is one derivative more than *order*.
 
     Warns:
@@ -376,12 +377,7 @@ def attached(
     chain = Chain(problem.solved(*first, values), values)
     survey = _nodes.survey([part for part in residual if part.requires_grad])
     if survey.leaf_ids() <= set(map(id, graph.leaves)):
-        if _call.state.running and not _call.inside():
-            return where.result(values)  # a value is asked for: by `check_derivatives`, beside the point
-        raise GraphError(
-            f"{kind}: the solution does not depend on anything: f reaches no tensor that requires grad besides "
-            f"its argument. {_refusals.USUAL_CAUSES} For the value alone, call it under torch.no_grad()."
-        )
+        return where.result(values)  # a frozen network, an evaluation: as PyTorch's layers, without a graph
     x = chain.link(1, values, residual)
     for number in range(2, order + 1):
         _, residual = problem.residual(linked, x)

@@ -161,10 +161,15 @@ def interpolate(
         Gulrajani, I. et al. (2017). Improved training of Wasserstein GANs. arXiv:1704.00028,
         section 4.
     """
-    check_generator(generator)
     recorded = torch.is_grad_enabled()
     a, b = detached_samples(a, detach, "a", recorded), detached_samples(b, detach, "b", recorded)
-    batch, firsts, seconds, tree = _pairs(a, b, batch_ndim)
+    return between(a, b, ("a", "b"), batch_ndim=batch_ndim, generator=generator)
+
+
+def between(a: Any, b: Any, names: tuple[str, str], *, batch_ndim: int, generator: torch.Generator | None) -> Any:
+    """The points of `interpolate`; `names` are what the caller calls the two batches."""
+    check_generator(generator)
+    batch, firsts, seconds, tree = _pairs(a, b, names, batch_ndim)
     like = firsts[0]
     alpha = torch.rand(
         batch, generator=generator, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32)
@@ -185,29 +190,33 @@ def _samples(value: Any, name: str, batch_ndim: int) -> tuple[list[Tensor], list
     return leaves, names, tree, _arguments.check_batch(leaves, names, batch_ndim)
 
 
-def _pairs(a: Any, b: Any, batch_ndim: int) -> tuple[torch.Size, list[Tensor], list[Tensor], _tree.Tree]:
+def _pairs(
+    a: Any, b: Any, called: tuple[str, str], batch_ndim: int
+) -> tuple[torch.Size, list[Tensor], list[Tensor], _tree.Tree]:
     """The batch's shape and the leaves of two batches, checked to be alike."""
-    firsts, names, tree, batch = _samples(a, "a", batch_ndim)
-    different = _tree.difference(tree, _tree.flatten(b, "b")[2], "b")
+    one, other = called
+    firsts, names, tree, batch = _samples(a, one, batch_ndim)
+    different = _tree.difference(tree, _tree.flatten(b, other)[2], other)
     if different:
-        raise InputError(f"b: {different}; it must be like a.")
+        raise InputError(f"{other}: {different}; it must be like {one}.")
     seconds = _tree.leaves_like(tree, b)
     for first, second, name in zip(firsts, seconds, names, strict=True):
-        _arguments.check_real_tensor(second, f"b{name[1:]}")
+        beside = other + name.removeprefix(one)
+        _arguments.check_real_tensor(second, beside)
         if first.shape != second.shape:
             batches = first.shape[:batch_ndim] != second.shape[:batch_ndim]
             way_out = (
-                "Interpolation needs a partner for each sample; cut the larger batch: a[:n], b[:n]."
+                f"Interpolation needs a partner for each sample; cut the larger batch: {one}[:n], {other}[:n]."
                 if batches and first.shape[batch_ndim:] == second.shape[batch_ndim:]
                 else "The samples themselves differ in shape, so there is no line between them: bring them to one "
                 "shape first (resize or crop images, pad sequences)."
             )
             raise InputError(
-                f"b{name[1:]}: has shape {tuple(second.shape)}, but {name} has {tuple(first.shape)}. {way_out}"
+                f"{beside}: has shape {tuple(second.shape)}, but {name} has {tuple(first.shape)}. {way_out}"
             )
         if first.dtype != second.dtype or first.device != second.device:
             raise InputError(
-                f"b{name[1:]}: is {second.dtype} on {second.device}, but {name} is {first.dtype} on {first.device}."
+                f"{beside}: is {second.dtype} on {second.device}, but {name} is {first.dtype} on {first.device}."
             )
     return batch, firsts, seconds, tree
 

@@ -12,7 +12,7 @@ from hodiff._core import _arguments, _call, _tree
 from hodiff._core._arguments import Allowed, PatchReduction, Reduction
 from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import check_generator
-from hodiff.penalties._critic import detached_samples, interpolate
+from hodiff.penalties._critic import between, detached_samples
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 
 
@@ -132,7 +132,7 @@ def wgan_gp_penalty(
     """
     recorded = _call.loss_recorded(create_graph)
     real, fake = detached_samples(real, detach, "real", recorded), detached_samples(fake, detach, "fake", recorded)
-    points = interpolate(real, fake, batch_ndim=batch_ndim, detach=False, generator=generator)
+    points = between(real, fake, ("real", "fake"), batch_ndim=batch_ndim, generator=generator)
     return gradient_penalty(
         critic,
         points,
@@ -251,7 +251,7 @@ def dragan_penalty(
     draws = [torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype) for leaf in leaves]
     noise = [draw * (std * leaf.std(correction=0)) for draw, leaf in zip(draws, leaves, strict=True)]
     far = _tree.rebuild(tree, map(torch.add, leaves, noise))
-    points = interpolate(real, far, batch_ndim=batch_ndim, detach=False, generator=generator)
+    points = between(real, far, ("real", "far"), batch_ndim=batch_ndim, generator=generator)
     return gradient_penalty(
         critic,
         points,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Plan:
     def __call__(
         self,
         x: Any,
-        *,
+        *more: Never,
         output: SparseOutput | None = None,
         check: bool | None = None,
         create_graph: bool | None = None,
@@ -108,6 +108,8 @@ class Plan:
         Returns:
             The matrix, of shape `plan.shape`.
         """
+        if more or callable(x):
+            raise InputError("x: a plan knows its function; call it with the point alone: plan(x).")
         form: SparseOutput = self._options["output"] if output is None else output
         check_option(form, SparseOutput, "output")
         library = scipy_sparse() if form == "scipy" else None  # before anything is computed

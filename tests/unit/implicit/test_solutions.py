@@ -513,7 +513,6 @@ REFUSED = {
     ),
     "a method": (lambda: argmin(lambda x: x.sum(), X2, method="newton"), InputError, "method: got 'newton', expected"),
     "an order": (lambda: argmin(lambda x: x.sum(), X2, order=0), InputError, "order: got 0"),
-    "nothing reached": (lambda: argmin(lambda x: x @ x, 0 * X2), GraphError, "does not depend on any.*no_grad"),
     "past the argument": (
         lambda: argmin(lambda x: (x * THETA2).square().sum(), THETA2), GraphError, "other than through its argument"
     ),
@@ -778,3 +777,21 @@ def test_a_restart_bounds_what_gmres_keeps(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bad_methods() -> None:
     with pytest.raises(hodiff.InputError, match="method: got 'cg', expected \"gmres\" or"):
         root(lambda x: x - 1, torch.ones(2), method="cg")
+
+
+@pytest.mark.parametrize(
+    "solve",
+    [
+        lambda w, x: argmin(lambda z: (z - w).square().sum(), x),
+        lambda w, x: root(lambda z: z - w, x),
+        lambda w, x: fixed_point(lambda z: z / 2 + w / 2, x),
+    ],
+)
+def test_a_frozen_layer_gives_its_value_and_the_head_is_trained(solve):
+    frozen, x_star = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    solution = solve(frozen, x_star)
+    assert torch.equal(solution, x_star)
+    assert not solution.requires_grad
+    head = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    assert hodiff.grad((head * solution.sum()) ** 2, head) == 2 * 3 * 9
+    assert hodiff.grad(lambda h: h * solve(frozen, x_star).sum(), head) == 3
