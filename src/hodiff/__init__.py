@@ -66,7 +66,10 @@ with _lazy.Uncollected():
 
 if typing.TYPE_CHECKING:
     from hodiff import implicit as implicit
+    from hodiff import jets as jets
+    from hodiff import plotting as plotting
     from hodiff import rules as rules
+    from hodiff import sparse as sparse
     from hodiff.curvature import (
         FisherOperator,
         GaussNewtonOperator,
@@ -192,6 +195,7 @@ __getattr__, __dir__ = _lazy.names(
         ),
         "implicit": (),
         "implicit._unroll": ("unroll",),
+        "plotting": (),
         "rules": (),
     },
 )

@@ -229,3 +229,12 @@ def test_a_solution_has_the_type_of_the_right_hand_side():
     assert_type(hodiff.solve(G, torch.ones(3)).value, Tensor)
     assert_type(hodiff.trace(G, samples=4).value, Tensor)
     assert_type(hodiff.trace(G, samples=4).converged, bool | None)
+
+
+def test_submodules_are_known():
+    assert_type(hodiff.graph.inspect(X), hodiff.graph.Graph)
+    assert_type(hodiff.rules.SGD(lr=0.1), hodiff.rules.SGD)
+    assert_type(hodiff.jets.report(torch.sin, X).order, int)
+    assert_type(hodiff.sparse.plan_hessian(norm, X).products, int)
+    assert_type(hodiff.implicit.argmin(norm, X * 0), Tensor)
+    assert_type(hodiff.plotting.__name__, str)

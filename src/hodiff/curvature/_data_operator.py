@@ -23,7 +23,7 @@ from hodiff.errors import GraphError
 # --- what an operator takes: `H.cost()` -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cost:
     """What an operator takes, in bytes, evaluations of the function, and reverse passes.
 
@@ -68,6 +68,8 @@ class Cost:
             f"cache: {_memory.readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
             f"free: {_memory.readable(self.free_bytes)}"
         )
+
+    __repr__ = __str__
 
 
 # --- what operators over data have in common: by-products, lifetime, cost; and sums over batches ----------------------

@@ -47,7 +47,7 @@ def spectral_density(
     points: int = 500,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> DensityRecord:
     r"""The density of an operator's eigenvalues, \(\rho(t) = \tfrac1D \sum_i g_\sigma(t - \lambda_i)\).
 
@@ -71,7 +71,7 @@ def spectral_density(
         points: How many points the grid has; it reaches four widths beyond the outermost nodes.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, after some of the vectors.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value`, the density on `grid`, and its standard error `stderr`, each of shape `(points,)` (`stderr`
@@ -150,7 +150,7 @@ def logdet(
     rtol: float | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> TraceRecord:
     r"""The log-determinant of a positive definite operator, \(\log\det(A + \mu I) = \operatorname{tr}\log(A + \mu I)\).
 
@@ -173,7 +173,7 @@ def logdet(
         rtol: Stop as soon as the standard error is below `rtol * |value|` (looked at every 8 vectors). None: spend all.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, after some of the vectors.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value` and `stderr`, tensors of shape `()` in single precision at least (`stderr` is None where one

@@ -41,7 +41,7 @@ def eigsh(
     basis: int | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> EigenRecord:
     r"""Some eigenvalues of a symmetric operator and their vectors, \(A x = \lambda x\), by restarted Lanczos iteration.
 
@@ -66,7 +66,7 @@ def eigsh(
         generator: Where the start is drawn from; None is the default generator of the operator's
             device.
         callback: A function that is given the record as it stands, every five products of the first search.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value`, of shape `(k,)`, in the order asked for; `vectors`, orthonormal columns of
@@ -138,7 +138,7 @@ def eigs(
     basis: int | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> EigenRecord:
     r"""Some eigenvalues of an operator that need not be symmetric, and their vectors, by restarted Arnoldi iteration.
 
@@ -160,7 +160,7 @@ def eigs(
         generator: Where the start is drawn from; None is the default generator of the operator's
             device.
         callback: A function that is given the record as it stands, every five products of the first search.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value`, complex, of shape `(k,)`, in the order asked for; `vectors`, complex columns of shape
@@ -210,7 +210,7 @@ def spectral_radius(
     basis: int | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> RadiusRecord:
     r"""The largest magnitude of an eigenvalue, \(\rho(A) = \max |\lambda|\): below 1, powers of \(A\) die out.
 
@@ -224,7 +224,7 @@ def spectral_radius(
         generator: Where the start is drawn from; None is the default generator of the operator's
             device.
         callback: A function that is given the record as it stands, every five products of the first search.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value` and `residual`, tensors of shape `()`; `converged`; `products`.
@@ -270,7 +270,7 @@ def _eigenpairs(
     basis: int | None,
     generator: torch.Generator | None,
     callback: Callback | None,
-    progress: bool,
+    progress: bool | None,
 ) -> EigenRecord:
     """Check what is common to all, search, and say how it went."""
     symmetric = operator.symmetric and name != "eigs"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -251,6 +254,17 @@ Callback = Callable[[Any], object]
 """`callback=`: is given the record as it stands, again and again; what it returns is ignored."""
 
 
+WAIT = 2.0
+"""Seconds after which a terminal that waits is shown a bar."""
+
+
+def _a_terminal_waits() -> bool:
+    """Whether what is written of progress is read as it is: by no file, no pipe, and from one process."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    terminal = getattr(sys.stderr, "isatty", bool)()
+    return terminal and not several and importlib.util.find_spec("tqdm") is not None
+
+
 class EstimatorProgress:
     """The bar and the callback of one call: `with Watch(...) as watch`, and `watch(record)` at each look.
 
@@ -259,7 +273,7 @@ class EstimatorProgress:
     """
 
     def __init__(
-        self, name: str, operator: LinearOperator, total: int | None, callback: Callback | None, progress: bool
+        self, name: str, operator: LinearOperator, total: int | None, callback: Callback | None, progress: bool | None
     ) -> None:
         if callback is not None and not callable(callback):
             raise InputError(
@@ -269,10 +283,10 @@ class EstimatorProgress:
         self._before = operator.products
         self._callback = callback
         self._bar: Any = None
+        self._name, self._total = name, total
+        self._show_at = time.monotonic() + WAIT if progress is None and _a_terminal_waits() else math.inf
         if progress:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, desc=f"hodiff: {name}", unit="product", leave=False)
+            self._show()
         self._raise_on_all_ranks = operator._raise_on_all_ranks()
 
     @property
@@ -281,10 +295,18 @@ class EstimatorProgress:
 
     def __call__(self, record: Callable[[int], Any]) -> None:
         """Show how far it is; `record` makes the record, given the number of products."""
+        if time.monotonic() > self._show_at:
+            self._show()
         if self._bar is not None:
             self._bar.update(self.spent - self._bar.n)
         if self._callback is not None:
             self._callback(record(self.spent))
+
+    def _show(self) -> None:
+        from tqdm import tqdm
+
+        self._show_at = math.inf
+        self._bar = tqdm(total=self._total, desc=f"hodiff: {self._name}", unit="product", leave=False)
 
     def __enter__(self) -> EstimatorProgress:
         self._raise_on_all_ranks.__enter__()

@@ -44,10 +44,15 @@ class Shown(ABC):
     def _repr_html_(self) -> str:
         rows = "".join(
             f'<tr><th style="text-align: left">{html.escape(name)}</th>'
-            f'<td style="text-align: left">{html.escape(text)}</td></tr>'
+            f'<td style="text-align: left">{html.escape(_bare(text, name))}</td></tr>'
             for name, text in self._facts().items()
         )
         return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+def _bare(text: str, heading: str) -> str:
+    """What is shown, without the heading that stands before it."""
+    return text.removeprefix(f"{heading} ").removesuffix(f" {heading}").removesuffix(f" {heading.removesuffix('s')}")
 
 
 def number(value: Any) -> str:

@@ -64,7 +64,7 @@ def solve(
     rtol: float | None = None,
     products: int | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> SolveRecord[V]:
     r"""The solution of the linear system \((A + \lambda I)\, x = b\).
 
@@ -100,7 +100,7 @@ def solve(
             \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
         products: How many products to spend at most on each right-hand side; None: `10 D`, at most 1000.
         callback: A function that is given the record as it stands after each step: its `value` is the iterate.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value` in the structure and shape of *b*; `residual`, relative and true, from a
@@ -217,7 +217,7 @@ def attempt(
     iterations: int | None = None,
     scale: float = 1.0,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = False,
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has something else to say than a warning.
 

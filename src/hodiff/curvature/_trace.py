@@ -46,7 +46,7 @@ def trace(
     rtol: float | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> TraceRecord:
     r"""The trace of an operator, \(\operatorname{tr} A = \mathbb{E}\, z^\top A z\) over random *z*.
 
@@ -74,7 +74,7 @@ def trace(
             after the first 16; by the last two methods at the end). None: spend all.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, every 8 vectors.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value` and `stderr`, tensors of shape `()` in single precision at least (`stderr` is None where one
@@ -262,7 +262,7 @@ def diagonal(
     rtol: float | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> DiagonalRecord:
     r"""The diagonal of an operator: \(\mathbb{E}\, z \circ A z\) over random *z*, or exact.
 
@@ -285,7 +285,7 @@ def diagonal(
             that requires grad, and False says that a constant is meant.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, every 8 vectors.
-        progress: Whether to show a bar over the products.
+        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None where one vector

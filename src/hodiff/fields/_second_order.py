@@ -24,7 +24,7 @@ Given = SupportsArray | Sequence[Any]
 """Vectors that are there: tensors, arrays, lists."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
     """A randomised result.
 
@@ -37,6 +37,11 @@ class Estimate:
     value: Tensor
     stderr: Tensor | None
     samples: int
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.value.shape)) or "one value"
+        error = "" if self.stderr is None else f", ± {self.stderr.max():.3g} at most"
+        return f"Estimate({size}, {self.samples} samples{error})"
 
 
 class LaplacianOptions(SecondOrderOptions, total=False):

@@ -344,6 +344,8 @@ class Monitor:
             lines.append(f"{name}: {verdict}; nodes {shown}; {past[-1].bytes:,} B saved at the last step")
         return "\n".join(lines) or "no step yet"
 
+    __repr__ = __str__
+
 
 def _grows(past: list[Step]) -> bool:
     last = [step.nodes for step in past[-RISES_IN_A_ROW - 1 :]]

@@ -7,9 +7,9 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from hodiff.graph import _saved
 from hodiff.graph._names import TensorNames, user_frames
 from hodiff.graph._saved import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
 
+UNREACHED = 6
+"""Names that a summary lists."""
 ROWS = 30
 """Rows of a printed table; the records have all."""
 
@@ -90,10 +92,13 @@ class Graph:
     Attributes:
         nodes: All nodes, outputs first.
         leaves: The leaves among them.
+        unreached: Of the parameters and tensors given as `names`, those that the graph does not reach: a pass gives
+            them no gradient. Those that require none are marked `(frozen)`.
     """
 
     nodes: tuple[NodeRecord, ...]
     leaves: tuple[Leaf, ...]
+    unreached: tuple[str, ...] = ()
 
     @property
     def saved(self) -> tuple[Saved, ...]:
@@ -145,9 +150,11 @@ class Graph:
 def _summary(graph: Graph) -> str:
     held = ", ".join(f"{size:,} B {holder}" for holder, size in graph.bytes_by_holder.items() if size)
     counts = ", ".join(f"{count} {state}" for state, count in Counter(saved.state for saved in graph.saved).items())
+    more = f", ... ({len(graph.unreached)})" if len(graph.unreached) > UNREACHED else ""
+    missing = f"; not reached: {', '.join(graph.unreached[:UNREACHED])}{more}" if graph.unreached else ""
     return (
         f"{len(graph.nodes)} nodes, {len(graph.leaves)} leaves; saved tensors: {counts or 'none'}; "
-        f"held by: {held or 'nothing'}"
+        f"held by: {held or 'nothing'}{missing}"
     )
 
 
@@ -186,7 +193,8 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
     Args:
         *outputs: Tensors of any shape. One without a graph adds nothing.
         names: A module, a mapping or an object whose tensors give names, beside the caller's
-            variables.
+            variables. Of a module's parameters, or a mapping's tensors, `.unreached` lists those
+            that the graph does not reach.
 
     Returns:
         Records, which print as a table, and as one of HTML in a notebook. They are plain data: no
@@ -210,11 +218,25 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
         >>> c.backward()
         >>> hodiff.graph.inspect(c).state
         'freed'
+
+        Which parameters a loss does not reach:
+
+        >>> net = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "forgotten": torch.nn.Linear(2, 1)})
+        >>> hodiff.graph.inspect(net["used"](torch.ones(2)), names=net).unreached
+        ('forgotten.weight', 'forgotten.bias')
     """
     _check(outputs)
     with _saved.without_modes():
-        by_name = TensorNames(list(user_frames(sys._getframe(1)))[:1], _roots(names))
-        return _read(outputs, by_name)
+        roots = _roots(names)
+        by_name = TensorNames(list(user_frames(sys._getframe(1)))[:1], roots)
+        graph, reached = _read(outputs, by_name)
+        given = {name: value for name, value in roots.items() if isinstance(value, Tensor)}
+        missing = [
+            name if tensor.requires_grad else f"{name} (frozen)"
+            for name, tensor in given.items()
+            if tensor.is_floating_point() and (not tensor.requires_grad or _nodes.node_of(tensor) not in reached)
+        ]
+        return replace(graph, unreached=tuple(missing))
 
 
 def _check(outputs: Sequence[Any]) -> None:
@@ -233,8 +255,8 @@ def _roots(names: Any) -> dict[str, Any]:
     return dict(names) if isinstance(names, dict) else {"": names}
 
 
-def _read(outputs: Sequence[Tensor], names: TensorNames) -> Graph:
-    """One record per node. The names come first: what they find is held by Python anyhow."""
+def _read(outputs: Sequence[Tensor], names: TensorNames) -> tuple[Graph, Collection[Node]]:
+    """One record per node, and the nodes. The names come first: what they find is held by Python anyhow."""
     below = _nodes.walk(_nodes.node_of(output) for output in outputs)
     place = {node: index for index, node in enumerate(below)}
     leaves: list[Leaf] = []
@@ -249,7 +271,7 @@ def _read(outputs: Sequence[Tensor], names: TensorNames) -> Graph:
     at = place.__getitem__
     for (node, index), children in zip(place.items(), below.values(), strict=True):
         records += [_node(node, index, tuple(map(at, children)), parameters, names)]
-    return Graph(tuple(records), tuple(leaves))
+    return Graph(tuple(records), tuple(leaves)), place
 
 
 _new = tuple.__new__
@@ -309,7 +331,7 @@ class Finding(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """What a backward pass would do.
 
@@ -331,6 +353,8 @@ class Prediction:
         if self.boundary:
             lines.append(f"  the part that cannot be used begins at {', '.join(self.boundary)}")
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] | None = None) -> Prediction:
@@ -566,7 +590,7 @@ def _about_tensors(
     return findings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Shared:
     """What several losses have in common.
 
@@ -591,6 +615,8 @@ class Shared:
         for index, (nodes, size) in enumerate(zip(self.private_nodes, self.private_bytes, strict=True)):
             lines.append(f"loss {index} alone: {nodes} nodes, {size:,} B saved")
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def shared(*losses: Tensor) -> Shared:

@@ -160,6 +160,7 @@ class TensorNames:
                 queue.extend((path + step, item, depth + 1) for step, item in inside)
 
     def _add(self, path: str, tensor: Tensor) -> None:
+        path = path if path.isprintable() else repr(path)[1:-1]
         if is_lazy(tensor):  # of a module that has not run: it answers next to nothing
             return
         self.paths.setdefault(id(tensor), []).append(path)

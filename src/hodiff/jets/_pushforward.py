@@ -202,7 +202,7 @@ class Operation:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What Taylor mode did with a function; `str` of it is a table.
 
@@ -233,6 +233,8 @@ class Report:
         if self.missing:
             lines.append(f"  stopped: {self.missing}")
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 class RuleCounter:

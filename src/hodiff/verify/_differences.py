@@ -244,7 +244,7 @@ def cause(kind: Kind, line: Line | None, reason: str, fix: str) -> Cause:
     return Cause(kind, line.file, line.number, line.text if line.file else "", f"{reason}.", fix)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DerivativeReport:
     """What `check_derivatives` found; `print` it for a table.
 
@@ -283,3 +283,5 @@ class DerivativeReport:
                 *map(str, self.remarks),
             ]
         )
+
+    __repr__ = __str__

@@ -351,3 +351,23 @@ def test_private_attributes_of_pytorch_stay_in_two_modules():
                 owner = node.value.id if isinstance(node.value, ast.Name) else ast.unparse(node.value)
                 mine = owner in {"self", "cls", "super()"} | modules
                 assert mine or node.attr in ours, f"{path.name}:{node.lineno}: .{node.attr}"
+
+
+def test_the_parameters_that_a_loss_does_not_reach():
+    net = nn.ModuleDict({"body": nn.Linear(2, 3), "head": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
+    net["body"].bias.requires_grad_(False)
+    loss = net["head"](net["body"](torch.ones(2)).tanh()).sum()
+    graph = inspect(loss, names=net)
+    assert graph.unreached == ("body.bias (frozen)", "other.weight", "other.bias")
+    assert "; not reached: body.bias (frozen), other.weight, other.bias" in str(graph)
+    hidden = net["body"](torch.ones(2))
+    assert inspect(net["head"](hidden).sum(), names={"h": hidden, "cut": hidden * 2}).unreached == ("cut",)
+    assert inspect(loss).unreached == ()
+
+
+def test_control_characters_in_names_are_shown_as_they_are_written():
+    net = nn.ParameterDict()
+    net.register_parameter("\x1b]0;title\x07", nn.Parameter(torch.ones(2)))
+    graph = inspect(next(net.parameters()).sum(), names=net)
+    assert "\x1b" not in str(graph) + graph._repr_html_()
+    assert r"\x1b]0;title\x07" in str(graph)

@@ -1,0 +1,84 @@
+"""What a console, a notebook and an editor show: records by their words, submodules by their names, a bar in time."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hodiff
+from hodiff.curvature import _probes
+
+X = torch.randn(4, 3, dtype=torch.float64)
+
+
+def loss(z):
+    return (z**3).sum(-1)
+
+
+SHOWN = {
+    "a report": (lambda: hodiff.check_derivatives(lambda z: (z**3).sum(), X), "derivatives against central"),
+    "a prediction": (lambda: hodiff.graph.predict(loss(X.clone().requires_grad_()).sum()), "ok: it would run"),
+    "what is shared": (lambda: hodiff.graph.shared(*[X.clone().requires_grad_().sum()] * 2), "shared by two losses"),
+    "a monitor": (hodiff.graph.monitor, "no step yet"),
+    "a cost": (lambda: hodiff.HessianOperator(lambda z: loss(z).sum(), X).cost(), "dense(): "),
+    "Taylor mode": (lambda: hodiff.jets.report(torch.sin, X), "Taylor mode, order 2"),
+    "an estimate": (lambda: hodiff.laplacian(loss, X, samples=3), "Estimate(4, 3 samples, ± "),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_record_is_shown_by_its_words(name):
+    make, words = SHOWN[name]
+    assert repr(make()).startswith(words)
+
+
+def test_a_table_does_not_repeat_its_headings():
+    record = hodiff.solve(hodiff.MatrixOperator(torch.eye(3)), torch.ones(3))
+    text = record._repr_html_()
+    assert ">residual 0<" not in text
+    assert ">1<" in text or ">2<" in text
+
+
+SUBMODULES = "graph", "implicit", "jets", "plotting", "rules", "sparse"
+
+
+def test_submodules_are_there_after_the_import():
+    code = f"import hodiff; print(*[getattr(hodiff, name).__name__ for name in {SUBMODULES}])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [f"hodiff.{name}" for name in SUBMODULES]
+
+
+class Terminal:
+    """A terminal that keeps what is written."""
+
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize(("wait", "shown"), [(0.0, True), (3600.0, False)])
+def test_a_terminal_that_waits_is_shown_a_bar(monkeypatch, wait, shown):
+    pytest.importorskip("tqdm")
+    terminal = Terminal()
+    monkeypatch.setattr(_probes, "WAIT", wait)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    hodiff.eigsh(hodiff.MatrixOperator(torch.arange(1.0, 41.0)), 20)
+    assert ("hodiff: eigsh" in terminal.text) == shown
+    terminal.text = ""
+    hodiff.eigsh(hodiff.MatrixOperator(torch.arange(1.0, 41.0)), 20, progress=False)
+    assert not terminal.text
+
+
+def test_a_file_is_written_no_bar(monkeypatch, capsys):
+    monkeypatch.setattr(_probes, "WAIT", 0.0)
+    hodiff.eigsh(hodiff.MatrixOperator(torch.arange(1.0, 41.0)), 3)
+    assert not capsys.readouterr().err
