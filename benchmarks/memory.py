@@ -1,17 +1,22 @@
 """Bytes of tensors alive during and after a dense Hessian, counted exactly."""
 
 import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hodiff
 from benchmarks.models import dense, network_of_input
 from benchmarks.table import Row
 from hodiff._core._memory import LiveBytes
 from hodiff._core._reverse import CHUNK_BYTES
+from hodiff.memory import _attention
 
 SIZE = 1000
 
@@ -44,6 +49,66 @@ def rows(quick: bool) -> Iterator[Row]:
             "jacrev(jacrev)": lambda f=f, x=x: torch.func.jacrev(torch.func.jacrev(f))(x),
         }.items():
             yield Row(f"peak memory of {route}", case, mib(count(call).peak))
+    yield from of_attention(quick)
+
+
+def of_attention(quick: bool) -> Iterator[Row]:
+    """A Hessian-vector product by the weights of one layer, beside matrix products; the medians of runs in turn."""
+    torch.manual_seed(0)
+    bounds = {(1024, False): 1.0, (2048, False): 0.75, (2048, True): 0.5}
+    for (tokens, causal), bound in bounds.items():
+        layer, x = Attending(causal), torch.randn(1, tokens, 256)
+        v = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+        routes = {least: partial(product, layer, x, v, least) for least in (LEAST, 2**60)}
+        spent: dict[int, list[float]] = {least: [] for least in routes}
+        for _ in range(3 if quick else 7):
+            for least, call in routes.items():
+                start = time.process_time()
+                call()
+                spent[least].append(time.process_time() - start)
+        ours, plain = (statistics.median(each) for each in spent.values())
+        case = f"{tokens} tokens, 4 heads of 64{', causal' if causal else ''}"
+        measured = f"{ours / plain:.2f} of matrix products ({ours * 1e3:.0f} ms)"
+        yield Row("time of hvp through attention", case, measured, f"at most {bound}", ours <= bound * plain)
+        peaks = [peak(call) for call in routes.values()]
+        measured = f"{mib(peaks[0])}, matrix products {mib(peaks[1])}: {peaks[0] / peaks[1]:.3f}"
+        share = 0.08 if tokens == 2048 else 0.2
+        met = peaks[0] <= share * peaks[1]
+        yield Row("peak memory of hvp through attention", case, measured, f"at most {share}", met)
+
+
+class Attending(nn.Module):
+    """One layer of attention, whose parameters are its four matrices."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(256, 256) / 16) for _ in range(4)])
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = ((x @ w).view(1, -1, 4, 64).transpose(1, 2) for w in self.weights[:3])
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return out.transpose(1, 2).reshape(1, -1, 256) @ self.weights[3]
+
+
+LEAST = _attention.LEAST
+
+
+def product(layer: nn.Module, x: Tensor, v: dict[str, Tensor], least: int) -> dict[str, Tensor]:
+    """By the closed form, or by matrix products."""
+    _attention.LEAST = least
+    try:
+        return hodiff.hvp(lambda m: m(x).sin().sum(), layer, v)
+    finally:
+        _attention.LEAST = LEAST
+
+
+def peak(call: Callable[[], object]) -> int:
+    call()
+    gc.collect()
+    with LiveBytes() as live:
+        call()
+    return live.peak
 
 
 def hodiff_route(f: Callable[[Tensor], Tensor], x: Tensor, chunk: int | str) -> Callable[[], Tensor]:

@@ -20,6 +20,7 @@ A map of the library:
   by the update rules of `hodiff.rules`
 * sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colours and plans in `hodiff.sparse`
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
+* memory: `twice_differentiable`, for loops of your own through attention and cross-entropy
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and its kin
 
@@ -52,6 +53,7 @@ with _lazy.Uncollected():
     from hodiff.fields._partial import derivatives_of, jet, partial, partials
     from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
     from hodiff.fields._vector import curl, divergence, value_and_divergence
+    from hodiff.memory import twice_differentiable
     from hodiff.penalties._critic import interpolate, sample_norm
     from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
     from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
@@ -159,6 +161,7 @@ __all__ = [
     "spectral_density",
     "spectral_radius",
     "trace",
+    "twice_differentiable",
     "unroll",
     "value_and_divergence",
     "value_and_grad",

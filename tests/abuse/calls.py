@@ -166,6 +166,7 @@ NEEDED: dict[str, Callable[[], dict[str, Any]]] = {
     "PathLengthPenalty": _with(),
     "Selection": lambda: {"module": nn.Linear(3, 2), "names": ["weight"]},
     "select": lambda: {"module": nn.Linear(3, 2)},
+    "twice_differentiable": lambda: {},
     **dict.fromkeys(("trace", "diagonal", "eigs", "spectral_radius", "spectral_density", "logdet"),
                     lambda: {"operator": _matrix()}),
     "eigsh": lambda: {"operator": _matrix(), "k": 1},

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _hooks, _settings
+from hodiff._core import _kernels, _settings
 from hodiff._core._where import Where
 from hodiff.cli._explain import Warnings
 from hodiff.curvature._process_group import ProcessGroupSum
@@ -224,10 +224,21 @@ def _inspected(_: Model) -> int:
         return len(hodiff.graph.inspect(loss).nodes)
 
 
+def _repeated(_: Model) -> torch.Tensor:
+    x = X.clone().requires_grad_()
+    with hodiff.twice_differentiable():
+        value = checkpoint(torch.sin, x, use_reentrant=False).sum()
+    return torch.autograd.grad(value, x)[0]
+
+
 ENTERED: dict[str, Call] = {
     "_core/_locks.py: ThreadClaim": CALLS["NewtonCG"],
     "_core/_graph.py: OutputGraph": CALLS["hvp, module as point"],
-    "_core/_hooks.py: Counted(_second_derivatives)": CALLS["hvp, module as point"],
+    "_core/_hooks.py: Counted(_watch_hooks)": CALLS["hvp, module as point"],
+    "_core/_kernels.py: Counted(_plain_attention)": _entered(lambda: _settings.Scope(_kernels.plain_attention.enter)),
+    "_core/_hooks.py: Counted(_watch_checkpoints)": _entered(hodiff.twice_differentiable),
+    "_core/_kernels.py: Scope(include)": _repeated,
+    "memory/__init__.py: Scope(_enter)": _entered(hodiff.twice_differentiable),
     "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
     "_core/_lending.py: EvaluationContext": _under(torch.inference_mode, CALLS["hvp, module as point"]),
     "_core/_settings.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),
@@ -314,7 +325,7 @@ def test_each_context_at_every_moment(name: str, kind: Kind) -> None:
 
 def test_forgotten() -> None:
     """Where the interrupt comes before `__exit__`, the end of the traceback is the end of the context."""
-    scope = _settings.Scope(_hooks.second_derivatives.enter)
+    scope = _settings.Scope(_kernels.plain_attention.enter)
     with unchanged():
         scope.__enter__()
         assert not torch.backends.cuda.flash_sdp_enabled()

@@ -20,6 +20,7 @@ X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 NO_TENSORS_OF_THE_USERS = {
     "select", "Selection", "trace", "diagonal", "eigsh", "eigs", "spectral_radius", "spectral_density", "logdet",
     "sparse.color", "graph.inspect", "graph.predict", "graph.shared", "graph.release", "graph.explain",
+    "twice_differentiable",
 }  # fmt: skip
 """What their rows in `callers` make of a point holds none of its entries in a place that could be sharded."""
 FIRST_ORDER = {

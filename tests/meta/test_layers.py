@@ -21,6 +21,7 @@ MAY_IMPORT = {
         "_core._messages",
         "_core._lazy",
     ),
+    "memory": FOUNDATION,  # kernels that a function of the user's meets
     "jets": FOUNDATION,  # an engine below the calculus, which takes its high orders from it
     "calculus": (*FOUNDATION, "jets"),
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
@@ -108,7 +109,7 @@ ONLY_IN = {
     "torch.func.jacfwd": (),
     "torch.func.jacrev": ("cli._tour",),
     "torch.func.hessian": (),
-    "torch.func.vjp": (),
+    "torch.func.vjp": ("_core._kernels",),
     "torch.func.grad": ("penalties._critic",),
     "torch.func.grad_and_value": ("penalties._critic",),
     "torch.autograd.functional": (),

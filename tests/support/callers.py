@@ -254,6 +254,14 @@ def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
 
 
+def _attends() -> Tensor:
+    q = torch.tensor([[0.5], [0.2]], requires_grad=True)
+    with hodiff.twice_differentiable():
+        value = nn.functional.scaled_dot_product_attention(q, q, q.exp()).sum()
+    (gradient,) = torch.autograd.grad(value, q, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), q)[0]
+
+
 def _newton(x: Tensor) -> Tensor:
     parameter = x.detach().clone().requires_grad_()
     hodiff.NewtonCG([parameter]).step(lambda: (parameter**4).sum())
@@ -270,6 +278,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "interpolate": lambda x: hodiff.interpolate(x, 2 * x, generator=generator()),
     "sample_norm": lambda x: hodiff.sample_norm(x),
     "derivatives_of": lambda x: _view(x),
+    "twice_differentiable": lambda x: _attends(),
     "select": lambda x: len(hodiff.select(_layers(), "0.*")),
     "Selection": lambda x: len(hodiff.Selection(_layers(), ["0.weight"])),
     "MatrixOperator": lambda x: hodiff.MatrixOperator(_weight()) @ x[0],

@@ -77,7 +77,7 @@ def test_the_first_gradient_is_that_of_the_definition(form: str, row: float | st
     (expected,) = torch.autograd.grad(by_hand(leaf), leaf)
     bound = {torch.float32: 2e-6, D: 1e-14, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
     assert relative_error(hodiff.grad(f, x).to(D), expected.to(D)) < bound
-    assert f.calls == (2 if row in (-1e4, -1e9, "min") else 1)
+    assert f.calls == 1
 
 
 @pytest.mark.parametrize("row", [-1e9, LOW])
@@ -121,7 +121,7 @@ def test_attention_that_no_mode_of_functions_sees() -> None:
     inputs, mask = torch.randn(3, 6, 8, dtype=D), masked(LOW)
     loss = Counted(lambda m: m(inputs, src_mask=mask).sin().sum())
     found = hodiff.grad(loss, layer)
-    assert loss.calls == 2
+    assert loss.calls == 1
     with sdpa_kernel(SDPBackend.MATH):
         expected = torch.autograd.grad(layer(inputs, src_mask=mask).sin().sum(), [*layer.parameters()])
     for part, right in zip(found.values(), expected, strict=True):
@@ -155,20 +155,21 @@ def test_a_tensor_is_refused_by_name() -> None:
     hodiff.grad(plain, x)
 
 
-def test_a_function_that_chooses_the_kernel_is_refused_by_name() -> None:
+def test_a_function_that_chooses_the_kernel() -> None:
     def f(t: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(t, t, t, attn_mask=masked(LOW)).sum()
 
-    with pytest.raises(hodiff.GraphError, match="sdpa_kernel"):
-        hodiff.grad(f, given())
+    expected = hodiff.grad(lambda t: written(t, t, t, masked(LOW)).sum(), given())
+    assert relative_error(hodiff.grad(f, given()), expected) < 1e-13
 
 
-def test_losses_with_a_shared_trunk_are_refused_by_name() -> None:
+def test_losses_with_a_shared_trunk() -> None:
     x = given()
     head = lambda p, t: F.scaled_dot_product_attention(t, t, t, attn_mask=masked(LOW)).sum()
-    with pytest.raises(hodiff.GraphError, match="fused attention"):
-        hodiff.multi_grad([head], x, shared=torch.sin)
+    by_hand = lambda p, t: written(t, t, t, masked(LOW)).sum()
+    (found,), (expected,) = (hodiff.multi_grad([h], x, shared=torch.sin) for h in (head, by_hand))
+    assert relative_error(found, expected) < 1e-13
 
 
 def test_a_checkpoint_hides_the_mask() -> None:
@@ -177,7 +178,7 @@ def test_a_checkpoint_hides_the_mask() -> None:
     block = lambda t, mask: F.scaled_dot_product_attention(t, t, t, attn_mask=mask).sin()
     f = Counted(lambda t: checkpoint(block, t, masked(LOW), use_reentrant=False).sum())
     expected = hodiff.grad(lambda t: written(t, t, t, masked(LOW)).sin().sum(), x)
-    assert relative_error(hodiff.grad(f, x), expected) < 1e-13 and f.calls == 2
+    assert relative_error(hodiff.grad(f, x), expected) < 1e-13 and f.calls == 1
     leaf = x.clone().requires_grad_()
     with pytest.warns(hodiff.HodiffWarning, match="an activation checkpoint .* hides"):
         hodiff.grad(checkpoint(block, leaf, masked(LOW), use_reentrant=False).sum(), leaf)

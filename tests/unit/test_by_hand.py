@@ -225,7 +225,7 @@ RUNS: dict[str, tuple[Function, int, int]] = {
     "a norm, once": (along(norm), 1, 2),
     "a norm, twice": (along(norm, times=2), 2, 2),
     "weight_norm": (along(weight_norm), 2, 2),
-    "attention": (along(attention), 2, 1),
+    "attention": (along(attention), 1, 1),
 }
 
 

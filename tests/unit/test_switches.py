@@ -8,7 +8,7 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 import hodiff
-from hodiff._core import _call, _hooks, _lending, _locks, _settings
+from hodiff._core import _call, _hooks, _kernels, _lending, _locks, _settings
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import Counted
@@ -70,9 +70,9 @@ def test_what_is_interrupted_is_undone_once_more_and_the_rest_too():
 
 def test_a_lending_that_was_lost_is_closed_with_its_last_reference():
     context = EvaluationContext(asked(passes=2)).__enter__()
-    assert not torch.backends.cuda.flash_sdp_enabled() and _call.inside()
+    assert _kernels.included() and _call.inside()
     del context
-    assert torch.backends.cuda.flash_sdp_enabled() and not _call.inside()
+    assert not _kernels.included() and not _call.inside()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -137,7 +137,7 @@ def test_everything_is_undone_when_entering_fails(monkeypatch):
     def broken(undo):
         raise RuntimeError("no such backend")
 
-    monkeypatch.setattr(_lending, "second_derivatives", Counted(broken))
+    monkeypatch.setattr(_lending, "watch_hooks", Counted(broken))
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="no such backend"):
             EvaluationContext(asked(passes=2)).__enter__()
@@ -181,7 +181,7 @@ def test_attention_is_what_the_user_had_set():
         for wanted in ((True, False, True, False), (False, True, False, True), (True, True, True, True)):
             for enable, on in zip(setters, wanted, strict=True):
                 enable(on)
-            with EvaluationContext(asked(passes=2)):
+            with _settings.Scope(_kernels.plain_attention.enter):
                 assert [get() for get in getters] == [False, False, False, True]
             assert tuple(get() for get in getters) == wanted
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree, _versions
 from hodiff._core._call import Call
-from hodiff._core._hooks import second_derivatives
+from hodiff._core._kernels import plain_attention
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._loans import LEAF_TAG, LeafTag, memory_of, tag_of
 from hodiff._core._substitutes import ExactNorms
@@ -160,8 +160,8 @@ class OutputGraph:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
-        if self.call.order < 2 and _messages.fused(names | wrong):
-            context.also(second_derivatives.enter)
+        if self.call.order < 2 and _messages.fused(names | wrong):  # on devices where first derivatives are PyTorch's
+            context.also(plain_attention.enter)
         elif "CudnnRnnBackward0" in names:
             context.also(_settings.no_cudnn.enter)
         elif failure is not None and compiles:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.utils import stateless as _stateless
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _call, _nodes, _refusals, _versions
+from hodiff._core import _call, _kernels, _nodes, _refusals, _versions
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
@@ -87,7 +88,6 @@ def _node(output: Any) -> Any:
 
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
-_torch: Any = torch._C
 stateless: Any = _stateless
 
 
@@ -140,17 +140,13 @@ def _watch_modules(undo: Undo) -> None:
     hooks: dict[Any, Any] = nn.modules.module._global_forward_pre_hooks
     autograd: Any = torch.autograd
     theirs = autograd._engine_run_backward
-    frames, swap = checkpoint._CheckpointFrame, stateless._reparametrize_module
+    swap = stateless._reparametrize_module
 
     def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _, _, create_graph, inputs, *_ = args
         if create_graph:
             note(outputs, inputs)
         return theirs(outputs, *args, **kwargs)
-
-    def frame(recompute: Hook, *args: Any) -> Any:
-        running = _call.state.running
-        return frames(running[-1].repeatable(recompute) if running else recompute, *args)
 
     def swapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for part in module.modules():  # before it has what `torch.func.functional_call` puts into it
@@ -161,8 +157,8 @@ def _watch_modules(undo: Undo) -> None:
         hooks.pop(_KEY, None)
         if autograd._engine_run_backward is passes:
             autograd._engine_run_backward = theirs
-        if checkpoint._CheckpointFrame is frame:
-            checkpoint._CheckpointFrame = frames
+        if checkpoint._CheckpointFrame is _frame and not watch_checkpoints._restore:  # to ask `on` is a call
+            checkpoint._CheckpointFrame = _frames[0]
         if stateless._reparametrize_module is swapped:
             stateless._reparametrize_module = swap
 
@@ -171,8 +167,36 @@ def _watch_modules(undo: Undo) -> None:
     undo += [restore]
     hooks[_KEY] = lend_module
     autograd._engine_run_backward = passes
-    checkpoint._CheckpointFrame = frame
+    if checkpoint._CheckpointFrame is not _frame:
+        _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
     stateless._reparametrize_module = swapped
+
+
+_frames = [checkpoint._CheckpointFrame]
+"""What makes a checkpoint's frame: PyTorch's, or what stood there as ours came."""
+
+
+def _frame(recompute: Hook, *args: Any) -> Any:
+    """Let a checkpointed block that a pass runs again have what it had: the evaluations' modules, and our kernels."""
+    running = _call.state.running
+    return _frames[0](_kernels.repeatable(running[-1].repeatable(recompute) if running else recompute), *args)
+
+
+def _watch_checkpoints(undo: Undo) -> None:
+    """Let checkpointed blocks, of both kinds, that ran with our kernels run again with them in a pass that is later."""
+    reentrant = checkpoint.CheckpointFunction
+    ours = SimpleNamespace(apply=lambda run, *args: reentrant.apply(_kernels.repeatable(run), *args))
+
+    def restore() -> None:
+        if checkpoint.CheckpointFunction is ours:
+            checkpoint.CheckpointFunction = reentrant
+        if checkpoint._CheckpointFrame is _frame and not watch_modules.on:
+            checkpoint._CheckpointFrame = _frames[0]
+
+    undo += [restore]
+    checkpoint.CheckpointFunction = ours
+    if checkpoint._CheckpointFrame is not _frame:
+        _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
 
 
 def lend_module(module: nn.Module, args: Any) -> None:
@@ -181,19 +205,9 @@ def lend_module(module: nn.Module, args: Any) -> None:
         running[-1].loan.take((module,))
 
 
-_KERNELS: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (
-    (_torch._get_flash_sdp_enabled, _torch._set_sdp_use_flash, False),
-    (_torch._get_mem_efficient_sdp_enabled, _torch._set_sdp_use_mem_efficient, False),
-    (_torch._get_cudnn_sdp_enabled, _torch._set_sdp_use_cudnn, False),
-    (_torch._get_math_sdp_enabled, _torch._set_sdp_use_math, True),
-)
-"""Of each kernel of attention: whether it is on, what switches it, and whether it is wanted."""
-
-
-def _second_derivatives(undo: Undo) -> None:
-    """Attention by matrix products, which have them; and hooks on tensors are watched."""
+def _watch_hooks(undo: Undo) -> None:
+    """Let the innermost evaluation know of each hook that is registered on a tensor."""
     register = Tensor.register_hook
-    changes = [(put, wanted) for get, put, wanted in _KERNELS if get() is not wanted]
 
     def register_hook(self: Tensor, hook: Hook) -> Any:
         running = _call.state.running
@@ -201,14 +215,11 @@ def _second_derivatives(undo: Undo) -> None:
 
     def restore() -> None:
         Tensor.register_hook = register
-        for put, wanted in changes:
-            put(not wanted)
 
     undo += [restore]
     Tensor.register_hook = register_hook
-    for put, wanted in changes:
-        put(wanted)
 
 
 watch_modules = Counted(_watch_modules)
-second_derivatives = Counted(_second_derivatives)
+watch_checkpoints = Counted(_watch_checkpoints)
+watch_hooks = Counted(_watch_hooks)

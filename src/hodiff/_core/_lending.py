@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hodiff._core import (
     _call,
     _hooks,
+    _kernels,
     _locks,
     _messages,
     _refusals,
@@ -33,7 +34,7 @@ from hodiff._core import (
     _versions,
 )
 from hodiff._core._call import Call
-from hodiff._core._hooks import Hooks, second_derivatives, watch_modules
+from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
 from hodiff._core._loans import (
     LEAF_TAG,
     Kept,
@@ -167,6 +168,12 @@ class EvaluationContext:
             if not torch.is_grad_enabled():
                 undo += [_settings.InTime(torch._C._set_grad_enabled, False)]
                 torch._C._set_grad_enabled(True)
+            if call.builds_graph and not _kernels.included():  # a tensor's checkpoints run again as they ran
+                if _kernels.registered:
+                    undo += [_kernels.leave]
+                    _kernels.enter()
+                elif call.order >= 2 or _kernels.available():
+                    _kernels.include(undo)
             if "torch._dynamo" in sys.modules:
                 _settings.eager.enter(undo)
             self.loan = StateLoan(call, self.hooks)
@@ -174,7 +181,7 @@ class EvaluationContext:
             undo += [self.loan.close]
             watch_modules.enter(undo)
             if call.order >= 2:
-                second_derivatives.enter(undo)
+                watch_hooks.enter(undo)
             _call.enter(self, undo, differentiated=call.order > 0)
             if parametrize._cache_enabled:
                 self._set_aside_cache()

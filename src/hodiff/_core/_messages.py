@@ -30,8 +30,8 @@ class WayOut(NamedTuple):
 _WAYS_OUT = {
     "scaleddotproduct": WayOut(
         "fused scaled_dot_product_attention",
-        "f switched it on itself, or the tensor was computed outside. Compute it under "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give hodiff the function, which does that",
+        "the tensor was computed outside, or in a thread of f's own. Compute it inside "
+        "`with hodiff.twice_differentiable():`, or give hodiff the function, whose thread does that",
     ),
     "cudnnrnn": WayOut(
         "a cuDNN RNN",

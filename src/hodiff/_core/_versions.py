@@ -71,6 +71,7 @@ def public(
         passing.ours -= 1
 
 
+_torch: Any = torch._C
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _ENTRIES = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
 
@@ -171,6 +172,45 @@ def where_forward_mode_begins(tell: Callable[[], object]) -> None:
         return theirs()
 
     predispatch._enter_dual_level_impl = enter  # pyright: ignore[reportPrivateImportUsage]
+
+
+# --- the key under which kernels of ours stand (see `_kernels`) -------------------------------------------------------
+
+KERNEL_KEY_NAME = "TESTING_ONLY_GenericMode"
+"""PyTorch has it for tests of its dispatcher, written in C++."""
+
+
+_ops: Any = torch._ops
+_PASSED_BY = "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"
+_NEEDED = ("_dispatch_tls_set_dispatch_key_included", "_dispatch_tls_is_dispatch_key_included", "DispatchKeySet",
+           "_ExcludeDispatchKeyGuard", "_dispatch_has_backend_fallback", "_dispatch_key_parse")  # fmt: skip
+
+
+def _kernel_key() -> Any:
+    """None where this PyTorch has no such key, or no way for a thread to include it."""
+    if not all(hasattr(_torch, name) for name in _NEEDED) or not hasattr(_ops, _PASSED_BY):
+        return None
+    try:
+        return _torch._dispatch_key_parse(KERNEL_KEY_NAME)
+    except RuntimeError as error:
+        if "could not parse dispatch key" in str(error):
+            return None
+        raise
+
+
+KERNEL_KEY = _kernel_key()
+
+
+def key_is_taken() -> bool:
+    """Whether another library has the key for something."""
+    return _torch._dispatch_has_backend_fallback(KERNEL_KEY)
+
+
+def let_higher_order_operators_pass() -> None:
+    """Make the key no concern of PyTorch's operators that take functions: of those there are, and of those to come."""
+    for operator in _ops._higher_order_ops.values():
+        operator.fallthrough(KERNEL_KEY)
+    getattr(_ops, _PASSED_BY).append(KERNEL_KEY)
 
 
 # --- what nodes tell under private names ------------------------------------------------------------------------------

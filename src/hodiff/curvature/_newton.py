@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _hooks, _locks, _messages, _nodes, _settings
+from hodiff._core import _arguments, _kernels, _locks, _messages, _nodes, _settings
 from hodiff._core._call import call
 from hodiff._core._graph import detached
 from hodiff._core._lending import EvaluationContext
@@ -221,7 +221,7 @@ class _Point(NamedTuple):
 
 def _second_derivatives(undo: _settings.Undo) -> None:
     """The state in which a closure's graph can be differentiated twice."""
-    _hooks.second_derivatives.enter(undo)
+    _kernels.include(undo)
     _settings.eager.enter(undo)
 
 

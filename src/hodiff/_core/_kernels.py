@@ -1,0 +1,261 @@
+"""Kernels of ours, which a thread has for the while of a block: where they stand, and what they have in common.
+
+PyTorch's dispatcher looks for kernels under the keys that a call's tensors have, and under those
+that the thread includes. Under a key that nothing else includes ours are in nobody's way: not in
+another thread's, not after the block. And they are reached from everywhere: from PyTorch's own
+layers, scripts, and blocks that a pass runs again. (A mode that sees calls is off inside
+`F.multi_head_attention_forward` and in a pass; an override is for all threads.)
+
+Where that key cannot be had, attention goes by PyTorch's matrix products while anyone is inside, as
+in other threads: right at every order, with PyTorch's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hodiff._core import _call, _locks, _settings, _versions
+from hodiff._core._compiled_callers import uncompiled
+from hodiff._core._settings import Counted, Scope, Undo
+
+_torch: Any = torch._C
+
+# --- the key ----------------------------------------------------------------------------------------------------------
+
+OURS = {
+    "scaled_dot_product_attention": ("hodiff.memory._attention", "attention"),
+    "cross_entropy_loss": ("hodiff.memory._cross_entropy", "cross_entropy"),
+}
+"""Of each operation of PyTorch's that we have a kernel for, the module that is loaded when it is first called."""
+
+registered: list[Any] = []  # held here, for what a library registers goes with it
+
+_KEY = _versions.KERNEL_KEY
+included = bool if _KEY is None else partial(_torch._dispatch_tls_is_dispatch_key_included, _KEY)
+"""Whether this thread has our kernels."""
+enter, leave = (partial(_torch._dispatch_tls_set_dispatch_key_included, _KEY, on) for on in (True, False))
+
+
+def available() -> bool:
+    """Whether a thread can have our kernels. They are registered when this is first asked."""
+    if not registered and _KEY is not None:
+        with _locks.lock:
+            if not registered and not _versions.key_is_taken():
+                _register()
+    return bool(registered)
+
+
+def _register() -> None:
+    """Every other operation passes the key by, at no cost."""
+    name = _versions.KERNEL_KEY_NAME
+    others, ours = torch.library.Library("_", "IMPL", name), torch.library.Library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, name)
+    for operation, (module, kernel) in OURS.items():
+        ours.impl(operation, _loaded_late(module, kernel), name)
+    _versions.let_higher_order_operators_pass()
+    registered.extend((others, ours))
+
+
+def _loaded_late(module: str, kernel: str) -> Callable[..., Tensor]:
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        return getattr(import_module(module), kernel)(*args, **kwargs)
+
+    return call
+
+
+def include(undo: Undo) -> None:
+    """Let the thread have our kernels until it is undone; or plain attention."""
+    if not available():
+        plain_attention.enter(undo)
+    elif not included():
+        undo += [leave]
+        enter()
+
+
+def without() -> _settings.Context:
+    """A block in which the thread does not have our kernels. It begins when it is entered."""
+    return _torch._ExcludeDispatchKeyGuard(_torch.DispatchKeySet(_KEY))
+
+
+# --- attention by matrix products -------------------------------------------------------------------------------------
+
+
+_SWITCHES: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (
+    (_torch._get_flash_sdp_enabled, _torch._set_sdp_use_flash, False),
+    (_torch._get_mem_efficient_sdp_enabled, _torch._set_sdp_use_mem_efficient, False),
+    (_torch._get_cudnn_sdp_enabled, _torch._set_sdp_use_cudnn, False),
+    (_torch._get_math_sdp_enabled, _torch._set_sdp_use_math, True),
+)
+"""Of each of PyTorch's kernels of attention: whether it is on, what switches it, and whether it is wanted."""
+
+
+def _plain_attention(undo: Undo) -> None:
+    """Attention by matrix products, which have second derivatives."""
+    changes = [(put, wanted) for get, put, wanted in _SWITCHES if get() is not wanted]
+
+    def restore() -> None:
+        for put, wanted in changes:
+            put(not wanted)
+
+    undo += [restore]
+    for put, wanted in changes:
+        put(wanted)
+
+
+plain_attention = Counted(_plain_attention)
+
+
+def repeatable(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What an activation checkpoint runs again: with our kernels whenever that is, where the thread has them now."""
+    if not included():
+        return run
+
+    def again(*args: Any) -> Any:
+        with Scope(include):
+            return run(*args)
+
+    return again
+
+
+# --- Functions whose results are made chunk by chunk, of tensors that they serve --------------------------------------
+
+
+SIZE = 2**18
+"""The elements of one temporary of a chunk: those of a few stay in the processor's cache."""
+
+BIG = 2**24
+"""Those on other devices, where each operation costs a launch."""
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Chunked(Function):
+    """A `Function` of tensors, and last of one opaque object, that under `torch.vmap` runs sample by sample.
+
+    (A tuple of options would get dimensions of its own from `torch.vmap`.) Absent cotangents are
+    None.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing of it is traced: below a compiled caller's passes it runs as it is."""
+        super().__init_subclass__(**kwargs)
+        for name in ("forward", "backward", "jvp", "setup_context"):
+            uncompiled(getattr(cls, name))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the arguments, for a pass or for a tangent."""
+        *tensors, ctx.form = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @classmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride] - of the class that it is asked of
+        cls, info: Any, in_dims: tuple[int | None, ...], *args: Any
+    ) -> tuple[Any, Any]:
+        """Each sample by itself: as fast as folding the samples into a batch, without expanded copies."""
+        made = [
+            cls.apply(*(x if dim is None else x.select(dim, at) for x, dim in zip(args, in_dims, strict=True)))
+            for at in range(info.batch_size)
+        ]
+        if isinstance(made[0], Tensor):
+            return torch.stack(made), 0
+        results = tuple(torch.stack(each) if each[0] is not None else None for each in zip(*made, strict=True))
+        return results, tuple(None if result is None else 0 for result in results)
+
+
+def plus(a: Tensors, b: Tensors) -> Tensors:
+    """The sum of two lists of gradients, in which None is 0."""
+    results: list[Tensor | None] = []
+    for x, y in zip(a, b, strict=True):
+        given = [each for each in (x, y) if each is not None]
+        results += [given[0] + given[-1] if len(given) == 2 else (given or [None])[0]]
+    return tuple(results)
+
+
+def pulled_back(function: Callable[..., Tensors], arguments: Sequence[Any], cotangents: Sequence[Any]) -> Tensors:
+    """The gradients of plain operations by those of `arguments` that are floating point; None for the others."""
+    varying = [at for at, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+    given = [at for at, cotangent in enumerate(cotangents) if cotangent is not None]
+
+    def chosen(*tensors: Tensor) -> tuple[Any, ...]:
+        every = [*arguments]
+        for at, tensor in zip(varying, tensors, strict=True):
+            every[at] = tensor
+        made = function(*every)
+        return tuple(made[at] for at in given)
+
+    pull: Any = torch.func.vjp(chosen, *(arguments[at] for at in varying))[1]
+    results: list[Tensor | None] = [None] * len(arguments)
+    for at, gradient in zip(varying, pull(tuple(cotangents[at] for at in given)), strict=True):
+        results[at] = gradient
+    return tuple(results)
+
+
+def size(x: Tensor) -> int:
+    """How many elements a temporary of a chunk has at most."""
+    return SIZE if x.device.type == "cpu" else BIG
+
+
+def pushed(function: Callable[..., Tensors], arguments: Sequence[Any], tangents: Sequence[Any]) -> Tensors:
+    """The derivative of plain operations along tangents, by reverse passes: in a `jvp`, forward mode is off.
+
+    A pass is linear in its cotangents, and its derivative by those is the wanted one.
+    """
+    varying = [at for at, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+    made = function(*arguments)
+    given = [at for at, x in enumerate(made) if x is not None]
+
+    def pull(*cotangents: Tensor) -> tuple[Any, ...]:
+        every = [None] * len(made)
+        for at, cotangent in zip(given, cotangents, strict=True):
+            every[at] = cotangent
+        gradients = pulled_back(function, arguments, every)
+        return tuple(gradients[at] for at in varying)
+
+    along = tuple(torch.zeros_like(arguments[at]) if tangents[at] is None else tangents[at] for at in varying)
+    push: Any = torch.func.vjp(pull, *(torch.zeros_like(made[at]) for at in given))[1]
+    results: list[Tensor | None] = [None] * len(made)
+    for at, tangent in zip(given, push(along), strict=True):
+        results[at] = tangent
+    return tuple(results)
+
+
+def nests_forward_mode() -> bool:
+    """Whether forward mode is taken through forward mode: PyTorch loses the outer one in the `jvp` of a Function."""
+    if not _call.tangents():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(level.key().name == "Jvp" for level in levels) > 1
+
+
+def wrapped(x: Any) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def varies(x: Any) -> bool:
+    """Whether a derivative by a tensor may be asked for."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return False
+    return (
+        (x.requires_grad and torch.is_grad_enabled()) or wrapped(x) or (_call.tangents() and _call.carries_tangent(x))
+    )
+
+
+def served(*tensors: Any) -> bool:
+    """Whether tensors are what our kernels are written for: strided real ones, and no stand-ins of a tracer."""
+    return not (_settings.tracing() or nests_forward_mode()) and all(
+        type(x) in PLAIN and x.layout == torch.strided and x.numel() and not x.is_complex()
+        for x in tensors
+        if x is not None
+    )

@@ -1,0 +1,493 @@
+r"""Attention, twice differentiable at the memory of its gradient.
+
+With \(P = \operatorname{softmax}(s Q K^\top + M)\), \(O = P V\), the cotangent \(G\) of \(O\) and
+\(r = \operatorname{rowsum}(G \circ O)\), the first derivative is
+
+\(W = P \circ (G V^\top - r)\), by q: \(s W K\), by k: \(s W^\top Q\), by v: \(P^\top G\), by M:
+\(W\).
+
+Its derivative in turn, for cotangents \(U\) of these four, with \(D = G V^\top - r\):
+
+\(A = s (U_q K^\top + Q U_k^\top) + U_M\), \(E = P \circ (A - \operatorname{rowsum}(P \circ A))\),
+\(X = E \circ D + P \circ (G U_v^\top)\), \(S = X - P \operatorname{rowsum}(X)\),
+
+by q: \(s (S K + W U_k)\), by k: \(s (S^\top Q + W^\top U_q)\), by v: \(E^\top G\), by M: \(S\), by
+G: \(E V + P U_v\).
+
+The last is the derivative of attention along \(U\), too, and the others are that of the first
+derivative. None of the matrices is there as a whole: they are made for some heads, or for some rows
+of one, at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import TracingContext
+
+from hodiff._core import _call, _kernels, _settings, _versions
+from hodiff._core._kernels import Chunked, Tensors
+from hodiff._core._settings import Undo
+
+CPU = "cpu"
+"""Where PyTorch's kernel gives the logarithms of its sums; elsewhere its result is taken, whatever kernel is best."""
+
+LEAST = 2**19
+"""The elements of the matrix of queries by keys below which PyTorch's plain operations are as good."""
+
+_FUSED: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AttentionForm:
+    """What attention is beside its tensors: q `(B, H, N, d)`, k and v `(B, J, M, ...)`, a mask with ones for all.
+
+    Attributes:
+        scale: What the products of queries and keys are multiplied with.
+        causal: Whether a query sees the keys up to its own place alone.
+        fused: Whether PyTorch's kernel takes these.
+        mask_varies: Whether a gradient by the mask is asked for.
+    """
+
+    scale: float
+    causal: bool
+    fused: bool
+    mask_varies: bool
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some rows of the matrix of queries by keys: of some batches, of some heads of the keys, and their queries."""
+
+    form: AttentionForm
+    batch: slice
+    head: slice
+    row: slice
+    keys: int
+    dtype: torch.dtype
+
+    @classmethod
+    def whole(cls, form: AttentionForm, q: Tensor, k: Tensor) -> Piece:
+        """The piece that is everything."""
+        everything = slice(None)
+        return cls(form, everything, everything, slice(0, q.shape[2]), k.shape[2], _wide(q.dtype))
+
+    @classmethod
+    def all(cls, form: AttentionForm, q: Tensor, k: Tensor) -> Iterator[Piece]:
+        """The pieces: whole heads where some fit, rows of one otherwise. Keys behind the last query are cut off."""
+        (batches, heads, rows), (shared, keys) = q.shape[:3], k.shape[1:3]
+        row = heads // shared * keys
+        fit = max(1, _kernels.size(q) // row)
+        at_once = max(1, fit // rows)
+        b, h = max(1, at_once // shared), min(at_once, shared)
+        for batch, head, first in product(range(0, batches, b), range(0, shared, h), range(0, rows, min(fit, rows))):
+            last = min(first + fit, rows)
+            seen = min(last, keys) if form.causal else keys
+            places = slice(batch, batch + b), slice(head, head + h), slice(first, last)
+            yield cls(form, *places, seen, _wide(q.dtype))
+
+    def place(self, x: Tensor, shared: int) -> Tensor:
+        """Where the piece's queries are in a tensor that is like q: `(b, h, group, rows, d)`."""
+        return x.unflatten(1, (shared, -1))[self.batch, self.head, :, self.row]
+
+    def queries(self, x: Tensor, shared: int) -> Tensor:
+        """The rows of a tensor that is like q, those of one head of the keys together, so that keys need no copies."""
+        return self.place(x, shared).flatten(2, 3).to(self.dtype)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The piece's keys, or values."""
+        return x[self.batch, self.head, : self.keys]
+
+    def of_mask(self, mask: Tensor, shared: int) -> Tensor:
+        """The piece's part of a mask, or of what has its shape: `(b, h, group, rows, keys)`, of which some are 1."""
+        grouped = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (shared, -1))
+        slices = (self.batch, self.head, slice(None), self.row, slice(0, self.keys))
+        return grouped[tuple(s if n > 1 else slice(None) for s, n in zip(slices, grouped.shape, strict=True))]
+
+    def apart(self, x: Tensor) -> Tensor:
+        """Rows told apart by their heads."""
+        return x.unflatten(2, (-1, self.row.stop - self.row.start))
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None, shared: int) -> Tensor:
+        """The softmax of the piece's rows. Rows masked in full by -inf are 0, as PyTorch has them."""
+        logits = self.apart((q * self.form.scale) @ k.mT)
+        if self.form.causal:
+            first, rows = self.row.start, logits.shape[3]
+            hidden = torch.ones(rows, self.keys, dtype=torch.bool, device=q.device).triu(first + 1)
+            logits = logits.masked_fill(hidden, -math.inf)
+        if mask is None:
+            return logits.flatten(2, 3).softmax(-1)
+        part = self.of_mask(mask, shared)
+        logits = logits.masked_fill(~part, -math.inf) if part.dtype == torch.bool else logits + part
+        return torch._safe_softmax(logits.flatten(2, 3), -1)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _summed(
+    make: Callable[[Piece], Tensors],
+    form: AttentionForm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+) -> Tensors:
+    """What the pieces give, by q, k, v, the mask and the cotangent, added up in the precision of sums.
+
+    Keys and values have a part in many pieces, and so may a mask; a query and what it gets are in
+    one.
+    """
+    shared, wide = k.shape[1], _wide(q.dtype)
+    sums: list[Any] = [None] * 5
+    with _settings.autocast(q.device.type):
+        for piece in Piece.all(form, q, k):
+            for at, (part, like) in enumerate(zip(make(piece), (q, k, v, mask, None), strict=True)):
+                if part is None or (at == 3 and not form.mask_varies):
+                    continue
+                if sums[at] is None:
+                    shape = (*q.shape[:3], v.shape[3]) if like is None else like.shape
+                    sums[at] = q.new_zeros(shape, dtype=wide)
+                if at in (0, 4):
+                    piece.place(sums[at], shared).copy_(piece.apart(part))
+                elif at == 3:
+                    place = piece.of_mask(sums[at], shared)
+                    place.add_(piece.apart(part).sum_to_size(place.shape))
+                else:
+                    piece.of_keys(sums[at]).add_(part)
+    return tuple(None if x is None else x.to(q.dtype) for x in sums)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _first(piece: Piece, q: Tensor, k: Tensor, v: Tensor, mask: Any, g: Tensor, out: Tensor) -> Tensors:
+    """The gradients of one piece."""
+    shared, s = k.shape[1], piece.form.scale
+    Q, G, O = (piece.queries(x, shared) for x in (q, g, out))
+    K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
+    P = piece.weights(Q, K, mask, shared)
+    W = (G @ V.mT - (G * O).sum(-1, keepdim=True)) * P
+    return s * (W @ K), s * (W.mT @ Q), P.mT @ G, W, None
+
+
+def _second(piece: Piece, arguments: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The gradients of the first ones, of one piece; where there is no `out`, of plain operations throughout."""
+    q, k, v, mask, g, out = arguments
+    shared, s = k.shape[1], piece.form.scale
+    Q, G = piece.queries(q, shared), piece.queries(g, shared)
+    K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
+    P = piece.weights(Q, K, mask, shared)
+    D = G @ V.mT
+    D = D - ((P * D).sum(-1, keepdim=True) if out is None else (G * piece.queries(out, shared)).sum(-1, keepdim=True))
+    uq, uk, uv, um = cotangents
+    U = None if uq is None else piece.queries(uq, shared) * s
+    R, L = (None if x is None else piece.of_keys(x).to(piece.dtype) for x in (uk, uv))
+    A = None if U is None else U @ K.mT
+    if R is not None:
+        A = (Q * s) @ R.mT if A is None else A + (Q * s) @ R.mT
+    if um is not None:
+        part = piece.of_mask(um, shared).to(piece.dtype)
+        A = part.expand(piece.apart(P).shape).flatten(2, 3) if A is None else (piece.apart(A) + part).flatten(2, 3)
+    zero = torch.zeros_like(P)
+    E = zero if A is None else P * A
+    E = torch.addcmul(E, P, E.sum(-1, keepdim=True), value=-1)
+    X = E * D if L is None else torch.addcmul(E * D, P, G @ L.mT)
+    S = torch.addcmul(X, P, X.sum(-1, keepdim=True), value=-1)
+    W = P * D
+    by_q, by_k, by_g = S @ K * s, S.mT @ Q * s, E @ V
+    if R is not None:
+        by_q = by_q + W @ R * s
+    if U is not None:
+        by_k = by_k + W.mT @ U
+    return by_q, by_k, E.mT @ G, S, by_g if L is None else by_g + P @ L
+
+
+def _additive(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A mask as PyTorch's kernel takes it."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
+    return mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
+
+
+def _laid_out(*tensors: Tensor) -> list[Tensor]:
+    """As PyTorch's kernel reads them, unchecked: the entries of a row side by side."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+@final
+class Attention(Chunked):
+    """Attention; beside its result the logarithms of the sums of its rows, where PyTorch's kernel gives them."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Any:
+        """By the kernel, or piece by piece."""
+        if form.fused:
+            return _FUSED(
+                *_laid_out(q, k, v),
+                0.0,
+                form.causal,
+                attn_mask=_additive(mask, q, k),
+                scale=form.scale,
+            )
+        if q.device.type != CPU:
+            options: Any = {
+                "is_causal": form.causal,
+                "scale": form.scale,
+                "enable_gqa": q.shape[1] != k.shape[1],
+            }
+            return F.scaled_dot_product_attention(q, k, v, mask, **options), q.new_empty(0)
+
+        def rows(piece: Piece) -> Tensors:
+            K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
+            return (
+                None,
+                None,
+                None,
+                None,
+                piece.weights(piece.queries(q, k.shape[1]), K, mask, k.shape[1]) @ V,
+            )
+
+        return _summed(rows, form, q, k, v, mask)[4], q.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the result beside the arguments."""
+        Chunked.setup_context(ctx, (*inputs[:4], *output, inputs[4]), output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """The first derivative, from what was kept."""
+        if cotangents[0] is None:
+            return (None,) * 5
+        q, k, v, mask, out, rows = ctx.saved_tensors
+        return (
+            *AttentionGradient.apply(q, k, v, mask, cotangents[0], out.detach(), rows, ctx.form),
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Its derivative along tangents, which is differentiable itself."""
+        *arguments, _ = ctx.saved_tensors
+        q, k, v, mask, out = arguments
+        return AttentionTangent.apply(q, k, v, mask, out.detach(), *tangents[:4], ctx.form), None
+
+
+@final
+class AttentionGradient(Chunked):
+    """The gradients by q, k, v and the mask, as a function of those and of the cotangent; the result is kept."""
+
+    @staticmethod
+    def forward(q: Any, k: Any, v: Any, mask: Any, g: Any, out: Any, rows: Any, form: AttentionForm) -> Any:
+        """By the kernel; piece by piece where it has too few digits (see `_versions.rounds_rows`) or no gradient."""
+        if form.fused and not form.mask_varies and not bool((rows.abs() > _versions.LARGEST).any()):
+            bias = _additive(mask, q, k)
+            made = _FUSED_BACKWARD(
+                g,
+                *_laid_out(q, k, v),
+                out,
+                rows,
+                0.0,
+                form.causal,
+                attn_mask=bias,
+                scale=form.scale,
+            )
+            return *made, None
+        return _summed(lambda piece: _first(piece, q, k, v, mask, g, out), form, q, k, v, mask)[:4]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """The second derivative, from what was kept."""
+        q, k, v, mask, g, out, _ = ctx.saved_tensors
+        by_q, by_k, by_v, by_mask, by_g = AttentionCurvature.apply(q, k, v, mask, g, out, *cotangents, ctx.form)
+        return by_q, by_k, by_v, by_mask, by_g, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """By the arguments it is the second derivative, which is symmetric; in the cotangent it is linear."""
+        q, k, v, mask, g, out, rows = ctx.saved_tensors
+        made = AttentionCurvature.apply(q, k, v, mask, g, out, *tangents[:4], ctx.form)[:4]
+        if tangents[4] is not None:
+            moved = AttentionGradient.apply(q, k, v, mask, tangents[4], out, rows, ctx.form)
+            made = _kernels.plus(made, moved)
+        return made
+
+
+@final
+class AttentionCurvature(Chunked):
+    """The gradients of the first ones by q, k, v, the mask and their cotangent, for cotangents of the four."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        """The sums of what the pieces give."""
+        *arguments, form = inputs
+        return _summed(lambda piece: _second(piece, arguments[:6], arguments[6:]), form, *arguments[:4])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """By plain operations, so that every further derivative is right."""
+        with _settings.autocast(ctx.saved_tensors[0].device.type):
+            return (*_kernels.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """By plain operations, too."""
+        with _settings.autocast(ctx.saved_tensors[0].device.type):
+            return _kernels.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
+
+
+def _whole(form: AttentionForm) -> Callable[..., Tensors]:
+    """The gradients of the first ones by plain operations, in one piece."""
+
+    def gradients(*given: Any) -> Tensors:
+        q, k, v, mask, g, _, *cotangents = given
+        piece = Piece.whole(form, q, k)
+        by_q, by_k, by_v, by_mask, by_g = _second(piece, (q, k, v, mask, g, None), cotangents)
+        by_q, by_g = (piece.apart(x).flatten(1, 2).to(q.dtype) for x in (by_q, by_g))
+        if not form.mask_varies:
+            return by_q, by_k.to(q.dtype), by_v.to(q.dtype), None, by_g
+        part = piece.apart(by_mask)
+        by_mask = part.sum_to_size(piece.of_mask(mask, k.shape[1]).shape).reshape(mask.shape).to(q.dtype)
+        return by_q, by_k.to(q.dtype), by_v.to(q.dtype), by_mask, by_g
+
+    return gradients
+
+
+@final
+class AttentionTangent(Chunked):
+    """The derivative of attention along tangents of q, k, v and the mask."""
+
+    @staticmethod
+    def forward(q: Any, k: Any, v: Any, mask: Any, out: Any, *rest: Any) -> Any:
+        """What the second derivative is by the cotangent, which does not depend on that."""
+        *tangents, form = rest
+        return AttentionCurvature.apply(q, k, v, mask, torch.zeros_like(out), out, *tangents, form)[4]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """By the arguments it is the second derivative again, by the tangents the first: it is linear in those."""
+        q, k, v, mask, out, *tangents = ctx.saved_tensors
+        if cotangents[0] is None:
+            return (None,) * 10
+        form = replace(ctx.form, fused=False, mask_varies=ctx.form.mask_varies or tangents[3] is not None)
+        made = AttentionCurvature.apply(q, k, v, mask, cotangents[0], out, *tangents, form)[:4]
+        along = AttentionGradient.apply(q, k, v, mask, cotangents[0], out, None, form)
+        return *made, None, *along[:3], None if tangents[3] is None else along[3], None
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def _plainly(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention by matrix products: PyTorch's other kernels have no second derivative."""
+    undo: Undo = []
+    try:
+        _kernels.plain_attention.enter(undo)
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    finally:
+        _settings.undo_all(undo)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`, in a thread that has our kernels."""
+    with _kernels.without():
+        rest = {"scale": scale, "enable_gqa": enable_gqa}
+        given = (query, key, value, attn_mask)
+        traced = TracingContext.try_get() is not None  # compiled code has first derivatives alone
+        if not any(map(_kernels.varies, given)) or traced or _first_is_enough(query):
+            return F.scaled_dot_product_attention(*given, dropout_p, is_causal, **rest)
+        prepared = None
+        if _kernels.served(*given) and not dropout_p and not (is_causal and attn_mask is not None):
+            prepared = _prepared(_cast(given), enable_gqa)
+        if prepared is None:
+            return _plainly(*given, dropout_p, is_causal, **rest)
+        q, k, v, mask, lead = prepared
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        # PyTorch's kernel multiplies the -inf of a causal mask with the scale, too: a negative one makes it NaN.
+        fused = q.device.type == CPU and q.shape[3] == v.shape[3] and factor > 0
+        form = AttentionForm(factor, is_causal, fused, _kernels.varies(attn_mask))
+        out = Attention.apply(q, k, v, mask, form)[0]
+        return out.reshape(*lead, *out.shape[2:]) if len(lead) != 2 else out
+
+
+def _first_is_enough(q: Tensor) -> bool:
+    """Whether PyTorch's own first derivative is as good; where `f` takes one itself, it runs once more."""
+    running = _call.state.running
+    return q.device.type != CPU and bool(running) and running[-1].call.order < 2
+
+
+def _cast(given: tuple[Any, ...]) -> list[Any]:
+    """Arguments as autocast would have them."""
+    device = given[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return [*given]
+    to = torch.get_autocast_dtype(device)
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    return [x if x is None or x.dtype not in floats else x.to(to) for x in given]
+
+
+def _prepared(given: Sequence[Any], grouped: bool) -> Any:
+    """Arguments with four dimensions, and the leading ones of the result; None where plain operations are to do it."""
+    q, k, v, mask = given
+    if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        return None
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point() or len({q.device, k.device, v.device}) > 1:
+        return None
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+        return None
+    if grouped:
+        if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[:-2] != v.shape[:-2] or q.shape[:-3] != k.shape[:-3]:
+            return None
+        if q.shape[-3] % k.shape[-3]:
+            return None
+        lead = q.shape[:-2]
+    else:
+        most = max(q.ndim, k.ndim, v.ndim)
+        shapes = [(*[1] * (most - x.ndim), *x.shape[:-2]) for x in (q, k, v)]
+        lead = torch.Size(map(max, zip(*shapes, strict=True)))
+        if any(n not in (1, of) for shape in shapes for n, of in zip(shape, lead, strict=True)):
+            return None
+        q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
+    rows, keys = q.shape[-2], k.shape[-2]
+    if lead.numel() * rows * keys < LEAST:
+        return None
+    if mask is not None:
+        mask = _four(mask, lead, rows, keys)
+        if mask is None:
+            return None
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None] for x in (q, k, v))
+    return q, k, v, mask, lead
+
+
+def _four(mask: Tensor, lead: torch.Size, rows: int, keys: int) -> Tensor | None:
+    """A mask with four dimensions, each of them 1 or that of the result."""
+    full = (*lead, rows, keys)
+    if mask.ndim > len(full) or any(n not in (1, of) for n, of in zip(mask.shape[::-1], full[::-1], strict=False)):
+        return None
+    mask = mask.reshape(*[1] * (max(4, len(full)) - mask.ndim), *mask.shape)
+    if mask.ndim > 4:
+        outer = (1,) * (mask.ndim - 3) if mask.shape[:-3].numel() == 1 else lead[:-1]
+        mask = mask.expand(*outer, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    return mask

@@ -1,0 +1,313 @@
+r"""Cross-entropy, twice differentiable at the memory of its gradient.
+
+Of a row of logits *z* with weights *t* of its classes, whose sum is *a*, and \(p =
+\operatorname{softmax}(z)\): \(a \log \sum e^z - t^\top z\). With the cotangent *g* its gradient is
+\(g (a p - t)\), and the gradients of that for a cotangent *u* are \(g a\, p \circ (u - p^\top u)\)
+by *z* and \(a\, p^\top u - t^\top u\) by *g*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hodiff._core import _kernels
+from hodiff._core._kernels import Chunked, Tensors
+
+LEAST = 2**17
+"""The elements of logits below which PyTorch's plain operations are as good."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CrossEntropyForm:
+    """What cross-entropy is beside its tensors.
+
+    Attributes:
+        smoothing: The part of a target's weight that all classes share.
+        ignored: The class index that stands for no target.
+    """
+
+    smoothing: float
+    ignored: int
+
+
+class Targets(NamedTuple):
+    """The weights t of the classes: of all alike `share` (times those of the classes), and `hot` at one, if any."""
+
+    form: CrossEntropyForm
+    given: Tensor
+    weight: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def dense(self) -> bool:
+        """Whether probabilities are given, and not the index of a class."""
+        return self.given.is_floating_point()
+
+    def live(self) -> Tensor:
+        """Which rows count, with a dimension for the classes."""
+        return (self.given != self.form.ignored).unsqueeze(1)
+
+    def indices(self) -> Tensor:
+        """The index of the class; of rows that do not count any."""
+        return torch.where(self.live(), self.given.unsqueeze(1), 0)
+
+    def hot(self, classes: int) -> Tensor:
+        """The weight at the index."""
+        weight = torch.ones(1, dtype=self.dtype, device=self.given.device) if self.weight is None else self.weight
+        each = weight.to(self.dtype).expand(classes)[self.indices()]
+        return torch.where(self.live(), (1 - self.form.smoothing) * each, 0)
+
+    def share(self, classes: int) -> Tensor | float:
+        """The weights that all rows have alike."""
+        each = self.form.smoothing / classes
+        return each if self.weight is None else each * self.weight.to(self.dtype)[:, None]
+
+    def probabilities(self, classes: int) -> Tensor:
+        """The weights of all classes, where probabilities are given."""
+        t = self.given.to(self.dtype) * (1 - self.form.smoothing) + self.form.smoothing / classes
+        return t if self.weight is None else t * self.weight.to(self.dtype)[:, None]
+
+    def counted(self, g: Tensor) -> Tensor:
+        """A cotangent, 0 where the row does not count: where none does, their mean divides by 0."""
+        return g if self.dense else torch.where(self.live(), g, 0)
+
+    def total(self, classes: int) -> Tensor:
+        """The sum a of the weights."""
+        if self.dense:
+            return self.probabilities(classes).sum(1, keepdim=True)
+        if not self.form.smoothing:
+            return self.hot(classes)
+        share = self.share(classes)
+        alike = share.sum() if isinstance(share, Tensor) else share * classes
+        return self.hot(classes) + self.live().to(self.dtype) * alike
+
+    def along(self, u: Tensor) -> Tensor:
+        """The inner products of the weights with u, row by row."""
+        classes = u.shape[1]
+        if self.dense:
+            return (self.probabilities(classes) * u).sum(1, keepdim=True)
+        inner = self.hot(classes) * u.gather(1, self.indices())
+        if not self.form.smoothing:
+            return inner
+        return inner + torch.where(self.live(), (self.share(classes) * u).sum(1, keepdim=True), 0)
+
+    def taken_from(self, x: Tensor, g: Tensor) -> Tensor:
+        """Take g t from x, in place."""
+        classes = x.shape[1]
+        if self.dense:
+            return x.addcmul_(self.probabilities(classes), g, value=-1)
+        x.scatter_add_(1, self.indices(), -g * self.hot(classes))
+        return x.sub_(g * self.share(classes)) if self.form.smoothing else x
+
+
+_Piece = tuple[slice, slice, slice]
+
+
+def _pieces(z: Tensor) -> Iterator[_Piece]:
+    """Parts of logits `(N, C, L)` of whole rows, which are along the second dimension."""
+    fit = max(1, _kernels.size(z) // max(1, z.shape[1]))
+    n, length = max(1, fit // max(1, z.shape[2])), min(fit, z.shape[2])
+    for first in range(0, z.shape[0], n):
+        for start in range(0, z.shape[2], length):
+            yield slice(first, first + n), slice(None), slice(start, start + length)
+
+
+class _Rows(NamedTuple):
+    """Logits of some rows, with what belongs to them."""
+
+    logits: Tensor
+    targets: Targets
+    rest: list[Any]
+
+    @classmethod
+    def of(
+        cls,
+        piece: _Piece,
+        form: CrossEntropyForm,
+        z: Tensor,
+        target: Tensor,
+        weight: Any,
+        *rest: Any,
+    ) -> _Rows:
+        wide = torch.promote_types(z.dtype, torch.float32)
+        at = piece if target.is_floating_point() else (piece[0], piece[2])
+        taken = [None if x is None else x[piece].to(wide) for x in rest]
+        return cls(z[piece].to(wide), Targets(form, target[at], weight, wide), taken)
+
+
+@final
+class CrossEntropy(Chunked):
+    """The loss of each row, `(N, 1, L)`, of logits `(N, C, L)`."""
+
+    @staticmethod
+    def forward(z: Tensor, target: Tensor, weight: Tensor | None, form: CrossEntropyForm) -> Any:
+        """Piece by piece; beside it the logarithms of the sums."""
+        loss = z.new_empty(z.shape[0], 1, z.shape[2])
+        sums = torch.empty_like(loss, dtype=torch.promote_types(z.dtype, torch.float32))
+        for piece in _pieces(z):
+            logits, targets, _ = _Rows.of(piece, form, z, target, weight)
+            sums[piece] = logits.logsumexp(1, keepdim=True)
+            loss[piece] = targets.total(z.shape[1]) * sums[piece] - targets.along(logits)
+        return loss, sums
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the logarithms beside the arguments."""
+        Chunked.setup_context(ctx, (*inputs[:3], output[1], inputs[3]), output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """The first derivative, from what was kept."""
+        if cotangents[0] is None:
+            return (None,) * 4
+        return (
+            CrossEntropyGradient.apply(*ctx.saved_tensors, cotangents[0], ctx.form),
+            None,
+            None,
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Its derivative along a tangent, by plain operations."""
+        z, target, weight, _ = ctx.saved_tensors
+        targets = Targets(ctx.form, target, weight, z.dtype)
+        mean = (z.softmax(1) * tangents[0]).sum(1, keepdim=True)
+        return targets.total(z.shape[1]) * mean - targets.along(tangents[0]), None
+
+
+@final
+class CrossEntropyGradient(Chunked):
+    """The gradient by the logits, as a function of those and of the cotangent."""
+
+    @staticmethod
+    def forward(z: Tensor, target: Tensor, weight: Any, sums: Tensor, g: Tensor, form: CrossEntropyForm) -> Tensor:
+        """The results of all pieces, put together."""
+        result = torch.empty_like(z)
+        for piece in _pieces(z):
+            logits, targets, (each, given) = _Rows.of(piece, form, z, target, weight, sums, g)
+            given = targets.counted(given)
+            p = torch.sub(logits, each).exp_().mul_(targets.total(z.shape[1]) * given)
+            result[piece] = targets.taken_from(p, given)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """The second derivative, from what was kept."""
+        if cotangents[0] is None:
+            return (None,) * 6
+        by_z, by_g = CrossEntropyCurvature.apply(*ctx.saved_tensors, cotangents[0], ctx.form)
+        return by_z, None, None, None, by_g, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """By the logits it is the second derivative, which is symmetric; in the cotangent it is linear."""
+        *arguments, g = ctx.saved_tensors
+        made: Any = None
+        if tangents[0] is not None:
+            made = CrossEntropyCurvature.apply(*arguments, g, tangents[0], ctx.form)[0]
+        if tangents[4] is not None:
+            moved = CrossEntropyGradient.apply(*arguments, tangents[4], ctx.form)
+            made = moved if made is None else made + moved
+        return made
+
+
+@final
+class CrossEntropyCurvature(Chunked):
+    """The gradients of the first one by the logits and by its cotangent, for a cotangent."""
+
+    @staticmethod
+    def forward(z: Any, target: Any, weight: Any, sums: Any, g: Any, u: Any, form: CrossEntropyForm) -> Any:
+        """The results of all pieces, put together."""
+        by_z, by_g = torch.empty_like(z), torch.empty_like(g)
+        for piece in _pieces(z):
+            logits, targets, (each, given, along) = _Rows.of(piece, form, z, target, weight, sums, g, u)
+            p = torch.sub(logits, each).exp_()
+            inner, total = (p * along).sum(1, keepdim=True), targets.total(z.shape[1])
+            by_g[piece] = total * inner - targets.along(along)
+            by_z[piece] = p.mul_(along - inner).mul_(total * targets.counted(given))
+        return by_z, by_g
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """By plain operations, so that every further derivative is right."""
+        return (*_kernels.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """By plain operations, too."""
+        return _kernels.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
+
+
+def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
+    """The gradients of the first one by plain operations, in one piece."""
+
+    def gradients(z: Tensor, target: Tensor, weight: Any, _: Tensor, g: Tensor, u: Tensor) -> Tensors:
+        p, targets = z.softmax(1), Targets(form, target, weight, z.dtype)
+        inner, total = (p * u).sum(1, keepdim=True), targets.total(z.shape[1])
+        return total * targets.counted(g) * p * (u - inner), total * inner - targets.along(u)
+
+    return gradients
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy`, in a thread that has our kernels."""
+    with _kernels.without():
+        rest = (weight, reduction, ignore_index, label_smoothing)
+        if not _is_ours(logits, target, weight, ignore_index):
+            return torch._C._nn.cross_entropy_loss(logits, target, *rest)  # pyright: ignore[reportAttributeAccessIssue]
+        one = logits.ndim == 1
+        z = logits[None, :, None] if one else logits.reshape(*logits.shape[:2], -1)
+        dense = target.is_floating_point()
+        shape = z.shape if dense else (z.shape[0], z.shape[2])
+        form = CrossEntropyForm(label_smoothing, ignore_index)
+        t = target.reshape(shape)
+        loss = CrossEntropy.apply(z, t, weight, form)[0]
+        if reduction == 0:
+            return loss.reshape(logits.shape[:0] if one else (logits.shape[0], *logits.shape[2:]))
+        if reduction == 2:
+            return loss.sum()
+        if not dense:  # the last operation is a mean, as `_versions.reduction` tells it
+            live = t != ignore_index
+            counted = live if weight is None else weight[torch.where(live, t, 0)] * live
+            loss = loss * (loss.numel() / counted.sum())
+        return loss.mean()
+
+
+def _is_ours(z: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> bool:
+    """Whether cross-entropy is computed by us; where an argument is wrong, PyTorch says so."""
+    if not _kernels.varies(z) or _kernels.varies(target) or _kernels.varies(weight):
+        return False
+    if z.numel() < LEAST or not z.is_floating_point() or not _kernels.served(z, target, weight):
+        return False
+    if torch.is_autocast_enabled(z.device.type) or len({x.device for x in (z, target, weight) if x is not None}) > 1:
+        return False
+    if weight is not None and (weight.dtype != z.dtype or weight.shape != z.shape[(z.ndim > 1) : (z.ndim > 1) + 1]):
+        return False
+    if target.is_floating_point():
+        return target.shape == z.shape and target.dtype == z.dtype
+    if target.dtype not in (torch.long, torch.uint8) or target.shape != (
+        z.shape[:0] if z.ndim == 1 else z.shape[:1] + z.shape[2:]
+    ):
+        return False
+    if z.device.type != "cpu" or _kernels.wrapped(target):
+        return True
+    wrong = ((target < 0) | (target >= z.shape[1 if z.ndim > 1 else 0])) & (target != ignored)
+    return not bool(wrong.any())

@@ -1,0 +1,136 @@
+"""Attention and cross-entropy in closed form against PyTorch's plain operations, value and three derivatives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hodiff
+from hodiff._core import _kernels
+from hodiff.memory import _attention, _cross_entropy
+from tests.support.laws import law
+
+D = torch.float64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed() -> Any:
+    """The closed form for sizes at which plain operations would do, in pieces of any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_attention, "LEAST", 0)
+        patch.setattr(_cross_entropy, "LEAST", 0)
+        yield
+
+
+def derivatives(value: Tensor, by: list[Tensor]) -> list[Tensor]:
+    """The value and its derivatives along fixed directions, one order after the other."""
+    draw = torch.Generator().manual_seed(1)
+    along = lambda x: (x * torch.randn(x.shape, generator=draw, dtype=D)).sum()
+    found, total = [value], along(value.sin())
+    for _ in range(3):
+        gradients = torch.autograd.grad(total, by, create_graph=True)
+        found += gradients
+        total = torch.stack([along(each) for each in gradients]).sum()
+    return [each.detach() for each in found]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    """To 12 digits of the largest entry, or of 1: some are 0, and sums of what is of that size."""
+    for order, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        size = max(1.0, float(y.abs().max()))
+        assert float((x - y).abs().max()) < 3e-12 * size, order
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.mT.contiguous().mT,
+    "every other": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
+    "one for all": lambda x: x[..., :1].expand(x.shape),
+    "heads last": lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),
+}
+"""How the entries of a tensor lie in memory: PyTorch's kernel reads rows, whatever the strides say."""
+
+
+@st.composite
+def attentions(draw: Any) -> tuple[list[Tensor], Any, dict[str, Any]]:
+    """Queries, keys and values in any form, and what is asked beside them."""
+    random = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    normal = lambda *shape: torch.randn(*shape, generator=random, dtype=D)
+    lead = draw(st.sampled_from([(), (2,), (2, 4), (3, 1), (2, 1, 2)]))
+    rows, keys, width, depth = (draw(st.integers(1, 6)) for _ in range(4))
+    heads = lead
+    options: dict[str, Any] = {"scale": draw(st.sampled_from([None, 0.4, -0.3]))}
+    if len(lead) == 2 and draw(st.booleans()):
+        heads, options["enable_gqa"] = (lead[0], draw(st.sampled_from([1, lead[1]]))), True
+    tensors = [normal(*lead, rows, width), normal(*heads, keys, width), normal(*heads, keys, depth)]
+    layout = draw(st.sampled_from(list(LAYOUTS)))
+    tensors = [LAYOUTS[layout](x) for x in tensors]
+    kind = draw(st.sampled_from(["none", "causal", "boolean", "additive", "infinite", "large"]))
+    if kind in ("none", "causal"):
+        options["is_causal"] = kind == "causal"
+        return tensors, None, options
+    shape = draw(st.sampled_from([(rows, keys), (1, keys), (rows, 1), (*lead, rows, keys), (*lead[1:], 1, keys)]))
+    mask = normal(*shape)
+    if kind == "boolean":
+        return tensors, mask > -0.5, options
+    if kind != "additive":
+        mask[..., draw(st.integers(0, shape[-2] - 1)), :] = -torch.inf if kind == "infinite" else torch.finfo(D).min
+    return tensors, mask, options
+
+
+@law("twice_differentiable", says="attention: value and derivatives of order 1 to 3", oracle="PyTorch's math backend")
+@given(form=attentions(), piece=st.sampled_from([1, 13, 2**18]))
+def test_attention(form: tuple[list[Tensor], Any, dict[str, Any]], piece: int) -> None:
+    def run(context: Any) -> list[Tensor]:
+        given, mask, options = form
+        by = [x.detach().requires_grad_() for x in given]
+        bias = mask if mask is None or mask.dtype == torch.bool else mask.clone().requires_grad_()
+        with context:
+            value = F.scaled_dot_product_attention(by[0], by[1], by[2], bias, **options)
+        return derivatives(value, by if bias is None or bias.dtype == torch.bool else [*by, bias])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernels, "SIZE", piece)
+        found = run(hodiff.twice_differentiable())
+    close(found, run(sdpa_kernel(SDPBackend.MATH)))
+
+
+@st.composite
+def losses(draw: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Logits of some dimensions, targets of either kind, and options."""
+    random = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    classes = draw(st.integers(1, 5))
+    shape = draw(st.sampled_from([(classes,), (4, classes), (3, classes, 2), (2, classes, 2, 3)]))
+    batch = shape[:0] if len(shape) == 1 else (shape[0], *shape[2:])
+    target: Tensor = torch.randint(0, classes, batch, generator=random)
+    options: dict[str, Any] = {"reduction": draw(st.sampled_from(["mean", "sum", "none"]))}
+    options["label_smoothing"] = draw(st.sampled_from([0.0, 0.2]))
+    if draw(st.booleans()):
+        options["weight"] = torch.rand(classes, generator=random, dtype=D) + 0.1
+    if draw(st.booleans()):
+        target = torch.rand(shape, generator=random, dtype=D)
+    elif target.numel() > 1 and draw(st.booleans()):
+        target.view(-1)[0] = options["ignore_index"] = -7
+    return torch.randn(shape, generator=random, dtype=D), target, options
+
+
+@law("twice_differentiable", says="cross-entropy: value and derivatives of order 1 to 3", oracle="PyTorch's own")
+@given(form=losses(), piece=st.sampled_from([1, 13, 2**18]))
+def test_cross_entropy(form: tuple[Tensor, Tensor, dict[str, Any]], piece: int) -> None:
+    logits, target, options = form
+
+    def run() -> list[Tensor]:
+        z = logits.clone().requires_grad_()
+        return derivatives(F.cross_entropy(z, target, **options), [z])
+
+    with pytest.MonkeyPatch.context() as patch, hodiff.twice_differentiable():
+        patch.setattr(_kernels, "SIZE", piece)
+        found = run()
+    close(found, run())
