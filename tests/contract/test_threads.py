@@ -416,6 +416,7 @@ DISCIPLINE = {
     "_core._compiled_callers.TRACED": IMPORT,
     "_core._kernels.registered": LOCKED,
     "_core._kernels.plain_attention": LOCKED,
+    "_core._hooks._frames": LOCKED,
     "_core._hooks.watch_checkpoints": LOCKED,
     "_core._hooks.watch_hooks": LOCKED,
     "_core._hooks.watch_modules": LOCKED,

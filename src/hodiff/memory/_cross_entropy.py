@@ -287,7 +287,7 @@ def cross_entropy(
         if not dense:  # the last operation is a mean, as `_versions.reduction` tells it
             live = t != ignore_index
             counted = live if weight is None else weight[torch.where(live, t, 0)] * live
-            loss = loss * (loss.numel() / counted.sum())
+            loss = loss * (loss.numel() / counted.sum(dtype=torch.promote_types(loss.dtype, torch.float32)))
         return loss.mean()
 
 
