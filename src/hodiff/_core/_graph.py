@@ -160,7 +160,7 @@ class OutputGraph:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
-        if self.call.order < 2 and _messages.fused(names | wrong):  # on devices where first derivatives are PyTorch's
+        if self.call.order < 2 and _messages.fused(names | wrong):
             context.also(plain_attention.enter)
         elif "CudnnRnnBackward0" in names:
             context.also(_settings.no_cudnn.enter)

@@ -157,7 +157,8 @@ def _watch_modules(undo: Undo) -> None:
         hooks.pop(_KEY, None)
         if autograd._engine_run_backward is passes:
             autograd._engine_run_backward = theirs
-        if checkpoint._CheckpointFrame is _frame and not watch_checkpoints._restore:  # to ask `on` is a call
+        # To ask whether the other is `on` is a call.
+        if checkpoint._CheckpointFrame is _frame and not watch_checkpoints._restore:
             checkpoint._CheckpointFrame = _frames[0]
         if stateless._reparametrize_module is swapped:
             stateless._reparametrize_module = swap
@@ -177,15 +178,20 @@ _frames = [checkpoint._CheckpointFrame]
 
 
 def _frame(recompute: Hook, *args: Any) -> Any:
-    """Let a checkpointed block that a pass runs again have what it had: the evaluations' modules, and our kernels."""
+    """Let a checkpointed block that a pass runs again have what it had: modules, our kernels."""
     running = _call.state.running
-    return _frames[0](_kernels.repeatable(running[-1].repeatable(recompute) if running else recompute), *args)
+    run = running[-1].repeatable(recompute) if running else recompute
+    return _frames[0](_kernels.repeatable(run), *args)
 
 
 def _watch_checkpoints(undo: Undo) -> None:
-    """Let checkpointed blocks, of both kinds, that ran with our kernels run again with them in a pass that is later."""
+    """Let checkpoints of both kinds run again with our kernels, in any pass, if with them now."""
     reentrant = checkpoint.CheckpointFunction
-    ours = SimpleNamespace(apply=lambda run, *args: reentrant.apply(_kernels.repeatable(run), *args))
+
+    def apply(run: Hook, *args: Any) -> Any:
+        return reentrant.apply(_kernels.repeatable(run), *args)
+
+    ours = SimpleNamespace(apply=apply)
 
     def restore() -> None:
         if checkpoint.CheckpointFunction is ours:

@@ -1,4 +1,4 @@
-"""Kernels of ours, which a thread has for the while of a block: where they stand, and what they have in common.
+"""Kernels of ours, which a thread has for a while: where they stand, and what they have in common.
 
 PyTorch's dispatcher looks for kernels under the keys that a call's tensors have, and under those
 that the thread includes. Under a key that nothing else includes ours are in nobody's way: not in
@@ -27,20 +27,21 @@ from hodiff._core._settings import Counted, Scope, Undo
 
 _torch: Any = torch._C
 
-# --- the key ----------------------------------------------------------------------------------------------------------
+# --- the key --------------------------------------------------------------------------------------
 
 OURS = {
     "scaled_dot_product_attention": ("hodiff.memory._attention", "attention"),
     "cross_entropy_loss": ("hodiff.memory._cross_entropy", "cross_entropy"),
 }
-"""Of each operation of PyTorch's that we have a kernel for, the module that is loaded when it is first called."""
+"""The operations that we have a kernel for: its module, loaded at the first call, and its name."""
 
 registered: list[Any] = []  # held here, for what a library registers goes with it
 
 _KEY = _versions.KERNEL_KEY
 included = bool if _KEY is None else partial(_torch._dispatch_tls_is_dispatch_key_included, _KEY)
 """Whether this thread has our kernels."""
-enter, leave = (partial(_torch._dispatch_tls_set_dispatch_key_included, _KEY, on) for on in (True, False))
+enter = partial(_torch._dispatch_tls_set_dispatch_key_included, _KEY, True)
+leave = partial(_torch._dispatch_tls_set_dispatch_key_included, _KEY, False)
 
 
 def available() -> bool:
@@ -84,7 +85,7 @@ def without() -> _settings.Context:
     return _torch._ExcludeDispatchKeyGuard(_torch.DispatchKeySet(_KEY))
 
 
-# --- attention by matrix products -------------------------------------------------------------------------------------
+# --- attention by matrix products -----------------------------------------------------------------
 
 
 _SWITCHES: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (
@@ -93,7 +94,7 @@ _SWITCHES: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (
     (_torch._get_cudnn_sdp_enabled, _torch._set_sdp_use_cudnn, False),
     (_torch._get_math_sdp_enabled, _torch._set_sdp_use_math, True),
 )
-"""Of each of PyTorch's kernels of attention: whether it is on, what switches it, and whether it is wanted."""
+"""Of each kernel of PyTorch's: whether it is on, what switches it, and whether it is wanted."""
 
 
 def _plain_attention(undo: Undo) -> None:
@@ -113,7 +114,7 @@ plain_attention = Counted(_plain_attention)
 
 
 def repeatable(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What an activation checkpoint runs again: with our kernels whenever that is, where the thread has them now."""
+    """What a checkpoint runs again, whenever: with our kernels, if the thread has them now."""
     if not included():
         return run
 
@@ -124,7 +125,7 @@ def repeatable(run: Callable[..., Any]) -> Callable[..., Any]:
     return again
 
 
-# --- Functions whose results are made chunk by chunk, of tensors that they serve --------------------------------------
+# --- Functions whose results are made chunk by chunk, of tensors that they serve ------------------
 
 
 SIZE = 2**18
@@ -139,7 +140,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Chunked(Function):
-    """A `Function` of tensors, and last of one opaque object, that under `torch.vmap` runs sample by sample.
+    """A `Function` of tensors, and last of one opaque object. Under `torch.vmap` it runs by sample.
 
     (A tuple of options would get dimensions of its own from `torch.vmap`.) Absent cotangents are
     None.
@@ -160,17 +161,18 @@ class Chunked(Function):
         ctx.save_for_forward(*tensors)
 
     @classmethod
-    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride] - of the class that it is asked of
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride] - of the class that is asked
         cls, info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[Any, Any]:
-        """Each sample by itself: as fast as folding the samples into a batch, without expanded copies."""
-        made = [
-            cls.apply(*(x if dim is None else x.select(dim, at) for x, dim in zip(args, in_dims, strict=True)))
-            for at in range(info.batch_size)
-        ]
+        """Each sample by itself: as fast as a batch of them, without expanded copies."""
+        made: list[Any] = []
+        for at in range(info.batch_size):
+            pairs = zip(args, in_dims, strict=True)
+            made += [cls.apply(*(x if dim is None else x.select(dim, at) for x, dim in pairs))]
         if isinstance(made[0], Tensor):
             return torch.stack(made), 0
-        results = tuple(torch.stack(each) if each[0] is not None else None for each in zip(*made, strict=True))
+        each = zip(*made, strict=True)
+        results = tuple(None if parts[0] is None else torch.stack(parts) for parts in each)
         return results, tuple(None if result is None else 0 for result in results)
 
 
@@ -183,9 +185,16 @@ def plus(a: Tensors, b: Tensors) -> Tensors:
     return tuple(results)
 
 
-def pulled_back(function: Callable[..., Tensors], arguments: Sequence[Any], cotangents: Sequence[Any]) -> Tensors:
-    """The gradients of plain operations by those of `arguments` that are floating point; None for the others."""
-    varying = [at for at, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+Plain = Callable[..., Tensors]
+
+
+def _varying(arguments: Sequence[Any]) -> list[int]:
+    return [at for at, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def pulled_back(function: Plain, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Tensors:
+    """The gradients of plain operations by their arguments; None for what has no floating point."""
+    varying = _varying(arguments)
     given = [at for at, cotangent in enumerate(cotangents) if cotangent is not None]
 
     def chosen(*tensors: Tensor) -> tuple[Any, ...]:
@@ -207,12 +216,12 @@ def size(x: Tensor) -> int:
     return SIZE if x.device.type == "cpu" else BIG
 
 
-def pushed(function: Callable[..., Tensors], arguments: Sequence[Any], tangents: Sequence[Any]) -> Tensors:
-    """The derivative of plain operations along tangents, by reverse passes: in a `jvp`, forward mode is off.
+def pushed(function: Plain, arguments: Sequence[Any], tangents: Sequence[Any]) -> Tensors:
+    """The derivative of plain operations along tangents. In a `jvp`, forward mode is off.
 
     A pass is linear in its cotangents, and its derivative by those is the wanted one.
     """
-    varying = [at for at, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+    varying = _varying(arguments)
     made = function(*arguments)
     given = [at for at, x in enumerate(made) if x is not None]
 
@@ -223,7 +232,8 @@ def pushed(function: Callable[..., Tensors], arguments: Sequence[Any], tangents:
         gradients = pulled_back(function, arguments, every)
         return tuple(gradients[at] for at in varying)
 
-    along = tuple(torch.zeros_like(arguments[at]) if tangents[at] is None else tangents[at] for at in varying)
+    pairs = [(arguments[at], tangents[at]) for at in varying]
+    along = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
     push: Any = torch.func.vjp(pull, *(torch.zeros_like(made[at]) for at in given))[1]
     results: list[Tensor | None] = [None] * len(made)
     for at, tangent in zip(given, push(along), strict=True):
@@ -232,28 +242,24 @@ def pushed(function: Callable[..., Tensors], arguments: Sequence[Any], tangents:
 
 
 def nests_forward_mode() -> bool:
-    """Whether forward mode is taken through forward mode: PyTorch loses the outer one in the `jvp` of a Function."""
+    """Whether forward mode goes through forward mode: a Function's `jvp` loses the outer one."""
     if not _call.tangents():
         return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore[reportAttributeAccessIssue]
+    levels = _torch._functorch.get_interpreter_stack() or ()
     return sum(level.key().name == "Jvp" for level in levels) > 1
-
-
-def wrapped(x: Any) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def varies(x: Any) -> bool:
     """Whether a derivative by a tensor may be asked for."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return False
-    return (
-        (x.requires_grad and torch.is_grad_enabled()) or wrapped(x) or (_call.tangents() and _call.carries_tangent(x))
-    )
+    if (x.requires_grad and torch.is_grad_enabled()) or _call.is_wrapped(x):
+        return True
+    return _call.tangents() and _call.carries_tangent(x)
 
 
 def served(*tensors: Any) -> bool:
-    """Whether tensors are what our kernels are written for: strided real ones, and no stand-ins of a tracer."""
+    """Whether tensors are what our kernels are for: strided, real, no stand-ins of a tracer."""
     return not (_settings.tracing() or nests_forward_mode()) and all(
         type(x) in PLAIN and x.layout == torch.strided and x.numel() and not x.is_complex()
         for x in tensors

@@ -168,7 +168,8 @@ class EvaluationContext:
             if not torch.is_grad_enabled():
                 undo += [_settings.InTime(torch._C._set_grad_enabled, False)]
                 torch._C._set_grad_enabled(True)
-            if call.builds_graph and not _kernels.included():  # a tensor's checkpoints run again as they ran
+            # The checkpoints of a tensor run again as they ran: without.
+            if call.builds_graph and not _kernels.included():
                 if _kernels.registered:
                     undo += [_kernels.leave]
                     _kernels.enter()

@@ -31,7 +31,8 @@ _WAYS_OUT = {
     "scaleddotproduct": WayOut(
         "fused scaled_dot_product_attention",
         "the tensor was computed outside, or in a thread of f's own. Compute it inside "
-        "`with hodiff.twice_differentiable():`, or give hodiff the function, whose thread does that",
+        "`with hodiff.twice_differentiable():`, or give hodiff the function, whose thread does "
+        "that",
     ),
     "cudnnrnn": WayOut(
         "a cuDNN RNN",

@@ -174,7 +174,7 @@ def where_forward_mode_begins(tell: Callable[[], object]) -> None:
     predispatch._enter_dual_level_impl = enter  # pyright: ignore[reportPrivateImportUsage]
 
 
-# --- the key under which kernels of ours stand (see `_kernels`) -------------------------------------------------------
+# --- the key under which kernels of ours stand (see `_kernels`) -----------------------------------
 
 KERNEL_KEY_NAME = "TESTING_ONLY_GenericMode"
 """PyTorch has it for tests of its dispatcher, written in C++."""
@@ -182,8 +182,11 @@ KERNEL_KEY_NAME = "TESTING_ONLY_GenericMode"
 
 _ops: Any = torch._ops
 _PASSED_BY = "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"
-_NEEDED = ("_dispatch_tls_set_dispatch_key_included", "_dispatch_tls_is_dispatch_key_included", "DispatchKeySet",
-           "_ExcludeDispatchKeyGuard", "_dispatch_has_backend_fallback", "_dispatch_key_parse")  # fmt: skip
+_NEEDED = (
+    *(f"_dispatch_tls_{verb}_dispatch_key_included" for verb in ("set", "is")),
+    *(f"_dispatch_{name}" for name in ("has_backend_fallback", "key_parse")),
+    *("DispatchKeySet", "_ExcludeDispatchKeyGuard"),
+)
 
 
 def _kernel_key() -> Any:
@@ -207,7 +210,7 @@ def key_is_taken() -> bool:
 
 
 def let_higher_order_operators_pass() -> None:
-    """Make the key no concern of PyTorch's operators that take functions: of those there are, and of those to come."""
+    """Make the key no concern of PyTorch's operators that take functions, now and to come."""
     for operator in _ops._higher_order_ops.values():
         operator.fallthrough(KERNEL_KEY)
     getattr(_ops, _PASSED_BY).append(KERNEL_KEY)

@@ -1,4 +1,4 @@
-"""Attention and cross-entropy at the memory of a gradient: kernels of ours, which a thread has in a context."""
+"""Attention and cross-entropy at the memory of a gradient, for loops of anybody's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["twice_differentiable"]
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
-    r"""A context in which attention and cross-entropy have second derivatives, at about the memory of their first.
+    r"""A context in which attention and cross-entropy have lean second derivatives.
 
     In it `F.scaled_dot_product_attention`, whoever calls it (`nn.MultiheadAttention`,
     `nn.TransformerEncoderLayer`, a function that imported it by name), gives what it always gives,

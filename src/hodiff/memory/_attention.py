@@ -37,11 +37,12 @@ from hodiff._core._kernels import Chunked, Tensors
 from hodiff._core._settings import Undo
 
 CPU = "cpu"
-"""Where PyTorch's kernel gives the logarithms of its sums; elsewhere its result is taken, whatever kernel is best."""
+"""Where PyTorch's kernel gives the logarithms of its sums; elsewhere its best kernel is taken."""
 
 LEAST = 2**19
-"""The elements of the matrix of queries by keys below which PyTorch's plain operations are as good."""
+"""The elements of the matrix of queries by keys below which plain operations are as good."""
 
+_softmax: Any = vars(torch)["_safe_softmax"]
 _FUSED: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -49,7 +50,7 @@ _FUSED_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionForm:
-    """What attention is beside its tensors: q `(B, H, N, d)`, k and v `(B, J, M, ...)`, a mask with ones for all.
+    """What attention is beside its tensors: q `(B, H, N, d)`, k and v `(B, J, M, ...)`, a mask.
 
     Attributes:
         scale: What the products of queries and keys are multiplied with.
@@ -67,7 +68,7 @@ class AttentionForm:
 @final
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Some rows of the matrix of queries by keys: of some batches, of some heads of the keys, and their queries."""
+    """Some rows of the matrix of queries by keys: of some batches, of some heads of the keys."""
 
     form: AttentionForm
     batch: slice
@@ -84,13 +85,14 @@ class Piece:
 
     @classmethod
     def all(cls, form: AttentionForm, q: Tensor, k: Tensor) -> Iterator[Piece]:
-        """The pieces: whole heads where some fit, rows of one otherwise. Keys behind the last query are cut off."""
+        """Whole heads where some fit, rows of one otherwise, up to the last key that is seen."""
         (batches, heads, rows), (shared, keys) = q.shape[:3], k.shape[1:3]
         row = heads // shared * keys
         fit = max(1, _kernels.size(q) // row)
         at_once = max(1, fit // rows)
         b, h = max(1, at_once // shared), min(at_once, shared)
-        for batch, head, first in product(range(0, batches, b), range(0, shared, h), range(0, rows, min(fit, rows))):
+        starts = range(0, batches, b), range(0, shared, h), range(0, rows, min(fit, rows))
+        for batch, head, first in product(*starts):
             last = min(first + fit, rows)
             seen = min(last, keys) if form.causal else keys
             places = slice(batch, batch + b), slice(head, head + h), slice(first, last)
@@ -101,7 +103,7 @@ class Piece:
         return x.unflatten(1, (shared, -1))[self.batch, self.head, :, self.row]
 
     def queries(self, x: Tensor, shared: int) -> Tensor:
-        """The rows of a tensor that is like q, those of one head of the keys together, so that keys need no copies."""
+        """The rows of a tensor that is like q, by heads of the keys: keys need no copies."""
         return self.place(x, shared).flatten(2, 3).to(self.dtype)
 
     def of_keys(self, x: Tensor) -> Tensor:
@@ -109,17 +111,19 @@ class Piece:
         return x[self.batch, self.head, : self.keys]
 
     def of_mask(self, mask: Tensor, shared: int) -> Tensor:
-        """The piece's part of a mask, or of what has its shape: `(b, h, group, rows, keys)`, of which some are 1."""
+        """The piece's part of a mask, or of its like: `(b, h, group, rows, keys)`, some 1."""
         grouped = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (shared, -1))
-        slices = (self.batch, self.head, slice(None), self.row, slice(0, self.keys))
-        return grouped[tuple(s if n > 1 else slice(None) for s, n in zip(slices, grouped.shape, strict=True))]
+        every = slice(None)
+        places = self.batch, self.head, every, self.row, slice(0, self.keys)
+        pairs = zip(grouped.shape, places, strict=True)
+        return grouped[tuple(place if n > 1 else every for n, place in pairs)]
 
     def apart(self, x: Tensor) -> Tensor:
         """Rows told apart by their heads."""
         return x.unflatten(2, (-1, self.row.stop - self.row.start))
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None, shared: int) -> Tensor:
-        """The softmax of the piece's rows. Rows masked in full by -inf are 0, as PyTorch has them."""
+        """The softmax of the piece's rows; 0 in those masked in full by -inf, as PyTorch has it."""
         logits = self.apart((q * self.form.scale) @ k.mT)
         if self.form.causal:
             first, rows = self.row.start, logits.shape[3]
@@ -129,7 +133,7 @@ class Piece:
             return logits.flatten(2, 3).softmax(-1)
         part = self.of_mask(mask, shared)
         logits = logits.masked_fill(~part, -math.inf) if part.dtype == torch.bool else logits + part
-        return torch._safe_softmax(logits.flatten(2, 3), -1)  # pyright: ignore[reportPrivateImportUsage]
+        return _softmax(logits.flatten(2, 3), -1)
 
 
 def _summed(
@@ -140,7 +144,7 @@ def _summed(
     v: Tensor,
     mask: Tensor | None,
 ) -> Tensors:
-    """What the pieces give, by q, k, v, the mask and the cotangent, added up in the precision of sums.
+    """What the pieces give, by q, k, v, mask and cotangent, added up in the precision of sums.
 
     Keys and values have a part in many pieces, and so may a mask; a query and what it gets are in
     one.
@@ -169,8 +173,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _first(piece: Piece, q: Tensor, k: Tensor, v: Tensor, mask: Any, g: Tensor, out: Tensor) -> Tensors:
+def _first(piece: Piece, *given: Any) -> Tensors:
     """The gradients of one piece."""
+    q, k, v, mask, g, out = given
     shared, s = k.shape[1], piece.form.scale
     Q, G, O = (piece.queries(x, shared) for x in (q, g, out))
     K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
@@ -179,15 +184,15 @@ def _first(piece: Piece, q: Tensor, k: Tensor, v: Tensor, mask: Any, g: Tensor, 
     return s * (W @ K), s * (W.mT @ Q), P.mT @ G, W, None
 
 
-def _second(piece: Piece, arguments: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The gradients of the first ones, of one piece; where there is no `out`, of plain operations throughout."""
+def _second(piece: Piece, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    """The gradients of the first ones, of one piece; without `out`, by plain operations."""
     q, k, v, mask, g, out = arguments
     shared, s = k.shape[1], piece.form.scale
     Q, G = piece.queries(q, shared), piece.queries(g, shared)
     K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
     P = piece.weights(Q, K, mask, shared)
     D = G @ V.mT
-    D = D - ((P * D).sum(-1, keepdim=True) if out is None else (G * piece.queries(out, shared)).sum(-1, keepdim=True))
+    D = D - (P * D if out is None else G * piece.queries(out, shared)).sum(-1, keepdim=True)
     uq, uk, uv, um = cotangents
     U = None if uq is None else piece.queries(uq, shared) * s
     R, L = (None if x is None else piece.of_keys(x).to(piece.dtype) for x in (uk, uv))
@@ -196,7 +201,8 @@ def _second(piece: Piece, arguments: Sequence[Any], cotangents: Sequence[Any]) -
         A = (Q * s) @ R.mT if A is None else A + (Q * s) @ R.mT
     if um is not None:
         part = piece.of_mask(um, shared).to(piece.dtype)
-        A = part.expand(piece.apart(P).shape).flatten(2, 3) if A is None else (piece.apart(A) + part).flatten(2, 3)
+        A = part.expand(piece.apart(P).shape) if A is None else piece.apart(A) + part
+        A = A.flatten(2, 3)
     zero = torch.zeros_like(P)
     E = zero if A is None else P * A
     E = torch.addcmul(E, P, E.sum(-1, keepdim=True), value=-1)
@@ -227,7 +233,7 @@ def _laid_out(*tensors: Tensor) -> list[Tensor]:
 
 @final
 class Attention(Chunked):
-    """Attention; beside its result the logarithms of the sums of its rows, where PyTorch's kernel gives them."""
+    """Attention, and the logarithms of the sums of its rows, where PyTorch's kernel gives them."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Any:
@@ -287,11 +293,12 @@ class Attention(Chunked):
 
 @final
 class AttentionGradient(Chunked):
-    """The gradients by q, k, v and the mask, as a function of those and of the cotangent; the result is kept."""
+    """The gradients by q, k, v and the mask, as a function of those and of the cotangent."""
 
     @staticmethod
-    def forward(q: Any, k: Any, v: Any, mask: Any, g: Any, out: Any, rows: Any, form: AttentionForm) -> Any:
-        """By the kernel; piece by piece where it has too few digits (see `_versions.rounds_rows`) or no gradient."""
+    def forward(*given: Any) -> Any:
+        """By the kernel; in pieces where that has few digits (`_versions.rounds_rows`) or none."""
+        q, k, v, mask, g, out, rows, form = given
         if form.fused and not form.mask_varies and not bool((rows.abs() > _versions.LARGEST).any()):
             bias = _additive(mask, q, k)
             made = _FUSED_BACKWARD(
@@ -305,18 +312,17 @@ class AttentionGradient(Chunked):
                 scale=form.scale,
             )
             return *made, None
-        return _summed(lambda piece: _first(piece, q, k, v, mask, g, out), form, q, k, v, mask)[:4]
+        return _summed(lambda piece: _first(piece, *given[:6]), form, q, k, v, mask)[:4]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The second derivative, from what was kept."""
-        q, k, v, mask, g, out, _ = ctx.saved_tensors
-        by_q, by_k, by_v, by_mask, by_g = AttentionCurvature.apply(q, k, v, mask, g, out, *cotangents, ctx.form)
-        return by_q, by_k, by_v, by_mask, by_g, None, None, None
+        made = AttentionCurvature.apply(*ctx.saved_tensors[:6], *cotangents, ctx.form)
+        return *made, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """By the arguments it is the second derivative, which is symmetric; in the cotangent it is linear."""
+        """By the arguments the second derivative, which is symmetric; linear in the cotangent."""
         q, k, v, mask, g, out, rows = ctx.saved_tensors
         made = AttentionCurvature.apply(q, k, v, mask, g, out, *tangents[:4], ctx.form)[:4]
         if tangents[4] is not None:
@@ -327,13 +333,13 @@ class AttentionGradient(Chunked):
 
 @final
 class AttentionCurvature(Chunked):
-    """The gradients of the first ones by q, k, v, the mask and their cotangent, for cotangents of the four."""
+    """The gradients of the first ones by q, k, v, mask and cotangent, for their cotangents."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
         """The sums of what the pieces give."""
-        *arguments, form = inputs
-        return _summed(lambda piece: _second(piece, arguments[:6], arguments[6:]), form, *arguments[:4])
+        *given, form = inputs
+        return _summed(lambda piece: _second(piece, given[:6], given[6:]), form, *given[:4])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -359,8 +365,8 @@ def _whole(form: AttentionForm) -> Callable[..., Tensors]:
         if not form.mask_varies:
             return by_q, by_k.to(q.dtype), by_v.to(q.dtype), None, by_g
         part = piece.apart(by_mask)
-        by_mask = part.sum_to_size(piece.of_mask(mask, k.shape[1]).shape).reshape(mask.shape).to(q.dtype)
-        return by_q, by_k.to(q.dtype), by_v.to(q.dtype), by_mask, by_g
+        by_mask = part.sum_to_size(piece.of_mask(mask, k.shape[1]).shape).reshape(mask.shape)
+        return by_q, by_k.to(q.dtype), by_v.to(q.dtype), by_mask.to(q.dtype), by_g
 
     return gradients
 
@@ -373,21 +379,23 @@ class AttentionTangent(Chunked):
     def forward(q: Any, k: Any, v: Any, mask: Any, out: Any, *rest: Any) -> Any:
         """What the second derivative is by the cotangent, which does not depend on that."""
         *tangents, form = rest
-        return AttentionCurvature.apply(q, k, v, mask, torch.zeros_like(out), out, *tangents, form)[4]
+        zero = torch.zeros_like(out)
+        return AttentionCurvature.apply(q, k, v, mask, zero, out, *tangents, form)[4]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """By the arguments it is the second derivative again, by the tangents the first: it is linear in those."""
+        """By the arguments the second derivative again; linear in the tangents."""
         q, k, v, mask, out, *tangents = ctx.saved_tensors
         if cotangents[0] is None:
             return (None,) * 10
-        form = replace(ctx.form, fused=False, mask_varies=ctx.form.mask_varies or tangents[3] is not None)
+        varies = ctx.form.mask_varies or tangents[3] is not None
+        form = replace(ctx.form, fused=False, mask_varies=varies)
         made = AttentionCurvature.apply(q, k, v, mask, cotangents[0], out, *tangents, form)[:4]
         along = AttentionGradient.apply(q, k, v, mask, cotangents[0], out, None, form)
         return *made, None, *along[:3], None if tangents[3] is None else along[3], None
 
 
-# --- the kernel -------------------------------------------------------------------------------------------------------
+# --- the kernel -----------------------------------------------------------------------------------
 
 
 def _plainly(*args: Any, **kwargs: Any) -> Tensor:
@@ -425,7 +433,7 @@ def attention(
             return _plainly(*given, dropout_p, is_causal, **rest)
         q, k, v, mask, lead = prepared
         factor = q.shape[3] ** -0.5 if scale is None else scale
-        # PyTorch's kernel multiplies the -inf of a causal mask with the scale, too: a negative one makes it NaN.
+        # PyTorch's kernel multiplies the -inf of a causal mask by the scale, too: NaN if negative.
         fused = q.device.type == CPU and q.shape[3] == v.shape[3] and factor > 0
         form = AttentionForm(factor, is_causal, fused, _kernels.varies(attn_mask))
         out = Attention.apply(q, k, v, mask, form)[0]
@@ -433,7 +441,7 @@ def attention(
 
 
 def _first_is_enough(q: Tensor) -> bool:
-    """Whether PyTorch's own first derivative is as good; where `f` takes one itself, it runs once more."""
+    """Whether PyTorch's own first derivative will do. Where `f` takes one itself, it runs again."""
     running = _call.state.running
     return q.device.type != CPU and bool(running) and running[-1].call.order < 2
 
@@ -449,18 +457,18 @@ def _cast(given: tuple[Any, ...]) -> list[Any]:
 
 
 def _prepared(given: Sequence[Any], grouped: bool) -> Any:
-    """Arguments with four dimensions, and the leading ones of the result; None where plain operations are to do it."""
+    """Arguments with four dimensions, and the result's leading ones; None: plain operations."""
     q, k, v, mask = given
     if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         return None
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point() or len({q.device, k.device, v.device}) > 1:
+    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or not q.is_floating_point():
         return None
     if mask is not None and mask.dtype not in (torch.bool, q.dtype):
         return None
     if grouped:
-        if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[:-2] != v.shape[:-2] or q.shape[:-3] != k.shape[:-3]:
+        if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[:-2] != v.shape[:-2]:
             return None
-        if q.shape[-3] % k.shape[-3]:
+        if q.shape[:-3] != k.shape[:-3] or q.shape[-3] % k.shape[-3]:
             return None
         lead = q.shape[:-2]
     else:
@@ -484,7 +492,9 @@ def _prepared(given: Sequence[Any], grouped: bool) -> Any:
 def _four(mask: Tensor, lead: torch.Size, rows: int, keys: int) -> Tensor | None:
     """A mask with four dimensions, each of them 1 or that of the result."""
     full = (*lead, rows, keys)
-    if mask.ndim > len(full) or any(n not in (1, of) for n, of in zip(mask.shape[::-1], full[::-1], strict=False)):
+    if mask.ndim > len(full):
+        return None
+    if any(n not in (1, of) for n, of in zip(mask.shape, full[-mask.ndim :], strict=True)):
         return None
     mask = mask.reshape(*[1] * (max(4, len(full)) - mask.ndim), *mask.shape)
     if mask.ndim > 4:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _kernels
+from hodiff._core import _call, _kernels
 from hodiff._core._kernels import Chunked, Tensors
 
 LEAST = 2**17
@@ -37,7 +37,7 @@ class CrossEntropyForm:
 
 
 class Targets(NamedTuple):
-    """The weights t of the classes: of all alike `share` (times those of the classes), and `hot` at one, if any."""
+    """The weights t of the classes: `share` for all, times their own, and `hot` at one."""
 
     form: CrossEntropyForm
     given: Tensor
@@ -57,11 +57,10 @@ class Targets(NamedTuple):
         """The index of the class; of rows that do not count any."""
         return torch.where(self.live(), self.given.unsqueeze(1), 0)
 
-    def hot(self, classes: int) -> Tensor:
+    def hot(self) -> Tensor:
         """The weight at the index."""
-        weight = torch.ones(1, dtype=self.dtype, device=self.given.device) if self.weight is None else self.weight
-        each = weight.to(self.dtype).expand(classes)[self.indices()]
-        return torch.where(self.live(), (1 - self.form.smoothing) * each, 0)
+        each = self.live().to(self.dtype) * (1 - self.form.smoothing)
+        return each if self.weight is None else each * self.weight.to(self.dtype)[self.indices()]
 
     def share(self, classes: int) -> Tensor | float:
         """The weights that all rows have alike."""
@@ -82,17 +81,17 @@ class Targets(NamedTuple):
         if self.dense:
             return self.probabilities(classes).sum(1, keepdim=True)
         if not self.form.smoothing:
-            return self.hot(classes)
+            return self.hot()
         share = self.share(classes)
         alike = share.sum() if isinstance(share, Tensor) else share * classes
-        return self.hot(classes) + self.live().to(self.dtype) * alike
+        return self.hot() + self.live().to(self.dtype) * alike
 
     def along(self, u: Tensor) -> Tensor:
         """The inner products of the weights with u, row by row."""
         classes = u.shape[1]
         if self.dense:
             return (self.probabilities(classes) * u).sum(1, keepdim=True)
-        inner = self.hot(classes) * u.gather(1, self.indices())
+        inner = self.hot() * u.gather(1, self.indices())
         if not self.form.smoothing:
             return inner
         return inner + torch.where(self.live(), (self.share(classes) * u).sum(1, keepdim=True), 0)
@@ -102,7 +101,7 @@ class Targets(NamedTuple):
         classes = x.shape[1]
         if self.dense:
             return x.addcmul_(self.probabilities(classes), g, value=-1)
-        x.scatter_add_(1, self.indices(), -g * self.hot(classes))
+        x.scatter_add_(1, self.indices(), -g * self.hot())
         return x.sub_(g * self.share(classes)) if self.form.smoothing else x
 
 
@@ -188,14 +187,15 @@ class CrossEntropyGradient(Chunked):
     """The gradient by the logits, as a function of those and of the cotangent."""
 
     @staticmethod
-    def forward(z: Tensor, target: Tensor, weight: Any, sums: Tensor, g: Tensor, form: CrossEntropyForm) -> Tensor:
+    def forward(*given: Any) -> Tensor:
         """The results of all pieces, put together."""
+        z, target, weight, sums, g, form = given
         result = torch.empty_like(z)
         for piece in _pieces(z):
-            logits, targets, (each, given) = _Rows.of(piece, form, z, target, weight, sums, g)
-            given = targets.counted(given)
-            p = torch.sub(logits, each).exp_().mul_(targets.total(z.shape[1]) * given)
-            result[piece] = targets.taken_from(p, given)
+            logits, targets, (each, part) = _Rows.of(piece, form, z, target, weight, sums, g)
+            part = targets.counted(part)
+            p = torch.sub(logits, each).exp_().mul_(targets.total(z.shape[1]) * part)
+            result[piece] = targets.taken_from(p, part)
         return result
 
     @staticmethod
@@ -208,7 +208,7 @@ class CrossEntropyGradient(Chunked):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """By the logits it is the second derivative, which is symmetric; in the cotangent it is linear."""
+        """By the logits the second derivative, which is symmetric; linear in the cotangent."""
         *arguments, g = ctx.saved_tensors
         made: Any = None
         if tangents[0] is not None:
@@ -224,15 +224,17 @@ class CrossEntropyCurvature(Chunked):
     """The gradients of the first one by the logits and by its cotangent, for a cotangent."""
 
     @staticmethod
-    def forward(z: Any, target: Any, weight: Any, sums: Any, g: Any, u: Any, form: CrossEntropyForm) -> Any:
+    def forward(*given: Any) -> Any:
         """The results of all pieces, put together."""
+        z, target, weight, sums, g, u, form = given
         by_z, by_g = torch.empty_like(z), torch.empty_like(g)
         for piece in _pieces(z):
-            logits, targets, (each, given, along) = _Rows.of(piece, form, z, target, weight, sums, g, u)
+            rows = _Rows.of(piece, form, z, target, weight, sums, g, u)
+            logits, targets, (each, part, along) = rows
             p = torch.sub(logits, each).exp_()
             inner, total = (p * along).sum(1, keepdim=True), targets.total(z.shape[1])
             by_g[piece] = total * inner - targets.along(along)
-            by_z[piece] = p.mul_(along - inner).mul_(total * targets.counted(given))
+            by_z[piece] = p.mul_(along - inner).mul_(total * targets.counted(part))
         return by_z, by_g
 
     @staticmethod
@@ -249,7 +251,7 @@ class CrossEntropyCurvature(Chunked):
 def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
     """The gradients of the first one by plain operations, in one piece."""
 
-    def gradients(z: Tensor, target: Tensor, weight: Any, _: Tensor, g: Tensor, u: Tensor) -> Tensors:
+    def gradients(z: Tensor, target: Tensor, weight: Any, _: Any, g: Any, u: Any) -> Tensors:
         p, targets = z.softmax(1), Targets(form, target, weight, z.dtype)
         inner, total = (p * u).sum(1, keepdim=True), targets.total(z.shape[1])
         return total * targets.counted(g) * p * (u - inner), total * inner - targets.along(u)
@@ -257,7 +259,7 @@ def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
     return gradients
 
 
-# --- the kernel -------------------------------------------------------------------------------------------------------
+# --- the kernel -----------------------------------------------------------------------------------
 
 
 def cross_entropy(
@@ -272,7 +274,7 @@ def cross_entropy(
     with _kernels.without():
         rest = (weight, reduction, ignore_index, label_smoothing)
         if not _is_ours(logits, target, weight, ignore_index):
-            return torch._C._nn.cross_entropy_loss(logits, target, *rest)  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.ops.aten.cross_entropy_loss(logits, target, *rest)
         one = logits.ndim == 1
         z = logits[None, :, None] if one else logits.reshape(*logits.shape[:2], -1)
         dense = target.is_floating_point()
@@ -287,7 +289,8 @@ def cross_entropy(
         if not dense:  # the last operation is a mean, as `_versions.reduction` tells it
             live = t != ignore_index
             counted = live if weight is None else weight[torch.where(live, t, 0)] * live
-            loss = loss * (loss.numel() / counted.sum(dtype=torch.promote_types(loss.dtype, torch.float32)))
+            wide = torch.promote_types(loss.dtype, torch.float32)
+            loss = loss * (loss.numel() / counted.sum(dtype=wide))
         return loss.mean()
 
 
@@ -297,9 +300,11 @@ def _is_ours(z: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> 
         return False
     if z.numel() < LEAST or not z.is_floating_point() or not _kernels.served(z, target, weight):
         return False
-    if torch.is_autocast_enabled(z.device.type) or len({x.device for x in (z, target, weight) if x is not None}) > 1:
+    devices = {x.device for x in (z, target, weight) if x is not None}
+    if torch.is_autocast_enabled(z.device.type) or len(devices) > 1:
         return False
-    if weight is not None and (weight.dtype != z.dtype or weight.shape != z.shape[(z.ndim > 1) : (z.ndim > 1) + 1]):
+    classes = z.shape[1 if z.ndim > 1 else 0]
+    if weight is not None and (weight.dtype != z.dtype or weight.shape != (classes,)):
         return False
     if target.is_floating_point():
         return target.shape == z.shape and target.dtype == z.dtype
@@ -307,7 +312,7 @@ def _is_ours(z: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> 
         z.shape[:0] if z.ndim == 1 else z.shape[:1] + z.shape[2:]
     ):
         return False
-    if z.device.type != "cpu" or _kernels.wrapped(target):
+    if z.device.type != "cpu" or _call.is_wrapped(target):
         return True
-    wrong = ((target < 0) | (target >= z.shape[1 if z.ndim > 1 else 0])) & (target != ignored)
+    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
     return not bool(wrong.any())
