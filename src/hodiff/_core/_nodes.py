@@ -247,6 +247,11 @@ class Rare:
         return [node for node in graph.named(*self._names) if self._holds(node)]
 
 
+def hides(node: Node) -> bool:
+    """Whether a function of one tensor was written to a view: no node of the graph is its own."""
+    return len(node.next_functions) == 1
+
+
 def has_backward(function: type) -> bool:
     """Whether an `autograd.Function` says how it is differentiated."""
     plain = torch.autograd.Function

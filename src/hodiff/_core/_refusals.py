@@ -262,13 +262,8 @@ def loses_digits(graph: _nodes.Survey) -> bool:
             any(_versions.argument(node) == 0 for node in graph.named(_messages.ZERO_POWER))
             or any(_divides(node, 2) or _meets_zeros(node) for node in graph.named(*_versions.PRODUCTS))
             or any(_inverts(node, 2) for node in graph.named(_messages.DET))
-            or any(map(_hides, graph.named(_messages.VIEW)))
+            or any(map(_nodes.hides, graph.named(_messages.VIEW)))
         )
-
-
-def _hides(node: Any) -> bool:
-    """Whether a function of one tensor was written to a view: no node of the graph is its own."""
-    return len(node.next_functions) == 1
 
 
 def _divides(node: Any, order: int) -> bool:
@@ -453,10 +448,10 @@ def refuse_hidden(
 
     Where the graph was `given`, nothing that a write to a view hides has been written out.
     """
-    divisions = ["DivBackward0"] if given and any(map(_hides, graph.named(_messages.VIEW))) else []
+    unary = given and any(map(_nodes.hides, graph.named(_messages.VIEW)))
     for remark, names in (
         (partial(_refuse_power, order - 3, least=-1), [_messages.POWER]),
-        (partial(_warn_of_hidden, order), [*_versions.PRODUCTS, *divisions]),
+        (partial(_warn_of_hidden, order), [*_versions.PRODUCTS, *(["DivBackward0"] if unary else [])]),
     ):
         _said(remark, [node for node in gradient.named(*names) if node not in graph.visited], leaves)
 
