@@ -222,11 +222,11 @@ def pushed(function: Plain, arguments: Sequence[Any], tangents: Sequence[Any]) -
     A pass is linear in its cotangents, and its derivative by those is the wanted one.
     """
     varying = _varying(arguments)
-    made = function(*arguments)
+    made: Any = function(*arguments)
     given = [at for at, x in enumerate(made) if x is not None]
 
     def pull(*cotangents: Tensor) -> tuple[Any, ...]:
-        every = [None] * len(made)
+        every: list[Any] = [None] * len(made)
         for at, cotangent in zip(given, cotangents, strict=True):
             every[at] = cotangent
         gradients = pulled_back(function, arguments, every)

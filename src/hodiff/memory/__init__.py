@@ -16,27 +16,29 @@ def twice_differentiable() -> AbstractContextManager[None]:
     In it `F.scaled_dot_product_attention`, whoever calls it (`nn.MultiheadAttention`,
     `nn.TransformerEncoderLayer`, a function that imported it by name), gives what it always gives,
     and a graph that can be differentiated any number of times; so does `F.cross_entropy`. For a
-    loop of your own: `create_graph=True`, MAML, R1 penalties, test-time training. Inside a function
-    that you give to hodiff it is always so.
+    loop of your own: `create_graph=True`, MAML, R1 penalties, test-time training, forward mode
+    (`torch.func.jvp`) with a graph. Inside a function that you give to hodiff it is always so.
 
     With \(P = \operatorname{softmax}(s Q K^\top + M)\), \(O = P V\) and a cotangent *G*, the first
-    derivative is made of \(W = P \circ (G V^\top - \operatorname{rowsum}(G \circ O))\): \(s W K\)
-    by *Q*, \(s W^\top Q\) by *K*, \(P^\top G\) by *V*, *W* by an additive mask *M*. These are
-    differentiated in closed form; no matrix of queries by keys is there as a whole.
+    derivative is made of \(W = P \circ (G V^\top - \operatorname{rowsum}(G \circ O))\):
+    \(s W K\) by *Q*, \(s W^\top Q\) by *K*, \(P^\top G\) by *V*, *W* by an additive mask *M*.
+    These are differentiated in closed form; no matrix of queries by keys is there as a whole.
 
     Shapes, dtypes and errors are PyTorch's: masks (causal, boolean, additive, rows masked in full),
     grouped queries, any leading dimensions; class weights, `ignore_index`, label smoothing,
     probabilities, each `reduction`. In half precision sums are taken in float32. What the closed
-    form does not serve is computed by matrix products, right at every order, with PyTorch's memory:
-    dropout inside of attention, a nested or sparse tensor, a third derivative; cross-entropy under
-    autocast.
+    form does not serve is computed by PyTorch's plain operations, right at every order, with their
+    memory: dropout inside of attention, tensor subclasses, what is traced, forward mode through
+    forward mode, a third derivative; cross-entropy under autocast.
 
-    The context belongs to the thread, may be nested, and changes nothing outside of it. A graph
-    keeps its derivatives when the context is left. Blocks under `torch.utils.checkpoint` run again
-    with what they ran with, whenever the pass comes; they are to be made inside. Compiled functions
-    stay what PyTorch makes them: their second derivative raises. Not mended: third derivatives
-    through PyTorch's layer, batch and instance norm, which hodiff's own calls write out (for a
-    tensor made here they raise), and `flex_attention`.
+    The context belongs to the thread, may be nested, and changes nothing outside of it; a thread
+    that your function starts enters it by itself. A graph keeps its derivatives when the context
+    is left. Blocks under `torch.utils.checkpoint` that were made inside run again with what they
+    ran with, whenever the pass comes; those made outside want their pass outside. Compiled
+    functions stay what PyTorch makes them: their second derivative raises. Not mended: third
+    derivatives through PyTorch's layer, batch and instance norm, which hodiff's own calls write
+    out (for a tensor made here they raise), nested tensors, and `flex_attention`. A release of
+    PyTorch that has no place for such kernels is given plain operations instead.
 
     Returns:
         A context manager.
