@@ -261,3 +261,23 @@ def test_weak_couplings_are_seen_and_rounding_is_none(dtype: torch.dtype, least:
         mixed = lambda x, net=net: net(x)[:, 0] + least * net(x)[:, 0].sum()
         with pytest.warns(BatchMixingWarning, match="not independent"):
             hodiff.grad(mixed, x, batch_ndim=1, check_independence=True)
+
+
+@calls
+@pytest.mark.parametrize("share", [1e-3, 0.0])
+def test_one_much_larger_sample_hides_nothing_of_what_the_others_do(name, share):
+    """By how much the largest gradient outweighs the others does not matter."""
+    scale = torch.tensor([1.0, 1.0, 1e12, 1.0, 1.0], dtype=D)
+    f = lambda x: scale[: len(x)] * separate(x) + share * (x.flip(0) ** 3).sum(1).roll(1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        SCALARS[name](f, X, check_independence=True, **batch(name))
+    assert any(issubclass(w.category, BatchMixingWarning) for w in seen) == bool(share)
+
+
+@pytest.mark.filterwarnings("error")
+def test_rounding_at_samples_that_do_not_matter_is_no_mixing():
+    """What is next to nothing beside the usual gradient is not held against the gradient of the sample that it hits."""
+    on = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=D)
+    f = lambda x: on * (separate(x) + 1e-20 * x[2, 0])
+    hodiff.grad(f, X, batch_ndim=1, check_independence=True)

@@ -164,6 +164,14 @@ def test_samples_that_mix_beside_a_much_larger_one(chunk_size, routes):
     assert routes == ["rows"]
 
 
+def test_the_values_alone_tell_what_mixes_beside_a_much_larger_one(routes, monkeypatch):
+    """The first of two checks, without the second, which takes a pass."""
+    monkeypatch.setattr(_first, "_rows_add_up", lambda *args: True)
+    x = torch.cat([X[:6], torch.full((1, 3), 1e12, dtype=D)])
+    found = hodiff.per_sample_grad(lambda w, b: b @ w + (b @ w).tanh().mean(), torch.ones(3, dtype=D), x)
+    assert routes == ["rows"] and found[0].abs().max() < 10
+
+
 @pytest.mark.parametrize("least", [0.0, 1.0])
 def test_gradients_that_mix_beside_a_much_larger_one(least, routes):
     """The values do not tell: that of each sample is right, and a derivative is not."""
@@ -177,6 +185,19 @@ def test_gradients_that_mix_beside_a_much_larger_one(least, routes):
     slopes = x * (1 - torch.tanh(x.sum(1)) ** 2)[:, None]
     torch.testing.assert_close(found, x + least * slopes.mean(0))
     assert routes == ["rows" if least else "samples"]
+
+
+@pytest.mark.parametrize("unit", [2.0**-400, 2.0**-60, 1.0, 2.0**60, 2.0**400])
+@pytest.mark.parametrize("norms", [[1.0, 3.0, 2.0, 1e-6], [0.0, 1.0, 4.0], [0.0, 0.0], [5.0]])
+def test_all_samples_count_alike_in_any_unit(norms, unit):
+    """By their weights each is 0.5 to 1.5 of the usual one, no two alike; what is next to nothing counts less."""
+    norms = torch.tensor(norms, dtype=D) * unit
+    weights = _first.even_weights(norms)
+    assert weights.isfinite().all() and (weights > 0).all() and len(weights.unique()) == len(norms)
+    some = norms[norms > 0]
+    if len(some):
+        sizes = (weights * norms)[norms > 0] / some.median()
+        assert (sizes > 0.5).all() and (sizes < 1.5).all()
 
 
 def test_selected_and_strict(routes):

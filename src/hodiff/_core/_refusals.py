@@ -234,8 +234,8 @@ def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> Non
     kernel = "PyTorch's fused attention on the processor"
     rows = "a row that is masked in full by a large finite number (finfo.min, -1e9)"
     way_out = (
-        "Compute it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give such rows a mask that is boolean or "
-        "-inf; a function that is given to hodiff in place of its value, and chooses no kernel itself, is right."
+        "Compute it inside `with hodiff.twice_differentiable():`, or give such rows a mask that is "
+        "boolean or -inf; a function that is given to hodiff in place of its value is right."
     )
     if any(_versions.rounds_rows(node) for node in nodes):
         raise GraphError.about(

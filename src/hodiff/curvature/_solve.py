@@ -98,7 +98,7 @@ def solve(
         scale: The \(s\) of a Neumann series: at least half the largest eigenvalue, as LiSSA's scale.
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
             \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
-        products: How many products to spend at most on each right-hand side; None: `10 D`, at most 1000.
+        products: How many products to spend at most on each right-hand side; None: `10 D + 10`, at most 1000.
         callback: A function that is given the record as it stands after each step: its `value` is the iterate.
         progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 

@@ -137,6 +137,8 @@ def test_equal_eigenvalues_are_refused_with_their_gap() -> None:
     with pytest.raises(hodiff.GraphError, match=r"eigenvalues 1 and 2 are 12 and 12, .* apart: equal ones have no"):
         hodiff.eigsh(H, 1, create_graph=True)
     assert not hodiff.eigsh(H, 1).value.requires_grad
+    with pytest.raises(hodiff.GraphError, match="eigenvalues 1 and 2 are 0 and 0, 0 apart"):
+        hodiff.eigsh(hodiff.MatrixOperator(torch.zeros(3, 3, dtype=D, requires_grad=True)), 1, create_graph=True)
     near = torch.tensor([1.0, 1.0 + 1e-9, 3.0], dtype=D, requires_grad=True)
     close = hodiff.HessianOperator(lambda x: (x**4).sum(), near)
     assert hodiff.eigsh(close, 1, create_graph=True).value.requires_grad

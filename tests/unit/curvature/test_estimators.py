@@ -3,8 +3,10 @@
 Statistical tests state their budget: `runs` seeds, and a bound that a right estimator fails less than once in 10^4.
 """
 
+import inspect
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +123,38 @@ def test_generators_decide_the_start() -> None:
     assert hodiff.trace(A, samples=8).value != first  # None is not a seed
     torch.manual_seed(5)
     assert hodiff.trace(A, samples=8).value == first
+
+
+MANY = with_spectrum(torch.logspace(0, 2, 90, dtype=D))
+LOOKED_AT = {
+    "trace": lambda look: hodiff.trace(MANY, samples=20, generator=seeded(0), callback=look),
+    "diagonal": lambda look: hodiff.diagonal(MANY, samples=20, generator=seeded(0), callback=look),
+    "logdet": lambda look: hodiff.logdet(MANY, samples=20, steps=4, shift=30.0, generator=seeded(0), callback=look),
+    "spectral_density": lambda look: hodiff.spectral_density(
+        MANY, samples=20, steps=4, generator=seeded(0), callback=look
+    ),
+    "eigsh": lambda look: hodiff.eigsh(MANY, 2, generator=seeded(0), callback=look),
+    "eigs": lambda look: hodiff.eigs(MANY, 2, generator=seeded(0), callback=look),
+    "spectral_radius": lambda look: hodiff.spectral_radius(MANY, generator=seeded(0), callback=look),
+    "solve": lambda look: hodiff.solve(MANY, torch.ones(90, dtype=D), callback=look),
+}
+
+
+def test_who_takes_a_callback() -> None:
+    functions = {name: getattr(hodiff, name) for name in hodiff.__all__}
+    taken = {n for n, f in functions.items() if inspect.isfunction(f) and "callback" in inspect.signature(f).parameters}
+    assert taken == set(LOOKED_AT)
+
+
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_a_callback_sees_the_record_grow_into_the_result(name: str) -> None:
+    seen: list[Any] = []
+    found = LOOKED_AT[name](seen.append)
+    products = [record.products for record in seen]
+    assert len(seen) > 1 and products == sorted(set(products)) and products[0] > 0 and products[-1] <= found.products
+    assert {type(record) for record in seen} == {type(found)}
+    what = "nodes" if name == "spectral_density" else "value"
+    torch.testing.assert_close(getattr(seen[-1], what), getattr(found, what), rtol=1e-6, atol=1e-9)
 
 
 BAD_CALLS = {

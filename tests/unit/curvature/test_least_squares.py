@@ -343,6 +343,33 @@ def test_samples_that_mix_are_taken_by_rows_and_buffers_stay():
         assert torch.equal(buffer, buffers[name])
 
 
+def test_samples_that_mix_beside_a_much_larger_one(monkeypatch):
+    """By the values alone, which are looked at first."""
+    monkeypatch.setattr("hodiff.curvature._least_squares._System._agrees", lambda *args: True)
+    x = torch.cat([torch.eye(3, dtype=D), torch.full((1, 3), 1e12, dtype=D)])
+    optimizer = hodiff.LevenbergMarquardt(lambda p, x: x @ p + (x @ p).tanh().mean(), torch.ones(3, dtype=D))
+    with pytest.warns(hodiff.HodiffWarning, match="cannot be taken sample by sample"):
+        optimizer.step(x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_residuals_that_are_rounding_are_still_taken_sample_by_sample():
+    """At a solution they differ, by rounding, from what one sample gives: by all of their own size."""
+    A = torch.randn(40, 60, dtype=D, generator=generator())
+    whole = []
+
+    def residuals(p, A):
+        whole.append(len(A) == 40)
+        return A @ p - A.sum(1) + (1e-14 if len(A) == 1 else 0.0)  # as another order of its terms may give
+
+    p = torch.zeros(60, dtype=D)
+    optimizer = hodiff.LevenbergMarquardt(residuals, p, damping=1e-12)
+    for _ in range(4):
+        optimizer.step(A)
+    assert float((A @ p - A.sum(1)).abs().max()) < 1e-12
+    assert not all(whole)
+
+
 def test_a_gradient_that_only_the_whole_batch_knows():
     """The values of the samples are right, their derivatives are not: J'r tells."""
     model = nn.Linear(2, 1).double()

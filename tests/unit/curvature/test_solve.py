@@ -319,6 +319,14 @@ def test_the_error_for_another_operator_names_the_method() -> None:
         hodiff.solve(hodiff.MatrixOperator(draw(2, 3)), draw(3), method="gmres")
 
 
+@pytest.mark.parametrize(("size", "expected"), [(12, 130), (40, 410), (120, 1000)])
+def test_how_many_products_there_are_where_none_is_said(size: int, expected: int) -> None:
+    A = hodiff.MatrixOperator(torch.diag(torch.logspace(0, 12, size, dtype=D)))
+    with pytest.warns(hodiff.ConvergenceWarning, match=f"{expected} products"):
+        found = hodiff.solve(A, torch.linspace(1, 2, size, dtype=D), method="minres", rtol=1e-12)
+    assert found.products == expected and not found.converged
+
+
 def test_trpo_ten_steps_of_conjugate_gradients():
     """Fisher products of a Gaussian policy by its divergence, ten steps, and no warning."""
     net, states = two_layers(3, 2), torch.randn(20, 3, dtype=D)

@@ -1,5 +1,6 @@
 """`unroll`: the hand-written loop, its derivatives, its options, and what must not change."""
 
+import gc
 import itertools
 import weakref
 
@@ -297,6 +298,20 @@ def test_segments_with_a_call_inside_f() -> None:
         return list(torch.autograd.grad((final**3).sum(), [theta, start]))
 
     close(gradients(2), gradients(None))
+
+
+def test_segments_go_with_their_last_reference() -> None:
+    def used() -> weakref.ref[Tensor]:
+        weights = torch.ones(2, dtype=D, requires_grad=True)
+        final = hodiff.unroll(lambda p: (weights * p).sum(), torch.ones(2, dtype=D), rules.SGD(lr=0.1), 4, segments=2)
+        final.sum().backward()
+        return weakref.ref(weights)
+
+    gc.disable()
+    try:
+        assert used()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_backward_pass_through_segments_draws_nothing() -> None:

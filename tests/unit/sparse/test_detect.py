@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff.sparse import rules, sparsity_pattern
+from hodiff.sparse import _pattern, _tracer, rules, sparsity_pattern
 from tests.unit.sparse.zoo import BAND, MASK, ZOO, D, generator
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
@@ -280,10 +280,10 @@ def test_inside_another_call() -> None:
 
 
 def test_an_operation_without_a_rule_is_named() -> None:
-    f = lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(BAND), x[:, None]).pow(3).sum()
+    f = ZOO["grid sample"]
     pattern = sparsity_pattern(f, POINTS[0])
-    assert pattern.without_rule == ("linalg_lu_solve",)
-    assert "linalg_lu_solve" in repr(pattern)
+    assert pattern.without_rule == ("grid_sampler_2d_backward",)
+    assert "grid_sampler_2d_backward" in repr(pattern)
     assert not missed(hodiff.hessian(f, POINTS[0]), pattern)
 
 
@@ -296,6 +296,17 @@ def test_order(order) -> None:
 def test_what_is_not_sparse_is_refused_before_memory_is_full() -> None:
     with pytest.raises(hodiff.InputError, match=r"not sparse.*pattern="):
         sparsity_pattern(lambda x: x.sum() ** 2, torch.ones(30_000))
+
+
+@pytest.mark.parametrize("f", [Leaves.apply, lambda x: x.sum() * x])
+def test_how_many_entries_a_pattern_may_have(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a backward pass that could be followed and of one that could not."""
+    for module, bound in ((_pattern, "_DENSE"), (_tracer, "LIMIT")):
+        monkeypatch.setattr(module, bound, 12)
+    x = torch.arange(1.0, 4.0, dtype=D)
+    assert sparsity_pattern(f, x, order=1).nnz == 9
+    with pytest.raises(hodiff.InputError, match=r"too many entries to be written down"):
+        sparsity_pattern(f, torch.arange(1.0, 5.0, dtype=D), order=1)
 
 
 def test_a_small_picture_only() -> None:
