@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,10 +220,7 @@ def _watch_hooks(undo: Undo) -> None:
         running = _call.state.running
         return register(self, running[-1].hooks.watched(hook) if running else hook)
 
-    def restore() -> None:
-        Tensor.register_hook = register
-
-    undo += [restore]
+    undo += [partial(setattr, Tensor, "register_hook", register)]
     Tensor.register_hook = register_hook
 
 

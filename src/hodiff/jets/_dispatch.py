@@ -148,7 +148,7 @@ def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
     """The latest expansion among the jets of the arguments: it handles the operation."""
     latest = None
     for jet in jets_among((*args, *kwargs.values()) if kwargs else args):
-        if jet.dtype.is_complex:
+        if value_of(jet).dtype.is_complex:
             _check_complex(name)
         if latest is None or jet.expansion.number > latest.number:
             latest = jet.expansion
