@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hodiff._core import _tree
 from hodiff.sparse._tracer import OperatorCall, OutputSets, Rule, Sets, tensors_in
 from hodiff.sparse.rules.contraction import broadcast, broadcasts, listed
 
@@ -138,22 +139,18 @@ def moved(op: OperatorCall) -> OutputSets:
 
     def numbered(value: Any) -> Any:
         nonlocal first
-        if isinstance(value, Tensor):
-            sets = op.sets(value)
-            if sets is not None:
-                numbers = torch.arange(first, first + value.numel(), dtype=torch.float64, device="cpu").reshape(
-                    value.shape
-                )
-                parts.append(sets)
-                first += value.numel()
-                return numbers
+        if not isinstance(value, Tensor):
+            return value
+        sets = op.sets(value)
+        if sets is None:
             data = value.is_floating_point() or value.is_complex()
             return torch.zeros(value.shape, dtype=torch.float64, device="cpu") if data else value.cpu()
-        if isinstance(value, (tuple, list)):
-            return type(value)([numbered(item) for item in value])
-        return value
+        numbers = torch.arange(first, first + value.numel(), dtype=torch.float64, device="cpu")
+        parts.append(sets)
+        first += value.numel()
+        return numbers.reshape(value.shape)
 
-    args, kwargs = numbered(list(op.args)), {key: numbered(value) for key, value in op.kwargs.items()}
+    args, kwargs = _tree.tree_map(numbered, list(op.args)), _tree.tree_map(numbered, dict(op.kwargs))
     for name in ("dtype", "layout", "device", "pin_memory", "memory_format"):
         kwargs.pop(name, None)
     if op.name == "constant_pad_nd":  # what it pads with is no number of an entry

@@ -1,0 +1,64 @@
+"""What a call leaves to Python's collector holds no tensor: training loops switch it off, and memory would grow."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hodiff
+from tests.support.callers import CALLERS, PLAIN, D
+
+Run = Callable[[Tensor], Any]
+X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
+SCALE = torch.tensor(1.3, dtype=D, requires_grad=True)
+
+
+def wave(z: Tensor) -> Tensor:
+    return SCALE * z.sin() * z
+
+
+RUNS: dict[str, Run] = {
+    **{caller.name: lambda x, c=caller: c.run(c.shaped(wave), x, ()) for caller in CALLERS},
+    **PLAIN,
+    "sparse_jacobian, of entries that move": lambda x: hodiff.sparse_jacobian(lambda z: z[..., 1:] - z[..., :-1], x),
+    "sparse_hessian, of a chain": lambda x: hodiff.sparse_hessian(lambda z: (z * z.roll(1, -1)).square().sum(), x),
+}
+
+
+def left_by(call: Callable[[], object]) -> list[Any]:
+    """The unreachable objects that reference counts have not freed."""
+    call()  # first calls fill caches
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [*gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore")  # of functions that are constant
+@pytest.mark.parametrize("name", RUNS)
+def test_no_tensor_is_left_in_a_cycle(name: str) -> None:
+    found = left_by(lambda: RUNS[name](X))
+    assert not [item for item in found if isinstance(item, Tensor)], {type(item).__name__ for item in found}
+
+
+def test_every_public_function_is_looked_at() -> None:
+    named = {name for name in hodiff.__all__ if not name.endswith(("Error", "Warning"))}
+    assert named <= {name.partition(",")[0] for name in RUNS}
+
+
+def test_a_tensor_in_a_cycle_is_seen() -> None:
+    def make() -> None:
+        ring: list[Any] = [torch.ones(2)]
+        ring.append(ring)
+
+    assert [item for item in left_by(make) if isinstance(item, Tensor)]
