@@ -37,6 +37,7 @@ DEFAULTS = {
     "batch_ndim": "0 for the calculus, whose f is one scalar; 1 for penalties and fields, which are made of samples",
     "damping": "0 for what is solved as it is; above 0 for least squares, whose rule moves it",
     "method": "each family has routes of its own, and its own best one",
+    "progress": "an estimator shows a bar where a terminal waits; one over the batches of each product would stand inside",
     "reduction": "the Hessian penalty was published with the largest value",
     "samples": "a variance takes two; a trace or Laplacian is exact unless asked; labels are drawn once",
     "target": "the norm that each penalty was published with",
@@ -46,6 +47,7 @@ DEFAULTS = {
 ANNOTATIONS = {
     "damping": "a solution is also differentiated by it",
     "method": "each family has routes of its own",
+    "progress": "None of an estimator is where a terminal waits",
     "reduction": "of samples: mean, sum, none; of outputs also max",
     "samples": "None is exact, where there is an exact one",
     "target": "a tensor per sample in the core; the published recipes have one number",

@@ -166,7 +166,7 @@ def test_samples_that_mix_beside_a_much_larger_one(chunk_size, routes):
 
 def test_the_values_alone_tell_what_mixes_beside_a_much_larger_one(routes, monkeypatch):
     """The first of two checks, without the second, which takes a pass."""
-    monkeypatch.setattr(_first, "_rows_add_up", lambda *args: True)
+    monkeypatch.setattr(_per_sample, "_rows_add_up", lambda *args: True)
     x = torch.cat([X[:6], torch.full((1, 3), 1e12, dtype=D)])
     found = hodiff.per_sample_grad(lambda w, b: b @ w + (b @ w).tanh().mean(), torch.ones(3, dtype=D), x)
     assert routes == ["rows"] and found[0].abs().max() < 10
@@ -192,7 +192,7 @@ def test_gradients_that_mix_beside_a_much_larger_one(least, routes):
 def test_all_samples_count_alike_in_any_unit(norms, unit):
     """By their weights each is 0.5 to 1.5 of the usual one, no two alike; what is next to nothing counts less."""
     norms = torch.tensor(norms, dtype=D) * unit
-    weights = _first.even_weights(norms)
+    weights = _per_sample.even_weights(norms)
     assert weights.isfinite().all() and (weights > 0).all() and len(weights.unique()) == len(norms)
     some = norms[norms > 0]
     if len(some):

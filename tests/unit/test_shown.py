@@ -45,7 +45,7 @@ SUBMODULES = "graph", "implicit", "jets", "plotting", "rules", "sparse"
 
 def test_submodules_are_there_after_the_import():
     code = f"import hodiff; print(*[getattr(hodiff, name).__name__ for name in {SUBMODULES}])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.split() == [f"hodiff.{name}" for name in SUBMODULES]
 
 

@@ -75,7 +75,9 @@ class Solutions:
 
     def put(self, at: Tensor, x: Tensor, size: Tensor, taken: Tensor | int, direction: Tensor | None) -> None:
         """Take what is known of some systems."""
-        self.x[at], self.size[at], self.taken[at] = x, size, torch.as_tensor(taken, dtype=torch.float64)
+        self.x[at] = x
+        self.size[at] = size
+        self.taken[at] = torch.as_tensor(taken, dtype=torch.float64)
         if direction is not None and bool(direction.any()):
             self.direction = torch.zeros_like(self.x) if self.direction is None else self.direction
             self.direction[at] = direction
