@@ -145,7 +145,7 @@ class OutputGraph:
         try:
             survey = self._run(exact=self.call.order if exact else 0)
         except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
-            compiles = compiles and "torch._dynamo" in sys.modules  # by f, before it could be switched off
+            compiles = compiles and "torch._dynamo" in sys.modules  # too late to switch it
             if context.by_hand is None and not compiles:
                 raise
             failure = error
