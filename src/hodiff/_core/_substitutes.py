@@ -243,7 +243,7 @@ def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[...,
 for _name in _messages.WRONG_TANGENTS:
     for _function in _spellings(_name):
         _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
-_REPLACED |= {each: _near_zero.det(_REPLACED[each]) for each in (torch.linalg.det, torch.det, Tensor.det)}
+_REPLACED |= {each: _near_zero.det(_REPLACED.get(each, each)) for each in (torch.linalg.det, torch.det, Tensor.det)}
 
 
 def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True, order: int = 2) -> Tensor:
