@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hodiff
 from tests.contract.test_side_effects import test_a_module_in_the_function as audited
 from tests.support import audit
-from tests.support.audit import Stream, left_behind, unchanged
+from tests.support.audit import Stream, left_behind, strangers, unchanged
 from tests.support.callers import Caller
 from tests.support.scene import Model, X
 
@@ -154,3 +154,8 @@ def test_a_public_name_that_draws() -> None:
     careless = Caller("grad", "scalar", 1, lambda f, x, args: (hodiff.grad(f, x), torch.rand(()))[0])
     with pytest.raises(AssertionError, match="none that f left"):
         audited(careless)
+
+
+def test_what_is_remembered_has_the_name_that_it_has() -> None:
+    """The audit of a later call in one process would not see it."""
+    assert not strangers()

@@ -30,7 +30,7 @@ from tests.support.ledger import Ledger, storages_of, without_collector
 from tests.support.limits import in_threads
 
 REMEMBERED = {
-    "MIXING", "WRONG_AT_ONCE", "_STATISTICS", "_UNREMARKABLE", "_cleared", "_without_functions",  # classes of nodes
+    "MIXING", "WRONG_AT_ONCE", "_STATISTICS", "UNREMARKABLE", "_cleared", "_without_functions",  # classes of nodes
     "WHOLE",  # classes of tensors and modules
     "_warned", "_state",  # what was said
     "_lost", "absent",  # guards of modes that were not undone in time, and modes
@@ -49,6 +49,11 @@ def _globals() -> dict[str, Any]:
         for name, value in vars(importlib.import_module(module.name)).items()
         if not name.startswith("__")
     }
+
+
+def strangers() -> set[str]:
+    """What is remembered under a name that no module has any more: under its new one it is a side effect."""
+    return REMEMBERED - {path.rpartition(".")[2] for path in _globals()}
 
 
 @functools.cache
