@@ -345,7 +345,7 @@ def test_samples_that_mix_are_taken_by_rows_and_buffers_stay():
 
 def test_samples_that_mix_beside_a_much_larger_one(monkeypatch):
     """By the values alone, which are looked at first."""
-    monkeypatch.setattr("hodiff.curvature._least_squares._System._agrees", lambda *args: True)
+    monkeypatch.setattr("hodiff.curvature._damped_system.DampedSystem._agrees", lambda *args: True)
     x = torch.cat([torch.eye(3, dtype=D), torch.full((1, 3), 1e12, dtype=D)])
     optimizer = hodiff.LevenbergMarquardt(lambda p, x: x @ p + (x @ p).tanh().mean(), torch.ones(3, dtype=D))
     with pytest.warns(hodiff.HodiffWarning, match="cannot be taken sample by sample"):
