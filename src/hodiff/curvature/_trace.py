@@ -159,7 +159,7 @@ def _differentiable(
     forms = operator._recorded_forms(rows)
     with _settings.recording():
         value = forms.sum() if exact else forms.mean()
-    error = torch.zeros_like(value.detach()) if exact else standard_error(forms.detach())
+    error = torch.zeros_like(value) if exact else standard_error(forms.detach())
     return TraceRecord(value, error, None, operator.products - before)
 
 

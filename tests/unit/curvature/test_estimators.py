@@ -157,6 +157,15 @@ def test_a_callback_sees_the_record_grow_into_the_result(name: str) -> None:
     torch.testing.assert_close(getattr(seen[-1], what), getattr(found, what), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("function", [hodiff.trace, hodiff.diagonal])
+@pytest.mark.parametrize(("samples", "spent"), [(15, 15), (16, 16), (17, 16), (64, 16)])
+def test_a_tolerance_is_looked_at_after_sixteen_vectors(function: Any, samples: int, spent: int) -> None:
+    """Of a diagonal matrix vectors of signs give both without an error: the first look is enough."""
+    A = hodiff.MatrixOperator(torch.diag(torch.linspace(1, 2, 90, dtype=D)))
+    found = function(A, samples=samples, rtol=1e-3, generator=seeded(0))
+    assert found.products == spent and found.converged
+
+
 BAD_CALLS = {
     r"eigsh: MatrixOperator is not known to be symmetric": lambda A: hodiff.eigsh(hodiff.MatrixOperator(draw(3, 3))),
     r"k: got 200": lambda A: hodiff.eigsh(A, 200),
