@@ -373,6 +373,25 @@ def test_a_hook_that_changes_gradients_is_told(of: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
+@pytest.mark.parametrize("factor", [None, 3])
+@pytest.mark.parametrize("place", ["f", "closure", "where"])
+def test_a_hook_of_a_module_that_changes_gradients_is_told(place: str, factor: int | None) -> None:
+    """One that only looks on is not."""
+    m = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    m[2].register_full_backward_hook(lambda module, given, out: None if factor is None else (factor * given[0],))
+    x = torch.tensor([[1.0, 2.0]], dtype=D)
+    calls = {
+        "f": lambda: hodiff.hvp(m, x, x),
+        "closure": lambda: hodiff.hvp(lambda z: m(z).sum(), x, x),
+        "where": lambda: hodiff.hvp(lambda m: m(x).square().sum(), m, dict(m.named_parameters())),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        calls[place]()
+    assert bool([w for w in caught if issubclass(w.category, hodiff.HodiffWarning)]) == (factor is not None)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
 def test_pytorchs_own_hooks_are_no_function_of_the_users() -> None:
     """A module hook goes through BackwardHookFunction, which is PyTorch's; that it may change gradients is told."""
     m = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()

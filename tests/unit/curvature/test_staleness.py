@@ -122,6 +122,35 @@ def test_a_batch_changed_in_place_raises() -> None:
 # --- what an evaluation leaves behind ---------------------------------------------------------------------------------
 
 
+def changed_by_a_callback(take: Callable) -> None:
+    x = torch.linspace(1, 2, 60, dtype=D).requires_grad_()
+    take(hodiff.HessianOperator(lambda x: (x**4).sum() + x.sum() ** 2, x), lambda record: x.detach().add_(1))
+
+
+def written_with_its_own_values() -> None:
+    x = torch.ones(3, dtype=D, requires_grad=True)
+    H = hodiff.HessianOperator(lambda x: (x**4).sum(), x)
+    before = H @ x.detach()
+    x.detach().mul_(1)
+    H @ before
+
+
+WRITES: dict[str, Callable] = {
+    "the same values": written_with_its_own_values,
+    "trace": lambda: changed_by_a_callback(lambda H, look: hodiff.trace(H, samples=40, callback=look)),
+    "diagonal": lambda: changed_by_a_callback(lambda H, look: hodiff.diagonal(H, samples=40, callback=look)),
+    "logdet": lambda: changed_by_a_callback(lambda H, look: hodiff.logdet(H, samples=20, steps=2, callback=look)),
+    "eigsh": lambda: changed_by_a_callback(lambda H, look: hodiff.eigsh(H, 1, callback=look)),
+    "solve": lambda: changed_by_a_callback(lambda H, look: hodiff.solve(H, torch.ones(60, dtype=D), callback=look)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_point_that_is_written_to_between_products_is_told(write: str) -> None:
+    with pytest.raises(hodiff.GraphError, match=r"parameters changed since the operator was evaluated \(x\)"):
+        WRITES[write]()
+
+
 def test_refresh_of_a_jacobian_forgets_its_outputs() -> None:
     x = draw(3)
     J = hodiff.JacobianOperator(lambda x: torch.cat([x**2, x[:1]]), x)

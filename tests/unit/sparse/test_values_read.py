@@ -2,6 +2,7 @@
 
 import pickle
 from fractions import Fraction
+from typing import Any
 
 import numpy
 import pytest
@@ -225,3 +226,14 @@ def test_other_dense_tensors_are_taken_as_they_are() -> None:
     torch.testing.assert_close(plan(PLANNED_AT, args=(other,)).to_dense(), hodiff.hessian(f, PLANNED_AT, args=(other,)))
     assert not _plan._are_other(((torch.zeros(4),), {}), ((torch.ones(4),), {}))
     assert _plan._are_other(((torch.zeros(4),), {}), ((torch.ones(5),), {}))
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [(0, 1), (1, 0), (0.0, 0.5), ("", "a"), (b"", b"a"), (False, True), (1, 1.0), (1, True), (1j, 2j)],
+)
+@pytest.mark.parametrize("within", [lambda k: k, lambda k: (1, [k]), lambda k: {"at": k}])
+def test_numbers_and_words_are_other_where_they_differ(before: Any, now: Any, within: Any) -> None:
+    """By kind and by value, from and to one that is nothing."""
+    assert not _plan._are_other(within(before), within(before))
+    assert _plan._are_other(within(before), within(now))
