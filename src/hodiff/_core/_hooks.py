@@ -7,9 +7,7 @@ plain PyTorch. So hooks that `f` registers, or that its modules have, are watche
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,16 +116,6 @@ class Hooks:
 
         return observe
 
-    def of_module(self, module: nn.Module, undo: Undo) -> None:
-        """Watch a module's backward hooks; `undo` is given what lets go of them."""
-        theirs = module._backward_hooks
-
-        def restore() -> None:
-            module._backward_hooks = theirs
-
-        undo += [restore]
-        module._backward_hooks = OrderedDict((key, self.watched(hook)) for key, hook in theirs.items())
-
 
 _KEY = "hodiff"
 
@@ -213,15 +201,25 @@ def lend_module(module: nn.Module, args: Any) -> None:
 
 
 def _watch_hooks(undo: Undo) -> None:
-    """Let the innermost evaluation know of each hook that is registered on a tensor."""
-    register = Tensor.register_hook
+    """Let the innermost evaluation know of each hook that is registered on a tensor, or that a module runs.
 
-    def register_hook(self: Tensor, hook: Hook) -> Any:
+    A module has gathered its hooks before another can tell that it is called; then it looks up what makes one of them.
+    """
+    modules: Any = nn.modules.module
+    register, full, other = Tensor.register_hook, modules.BackwardHook, modules._WrappedHook
+
+    def watched(hook: Hook) -> Hook:
         running = _call.state.running
-        return register(self, running[-1].hooks.watched(hook) if running else hook)
+        return running[-1].hooks.watched(hook) if running else hook
 
-    undo += [partial(setattr, Tensor, "register_hook", register)]
-    Tensor.register_hook = register_hook
+    def restore() -> None:
+        Tensor.register_hook = register
+        modules.BackwardHook, modules._WrappedHook = full, other
+
+    undo += [restore]
+    Tensor.register_hook = lambda self, hook: register(self, watched(hook))
+    modules.BackwardHook = lambda module, *kinds: full(module, *(list(map(watched, hooks)) for hooks in kinds))
+    modules._WrappedHook = lambda hook, *module: other(watched(hook), *module)
 
 
 watch_modules = Counted(_watch_modules)

@@ -177,7 +177,7 @@ class EvaluationContext:
                     _kernels.include(undo)
             if "torch._dynamo" in sys.modules:
                 _settings.eager.enter(undo)
-            self.loan = StateLoan(call, self.hooks)
+            self.loan = StateLoan(call)
             self.borrowed = self.loan.attributes
             undo += [self.loan.close]
             watch_modules.enter(undo)

@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hodiff._core import _arguments, _call, _locks, _tree
 from hodiff._core._call import Call
-from hodiff._core._hooks import Hooks
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 
@@ -147,10 +146,10 @@ class StateLoan:
         put_back: What else is done when they are given back.
     """
 
-    __slots__ = ("_call", "_claimed", "_cloned", "_hooks", "attributes", "put_back")
+    __slots__ = ("_call", "_claimed", "_cloned", "attributes", "put_back")
 
-    def __init__(self, call: Call, hooks: Hooks) -> None:
-        self._call, self._hooks = call, hooks
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self._cloned: list[nn.Module] = []
         self._claimed: list[nn.Module] = []
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
@@ -159,7 +158,7 @@ class StateLoan:
     def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
         """Borrow modules that `f` calls, below a point's `root` or others, from all other threads.
 
-        Clones stand in for their buffers, attributes are noted, hooks on gradients are watched.
+        Clones stand in for their buffers, attributes are noted.
         """
         # Of a module that is sharded a first derivative by inputs is right.
         if root is None and self._call.order >= 2 and _arguments.LOADED_BY in sys.modules:
@@ -175,13 +174,10 @@ class StateLoan:
             hooked = module._forward_pre_hooks or module._forward_hooks
             plain = module.__class__ in _KEEP_NOTHING and module is not root and not hooked
             self.attributes[module] = None if plain else module.__dict__.copy()
-            scripted = isinstance(module, torch.jit.ScriptModule)
-            if module._buffers and not scripted:
+            if module._buffers and not isinstance(module, torch.jit.ScriptModule):
                 self._clone_buffers(module)
             if root is None and "max_norm" in module.__dict__ and module.max_norm is not None:
                 self._copy_table(module)
-            if module._backward_hooks and not scripted:
-                self._hooks.of_module(module, self.put_back)
 
     def _clone_buffers(self, module: nn.Module) -> None:
         self._cloned += [module]

@@ -488,6 +488,13 @@ def _swaps_are_told() -> bool:
     return told and "_reparametrize_module" in code.co_names
 
 
+def _module_hooks_are_told() -> bool:
+    """Whether a module that is called looks up what runs its hooks on gradients by the names that `_hooks` takes."""
+    call = torch.nn.Module._call_impl.__code__
+    names = {name for code in (call, *call.co_consts) for name in getattr(code, "co_names", ())}
+    return {"BackwardHook", "_WrappedHook"} <= names
+
+
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -697,6 +704,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether f takes derivatives itself": lambda x: _passes_are_told(),
     "how a checkpoint runs again": lambda x: _repeats_are_told(),
     "for which module functional_call runs": lambda x: _swaps_are_told(),
+    "which hooks a module runs": lambda x: _module_hooks_are_told(),
     **{
         f"what {name} is": lambda x, name=name, graph=graph: name in _names(graph(x))
         for name, graph in GRAPHS.items()
