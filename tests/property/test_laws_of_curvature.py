@@ -150,6 +150,28 @@ def test_estimates(setting: Setting) -> None:
     agree(torch.as_tensor(found.value, dtype=D), torch.logdet(H + shift * units), 1e-6, 1e-6)
 
 
+@law("MatrixOperator", says="a stack of matrices: the solutions, traces and log-determinants of each")
+@given(
+    seed=st.integers(0, 2**16),
+    batch=st.lists(st.integers(0, 3), max_size=2),
+    size=st.integers(1, 6),
+    count=st.integers(1, 3),
+    dense=st.booleans(),
+)
+def test_stacks(seed: int, batch: list[int], size: int, count: int, dense: bool) -> None:
+    source = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, dtype=D, generator=source)
+    A = normal(*batch, size, size)
+    A = A @ A.mT + torch.eye(size, dtype=D)
+    operator, b = hodiff.MatrixOperator(A, batch_ndim=len(batch)), normal(count, *batch, size)
+    options = {} if dense else {"callback": lambda record: None}  # who looks on sees iterations
+    found = hodiff.solve(operator, [b], rtol=1e-11, **options)
+    agree(found.value[0], torch.linalg.solve(A, b.unsqueeze(-1)).squeeze(-1), 1e-6, 1e-8)
+    assert bool(torch.as_tensor(found.converged).all()) and found.residual.shape == (count, *batch)
+    agree(hodiff.logdet(operator).value, torch.logdet(A), 1e-8, 1e-8)
+    agree(hodiff.trace(operator).value, A.diagonal(dim1=-2, dim2=-1).sum(-1), 1e-9)
+
+
 @law("sparse_hessian", says="H, of a function whose entries meet their neighbours")
 @law("sparse_jacobian", says="J of the same")
 @given(f=expressions(roll=False, leaves=3), g=expressions(roll=False, leaves=3), x=values((7,)))

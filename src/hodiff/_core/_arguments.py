@@ -32,6 +32,8 @@ Reduction = Literal["mean", "sum", "none"]
 ExtremeReduction = Literal["max", "mean", "sum", "none"]
 """From values of which the largest may be what counts."""
 
+DataReduction = Literal["mean", "sum"]
+"""What a sum over batches is divided by: by their weights, or by nothing."""
 PatchReduction = Literal["sum", "mean"]
 """From several outputs of one sample to one."""
 

@@ -24,6 +24,7 @@ from hodiff.errors import InputError
 
 Leaves = list[Tensor]
 """A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
+NO_BATCH = torch.Size()
 TURNED_BYTES = 16 * 2**20
 _TILE = 4096
 
@@ -77,37 +78,48 @@ class Space:
         names: A readable name for each.
         tree: The structure of the point.
         operator: Whether it is one side of an operator, for which several vectors are columns, as in linear algebra.
+        batch: The leading dimensions of all tensors, in which systems lie beside each other; flat: `(*batch, D)`.
     """
 
     def __init__(
-        self, likes: Sequence[Tensor], names: Sequence[str], tree: _tree.Tree, meaning: str, *, operator: bool = False
+        self,
+        likes: Sequence[Tensor],
+        names: Sequence[str],
+        tree: _tree.Tree,
+        meaning: str,
+        *,
+        operator: bool = False,
+        batch: torch.Size = NO_BATCH,
     ) -> None:
         self.likes = likes
         self.names = names
         self.tree = tree
         self.operator = operator
+        self.batch = batch
         self._meaning = meaning
 
-    def side(self) -> Space:
+    def side(self, batch_ndim: int = 0) -> Space:
         """This space as one side of an operator or a matrix, which keeps nothing of the user's alive."""
         devices = {str(like.device) for like in self.likes}
         if len(devices) > 1:
             listed = ", ".join(sorted(devices))
             raise InputError(f"{self._meaning}: its tensors are on several devices ({listed}); a matrix needs one.")
         hollow = [torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape) for like in self.likes]
-        return Space(hollow, self.names, self.tree, self._meaning, operator=True)
+        batch = hollow[0].shape[:batch_ndim]
+        return Space(hollow, self.names, self.tree, self._meaning, operator=True, batch=batch)
 
     @classmethod
-    def line(cls, like: Tensor, name: str = "x") -> Space:
+    def line(cls, like: Tensor, name: str = "x", batch_ndim: int = 0) -> Space:
         """The space of vectors like one tensor, for an operator."""
-        return cls([like], [name], _tree.LEAF, f"like {name}").side()
+        return cls([like], [name], _tree.LEAF, f"like {name}").side(batch_ndim)
 
     def only(self, chosen: Sequence[int]) -> Space:
         """The space of some of the leaves: vectors are dicts by name."""
         names = [self.names[index] for index in chosen]
         tree = _tree.Branch(dict, tuple(names), (_tree.LEAF,) * len(names))
         likes = [self.likes[index] for index in chosen]
-        return Space(likes, names, tree, f"a dict with keys {names}", operator=self.operator)
+        meaning = f"a dict with keys {names}"
+        return Space(likes, names, tree, meaning, operator=self.operator, batch=self.batch)
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
@@ -116,11 +128,11 @@ class Space:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [like.numel() for like in self.likes]
+        return [like.shape[len(self.batch) :].numel() for like in self.likes]
 
     @cached_property
     def size(self) -> int:
-        """The number of entries, D."""
+        """The number of entries, D; of one of a batch."""
         return sum(self._sizes)
 
     @cached_property
@@ -136,7 +148,7 @@ class Space:
     @property
     def flat(self) -> bool:
         """Whether a vector is a single tensor of one dimension, so that structure and flat spelling are one."""
-        return self.tree is _tree.LEAF and self.likes[0].ndim == 1
+        return self.tree is _tree.LEAF and self.likes[0].ndim == 1 + len(self.batch)
 
     def like(self, other: Space) -> bool:
         """Whether vectors of the other space are vectors of this one, with their leaves in the same order."""
@@ -158,6 +170,8 @@ class Space:
         if not plain and not isinstance(value, Tensor):
             value = self.as_tensors(value, name)
             tree = tree_of_listed_leaves(value, tree, len(self.likes)) or tree
+        if self.batch and isinstance(value, Tensor):
+            return self._parse_batched(value, name)
         if isinstance(value, Tensor) and self._is_flat(value, name):
             return self._parse_flat(value, name)
         parts, count = self.structured(value, name, tree)
@@ -221,6 +235,33 @@ class Space:
             return Vectors("flat", self.split(value), None, self.tree)
         return Vectors("columns", [value] if self.operator else self.split(value.T), value.shape[1], self.tree)
 
+    def _parse_batched(self, value: Tensor, name: str) -> Vectors:
+        """One vector for each system, flat or like the point; several in front, or, of matrices, behind as columns."""
+        check_dense(value, name, f", {self._meaning}")
+        if value.dtype != self.dtype or value.device != self.device:
+            raise _wrong_kind(value, name, self.dtype, self.device)
+        flat = torch.Size((*self.batch, self.size))
+        own = self.likes[0].shape if self.tree is _tree.LEAF else flat
+        stacked, columns = value.shape[1:] == own and own is not flat, self.flat and value.shape[:-1] == flat
+        if value.shape == own and own is not flat:
+            return Vectors("structure", [value], None, self.tree)
+        if value.shape == flat:
+            return Vectors("flat", self.split(value), None, self.tree)
+        if stacked and columns:
+            raise InputError(
+                f"{name}: has shape {tuple(value.shape)}, {len(value)} stacked vectors or columns, which here are of "
+                f"one shape. Say [{name}] for vectors stacked in front, and [{name}.movedim(-1, 0)] for columns."
+            )
+        if stacked:
+            return Vectors("structure", [value], len(value), self.tree)
+        if columns:
+            return Vectors("columns", [value.movedim(-1, 0)], value.shape[-1], self.tree)
+        raise InputError(
+            f"{name}: has shape {tuple(value.shape)}, expected {tuple(own)} for one vector in each of the systems, or "
+            f"{('K', *own)} for K of them".replace("'", "")
+            + "."
+        )
+
     def _wrong_shape(self, value: Tensor, name: str) -> InputError:
         turned = value.ndim == 2 and value.shape[1] == self.size
         advice = f"; several vectors are columns: give {name}.T" if turned else ""
@@ -233,10 +274,10 @@ class Space:
     # --- parts and flat vectors
 
     def split(self, flat: Tensor) -> Leaves:
-        """The parts of flat vectors, `(D,)` or rows `(K, D)`: views, unless dtypes are mixed."""
+        """The parts of flat vectors, `(*batch, D)` or rows `(K, *batch, D)`: views, unless dtypes are mixed."""
         lead = flat.shape[:-1]
         return [
-            piece.reshape((*lead, *like.shape)).to(like.dtype)
+            piece.reshape((*lead, *like.shape[len(self.batch) :])).to(like.dtype)
             for piece, like in zip(self.pieces(flat), self.likes, strict=True)
         ]
 
@@ -261,11 +302,12 @@ class Space:
         if any(part.dtype != self.dtype for part in parts):
             out.copy_(self.join(parts, len(out)))
             return
-        torch.cat([part.reshape(len(out), -1) for part in parts], dim=1, out=out)
+        pieces = [part.reshape((*out.shape[:-1], n)) for part, n in zip(parts, self._sizes, strict=True)]
+        torch.cat(pieces, dim=-1, out=out)
 
     def join(self, parts: Sequence[Tensor], count: int | None) -> Tensor:
         """Parts as one flat vector `(D,)`, or as rows `(K, D)`."""
-        return join(parts, count, self.dtype)
+        return join(parts, count, self.dtype, self.batch)
 
     def result(self, parts: Sequence[Tensor], tree: _tree.Tree = _tree.LEAF) -> Any:
         """Parts in the structure of the point, or in another of as many leaves."""
@@ -273,8 +315,9 @@ class Space:
 
     def units(self, start: int, stop: int) -> Tensor:
         """Some of the unit vectors, as rows."""
-        rows = torch.zeros((stop - start, self.size), dtype=self.dtype, device=self.device)
-        rows[:, start:stop].fill_diagonal_(1)
+        size = (stop - start, *self.batch, self.size)
+        rows = torch.zeros(size, dtype=self.dtype, device=self.device)
+        rows[..., start:stop].diagonal(dim1=0, dim2=-1).fill_(1)
         return rows
 
     def take(self, parts: Leaves, count: int | None, source: Space) -> Leaves:
@@ -336,9 +379,9 @@ def _turned(columns: Tensor) -> Tensor:
     return rows
 
 
-def join(parts: Sequence[Tensor], count: int | None, dtype: torch.dtype) -> Tensor:
+def join(parts: Sequence[Tensor], count: int | None, dtype: torch.dtype, batch: torch.Size = NO_BATCH) -> Tensor:
     """Parts as one flat vector, or, of so many stacked ones, as rows."""
-    lead = () if count is None else (count,)
+    lead = batch if count is None else (count, *batch)
     pieces = [part.reshape((*lead, part.shape[len(lead) :].numel())).to(dtype) for part in parts]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
@@ -415,6 +458,8 @@ def standard_error(estimates: Tensor) -> Tensor | None:
     """The standard error of the mean of independent estimates, along the first dimension; None of a single one."""
     if len(estimates) < 2:
         return None
+    if not estimates.numel():
+        return estimates.sum(0)
     unit = near(estimates.detach().abs().amax(0))  # squares of very small or large numbers have no place in their dtype
     return (estimates / unit).std(0) / len(estimates) ** 0.5 * unit
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _nodes, _tree
+from hodiff._core._arguments import DataReduction
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 BatchWeight = Callable[[Any], Any] | Literal["equal"] | None
@@ -114,7 +115,15 @@ def _length(data: Any) -> int | None:
 class Weighted:
     """Turns what a user's function returns for a batch into `(sum, weight)`."""
 
-    def __init__(self, batches: Batches, batch_weight: BatchWeight, name: str = "f", *, bare: bool = True) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        batch_weight: BatchWeight,
+        name: str = "f",
+        *,
+        bare: bool = True,
+        reduction: DataReduction = "mean",
+    ) -> None:
         if not (
             batch_weight is None
             or callable(batch_weight)
@@ -130,6 +139,7 @@ class Weighted:
         self._weight = batch_weight
         self._name = name
         self._bare = bare
+        self._summed = reduction == "sum"
         self._warned, self._units = False, 0
 
     def __call__(self, returned: Any, batch: Any, number: int) -> tuple[Any, Any]:
@@ -183,15 +193,16 @@ class Weighted:
                 f"the result is some {weight:g} times too small. Return the sum, reduction='sum', or the mean alone, "
                 f"with batch_weight=lambda batch: len(batch[1])."
             )
-        samples = _samples(batch) if how == "sum" and weight == 1 and number == self._units < 2 else 1
+        slip = how == "sum" and weight == 1 and not self._summed
+        samples = _samples(batch) if slip and number == self._units < 2 else 1
         if samples > 1 and (shape is None or shape[:1] == (samples,)):
             self._units += 1
             if self._units == 2:
                 self._warn(
                     f"{self._name} returned a sum over {samples} samples beside the weight 1, of several batches: what "
                     f"is taken is the sum over all data, divided by the number of batches. Return (sum, number of "
-                    f"samples) for the mean; (sum, 1 / number of batches) for the sum over all data; and "
-                    f'the sum alone, with batch_weight="equal", where each batch is one unit.'
+                    f'samples) for the mean; say reduction="sum" for the sum over all data; and return the sum '
+                    f'alone, with batch_weight="equal", where each batch is one unit.'
                 )
 
     def _warn(self, text: str) -> None:

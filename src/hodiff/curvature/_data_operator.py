@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, Self
 import torch
 
 from hodiff._core import _arguments, _memory
+from hodiff._core._arguments import DataReduction
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature._data import Batches
@@ -18,7 +19,7 @@ from hodiff.curvature._graph_cache import Builder, G, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
 from hodiff.curvature._records import axes_or_new
-from hodiff.errors import GraphError
+from hodiff.errors import GraphError, InputError
 
 # --- what an operator takes: `H.cost()` -------------------------------------------------------------------------------
 
@@ -102,17 +103,24 @@ class DataOperator(LinearOperator, Generic[G]):
         progress: bool,
         process_group: ProcessGroup | None = None,
         keep: bool = False,
+        batch_ndim: int = 0,
+        reduction: DataReduction = "mean",
     ) -> None:
         super().__init__()
         point, others = Where(where), process_group is not None
         batches = Batches(data, point.tensors[0].device, keep=keep, progress=progress, shared=others)
         self._group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
         made = builder(batches, self._group_sum)
-        graphs: GraphCache[G, Any] = GraphCache(made, where, batches, memory_budget, self._group_sum)
+        _arguments.check_option(reduction, DataReduction, "reduction")
+        graphs: GraphCache[G, Any] = GraphCache(
+            made, where, batches, memory_budget, self._group_sum, reduction == "sum"
+        )
         self._evaluation = CurrentGraphs(graphs)
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
-        self._space = graphs.where.space().side()
+        if _arguments.check_integer(batch_ndim, "batch_ndim", least=0):
+            _check_stack(point, data, process_group, batch_ndim)
+        self._space = graphs.where.space().side(batch_ndim)
 
     _passes = 1, 1
     """Reverse passes: of a product through a graph, and to build that graph."""
@@ -189,13 +197,13 @@ class DataOperator(LinearOperator, Generic[G]):
             cache = graphs.first_batch_bytes() * count
         again = 0 if first is None else count - len(graphs.kept)
         itemsize = self._domain.dtype.itemsize
-        rows, columns = self.shape
+        rows, columns = self.shape[-2:]
         chunk = self._chunk_size or graphs.auto_chunk(self._domain.size)
         chunks = -(-min(rows, columns) // chunk)
         return Cost(
             size=columns,
-            dense_bytes=rows * columns * itemsize,
-            product_bytes=rows * itemsize + 4 * graphs.largest() * itemsize,
+            dense_bytes=self.shape.numel() * itemsize,
+            product_bytes=rows * self._domain.batch.numel() * itemsize + 4 * graphs.largest() * itemsize,
             cache_bytes=cache,
             free_bytes=_memory.free_bytes(self.device),
             batches=batches,
@@ -240,6 +248,20 @@ class DataOperator(LinearOperator, Generic[G]):
         partly = graphs.kept and not graphs.first.own.complete
         some = f" ({len(graphs.kept)} of {graphs.batches.count})" if partly else ""
         return f"{self._route}{batches}, {held}{some}"
+
+
+def _check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) -> None:
+    """Raise unless a point can be of samples, each with a matrix of its own."""
+    if where.module_slices:
+        raise InputError(
+            f"where: is a module, whose parameters are no samples; batch_ndim={batch_ndim} gives each sample a matrix "
+            f"of its own, at a point like (N, ...). Take batch_ndim=0 for the parameters."
+        )
+    if data is not None or process_group is not None:
+        raise InputError(
+            f"batch_ndim={batch_ndim}: goes without data= and process_group=: the point itself holds the samples."
+        )
+    _arguments.check_batch(where.tensors, where.names, batch_ndim)
 
 
 class SummedOperator(SymmetricOperator, DataOperator[G]):

@@ -212,7 +212,8 @@ def logdet(
         Ubaru, S., Chen, J., Saad, Y. (2017). Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIAM J.
         Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
-    operator = check_square(operator, "logdet", symmetric=True, instead="the log-determinant of A.T @ A, halved")
+    instead = "the log-determinant of A.T @ A, halved"
+    operator = check_square(operator, "logdet", symmetric=True, instead=instead, stacks=True)
     recorded = is_recorded("logdet", operator, create_graph, vectors=vectors, shift=shift)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     if recorded:
@@ -222,12 +223,25 @@ def logdet(
     _arguments.check_integer(steps, "steps", least=1)
     number = as_float(shift, "shift")
     with EstimatorProgress("logdet", operator, drawn.number * steps, callback, progress) as watch:
-        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch)
+        if operator._domain.batch:
+            made, rows = _logdets(operator, number, rtol, watch), None
+        else:
+            made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch)
+            rows = None if quadrature.exact else drawn.kept()[: len(quadrature.nodes)]
     if not recorded:
         return made
-    exact = quadrature.exact
-    rows = operator._domain.units(0, operator.shape[0]) if exact else drawn.kept()[: len(quadrature.nodes)]
+    exact = rows is None
+    rows = operator._domain.units(0, operator.shape[-1]) if rows is None else rows
     return replace(made, value=_differentiable_logdet(operator, rows, shift, made.value, exact=exact))
+
+
+def _logdets(operator: LinearOperator, shift: float, rtol: float | None, watch: EstimatorProgress) -> TraceRecord:
+    """The record of a stack of matrices, by all eigenvalues of each."""
+    values = eigenvalues(operator)
+    logs = _logs(values, torch.ones_like(values), shift, torch.finfo(operator.dtype).eps)
+    value = logs.to(operator.device, sum_dtype(operator.dtype))
+    met = None if rtol is None else torch.ones_like(value, dtype=torch.bool)
+    return TraceRecord(value, torch.zeros_like(value), met, watch.spent)
 
 
 def _estimated_logdet(
@@ -283,8 +297,8 @@ def _differentiable_logdet(
         rows, value = normal(rows.to(operator.dtype)), normal(value)
         images = operator._recorded_rows(rows) + shift * rows
         if exact:
-            matrix = images.to(value.dtype)  # PyTorch has no determinant of half precision
-            return torch.logdet((matrix + matrix.T) / 2)
+            matrix = images.to(value.dtype).movedim(0, -1)  # PyTorch has no determinant of half precision
+            return torch.logdet((matrix + matrix.mT) / 2)
         return _LogDeterminant.apply(operator, rows, shift, value, images)
 
 
@@ -309,15 +323,16 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     """The mean of the logarithm by each rule."""
     shifted = nodes + shift
     seen = torch.where(weights > 0, shifted, math.inf)  # a node without weight stands for nothing
-    least = float(seen.min())
-    if not least > 10 * eps * max(float(nodes.abs().max()), abs(shift)):
-        below = shift - least > 10 * eps * float(nodes.abs().max())
+    lost = ~(seen.amin(-1) > 10 * eps * nodes.abs().amax(-1).clamp_min(abs(shift)))
+    if bool(lost.any()):
+        least, largest = float(seen.amin(-1)[lost][0]), float(nodes.abs().amax(-1)[lost][0])
+        below = shift - least > 10 * eps * largest
         other = " Of a Hessian, hodiff.GaussNewtonOperator is an approximation that is never negative." if below else ""
         raise InputError(
             f"logdet: the operator has an eigenvalue of about {least - shift:.3g}, which with shift={shift:g} is not "
             f"positive (up to rounding), so there is no log-determinant; give a larger shift=.{other}"
         )
-    return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(1)
+    return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(-1)
 
 
 def extent(quadrature: GaussRules) -> tuple[float, float]:
@@ -370,12 +385,19 @@ class GaussRules(NamedTuple):
 
 def exact_rules(operator: LinearOperator) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
-    matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
-    unit = float(matrix.abs().max()) or 1.0
-    values = torch.linalg.eigvalsh((matrix + matrix.T) / (2 * unit))[None] * unit
+    values = eigenvalues(operator)[None]
     return GaussRules(
-        values, torch.full_like(values, 1 / len(matrix)), torch.ones(1, dtype=torch.bool, device="cpu"), ()
+        values, torch.full_like(values, 1 / values.shape[1]), torch.ones(1, dtype=torch.bool, device="cpu"), ()
     )
+
+
+def eigenvalues(operator: LinearOperator) -> Tensor:
+    """All of a symmetric operator, rising, or of each of a stack; in double precision on the CPU."""
+    matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
+    check_finite(matrix, "logdet")
+    unit = matrix.abs().amax((-2, -1), keepdim=True)
+    unit = torch.where(unit > 0, unit, 1.0)
+    return torch.linalg.eigvalsh((matrix + matrix.mT) / (2 * unit)) * unit[..., 0]
 
 
 def rules(

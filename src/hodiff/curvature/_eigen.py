@@ -248,8 +248,10 @@ def spectral_radius(
     Reference:
         As for `hodiff.eigs`; of a symmetric operator, as for `hodiff.eigsh`.
     """
-    operator = check_square(operator, "spectral_radius")
+    operator = check_square(operator, "spectral_radius", stacks=True)
     check_detached("spectral_radius", operator, create_graph)
+    if operator._domain.batch:
+        return _radii(operator, default_rtol(operator.dtype) if rtol is None else rtol)
 
     def of(record: EigenRecord) -> RadiusRecord:
         return RadiusRecord(record.value[0].abs(), record.residual[0], record.converged, record.products)
@@ -258,6 +260,22 @@ def spectral_radius(
     return of(
         _eigenpairs("spectral_radius", operator, 1, "magnitude", rtol, products, basis, generator, watching, progress)
     )
+
+
+def _radii(operator: LinearOperator, rtol: float) -> RadiusRecord:
+    """The record of a stack of matrices, by all eigenvalues of each."""
+    before = operator.products
+    matrix = check_finite(operator._dense().to(torch.promote_types(operator.dtype, torch.float32)), "spectral_radius")
+    values, vectors = torch.linalg.eig(matrix)
+    first = values.abs().argmax(-1, keepdim=True)
+    value = values.gather(-1, first)
+    x = vectors.gather(-1, first[..., None].expand(*vectors.shape[:-1], 1))
+    residual = (matrix.to(x.dtype) @ x - value[..., None] * x).norm(dim=(-2, -1)) / x.norm(dim=(-2, -1))
+    value = value[..., 0].abs()
+    met = residual <= 2 * rtol * matrix.norm(dim=(-2, -1))
+    if not bool(met.all()):
+        warn_not_converged("spectral_radius: eigenvalues of the dense matrices are less exact than rtol=.")
+    return RadiusRecord(value, residual, met, operator.products - before)
 
 
 def _eigenpairs(

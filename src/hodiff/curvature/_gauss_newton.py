@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _nodes, _reverse
+from hodiff._core._arguments import DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
@@ -57,10 +58,14 @@ class Linearised(BatchGraph):
         return _reverse.products(self.evaluation, self.outputs, parts, count, chunk_size=chunk, inputs=leaves)
 
 
-def predicted(predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed) -> OutputGraph:
+def predicted(
+    predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed, batch_ndim: int = 0
+) -> OutputGraph:
     """The evaluation of a batch's outputs, not yet entered."""
     given = () if batch is NONE else (batch,)
-    return OutputGraph(call(predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow))
+    return OutputGraph(call(
+        predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow, batch_ndim=batch_ndim
+    ))  # fmt: skip
 
 
 def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Leaves, Leaves]:
@@ -177,6 +182,8 @@ class GaussNewtonOperator(PullbackOperator):
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches.
         batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
+        reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own reduction is `"sum"`
+            gives the sum in any case.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -221,6 +228,7 @@ class GaussNewtonOperator(PullbackOperator):
         *,
         data: Any = None,
         batch_weight: BatchWeight = None,
+        reduction: DataReduction = "mean",
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -232,10 +240,10 @@ class GaussNewtonOperator(PullbackOperator):
         super().__init__(
             where, data,
             lambda batches, _: PullbackBuilder(
-                predict, loss, Weighted(batches, batch_weight, "loss"), allow
+                predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
-            process_group=process_group,
+            process_group=process_group, reduction=reduction,
         )  # fmt: skip
         form = "closed-form" if type(loss) in LIKELIHOODS else "differentiated"
         self._route = f"linearised outputs, {form} loss"
@@ -327,6 +335,7 @@ class FisherOperator(PullbackOperator):
         generator: Where `"mc"` draws from; None is the default generator of its device. Of several processes
             each draws labels of its own, whose seeds come from there, also where all have the same.
         batch_weight: As for `hodiff.GaussNewtonOperator`.
+        reduction: `"mean"` or `"sum"`, as for `hodiff.GaussNewtonOperator`.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -378,6 +387,7 @@ class FisherOperator(PullbackOperator):
         samples: int = 1,
         generator: torch.Generator | None = None,
         batch_weight: BatchWeight = None,
+        reduction: DataReduction = "mean",
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -391,12 +401,12 @@ class FisherOperator(PullbackOperator):
         check_generator(generator)
 
         def builder(batches: Batches, group_sum: ProcessGroupSum | None) -> FisherBuilder:
-            weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical")
+            weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical", reduction=reduction)
             return FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum)
 
         super().__init__(
             where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,
-            progress=progress, process_group=process_group, keep=kind == "mc",
+            progress=progress, process_group=process_group, keep=kind == "mc", reduction=reduction,
         )  # fmt: skip
         self.kind, self._route = kind, f"{kind}, linearised outputs"
 

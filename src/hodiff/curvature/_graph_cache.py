@@ -141,14 +141,22 @@ class GraphCache(Generic[G, B]):
     """
 
     def __init__(
-        self, builder: B, point: Any, batches: Batches, memory_budget: float, group_sum: ProcessGroupSum | None = None
+        self,
+        builder: B,
+        point: Any,
+        batches: Batches,
+        memory_budget: float,
+        group_sum: ProcessGroupSum | None = None,
+        undivided: bool = False,
     ) -> None:
+        """The graphs at a point; what they add up to is a sum, where that is `undivided`."""
         _memory.check_budget(memory_budget)
         self.builder = builder
         self.group_sum = group_sum
         self._point = point
         self.batches = batches
         self._budget = memory_budget
+        self.undivided = undivided
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
         self.live = "the point has a grad_fn" if any(part.grad_fn is not None for part in self.where.tensors) else ""
@@ -212,8 +220,8 @@ class GraphCache(Generic[G, B]):
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
-            weight = 1.0 if graph.weight is None else weight + graph.weight
-            undivided = graph.weight is None
+            undivided = self.undivided or graph.weight is None
+            weight = self._added(weight, graph)
             largest = largest or _nodes.largest_output(_nodes.survey(graph.roots))
             if graph.random:
                 random[number] = state
@@ -230,7 +238,7 @@ class GraphCache(Generic[G, B]):
             warn_random(self.where)
         value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
         complete = len(graphs) == self.batches.count
-        own = RankFacts(float(value), weight, undivided, largest, complete, dtype)
+        own = RankFacts(float(value.sum()), weight, undivided, largest, complete, dtype)
         autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
         return FirstPass(value, gradient, own, own, point, autocast, random)
 
@@ -286,14 +294,18 @@ class GraphCache(Generic[G, B]):
         value, weight, scale = 0.0, 0.0, 1e-30
         for number, batch in enumerate(self.batches):
             graph = self.kept.get(number) or self._again(batch, number)
-            own = float(graph.value)
+            own = float(graph.value.sum())
             value, scale = value + own, scale + abs(own)
-            weight = 1.0 if graph.weight is None else weight + graph.weight
+            weight = self._added(weight, graph)
             with graph.ready():
                 take(graph, number)
             del graph  # before the next is built
         self._compare(first, value, weight, scale)
         return first
+
+    def _added(self, weight: float, graph: G) -> float:
+        """The weight so far, and that of one more batch: 1 where sums are divided by nothing."""
+        return 1.0 if self.undivided or graph.weight is None else weight + graph.weight
 
     def _again(self, batch: Any, number: int) -> G:
         return self._replayed(number, partial(self.builder.build, self.where, batch, number))
@@ -367,7 +379,9 @@ class GraphCache(Generic[G, B]):
 
     def anew(self) -> Self:
         """An empty one in its place, whose first product evaluates at the point as it is then."""
-        copied = type(self)(self.builder.fresh(), self._point, self.batches, self._budget, self.group_sum)
+        copied = type(self)(
+            self.builder.fresh(), self._point, self.batches, self._budget, self.group_sum, self.undivided
+        )
         tensors, now = self.where.tensors, copied.where
         if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in tensors]:
             raise InputError(

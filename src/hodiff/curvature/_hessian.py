@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse
+from hodiff._core._arguments import DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
@@ -38,6 +39,7 @@ class HessianBuilder(Builder[BatchGraph]):
     allow: Allowed
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
+    batch_ndim: int = 0
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
@@ -46,7 +48,8 @@ class HessianBuilder(Builder[BatchGraph]):
             random = not computed and evaluation.context.random.moved()
             calls_back = _nodes.runs_hooks(_nodes.survey(evaluation.tensors()))
             graph = _reverse.gradient(evaluation, differentiated=True)
-        value, gradient = evaluation.scalars().detach().reshape(()), [part.detach() for part in graph]
+        batch = evaluation.call.batch
+        value, gradient = evaluation.scalars().detach().reshape(batch), [part.detach() for part in graph]
         weight = 1.0 if computed else evaluation.aux
         return BatchGraph(evaluation, value, weight, gradient, graph, random, calls_back)
 
@@ -70,6 +73,7 @@ class HessianBuilder(Builder[BatchGraph]):
         return OutputGraph(call(
             f if computed else weighed, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
+            batch_ndim=self.batch_ndim,
         ))  # fmt: skip
 
 
@@ -88,13 +92,19 @@ class HessianOperator(SummedOperator[BatchGraph]):
     Args:
         f: A function of *where* that returns one element; with `data`, `f(where, batch)` returns
             `(sum, weight)`. **The first is the sum over the batch, never its mean**, and the weights of all batches
-            are added up: for the mean over samples `(sum, number of samples)`, for the sum over all data
-            `(sum, 1 / number of batches)`. Or, without `data`, such a tensor already computed, whose graph stays.
+            are added up: for the mean over samples `(sum, number of samples)`. Or, without `data`, such a tensor
+            already computed, whose graph stays.
         where: A tensor, a container of tensors, a module, or `hodiff.select(module, ...)`, as for `hodiff.grad`.
         data: A re-iterable of batches: a list, a DataLoader. Tensors in a batch are moved to the
             device of *where*.
+        batch_ndim: So many leading dimensions of *where* index independent samples, as for `hodiff.grad`: `f` returns
+            one element for each, and each has a Hessian of its own. A vector is like *where*, or flat `(*batch, D)`;
+            products are for all at once, and `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet` have a
+            result for each. Not for modules, whose parameters are no samples.
         batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
             says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
+        reduction: `"mean"`, the sums of all batches divided by their weights; or `"sum"`, by nothing, whatever the
+            weights are: the sum over all data.
         memory_budget: What the graphs may hold: bytes (an int, 0 to keep none), or a fraction of the
             memory that is free (a float).
         chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
@@ -159,7 +169,9 @@ class HessianOperator(SummedOperator[BatchGraph]):
         where: Any,
         *,
         data: Any = None,
+        batch_ndim: int = 0,
         batch_weight: BatchWeight = None,
+        reduction: DataReduction = "mean",
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -174,10 +186,10 @@ class HessianOperator(SummedOperator[BatchGraph]):
         super().__init__(
             where, data,
             lambda batches, _: HessianBuilder(
-                f, Weighted(batches, batch_weight), strict, allow, args, kwargs
+                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args, kwargs, batch_ndim
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
-            process_group=process_group,
+            process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,
         )  # fmt: skip
 
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
@@ -195,7 +207,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
             )
         )
         products, weights = zip(*made, strict=True)
-        total = sum(weights)
+        total = 1.0 if graphs.undivided else sum(weights)
         check_total(total)
         return [torch.stack(column).sum(0) / total for column in zip(*products, strict=True)]
 

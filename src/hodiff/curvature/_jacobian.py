@@ -35,6 +35,10 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches; unless it is a sequence, those of the first pass are kept, so
             that rows keep their places.
+        batch_ndim: So many leading dimensions of *where*, and of all outputs, index independent samples, as for
+            `hodiff.jacobian`: each has a Jacobian of its own. A vector is like *where*, or flat `(*batch, D)`; products
+            are for all at once, and `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.spectral_radius` have a
+            result for each. Not for modules, whose parameters are no samples.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -65,6 +69,7 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         where: Any,
         *,
         data: Any = None,
+        batch_ndim: int = 0,
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -72,8 +77,10 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
     ) -> None:
         check_predict(predict, data is not None)
         super().__init__(
-            where, data, lambda *_: JacobianBuilder(predict, allow), memory_budget=memory_budget,
-            chunk_size=chunk_size, progress=progress, keep=data is not None,
+            where, data,
+            lambda *_: JacobianBuilder(predict, allow, Outputs(batch_ndim), batch_ndim),
+            memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
+            keep=data is not None, batch_ndim=batch_ndim,
         )  # fmt: skip
 
     if TYPE_CHECKING:
@@ -140,7 +147,8 @@ def _outputs(graphs: GraphCache[Linearised, JacobianBuilder]) -> Outputs:
 class Outputs:
     """The outputs of each batch, detached: their values, and where their rows lie in the whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_ndim: int = 0) -> None:
+        self._batch_ndim = batch_ndim
         self._values: dict[int, Leaves] = {}
         self._tree: _tree.Tree = _tree.LEAF
         self._space: Space | None = None
@@ -175,7 +183,7 @@ class Outputs:
         """The space of vectors like them."""
         if self._space is None:
             names = _tree.paths(self._tree, "f(x)")
-            self._space = Space(self.whole(), names, self._tree, "like f(x)").side()
+            self._space = Space(self.whole(), names, self._tree, "like f(x)").side(self._batch_ndim)
         return self._space
 
 
@@ -189,6 +197,15 @@ def _check_alike(first: Leaves, outputs: Leaves) -> None:
             f"predict: the outputs of several batches are put together along their leading dimension, which shapes "
             f"{[tuple(part.shape) for part in first]} and {shapes} do not allow."
         )
+
+
+def _check_samples(outputs: Leaves, batch: torch.Size) -> None:
+    for output in outputs:
+        if output.shape[: len(batch)] != batch:
+            raise InputError(
+                f"predict: returned shape {tuple(output.shape)}; for batch_ndim={len(batch)} its leading "
+                f"dimensions are those of the samples, {tuple(batch)}."
+            )
 
 
 @final
@@ -205,11 +222,13 @@ class JacobianBuilder(Builder[Linearised]):
     predict: Callable[..., Any]
     allow: Allowed
     outputs: Outputs = field(default_factory=Outputs)
+    batch_ndim: int = 0
 
     def build(self, where: Where, batch: Any, number: int) -> Linearised:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
-        with predicted(self.predict, where, batch, self.allow) as graph:
+        with predicted(self.predict, where, batch, self.allow, self.batch_ndim) as graph:
             random, outputs = graph.context.random.moved(), self.outputs.noted(number, graph.tensors(), graph.outputs)
+            _check_samples(outputs, graph.call.batch)
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
             cotangents, pulled = linearise(graph, outputs, [torch.ones_like(output) for output in outputs])
         value = sum(
@@ -221,4 +240,4 @@ class JacobianBuilder(Builder[Linearised]):
 
     def fresh(self, *, begins: bool = False) -> JacobianBuilder:
         """The builder without the outputs that it noted."""
-        return replace(self, outputs=Outputs())
+        return replace(self, outputs=Outputs(self.batch_ndim))

@@ -152,6 +152,10 @@ class LinearOperator(ABC):
 
     def _recorded_rows(self, rows: Tensor) -> Tensor:
         """The products with flat rows `(K, D)`, as rows, with their graph whatever the caller's modes are."""
+        domain = self._domain
+        if domain.batch and rows.ndim == 2:
+            count = len(rows) // max(1, domain.batch.numel())
+            return self._recorded_rows(rows.reshape(count, *domain.batch, domain.size)).flatten(0, -2)
         with _settings.recording():
             return self._range.join(self._recorded(self._domain.split(normal(rows)), len(rows)), len(rows))
 
@@ -159,14 +163,14 @@ class LinearOperator(ABC):
         """The forms v'Av of each flat row, in the dtype of sums, likewise."""
         dtype = sum_dtype(self.dtype)
         with _settings.recording():
-            return (normal(rows).to(dtype) * self._recorded_rows(rows).to(dtype)).sum(1)
+            return (normal(rows).to(dtype) * self._recorded_rows(rows).to(dtype)).sum(-1)
 
     # --- size
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the matrix, `(M, D)`."""
-        return torch.Size((self._range.size, self._domain.size))
+        """The shape of the matrix, `(M, D)`; of a stack of them, `(*batch, M, D)`."""
+        return torch.Size((*self._domain.batch, self._range.size, self._domain.size))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,9 +183,10 @@ class LinearOperator(ABC):
         return self._domain.device
 
     def __repr__(self) -> str:
-        rows, columns = self.shape
+        *batch, rows, columns = self.shape
         about = self._about()
-        size = f"{rows} x {columns}, {str(self.dtype).removeprefix('torch.')}"
+        stack = "".join(f"{number} of " for number in batch)
+        size = f"{stack}{rows} x {columns}, {str(self.dtype).removeprefix('torch.')}"
         return f"{type(self).__name__}({size}{', ' if about else ''}{about})"
 
     # --- copies
@@ -232,6 +237,8 @@ class LinearOperator(ABC):
     def __rmatmul__(self, u: Any) -> Any:
         """`u @ A`: the row vector u'A, or, for a `(K, M)` matrix, K of them as rows."""
         u = self._range.as_tensors(u)
+        if self._domain.batch:
+            return self.T @ u
         if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
             return (self.T @ u.T).T
         if isinstance(u, Tensor) and u.ndim == 2 and u.shape[0] == self.shape[0] and [u.shape] != self._range.shapes:
@@ -255,7 +262,12 @@ class LinearOperator(ABC):
             back = tree if target is domain or target.like(domain) else target.tree
             if count is not None:
                 fixed = self._fixed()  # for all of them
-                return fixed._columns(parts[0]) if kind == "columns" else target.result(fixed._stacked(parts), back)
+                if kind == "columns" and not domain.batch:
+                    return fixed._columns(parts[0])
+                products = fixed._stacked(parts)
+                if kind == "columns":
+                    return products[0].movedim(0, -1)
+                return target.result(products, back)
             products = self._product(parts, None)
             return target.join(products, None) if kind == "flat" else target.result(products, back)
 
@@ -301,6 +313,15 @@ class LinearOperator(ABC):
         with self._raise_on_all_ranks():
             return self._range.join(self._stacked(self._domain.split(rows)), len(rows))
 
+    def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """The products of systems with these numbers, first by vector and then by place in the batch, as rows."""
+        batch, count = self._domain.batch, self._domain.batch.numel()
+        kinds, places = (numbers // count).unique(return_inverse=True)
+        at = (places * count + numbers % count).to(rows.device)
+        whole = rows.new_zeros((len(kinds) * count, rows.shape[1]))
+        whole[at] = rows
+        return self._times_rows(whole.reshape(len(kinds), *batch, -1)).flatten(0, -2)[at]
+
     def _product(self, parts: Leaves, count: int | None) -> Leaves:
         self._count(1 if count is None else count)
         return self._multiply(parts, count)
@@ -325,11 +346,11 @@ class LinearOperator(ABC):
         """A vector like the point as a flat one `(D,)`; K stacked ones as columns `(D, K)`. A flat one is itself."""
         vectors = self._domain.parse(v)
         if vectors.kind == "columns":
-            return vectors.parts[0]
+            return v if self._domain.batch else vectors.parts[0]
         if vectors.kind == "flat":
             return v if isinstance(v, Tensor) else self._domain.join(vectors.parts, None)
         joined = self._domain.join(vectors.parts, vectors.number)
-        return joined if vectors.number is None else joined.T
+        return joined if vectors.number is None else joined.movedim(0, -1)
 
     def unflatten(self, flat: Any) -> Any:
         """A flat vector `(D,)` with the structure of the point, as views; columns `(D, K)` as K stacked ones."""
@@ -364,7 +385,7 @@ class LinearOperator(ABC):
         Raises:
             InputError: A pattern that matches nothing, or an operator that is not square.
         """
-        if self.shape[0] != self.shape[1] or not self._domain.like(self._range):
+        if self.shape[-2] != self.shape[-1] or not self._domain.like(self._range):
             raise InputError(f"block: needs rows and columns of the same kind; {self!r} has not.")
         return self._block(self._domain.numbers_of(patterns or ("*",)))
 
@@ -430,8 +451,8 @@ class LinearOperator(ABC):
             return self._fixed()._dense()
 
     def _dense(self) -> Tensor:
-        rows, columns = self.shape
-        needed, free = rows * columns * self._domain.dtype.itemsize, free_bytes(self.device)
+        rows, columns = self.shape[-2:]
+        needed, free = self.shape.numel() * self._domain.dtype.itemsize, free_bytes(self.device)
         if needed > free:
             raise InputError(
                 f"dense: a {rows} x {columns} matrix of {self.dtype} takes {readable(needed)}, and "
@@ -440,13 +461,14 @@ class LinearOperator(ABC):
             )
         A = self.T if rows < columns else self
         domain, size = A._domain, A._chunk(A._domain.size)
-        turned = torch.empty((domain.size, A._range.size), dtype=A._range.dtype, device=A._range.device)
+        shape = (domain.size, *domain.batch, A._range.size)
+        turned = torch.empty(shape, dtype=A._range.dtype, device=A._range.device)
         with one_look():
             for start in range(0, domain.size, size):
                 stop = min(start + size, domain.size)
                 products = A._product(domain.split(domain.units(start, stop)), stop - start)
                 A._range.join_into(turned[start:stop], products)
-        return turned if A is not self else turned.T
+        return turned.movedim(0, -2 if A is not self else -1)
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` with the same products, in the operator's own dtype.
@@ -456,6 +478,8 @@ class LinearOperator(ABC):
             InputError: NumPy has no such dtype (bfloat16).
         """
         say_detached("A.to_scipy()", self._live)
+        if self._domain.batch:
+            raise InputError("to_scipy: SciPy's operators are of one matrix; make one of each, without batch_ndim=.")
         try:
             from scipy.sparse.linalg import LinearOperator as ScipyOperator
         except ImportError as error:
@@ -505,6 +529,10 @@ def as_number(value: object, sign: str) -> float:
 
 
 def check_sizes(left: Space, right: Space, what: str) -> None:
+    if left.batch != right.batch:
+        raise InputError(
+            f"{what}: stacks of {tuple(left.batch)} and {tuple(right.batch)} matrices; give both the same batch."
+        )
     compatible = left.size == right.size and (left.like(right) or left.flat or right.flat)
     if not compatible:
         raise InputError(

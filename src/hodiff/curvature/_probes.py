@@ -46,7 +46,8 @@ class RandomVectors:
         _arguments.check_integer(samples, "samples", least=1)
         _arguments.check_option(probes, _arguments.Probes, "probes")
         _vectors.check_generator(generator)
-        self._size, self._like = operator.shape[1], operator._domain.zeros_flat(0)
+        self._size, self._like = operator.shape[-1], operator._domain.zeros_flat(0)
+        self._shape = (*operator._domain.batch, self._size)
         self._probes: _arguments.Probes = probes
         self._generator = source(operator, generator)
         self._rows = None if vectors is None else _distinct(_rows(operator._domain, vectors, live=live))
@@ -75,7 +76,7 @@ class RandomVectors:
         start, self._taken = self._taken, self._taken + count
         if self._rows is not None:
             return self._rows[start : self._taken]
-        return _vectors.draw((count, self._size), self._like, self._probes, self._generator)
+        return _vectors.draw((count, *self._shape), self._like, self._probes, self._generator)
 
 
 def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
@@ -102,11 +103,13 @@ def _distinct(rows: Tensor) -> Tensor:
 
     What repeats tells nothing more: several that are one would have a standard error of zero.
     """
-    number, size = rows.shape
+    number, size = len(rows), rows[:1].numel()
     if number > 1 and all(_same(rows[0], row) for row in rows[1:]):
         return rows[:1]
     if number > 1 and size >= REPEATS_BY_CHANCE:
-        keys, order = (rows @ torch.arange(1, size + 1, dtype=rows.dtype, device=rows.device).cos()).abs().sort()
+        keys, order = (
+            (rows.flatten(1) @ torch.arange(1, size + 1, dtype=rows.dtype, device=rows.device).cos()).abs().sort()
+        )
         near = (keys.diff() <= 1e-2 * keys[1:]).nonzero()[:, 0]
         repeated = sum(_same(rows[order[i]], rows[order[i + 1]]) for i in near.tolist())
         if repeated:
@@ -123,15 +126,25 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or torch.equal(a, -b)
 
 
-def check_square(operator: object, name: str, *, symmetric: bool = False, instead: str = "") -> LinearOperator:
-    """The operator, fixed (see there), checked to be one, square, and symmetric where that matters (else `instead`)."""
+def check_square(
+    operator: object, name: str, *, symmetric: bool = False, instead: str = "", stacks: bool = False
+) -> LinearOperator:
+    """The operator, fixed (see there), checked to be one, square, and symmetric where that matters (else `instead`).
+
+    One of a stack of matrices is refused, unless `stacks` are taken.
+    """
     if isinstance(operator, torch.Tensor):
         raise InputError(f"{name}: got a tensor; write hodiff.MatrixOperator(A).")
     if not isinstance(operator, LinearOperator):
         raise InputError(
             f"{name}: got a {type(operator).__name__}, expected an operator (hodiff.HessianOperator, ...)."
         )
-    rows, columns = operator.shape
+    *batch, rows, columns = operator.shape
+    if batch and not stacks:
+        raise InputError(
+            f"{name}: takes one matrix at a time, and the operator is a stack of {tuple(batch)} (batch_ndim=). For "
+            f"stacks: hodiff.solve, hodiff.trace, hodiff.diagonal, hodiff.logdet, hodiff.spectral_radius."
+        )
     if rows != columns:
         raise InputError(f"{name}: the operator is {rows} x {columns}; expected a square one (J.T @ J?).")
     if not rows:
@@ -188,12 +201,23 @@ def check_rtol(rtol: object, number: int | None = None) -> None:
         raise InputError("rtol: one random vector does not tell its error; give several, or no rtol.")
 
 
-def reached(value: Tensor, error: Tensor | None, rtol: float | None) -> bool | None:
-    """Whether an error, in norm, is within a tolerance; None where none was asked for."""
+def reached(value: Tensor, error: Tensor | None, rtol: float | None, batch_ndim: int = 0) -> bool | Tensor | None:
+    """Whether an error, in norm, is within a tolerance, for each of a batch; None where none was asked for."""
     if rtol is None:
         return None
-    unit = _vectors.near(value.abs().max())
-    return error is not None and bool((error / unit).norm() <= rtol * (value / unit).norm())
+    if not batch_ndim:
+        unit = _vectors.near(value.abs().max())
+        return error is not None and bool((error / unit).norm() <= rtol * (value / unit).norm())
+    sizes = value.reshape(*value.shape[:batch_ndim], -1)
+    if error is None:
+        return torch.zeros(sizes.shape[:-1], dtype=torch.bool, device=value.device)
+    unit = _vectors.near(sizes.abs().amax(-1, keepdim=True))
+    return (error.reshape(sizes.shape) / unit).norm(dim=-1) <= rtol * (sizes / unit).norm(dim=-1)
+
+
+def all_reached(met: bool | Tensor | None) -> bool:
+    """Whether a tolerance is met everywhere, or none was asked for."""
+    return met is None or bool(torch.as_tensor(met).all())
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -224,9 +248,7 @@ def power_of_two(product: Tensor) -> float:
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     """A times each row, `(K, D)` to `(K, D)`, in the precision of sums (the product itself has the operator's)."""
-    rows = rows.to(operator.dtype)
-    products = operator._applied(rows[0])[None] if len(rows) == 1 else operator._applied(rows.T).T
-    return products.to(_vectors.sum_dtype(operator.dtype))
+    return operator._times_rows(rows.to(operator.dtype)).to(_vectors.sum_dtype(operator.dtype))
 
 
 def exact_diagonal(operator: LinearOperator) -> Tensor:
@@ -234,11 +256,12 @@ def exact_diagonal(operator: LinearOperator) -> Tensor:
     entries = operator._own_diagonal()
     if entries is not None:
         return entries
-    size, domain = operator.shape[0], operator._domain
-    entries = domain.zeros_flat(size)
+    size, domain = operator.shape[-1], operator._domain
+    entries = domain.zeros_flat(size).expand(*domain.batch, size).contiguous()
     for start in range(0, size, 64):
         stop = min(start + 64, size)
-        entries[start:stop] = flat_product(operator, domain.units(start, stop))[:, start:stop].diagonal()
+        images = flat_product(operator, domain.units(start, stop))[..., start:stop]
+        entries[..., start:stop] = images.diagonal(dim1=0, dim2=-1)
     return entries
 
 

@@ -70,6 +70,12 @@ def numbers(values: Tensor) -> str:
     return ", ".join([*shown, f"... ({len(values)})"] if len(values) > 3 else shown)
 
 
+def largest(values: float | Tensor) -> float:
+    """The largest of some numbers, if there are any."""
+    values = torch.as_tensor(values)
+    return float(values.max()) if values.numel() else 0.0
+
+
 def shape(value: Any) -> str:
     """The shape of a tensor, or how many numbers a container holds."""
     if isinstance(value, Tensor):
@@ -95,7 +101,13 @@ def after(products: int) -> str:
 V = TypeVar("V")
 Status = Literal["converged", "negative curvature", "budget", "stagnation", "divergence", "iterations", "running"]
 End = Literal["interior", "boundary", "negative curvature", "budget"]
-_REACHED: dict[bool | None, str] = {True: "converged", False: "not converged"}
+
+
+def _outcome(converged: bool | Tensor | None, unasked: str) -> str:
+    """Whether a tolerance is met, everywhere, in words."""
+    if converged is None:
+        return unasked
+    return "converged" if bool(torch.as_tensor(converged).all()) else "not converged"
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,18 +116,18 @@ class _Estimate(Shown):
 
     value: Any
     stderr: Any
-    converged: bool | None
+    converged: bool | Tensor | None
     products: int
     _errors: ClassVar = "The standard error is {} of the value"
 
     def _facts(self) -> dict[str, str]:
-        error = "" if self.stderr is None else f" ± {number(self.stderr)}"
-        return {"value": number(self.value) + error, **self._taken()}
+        error = "" if self.stderr is None else f" ± {numbers(self.stderr.reshape(-1))}"
+        return {"value": numbers(self.value.reshape(-1)) + error, **self._taken()}
 
     def _taken(self) -> dict[str, str]:
         return {
             "products": after(self.products),
-            "outcome": _REACHED.get(self.converged, "no tolerance asked"),
+            "outcome": _outcome(self.converged, "no tolerance asked"),
         }
 
     @property
@@ -126,27 +138,28 @@ class _Estimate(Shown):
             return _without_error(errors, self.products)
         asked = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
         relative = number(errors.norm() / flat(self.value).norm())
-        return f"{self._errors.format(relative)} after {after(self.products)}{asked[self.converged]}."
+        met = None if self.converged is None else bool(torch.as_tensor(self.converged).all())
+        return f"{self._errors.format(relative)} after {after(self.products)}{asked[met]}."
 
 
 class _Iterated(Shown):
     """What records of eigenpairs show, with their residuals."""
 
     residual: Tensor
-    converged: bool | None
+    converged: Any
 
     def _facts(self) -> dict[str, str]:
         return {
             "value": numbers(self.value.reshape(-1)),
-            "residual": f"residual {number(self.residual.max())}",
+            "residual": f"residual {number(largest(self.residual))}",
             "products": after(self.products),
-            "outcome": _REACHED.get(self.converged, "running"),
+            "outcome": _outcome(self.converged, "running"),
         }
 
 
 @dataclass(frozen=True, repr=False)
 class TraceRecord(_Estimate):
-    """An estimated trace, or log-determinant.
+    """An estimated trace, or log-determinant; of a stack of matrices, of each: all tensors have the batch's shape.
 
     Attributes:
         value: The estimate, a tensor without dimensions.
@@ -176,7 +189,9 @@ class DiagonalRecord(_Estimate):
     _errors = "The standard errors are {} of the diagonal"
 
     def _facts(self) -> dict[str, str]:
-        error = "no error known" if self.stderr is None else f"± {number(flat(self.stderr).max())} at most"
+        error = "no error known"
+        if self.stderr is not None and flat(self.stderr).numel():
+            error = f"± {number(flat(self.stderr).max())} at most"
         return {"value": shape(self.value), "error": error, **self._taken()}
 
 
@@ -220,7 +235,7 @@ class EigenRecord(_Iterated):
 
 @dataclass(frozen=True, repr=False)
 class RadiusRecord(_Iterated):
-    """A spectral radius.
+    """A spectral radius; of a stack of matrices, of each: all tensors have the batch's shape.
 
     Attributes:
         value: The largest magnitude of an eigenvalue, a tensor without dimensions.
@@ -231,13 +246,14 @@ class RadiusRecord(_Iterated):
 
     value: Tensor
     residual: Tensor
-    converged: bool | None
+    converged: bool | Tensor | None
     products: int
 
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
-        return f"The residual is {number(self.residual)} after {after(self.products)}, {self._facts()['outcome']}."
+        residual = number(largest(self.residual))
+        return f"The residual is {residual} after {after(self.products)}, {self._facts()['outcome']}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -336,15 +352,10 @@ class SolveRecord(Shown, Generic[V]):
     status: Status
     direction: V | None = None
 
-    @property
-    def _largest(self) -> float:
-        residual = torch.as_tensor(self.residual)
-        return float(residual.max()) if residual.numel() else 0.0
-
     def _facts(self) -> dict[str, str]:
         return {
             "value": shape(self.value),
-            "residual": f"residual {number(self._largest)}",
+            "residual": f"residual {number(largest(self.residual))}",
             "products": after(self.products),
             "outcome": self.status,
         }
@@ -360,7 +371,7 @@ class SolveRecord(Shown, Generic[V]):
             "iterations": "after as many steps as were asked for",
             "running": "and it goes on",
         }[self.status]
-        return f"After {after(self.products)} the relative residual is {number(self._largest)}, {why}."
+        return f"After {after(self.products)} the relative residual is {number(largest(self.residual))}, {why}."
 
 
 @dataclass(frozen=True, repr=False)

@@ -224,13 +224,16 @@ def attempt(
     A tensor as `rtol` has one for each right-hand side.
     """
     _arguments.check_option(method, Method, "method")
-    operator = check_square(operator, "solve", symmetric=method in ("cg", "minres"), instead="method='gmres'")
+    symmetric = method in ("cg", "minres")
+    operator = check_square(operator, "solve", symmetric=symmetric, instead="method='gmres'", stacks=True)
     as_float(damping, "damping")
     tolerance, limit = _limits(operator, method, rtol, products, iterations)
     sides = Sides(operator, b)
     x = torch.zeros_like(sides.rows) if start is None else sides.beginning(operator, start)
     inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
-    measured = Measured(product, len(x)) if start is None and preconditioner is None else None
+    plain = start is None and preconditioner is None
+    dense = plain and iterations is None and callback is None and is_small(operator, limit)
+    measured = Measured(product, len(x)) if plain and not dense else None
     systems = Systems(measured or product, inverse, torch.finfo(operator.dtype).eps)
     make, units = (
         _method(method, operator, restart, scale),
@@ -246,6 +249,8 @@ def attempt(
             size = lengths(sides.rows)[numbers]
             return run(make(systems, r, numbers, tolerance), left, show)
 
+        if dense:
+            x = _dense_solutions(operator, float(damping), sides.rows)
         if iterations is None:
             end = solved(attempt, systems, sides.rows, x, tolerance, limit)
         else:
@@ -317,7 +322,13 @@ class Sides:
 
     def _told(self, numbers: Tensor) -> Any:
         """A number for each right-hand side; of a single one, as Python's own."""
-        return numbers.item() if self._given.number is None else numbers.to(self.rows.device)
+        batch, count = self._operator._domain.batch, self._given.number
+        if not batch and count is None:
+            return numbers.item()
+        if self._given.kind == "rows":
+            return numbers.to(self.rows.device)
+        numbers = numbers.to(self.rows.device).reshape(batch if count is None else (count, *batch))
+        return numbers.movedim(0, -1) if self._given.kind == "columns" else numbers
 
 
 def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
@@ -330,20 +341,26 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
 
 
 def flat_rows(operator: LinearOperator, given: Vectors) -> Tensor:
-    """Vectors in any spelling, one or several, as flat rows."""
+    """Vectors in any spelling, one or several, as flat rows; of a stack of matrices, a row for each."""
+    domain = operator._domain
     if given.kind == "rows":
         return given.parts[0]
-    rows = given.parts[0].T if given.kind == "columns" else operator._domain.join(given.parts, given.number)
-    return rows[None] if given.number is None else rows
+    if given.kind == "columns" and not domain.batch:
+        return given.parts[0].T
+    rows = domain.join(given.parts, given.number)
+    return rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])
 
 
 def spelled(operator: LinearOperator, rows: Tensor, given: Vectors) -> Any:
     """Flat rows as `given` was spelled."""
-    rows = rows.to(operator.dtype)
-    if given.kind in ("rows", "columns"):
-        return rows if given.kind == "rows" else rows.T
-    rows = rows[0] if given.number is None else rows
-    return rows if given.kind == "flat" else operator._domain.result(operator._domain.split(rows), given.tree)
+    rows, domain = rows.to(operator.dtype), operator._domain
+    if given.kind == "rows":
+        return rows
+    lead = domain.batch if given.number is None else (given.number, *domain.batch)
+    rows = rows.reshape((*lead, domain.size))
+    if given.kind == "columns":
+        return rows.movedim(0, -1)
+    return rows if given.kind == "flat" else domain.result(domain.split(rows), given.tree)
 
 
 def as_float(value: Any, name: str) -> float:
@@ -363,7 +380,13 @@ def _damped(operator: LinearOperator, damping: float) -> Product:
 
 def _rounded(operator: LinearOperator) -> Product:
     """Its product with rows of the precision of sums; it rounds as the operator does."""
-    return lambda v, _: check_finite(operator._times_rows(v.to(operator.dtype)).to(v.dtype), "solve")
+
+    def product(v: Tensor, numbers: Tensor) -> Tensor:
+        rows = v.to(operator.dtype)
+        images = operator._times_some(rows, numbers) if operator._domain.batch else operator._times_rows(rows)
+        return check_finite(images.to(v.dtype), "solve")
+
+    return product
 
 
 class Measured:
@@ -394,7 +417,7 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
     if preconditioner is None:
         return None
     preconditioner = check_square(
-        preconditioner, "preconditioner", symmetric=method in ("cg", "minres"), instead="method='gmres'"
+        preconditioner, "preconditioner", symmetric=method in ("cg", "minres"), instead="method='gmres'", stacks=True
     )
     if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
         raise InputError(
@@ -413,9 +436,29 @@ def _method(method: Method, operator: LinearOperator, restart: int | None, scale
         raise InputError(f"restart: is an option of method='gmres', not of {method!r}.")
     if method != "gmres":
         return ConjugateGradients if method == "cg" else MINRES
-    size = operator.shape[0]
+    size = operator.shape[-1]
     room = kept_vectors(size, least=30) if restart is None else _arguments.check_integer(restart, "restart", least=1)
     return functools.partial(GMRES, room=min(room, size))
+
+
+def is_small(operator: LinearOperator, products: int) -> bool:
+    """Whether the matrices of a stack are had for fewer products than systems with them take."""
+    return bool(operator._domain.batch) and operator.shape[-1] <= min(DENSE, products)
+
+
+DENSE = 64
+"""Of systems up to this size side by side, matrices and factors are cheaper than iterations."""
+
+
+def _dense_solutions(operator: LinearOperator, damping: float, b: Tensor) -> Tensor:
+    """The solutions by the dense matrices of a stack; zeros where these are singular."""
+    matrices = operator._dense().flatten(0, -3).to(torch.promote_types(b.dtype, torch.float32))
+    matrices.diagonal(dim1=-2, dim2=-1).add_(damping)
+    columns = b.reshape(-1, len(matrices), b.shape[-1]).movedim(0, -1) if len(matrices) else b[:, :, None]
+    x, _ = torch.linalg.solve_ex(matrices, columns)
+    rest = (columns - matrices @ x).norm(dim=-2, keepdim=True)
+    x = torch.where(rest < columns.norm(dim=-2, keepdim=True), x, 0.0)
+    return x.movedim(-1, 0).reshape(b.shape)
 
 
 def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> tuple[Tensor, int]:
@@ -425,7 +468,7 @@ def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, 
             raise InputError("method='neumann': is a number of terms, not a tolerance; say how many by iterations=.")
         if not isinstance(rtol, Tensor):
             check_rtol(rtol)
-        default = min(10 * operator.shape[0] + 10, 1000)
+        default = min(10 * operator.shape[-1] + 10, 1000)
         limit = default if products is None else _arguments.check_integer(products, "products", least=2)
         rtol = default_rtol(operator.dtype) if rtol is None else rtol
         return torch.as_tensor(rtol, dtype=torch.float64, device="cpu"), limit

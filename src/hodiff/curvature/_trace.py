@@ -18,6 +18,7 @@ from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
     RandomVectors,
+    all_reached,
     check_rtol,
     check_square,
     exact_diagonal,
@@ -115,8 +116,9 @@ def trace(
         Epperly, E. N., Tropp, J. A., Webber, R. J. (2024). XTrace: making the most of every sample in stochastic
         trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
-    operator = check_square(operator, "trace")
+    operator = check_square(operator, "trace", stacks=True)
     check_option(method, TraceMethod, "method")
+    _check_stack(operator, method, "hutchinson")
     recorded = is_recorded("trace", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, drawn.number)
@@ -125,9 +127,9 @@ def trace(
         return _differentiable(operator, drawn, blocks, method, rtol)
     needed = drawn.number * _PRODUCTS[method] // 2
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
-        if drawn.exhaust(needed) or (method in ("xtrace", "xnystrace") and drawn.number >= operator.shape[0]):
+        if drawn.exhaust(needed) or (method in ("xtrace", "xnystrace") and drawn.number >= operator.shape[-1]):
             parts = operator._domain.pieces(exact_diagonal(operator))
-            terms = torch.stack([part.sum(dtype=torch.float64) for part in parts])[None]
+            terms = torch.stack([part.sum(-1, dtype=torch.float64) for part in parts])[None]
             return _record(operator, terms, leaves, 0.0, rtol, watch, exact=True)
         if method in ("xtrace", "xnystrace"):
             estimate = xtrace if method == "xtrace" else xnystrace
@@ -136,10 +138,10 @@ def trace(
             record = _made(operator, value, error, rtol, watch)
         else:
             record = _hutchinson(operator, drawn, method == "hutch++", leaves, rtol, watch)
-        if record.converged is False:
-            error = (
-                "unknown" if record.stderr is None else f"{float(record.stderr / record.value.abs()):.2g} of the value"
-            )
+        if not all_reached(record.converged):
+            error = "unknown"
+            if record.stderr is not None:
+                error = f"{float((record.stderr / record.value.abs()).max()):.2g} of the value"
             warn_not_converged(
                 f"trace: after {watch.spent} products the standard error is {error}, more than rtol={rtol:g}; allow "
                 f"more samples."
@@ -153,12 +155,12 @@ def _differentiable(
     """The mean of z'Az with its graph, or the sum over unit vectors."""
     if method != "hutchinson" or blocks or rtol is not None:
         raise InputError("create_graph: goes with method='hutchinson', without blocks= and rtol=.")
-    before, size = operator.products, operator.shape[0]
+    before, size = operator.products, operator.shape[-1]
     exact = drawn.exhaust(drawn.number)
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     forms = operator._recorded_forms(rows)
     with _settings.recording():
-        value = forms.sum() if exact else forms.mean()
+        value = forms.sum(0) if exact else forms.mean(0)
     error = torch.zeros_like(value) if exact else standard_error(forms.detach())
     return TraceRecord(value, error, None, operator.products - before)
 
@@ -192,13 +194,13 @@ def _hutchinson(
             with as_given(z):
                 z = z - (z @ basis.T) @ basis
         terms = operator._domain.pieces(z * flat_product(operator, z))
-        estimates.append(torch.stack([part.sum(1, dtype=torch.float64) for part in terms], 1))
+        estimates.append(torch.stack([part.sum(-1, dtype=torch.float64) for part in terms], 1))
         so_far = torch.cat(estimates)
         watch(lambda _, so_far=so_far: _record(operator, so_far, leaves, known, None, watch))
         if (
             rtol is not None
             and len(so_far) >= 2 * BLOCK
-            and _record(operator, so_far, {}, known, rtol, watch).converged
+            and all_reached(_record(operator, so_far, {}, known, rtol, watch).converged)
         ):
             break
     return _record(operator, torch.cat(estimates), leaves, known, rtol, watch)
@@ -216,7 +218,7 @@ def _record(
 ) -> TraceRecord:
     """The record of `(samples, leaves)` terms, and of some of their columns."""
     estimates = terms.sum(1)
-    value = estimates.mean() + known
+    value = estimates.mean(0) + known
     error = torch.zeros_like(value) if exact else standard_error(estimates)
     parts = {
         name: _record(operator, terms[:, chosen], {}, 0.0, rtol, watch, exact=exact) for name, chosen in leaves.items()
@@ -233,10 +235,19 @@ def _made(
     blocks: dict[str, TraceRecord] | None = None,
 ) -> TraceRecord:
     dtype = sum_dtype(operator.dtype)
-    converged = reached(value, error, rtol)
+    converged = reached(value, error, rtol, len(operator._domain.batch))
     return TraceRecord(
         value.to(dtype), None if error is None else error.to(dtype), converged, watch.spent, blocks or {}
     )
+
+
+def _check_stack(operator: LinearOperator, method: str, *taken: str) -> None:
+    """Raise where a method is not for stacks of matrices."""
+    if operator._domain.batch and method not in taken:
+        raise InputError(
+            f"method={method!r}: takes one matrix at a time, and the operator is a stack of "
+            f"{tuple(operator._domain.batch)}; for stacks: {', '.join(map(repr, taken))}."
+        )
 
 
 def _sketch(operator: LinearOperator, rows: Tensor) -> Tensor:
@@ -316,12 +327,13 @@ def diagonal(
         Epperly, E. N., Tropp, J. A., Webber, R. J. (2024). XTrace: making the most of every sample in stochastic
         trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
-    operator = check_square(operator, "diagonal")
+    operator = check_square(operator, "diagonal", stacks=True)
     check_option(method, DiagonalMethod, "method")
+    _check_stack(operator, method, "estimate", "exact")
     recorded = is_recorded("diagonal", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, None if method == "exact" else drawn.number)
-    size, needed = operator.shape[0], drawn.number * (2 if method == "xdiag" else 1)
+    size, needed = operator.shape[-1], drawn.number * (2 if method == "xdiag" else 1)
     exact = method == "exact" or drawn.exhaust(needed)
     if method == "xdiag" and not exact:
         _check_signs(drawn, probes)
@@ -330,7 +342,8 @@ def diagonal(
 
     def record(value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int) -> DiagonalRecord:
         shaped = [None if part is None else operator.unflatten(part.to(operator.dtype)) for part in (value, stderr)]
-        return DiagonalRecord(shaped[0], shaped[1], reached(value, stderr, rtol_asked), spent)
+        met = reached(value, stderr, rtol_asked, len(operator._domain.batch))
+        return DiagonalRecord(shaped[0], shaped[1], met, spent)
 
     with EstimatorProgress("diagonal", operator, size if exact else needed, callback, progress) as watch:
         if exact or (method == "xdiag" and drawn.number >= size):
@@ -342,13 +355,14 @@ def diagonal(
             value, stderr = _estimate(
                 operator, drawn, rtol, lambda mean, error: watch(lambda spent: record(mean, error, None, spent))
             )
-        if reached(value, stderr, rtol) is False:
+        made = record(value, stderr, rtol, watch.spent)
+        if not all_reached(made.converged):
             error = float("nan") if stderr is None else float(stderr.norm() / value.norm())
             warn_not_converged(
                 f"diagonal: after {watch.spent} products the standard error is {error:.2g} of the diagonal, more than "
                 f"rtol={rtol:g}; allow more samples."
             )
-        return record(value, stderr, rtol, watch.spent)
+        return made
 
 
 def _differentiable_diagonal(
@@ -357,7 +371,7 @@ def _differentiable_diagonal(
     """The mean of z * Az with its graph, or that of the unit vectors, where it is exact."""
     if method == "xdiag" or rtol is not None:
         raise InputError("create_graph: goes with method='estimate' or 'exact', without rtol=.")
-    before, size = operator.products, operator.shape[0]
+    before, size = operator.products, operator.shape[-1]
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     with _settings.recording():
         rows = normal(rows)
@@ -383,7 +397,7 @@ def _estimate(
     operator: LinearOperator, drawn: RandomVectors, rtol: float | None, look: Callable[[Tensor, Tensor | None], None]
 ) -> tuple[Tensor, Tensor | None]:
     """Mean and standard error of z * Az, by running sums of squared deviations (Welford, block by block)."""
-    mean = operator._domain.zeros_flat(operator.shape[0]).to(sum_dtype(operator.dtype))
+    mean = operator._domain.units(0, 1)[0].to(sum_dtype(operator.dtype)).zero_()
     squares = torch.zeros_like(mean)
     done = 0
     unit = mean
@@ -403,6 +417,6 @@ def _estimate(
         error = (squares / (done - 1) / done).sqrt() if done > 1 else None
         so_far = mean * unit, None if error is None else error * unit
         look(*so_far)
-        if rtol is not None and done >= 2 * BLOCK and reached(*so_far, rtol):
+        if rtol is not None and done >= 2 * BLOCK and all_reached(reached(*so_far, rtol, mean.ndim - 1)):
             break
     return so_far

@@ -440,7 +440,9 @@ def test_a_graph_that_is_not_kept_is_gone_before_the_next_is_built(name: str) ->
 SEVERAL, ONE = split(X, LABELS, TARGETS), [(X, LABELS, TARGETS)]
 SINGLE = [(X[:1], LABELS[:1], TARGETS[:1]), (X[1:2], LABELS[1:2], TARGETS[1:2])]
 MEAN = r"returned a mean beside the weight \d+, .*times too small.*reduction='sum'.*batch_weight=lambda batch: len"
-UNITS = r"a sum over \d+ samples beside the weight 1.*\(sum, number of samples\) for the mean.*\(sum, 1 / number of b"
+UNITS = (
+    r"a sum over \d+ samples beside the weight 1.*\(sum, number of samples\) for the mean.*reduction=\"sum\" for the s"
+)
 LOSSES = {
     "cross-entropy": lambda z, b, how: F.cross_entropy(z, b[1], reduction=how),
     "cross-entropy of a map": lambda z, b, how: F.cross_entropy(z[..., None], b[1][:, None], reduction=how),
@@ -497,6 +499,7 @@ def test_a_sum_beside_one_over_several_batches(kind: str, loss: str) -> None:
     [whole] = over(f, ONE, "sum")
     agree(H.value, whole / 2)
     agree(make(lambda z, b: (f(z, b, "sum"), len(z)), SEVERAL).value, whole / 10)  # the ways out, silent
+    agree(make(lambda z, b: (f(z, b, "sum"), 1), SEVERAL, reduction="sum").value, whole)
     agree(make(lambda z, b: (f(z, b, "sum"), 1 / 2), SEVERAL).value, whole)
     agree(make(lambda z, b: (f(z, b, "sum"), 1), ONE).value, whole)
     if kind != "Fisher":
@@ -629,3 +632,44 @@ def test_weights_from_numpy() -> None:
     for pair in (tuple, list):
         H = hodiff.HessianOperator(lambda w, b, pair=pair: pair([(w**2).sum(), np.int64(3)]), torch.ones(2), data=[0])
         agree(H.dense(), torch.eye(2) * 2 / 3)
+
+
+# --- sums over data ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, 0.5], ids=["built again", "kept"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sum_over_all_data(kind: str, budget: float) -> None:
+    """Whatever the weights are: products, by-products and diagonals are those of the sum; after a refresh too."""
+    f, make = LOSSES["squared error"], KINDS[kind]
+    mean = make(lambda z, b: (f(z, b, "sum"), len(z)), SEVERAL)
+    for weigh in (lambda z: len(z), lambda z: 1, lambda z: 0.1):
+        S = make(lambda z, b: (f(z, b, "sum"), weigh(z)), SEVERAL, reduction="sum", memory_budget=budget)
+        for H in (S, S.refresh(), S.block("*")):
+            agree((H @ V).reshape(-1) if isinstance(H @ V, torch.Tensor) else S.flatten(H @ V), 10 * (mean @ V), 1e-10)
+        agree(S.value, 10 * mean.value, 1e-10)
+        agree(S.flatten(S.gradient), 10 * mean.flatten(mean.gradient), 1e-10)
+        agree(S.flatten(hodiff.diagonal(S, method="exact").value), 10 * mean.dense().diagonal(), 1e-9)
+    with pytest.raises(hodiff.InputError, match=r"reduction: got 'none'"):
+        make(lambda z, b: (f(z, b, "sum"), 1), SEVERAL, reduction="none")
+
+
+def test_the_sum_over_all_data_of_loss_modules_and_bare_means() -> None:
+    for loss in (torch.nn.CrossEntropyLoss(), torch.nn.CrossEntropyLoss(reduction="sum")):
+        for operator in (hodiff.GaussNewtonOperator, hodiff.FisherOperator):
+            options = {"kind": "exact"} if operator is hodiff.FisherOperator else {}
+            G = operator(predict, loss, network(), data=SEVERAL, reduction="sum", **options)
+            whole = operator(predict, torch.nn.CrossEntropyLoss(reduction="sum"), network(), data=ONE, **options)
+            agree(G @ V, whole @ V, 1e-10)
+    f = lambda m, b: F.cross_entropy(m(b[0]), b[1])
+    H = hodiff.HessianOperator(f, network(), data=SEVERAL, batch_weight=lambda b: len(b[1]), reduction="sum")
+    agree(H @ V, 10 * (hodiff.HessianOperator(lambda m: f(m, ONE[0]), network()) @ V), 1e-10)
+
+
+def test_a_sum_over_all_data_is_differentiated() -> None:
+    w, x = torch.tensor(1.5, dtype=D, requires_grad=True), torch.ones(2, dtype=D)
+    data = [torch.randn(3, 2, dtype=D), torch.randn(2, 2, dtype=D)]
+    quartic = lambda x, b: ((b * x).sum(1) ** 4).sum()
+    H = hodiff.HessianOperator(lambda x, b: (w * quartic(x, b), len(b)), x, data=data, reduction="sum")
+    (found,) = torch.autograd.grad(hodiff.trace(H, create_graph=True).value, w)
+    agree(found, hodiff.hessian(lambda x: sum(quartic(x, b) for b in data), x).trace(), 1e-10)
