@@ -172,6 +172,21 @@ def test_stacks(seed: int, batch: list[int], size: int, count: int, dense: bool)
     agree(hodiff.trace(operator).value, A.diagonal(dim1=-2, dim2=-1).sum(-1), 1e-9)
 
 
+@law("HessianOperator", says="the Hessian of each sample; the sum over all data, whatever the weights")
+@law("JacobianOperator", says="the Jacobian of each sample")
+@given(f=expressions(roll=False, leaves=3), x=values((3, 4)), weight=st.floats(0.1, 10))
+def test_samples(f: Expression, x: Tensor, weight: float) -> None:
+    outputs = lambda z: f(z) * z.sum(-1, keepdim=True).sin()
+    g = lambda z: outputs(z).sum(-1) + z.square().sum(-1)
+    H = torch.func.vmap(torch.func.jacrev(torch.func.grad(g)))(x)
+    agree(hodiff.HessianOperator(g, x, batch_ndim=1).dense(), H, floor=1e-9)
+    J = torch.func.vmap(torch.func.jacrev(lambda z: outputs(z) + z))(x)
+    agree(hodiff.JacobianOperator(lambda z: outputs(z) + z, x, batch_ndim=1).dense(), J, floor=1e-9)
+    pair = lambda z, factor: (g(z) * factor, weight)
+    data = [torch.tensor(1.5, dtype=D), torch.tensor(-0.5, dtype=D)]
+    agree(hodiff.HessianOperator(pair, x[0], data=data, reduction="sum").dense(), H[0], floor=1e-9)
+
+
 @law("sparse_hessian", says="H, of a function whose entries meet their neighbours")
 @law("sparse_jacobian", says="J of the same")
 @given(f=expressions(roll=False, leaves=3), g=expressions(roll=False, leaves=3), x=values((7,)))

@@ -38,7 +38,8 @@ class Vectors(NamedTuple):
     """Vectors as they were given: their spelling, and their parts.
 
     Attributes:
-        kind: Whether they were flat, the columns of a matrix, or had the structure of the point; or, inside, flat rows.
+        kind: Whether they were flat, the columns of a matrix, or had the structure of the point;
+            or, inside, flat rows.
         parts: A tensor for each leaf, or, for an operator, the columns as they are.
         number: How many there are; None for a single one.
         tree: The structure in which results like them are given back.
@@ -78,7 +79,8 @@ class Space:
         names: A readable name for each.
         tree: The structure of the point.
         operator: Whether it is one side of an operator, for which several vectors are columns, as in linear algebra.
-        batch: The leading dimensions of all tensors, in which systems lie beside each other; flat: `(*batch, D)`.
+        batch: The leading dimensions of all tensors, in which systems lie beside each other; flat:
+            `(*batch, D)`.
     """
 
     def __init__(
@@ -134,6 +136,11 @@ class Space:
     def size(self) -> int:
         """The number of entries, D; of one of a batch."""
         return sum(self._sizes)
+
+    @property
+    def numel(self) -> int:
+        """The number of entries of a vector in all systems of a batch."""
+        return self.size * self.batch.numel()
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -236,29 +243,31 @@ class Space:
         return Vectors("columns", [value] if self.operator else self.split(value.T), value.shape[1], self.tree)
 
     def _parse_batched(self, value: Tensor, name: str) -> Vectors:
-        """One vector for each system, flat or like the point; several in front, or, of matrices, behind as columns."""
+        """A vector for each system, flat or like the point; several in front, or behind as columns."""
         check_dense(value, name, f", {self._meaning}")
         if value.dtype != self.dtype or value.device != self.device:
             raise _wrong_kind(value, name, self.dtype, self.device)
         flat = torch.Size((*self.batch, self.size))
         own = self.likes[0].shape if self.tree is _tree.LEAF else flat
-        stacked, columns = value.shape[1:] == own and own is not flat, self.flat and value.shape[:-1] == flat
+        stacked = value.shape[1:] == own and own is not flat
+        columns = self.flat and value.shape[:-1] == flat
         if value.shape == own and own is not flat:
             return Vectors("structure", [value], None, self.tree)
         if value.shape == flat:
             return Vectors("flat", self.split(value), None, self.tree)
         if stacked and columns:
             raise InputError(
-                f"{name}: has shape {tuple(value.shape)}, {len(value)} stacked vectors or columns, which here are of "
-                f"one shape. Say [{name}] for vectors stacked in front, and [{name}.movedim(-1, 0)] for columns."
+                f"{name}: has shape {tuple(value.shape)}, {len(value)} stacked vectors or columns, "
+                f"which here are of one shape. Say [{name}] for vectors stacked in front, and "
+                f"[{name}.movedim(-1, 0)] for columns."
             )
         if stacked:
             return Vectors("structure", [value], len(value), self.tree)
         if columns:
             return Vectors("columns", [value.movedim(-1, 0)], value.shape[-1], self.tree)
         raise InputError(
-            f"{name}: has shape {tuple(value.shape)}, expected {tuple(own)} for one vector in each of the systems, or "
-            f"{('K', *own)} for K of them".replace("'", "")
+            f"{name}: has shape {tuple(value.shape)}, expected {tuple(own)} for one vector in each "
+            f"of the systems, or {('K', *own)} for K of them".replace("'", "")
             + "."
         )
 
@@ -274,7 +283,7 @@ class Space:
     # --- parts and flat vectors
 
     def split(self, flat: Tensor) -> Leaves:
-        """The parts of flat vectors, `(*batch, D)` or rows `(K, *batch, D)`: views, unless dtypes are mixed."""
+        """The parts of flat vectors, one or several: views, unless dtypes are mixed."""
         lead = flat.shape[:-1]
         return [
             piece.reshape((*lead, *like.shape[len(self.batch) :])).to(like.dtype)

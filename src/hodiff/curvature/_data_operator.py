@@ -198,7 +198,7 @@ class DataOperator(LinearOperator, Generic[G]):
         again = 0 if first is None else count - len(graphs.kept)
         itemsize = self._domain.dtype.itemsize
         rows, columns = self.shape[-2:]
-        chunk = self._chunk_size or graphs.auto_chunk(self._domain.size)
+        chunk = self._chunk_size or graphs.auto_chunk(self._domain.numel)
         chunks = -(-min(rows, columns) // chunk)
         return Cost(
             size=columns,
@@ -216,7 +216,7 @@ class DataOperator(LinearOperator, Generic[G]):
     # --- products
 
     def _inner_chunk(self) -> int:
-        return self._chunk_size or self._graphs.auto_chunk(self._domain.size)
+        return self._chunk_size or self._graphs.auto_chunk(self._domain.numel)
 
     def _chunk(self, count: int) -> int:
         graphs = self._graphs
@@ -229,7 +229,7 @@ class DataOperator(LinearOperator, Generic[G]):
         agreed = None if first is None else first.everywhere.free_bytes
         free = _memory.free_bytes(self.device) if agreed is None else agreed
         # Each batch is evaluated again for every chunk: take as many vectors as there is room for.
-        one = 3 * (self._domain.size + self._range.size) * self._domain.dtype.itemsize
+        one = 3 * (self._domain.numel + self._range.numel) * self._domain.dtype.itemsize
         return max(inner, free // (4 * one))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
@@ -254,12 +254,12 @@ def _check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) -
     """Raise unless a point can be of samples, each with a matrix of its own."""
     if where.module_slices:
         raise InputError(
-            f"where: is a module, whose parameters are no samples; batch_ndim={batch_ndim} gives each sample a matrix "
-            f"of its own, at a point like (N, ...). Take batch_ndim=0 for the parameters."
+            f"where: is a module, whose parameters are no samples; batch_ndim={batch_ndim} gives each "
+            f"sample a matrix of its own, at a point like (N, ...). Take batch_ndim=0 for the parameters."
         )
     if data is not None or process_group is not None:
         raise InputError(
-            f"batch_ndim={batch_ndim}: goes without data= and process_group=: the point itself holds the samples."
+            f"batch_ndim={batch_ndim}: goes without data= and process_group=, since the point itself holds the samples."
         )
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
 

@@ -191,9 +191,11 @@ def logdet(
 
     Cost:
         `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
-        256 MiB. With `create_graph`, a differentiable product with each vector, and in the backward pass a linear
-        system for each, all side by side: the derivative is the mean of \((A^{-1} z)^\top\, \mathrm{d}A\; z\) over the
-        same vectors, an estimate without bias of the derivative, not the derivative of the estimate.
+        256 MiB. Of a stack of matrices, all eigenvalues of each: a product for each column. With
+        `create_graph`, a differentiable product with each vector, and in the backward pass a
+        linear system for each, all side by side: the derivative is the mean of \((A^{-1} z)^\top\,
+        \mathrm{d}A\; z\) over the same vectors, an estimate without bias of the derivative, not
+        the derivative of the estimate.
 
     Examples:
         >>> import torch, hodiff

@@ -182,8 +182,8 @@ class GaussNewtonOperator(PullbackOperator):
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches.
         batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
-        reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own reduction is `"sum"`
-            gives the sum in any case.
+        reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own
+            reduction is `"sum"` gives the sum in any case.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.

@@ -35,10 +35,11 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches; unless it is a sequence, those of the first pass are kept, so
             that rows keep their places.
-        batch_ndim: So many leading dimensions of *where*, and of all outputs, index independent samples, as for
-            `hodiff.jacobian`: each has a Jacobian of its own. A vector is like *where*, or flat `(*batch, D)`; products
-            are for all at once, and `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.spectral_radius` have a
-            result for each. Not for modules, whose parameters are no samples.
+        batch_ndim: So many leading dimensions of *where*, and of all outputs, index independent
+            samples, as for `hodiff.jacobian`: each has a Jacobian of its own. A vector is like
+            *where*, or flat `(*batch, D)`; products are for all at once, and `hodiff.solve`,
+            `hodiff.trace`, `hodiff.diagonal`, `hodiff.spectral_radius` have a result for each. Not
+            for modules, whose parameters are no samples.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.

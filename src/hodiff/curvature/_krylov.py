@@ -18,17 +18,17 @@ from hodiff.curvature._records import Status
 from hodiff.errors import InputError
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""The products with vectors as rows, each by the matrix of its system; the systems are told by their numbers."""
+"""The products with vectors as rows, each by the matrix of the system with its number."""
 Show = Callable[[Callable[[], tuple[Tensor, Tensor]]], None]
-"""Is called after each step with what computes, if wanted, the solutions so far, and the norms of their residuals."""
+"""Is called after each step with what computes the solutions so far, and their residuals' norms."""
 
 
 Number = Any
-"""Of one system a float, which is quick; of several a line of them, in double precision on the CPU."""
+"""Of one system a float, which is quick; of several a line, in double precision on the CPU."""
 
 
 class Systems(NamedTuple):
-    """Linear systems that are solved side by side: one for each row of what is given, whatever their matrices.
+    """Linear systems that are solved side by side: one for each row of what is given.
 
     Attributes:
         product: A v; it rounds by `eps`.
@@ -50,7 +50,8 @@ class Solutions:
         status: How they ended; of one run, "converged" is by its own recurrence.
         size: The lengths of the residuals, by the recurrence.
         taken: How many products each took.
-        direction: Along which curvature is negative; zero where it is not. None where it nowhere is.
+        direction: Along which curvature is negative; zero where it is not. None where it nowhere
+            is.
     """
 
     x: Tensor
@@ -65,12 +66,12 @@ class Solutions:
         return cls(x, ["running"] * len(x), coefficients(len(x)), coefficients(len(x)))
 
     def running(self, at: Tensor, steps: Tensor, size: Tensor, unit: Tensor) -> Solutions:
-        """A copy, in which some are so many steps further, with residuals of so many units, and go on."""
-        on = set(at.tolist())
-        status: list[Status] = ["running" if number in on else status for number, status in enumerate(self.status)]
-        so_far = Solutions(self.x.clone(), status, self.size.clone(), self.taken)
+        """A copy, in which some have gone such steps further, and go on."""
+        so_far = Solutions(self.x.clone(), [*self.status], self.size.clone(), self.taken)
         so_far.x[at] += steps
         so_far.size[at] = size / unit
+        for number in at.tolist():
+            so_far.status[number] = "running"
         return so_far
 
     def put(self, at: Tensor, x: Tensor, size: Tensor, taken: Tensor | int, direction: Tensor | None) -> None:
@@ -105,7 +106,7 @@ class Block(ABC):
 
     @abstractmethod
     def step(self) -> dict[Status, Number]:
-        """A product for each system; which of them have ended, and how: the first that is said counts."""
+        """A product for each system; which have ended, and how: the first that is said counts."""
 
     def solution(self, chosen: Tensor) -> Tensor:
         """The iterates of some."""
@@ -132,7 +133,7 @@ class Block(ABC):
 
 
 def run(block: Block, left: Tensor, show: Show) -> Solutions:
-    """Steps, until each system has ended, or spent the products that are left to it; who has ended leaves the block."""
+    """Steps, until each system has ended, or spent what is left to it; who has ended leaves."""
     end, steps = Solutions.like(torch.zeros_like(block.x)), 0
     places, first = torch.arange(len(block.x), device="cpu"), int(left.min())
 
@@ -190,8 +191,7 @@ class ConjugateGradients(Block):
         curvature, length = dots(d, image), dots(d, d)
         # Along a null vector the curvature is what rounding leaves of the largest, and steps towards it are huge.
         self._largest = larger(self._largest, (dots(image, image) / length) ** 0.5)
-        down = curvature > self._systems.eps * self._largest * length
-        down = select(down, False, True)
+        down = select(curvature > self._systems.eps * self._largest * length, False, True)
         step = self._rz / select(down, math.inf, curvature)
         self.x = along(self.x, step, d)
         self._r = along(self._r, -step, image)
@@ -202,7 +202,8 @@ class ConjugateGradients(Block):
         z, before = self._inverse(self._r), self._rz
         self._rz = square if z is self._r else dots(self._r, z)
         self._d = along(z, self._rz / before, d)
-        return {"negative curvature": down, "converged": self.size <= self.tolerance, "stagnation": self._rz <= 0}
+        converged = self.size <= self.tolerance
+        return {"negative curvature": down, "converged": converged, "stagnation": self._rz <= 0}
 
     def _remember(self, down: Number) -> None:
         """The best iterates; who went down ends with those."""
@@ -210,11 +211,12 @@ class ConjugateGradients(Block):
         self._best = select(better, self.x, self._best)
         self._least = select(better, self.size, self._least)
         if anywhere(down):
-            self.x, self.size = select(down, self._best, self.x), select(down, self._least, self.size)
+            self.x = select(down, self._best, self.x)
+            self.size = select(down, self._least, self.size)
 
 
 class MINRES(Block):
-    """For symmetric matrices: the least |r| in the Krylov space; the Lanczos matrix is reduced by rotations.
+    """For symmetric matrices: the least |r| in the Krylov space, by rotations of Lanczos' matrix.
 
     `size` is of the residual in the preconditioner's norm; the caller looks at the true one.
     """
@@ -297,10 +299,10 @@ SLOW = 0.999
 
 
 class GMRES(Block):
-    """The least |r| over the Krylov space of A M, anew every `room` steps; M stands on the right, so r is the system's.
+    """The least |r| over the Krylov space of A M, anew every `room` steps; r is the system's own.
 
-    Every vector of the orthonormal basis V is made orthogonal to all before; the Hessenberg matrix H, which A M is on
-    it, becomes triangular by rotations, all of them together in Q.
+    Every vector of the orthonormal basis V is made orthogonal to all before; the Hessenberg matrix
+    H, which A M is on it, becomes triangular by rotations, all of them together in Q.
     """
 
     def __init__(self, systems: Systems, b: Tensor, numbers: Tensor, tolerance: Tensor, *, room: int) -> None:
@@ -322,7 +324,8 @@ class GMRES(Block):
         """One more vector of the basis."""
         j = self._count
         self._count += 1
-        column, w, norm = self._orthogonalised(self._product(self._inverse(self._basis[:, j])), j + 1)
+        image = self._product(self._inverse(self._basis[:, j]))
+        column, w, norm = self._orthogonalised(image, j + 1)
         exhausted = norm <= 10 * self._systems.eps * self._scale
         norm = torch.where(exhausted, 0.0, norm)
         self._basis[:, j + 1] = w * spread(torch.where(exhausted, 0.0, 1 / norm), w)
@@ -338,7 +341,7 @@ class GMRES(Block):
         return {"converged": self.size <= self.tolerance, "stagnation": exhausted | slow}
 
     def _orthogonalised(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The vectors without their parts in the basis, and these; twice or thrice where much cancels."""
+        """The vectors without their parts in the basis, and these; again where much cancels."""
         total, norm, basis = coefficients(len(w), count), norms(w), self._basis[:, :count]
         for _ in range(3):
             before = norm
@@ -374,7 +377,8 @@ class GMRES(Block):
         triangle, right = rotations @ self._hessenberg[chosen, : j + 1, :j], rotations[:, :, 0]
         lengths = triangle.diagonal(dim1=1, dim2=2).abs()
         counts = lengths > 10 * self._systems.eps * self._largest[chosen, None]
-        triangle = torch.where(counts[:, :, None], triangle, torch.eye(j, dtype=torch.float64, device="cpu"))
+        ones = torch.eye(j, dtype=torch.float64, device="cpu")
+        triangle = torch.where(counts[:, :, None], triangle, ones)
         right = torch.where(counts, right * self._before[chosen, None], 0.0)
         return torch.linalg.solve_triangular(triangle, right[:, :, None], upper=True)[:, :, 0]
 
@@ -394,7 +398,7 @@ def combined(numbers: Tensor, basis: Tensor) -> Tensor:
         return (numbers[:, None] @ basis[:, : numbers.shape[1]])[:, 0]
 
 
-# --- numbers of systems: floats of a single one, which are quick; lines of them, of several ---------------------------
+# --- numbers of systems: floats of a single one, lines of several --------------------------------
 
 
 def dot(a: Tensor, b: Tensor) -> float:
@@ -444,7 +448,9 @@ def select(where: Number, a: Any, b: Any) -> Any:
 
 def larger(a: Number, b: Number) -> Number:
     """The larger number of two."""
-    return torch.as_tensor(a, dtype=torch.float64).maximum(b) if isinstance(b, Tensor) else max(a, b)
+    if not isinstance(b, Tensor):
+        return max(a, b)
+    return torch.as_tensor(a, dtype=torch.float64, device="cpu").maximum(b)
 
 
 def anywhere(where: Number) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _settings
 from hodiff._core._vectors import Leaves, Vectors
+from hodiff.curvature._krylov import norms
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import default_rtol
 from hodiff.curvature._records import SolveRecord, Status
@@ -72,8 +73,9 @@ class ImplicitSystem:
     ) -> None:
         """The system of `operator`, which is Jᵀ.
 
-        With `steps` its solver takes so many, to no tolerance. A `stacked` one is of several solutions, each link of
-        them one tensor, as flat rows. `fatal` says why there is no solution where it ends so.
+        With `steps` its solver takes so many, to no tolerance. A `stacked` one is of several
+        solutions, each link of them one tensor, as flat rows. `fatal` says why there is no
+        solution where it ends so.
         """
         self.operator = operator
         self.name = name
@@ -100,10 +102,10 @@ class ImplicitSystem:
         return [rows] if self._stacked else self.operator._domain.split(rows[0])
 
     def solved(self, v: Sequence[Tensor], *, transposed: bool, least: Tensor | None = None) -> Leaves:
-        """J⁻ᵀ v, or J⁻¹ v; to a tolerance relative to each |v|, or to `least` where that is larger."""
+        """J⁻ᵀ v, or J⁻¹ v, to a tolerance relative to each |v|, or to a larger `least`."""
         rows = self.rows(v)
         known = rows.isfinite().all(1, keepdim=True)
-        sizes = norms(rows)
+        sizes = norms(rows.double())
         least = torch.zeros_like(sizes) if least is None else least
         counts = (sizes > 2 * self._rtol * least)[:, None].to(rows.device) & known
         right = torch.where(counts, rows, 0.0)
@@ -114,7 +116,8 @@ class ImplicitSystem:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
         given = Vectors("rows", [right], len(right), self.operator._domain.tree)
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
-            rtol = None if self._steps else (self._rtol * (least / sizes).nan_to_num().clamp_min(1)).clamp_max(0.5)
+            looser = (least / sizes).nan_to_num().clamp_min(1)
+            rtol = None if self._steps else (self._rtol * looser).clamp_max(0.5)
             solution, trouble = self._solver(operator, given, preconditioner=preconditioner, rtol=rtol)
         if trouble:
             self._report(solution)
@@ -190,13 +193,8 @@ class Scale:
             self._largest = torch.zeros(len(rows), dtype=torch.float64, device="cpu")
             self.derived = Scale()
         before = self._largest
-        self._largest = before.maximum(norms(rows).nan_to_num())
+        self._largest = before.maximum(norms(rows.double()).nan_to_num())
         return before
-
-
-def norms(rows: Tensor) -> Tensor:
-    """The lengths of rows, on the CPU."""
-    return rows.double().square().sum(1).sqrt().cpu()
 
 
 class _Link(torch.autograd.Function):

@@ -25,9 +25,10 @@ class MatrixOperator(LinearOperator):
     Args:
         A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
         symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at.
-        batch_ndim: So many leading dimensions of *A* are a stack of matrices, side by side: `(*batch, M, D)`. A vector
-            is then `(*batch, D)`, several are `(K, *batch, D)`, or columns `(*batch, D, K)`; `hodiff.solve`,
-            `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet` and `hodiff.spectral_radius` have a result for each.
+        batch_ndim: So many leading dimensions of *A* are a stack of matrices, side by side:
+            `(*batch, M, D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or
+            columns `(*batch, D, K)`; `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`,
+            `hodiff.logdet` and `hodiff.spectral_radius` have a result for each.
 
     Raises:
         InputError: *A* is not a real floating point matrix or vector, is an expanded view of more than 64 GiB, or

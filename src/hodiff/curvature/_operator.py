@@ -314,7 +314,7 @@ class LinearOperator(ABC):
             return self._range.join(self._stacked(self._domain.split(rows)), len(rows))
 
     def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """The products of systems with these numbers, first by vector and then by place in the batch, as rows."""
+        """The products of systems with these numbers, by vector and then by place in the batch."""
         batch, count = self._domain.batch, self._domain.batch.numel()
         kinds, places = (numbers // count).unique(return_inverse=True)
         at = (places * count + numbers % count).to(rows.device)
@@ -479,7 +479,7 @@ class LinearOperator(ABC):
         """
         say_detached("A.to_scipy()", self._live)
         if self._domain.batch:
-            raise InputError("to_scipy: SciPy's operators are of one matrix; make one of each, without batch_ndim=.")
+            raise InputError("to_scipy: is of one matrix at a time; make one of each, without batch_ndim=.")
         try:
             from scipy.sparse.linalg import LinearOperator as ScipyOperator
         except ImportError as error:

@@ -142,8 +142,9 @@ def check_square(
     *batch, rows, columns = operator.shape
     if batch and not stacks:
         raise InputError(
-            f"{name}: takes one matrix at a time, and the operator is a stack of {tuple(batch)} (batch_ndim=). For "
-            f"stacks: hodiff.solve, hodiff.trace, hodiff.diagonal, hodiff.logdet, hodiff.spectral_radius."
+            f"{name}: takes one matrix at a time, and the operator is a stack of {tuple(batch)} "
+            f"(batch_ndim=). For stacks: hodiff.solve, hodiff.trace, hodiff.diagonal, hodiff.logdet, "
+            f"hodiff.spectral_radius."
         )
     if rows != columns:
         raise InputError(f"{name}: the operator is {rows} x {columns}; expected a square one (J.T @ J?).")
@@ -202,7 +203,7 @@ def check_rtol(rtol: object, number: int | None = None) -> None:
 
 
 def reached(value: Tensor, error: Tensor | None, rtol: float | None, batch_ndim: int = 0) -> bool | Tensor | None:
-    """Whether an error, in norm, is within a tolerance, for each of a batch; None where none was asked for."""
+    """Whether an error, in norm, is within a tolerance, for each of a batch; None without one."""
     if rtol is None:
         return None
     if not batch_ndim:

@@ -159,7 +159,7 @@ class _Iterated(Shown):
 
 @dataclass(frozen=True, repr=False)
 class TraceRecord(_Estimate):
-    """An estimated trace, or log-determinant; of a stack of matrices, of each: all tensors have the batch's shape.
+    """An estimated trace, or log-determinant; of a stack of matrices, tensors of the batch's shape.
 
     Attributes:
         value: The estimate, a tensor without dimensions.
@@ -235,7 +235,7 @@ class EigenRecord(_Iterated):
 
 @dataclass(frozen=True, repr=False)
 class RadiusRecord(_Iterated):
-    """A spectral radius; of a stack of matrices, of each: all tensors have the batch's shape.
+    """A spectral radius; of a stack of matrices, tensors of the batch's shape.
 
     Attributes:
         value: The largest magnitude of an eigenvalue, a tensor without dimensions.
@@ -335,14 +335,16 @@ class SolveRecord(Shown, Generic[V]):
     Attributes:
         value: The solution, in the spelling of the right-hand side.
         residual: |b - A x| / |b|, computed from a product at the end; where a number of iterations was asked for,
-            and in what a callback is given, by the method's own recurrence. Of several, a tensor with one for each.
+            and in what a callback is given, by the method's own recurrence. Of several, a tensor
+            with one for each.
         converged: Whether that is within the tolerance, likewise; None where none was asked for.
         products: How many products it took.
         status: `"converged"`, `"negative curvature"` (CG met d with d'A d <= 0), `"budget"` (the products
             ran out), `"stagnation"` (rounding, or a singular system, allows no better), `"divergence"` (the terms of a
-            Neumann series grew), `"iterations"` (as many as were asked for) or, for a callback, `"running"`. Of
-            several, the worst.
-        direction: The d of negative curvature, where CG met one (of several, zero where it has not); else None.
+            Neumann series grew), `"iterations"` (as many as were asked for) or, for a callback,
+            `"running"`. Of several, the worst.
+        direction: The d of negative curvature, where CG met one (of several, zero where it has
+            not); else None.
     """
 
     value: V

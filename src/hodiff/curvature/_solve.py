@@ -74,8 +74,9 @@ def solve(
 
     Args:
         operator: A symmetric operator; for GMRES, a square one.
-        b: The right-hand side: like the point, or flat `(D,)`. Or several, as columns `(D, K)`, or stacked in one extra
-            leading dimension: they are solved side by side, and who has converged costs no more.
+        b: The right-hand side: like the point, or flat `(D,)`. Or several, as columns `(D, K)`, or
+            stacked in one extra leading dimension: they are solved side by side, and who has
+            converged costs no more.
         create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
             operator is made of: the matrix of a `hodiff.MatrixOperator`, what the function of a
             `hodiff.HessianOperator` uses; also of their blocks, sums, products and multiples. None: only inside the
@@ -98,15 +99,17 @@ def solve(
         scale: The \(s\) of a Neumann series: at least half the largest eigenvalue, as LiSSA's scale.
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
             \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
-        products: How many products to spend at most on each right-hand side; None: `10 D + 10`, at most 1000.
+        products: How many products to spend at most on each right-hand side; None: `10 D + 10`, at
+            most 1000.
         callback: A function that is given the record as it stands after each step: its `value` is the iterate.
         progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
         A record: `value` in the structure and shape of *b*; `residual`, relative and true, from a
         product at the end (with `iterations`, by the method's own recurrence where it has one); `converged`,
-        None where `iterations` were asked for; `products`; `status`; and the `direction` of negative curvature. Of
-        several right-hand sides `residual` and `converged` are tensors `(K,)`, and `status` is the worst.
+        None where `iterations` were asked for; `products`; `status`; and the `direction` of
+        negative curvature. Of several right-hand sides `residual` and `converged` are tensors
+        `(K,)`, and `status` is the worst.
 
     Raises:
         InputError: The operator is not symmetric (not square, for GMRES), *b* does not fit, the method is unknown,
@@ -119,11 +122,18 @@ def solve(
         HodiffWarning: The solution is detached, although the operator or *b* requires grad (see `create_graph`).
 
     Cost:
-        A product per iteration, and one for the residual; of several right-hand sides, one product with all that have
-        not converged. Memory: a few vectors for each; for GMRES, `restart` of them.
-        With `create_graph`, two differentiable products more (of a Hessian an evaluation and two passes each), and in
-        the backward pass one more system with the transpose, two for a second derivative, to a hundredth of the
-        tolerance: \(\bar b = A^{-\top} \bar x,\ \bar A = -\bar b\, x^\top\).
+        A product per iteration, and one for the residual; of several right-hand sides, one product
+        with all that have not converged. Memory: a few vectors for each; for GMRES, `restart` of
+        them.
+
+        Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, a product for
+        each column: the dense matrices are solved, and what fails goes the way of the others. Not
+        with `iterations`, a `preconditioner`, a `start` or a `callback`.
+
+        With `create_graph`, two differentiable products more (of a Hessian an evaluation and two
+        passes each), and in the backward pass one more system with the transpose, two for a second
+        derivative, to a hundredth of the tolerance:
+        \(\bar b = A^{-\top} \bar x,\ \bar A = -\bar b\, x^\top\).
 
     Examples:
         >>> import torch, hodiff
@@ -219,7 +229,7 @@ def attempt(
     callback: Callback | None = None,
     progress: bool | None = False,
 ) -> tuple[SolveRecord[V], str | None]:
-    """`solve`, and in words why it has not converged, for who has something else to say than a warning.
+    """`solve`, and in words why it has not converged, for who has more to say than a warning.
 
     A tensor as `rtol` has one for each right-hand side.
     """
@@ -265,8 +275,15 @@ def attempt(
 
 
 WORST: tuple[Status, ...] = (
-    "running", "divergence", "negative curvature", "stagnation", "budget", "iterations", "converged",
-)  # fmt: skip
+    "running",
+    "divergence",
+    "negative curvature",
+    "stagnation",
+    "budget",
+    "iterations",
+    "converged",
+)
+"""The status of several systems is that which stands first."""
 
 
 class Sides:
@@ -292,20 +309,22 @@ class Sides:
         return torch.where(self.rows.any(1)[:, None], rows / self.unit[:, None], 0.0)
 
     def record(self, end: Solutions, units: Tensor, spent: int, asked: bool) -> SolveRecord[Any]:
-        """The record of solutions in these units of the operators; `asked` is whether a tolerance was."""
+        """The record of solutions in these units; `asked` is whether a tolerance was."""
         scale = self.unit.to("cpu", torch.float64) / units
         along = None
         if end.direction is not None and "negative curvature" in end.status:
             along = self._spelled(end.direction)
-        known: list[Status] = [*end.status, "converged"]
+        statuses: list[Status] = [*end.status, "converged"]
+        worst = min(statuses, key=WORST.index)
         met = None
         if asked:
-            met = self._told(torch.tensor([one == "converged" for one in end.status], dtype=torch.bool, device="cpu"))
+            reached = [status == "converged" for status in end.status]
+            met = self._told(torch.tensor(reached, dtype=torch.bool, device="cpu"))
         value = self._spelled(end.x * spread(scale, end.x))
-        return SolveRecord(value, self._told(end.size), met, spent, min(known, key=WORST.index), along)
+        return SolveRecord(value, self._told(end.size), met, spent, worst, along)
 
     def check_room(self, x: Tensor, units: Tensor) -> None:
-        """Raise where a solution, in these units of the operators, is too small or too large for its dtype."""
+        """Raise where a solution, in these units, is too small or too large for its dtype."""
         dtype = self._operator.dtype
         bounds, largest = torch.finfo(dtype), x.abs().amax(1).double().cpu()
         sizes = largest * (self.unit.double().cpu() / units)
@@ -341,7 +360,7 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
 
 
 def flat_rows(operator: LinearOperator, given: Vectors) -> Tensor:
-    """Vectors in any spelling, one or several, as flat rows; of a stack of matrices, a row for each."""
+    """Vectors in any spelling as flat rows; of a stack of matrices, a row for each."""
     domain = operator._domain
     if given.kind == "rows":
         return given.parts[0]
@@ -390,7 +409,7 @@ def _rounded(operator: LinearOperator) -> Product:
 
 
 class Measured:
-    """Products in units of their own, where they are so small or large that their squares have no place in the dtype.
+    """Products in units of their own, where their squares have no place in the dtype.
 
     The solutions of the systems are then in these units, too.
 
@@ -456,7 +475,8 @@ def _dense_solutions(operator: LinearOperator, damping: float, b: Tensor) -> Ten
     matrices.diagonal(dim1=-2, dim2=-1).add_(damping)
     columns = b.reshape(-1, len(matrices), b.shape[-1]).movedim(0, -1) if len(matrices) else b[:, :, None]
     x, _ = torch.linalg.solve_ex(matrices, columns)
-    rest = (columns - matrices @ x).norm(dim=-2, keepdim=True)
+    with as_given(x):
+        rest = (columns - matrices @ x).norm(dim=-2, keepdim=True)
     x = torch.where(rest < columns.norm(dim=-2, keepdim=True), x, 0.0)
     return x.movedim(-1, 0).reshape(b.shape)
 
@@ -481,7 +501,7 @@ def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, 
 
 
 Attempt = Callable[[Tensor, Tensor, Tensor, Tensor, Solutions], Solutions]
-"""A run of a method: the residuals to begin with, tolerances, products that are left, which systems, and all so far."""
+"""A run of a method: first residuals, tolerances, products that are left, which systems, all so far."""
 
 
 def lengths(rows: Tensor) -> Tensor:
@@ -518,8 +538,10 @@ def stepped(run: Attempt, systems: Systems, b: Tensor, x: Tensor, steps: int, me
     if method == "minres":  # whose own are measured by the preconditioner
         left = norms(some(b, rows) - systems.product(moved, rows))
     end.put(rows, moved, left / size, ends.taken, ends.direction)
-    for row, status, rounded in zip(rows.tolist(), ends.status, (left <= 1e3 * eps * size).tolist(), strict=True):
-        if status == "stagnation" and rounded:  # nothing but rounding is left, which is no failure
+    rounded = left <= 1e3 * eps * size
+    for place, row in enumerate(rows.tolist()):
+        status = ends.status[place]
+        if status == "stagnation" and rounded[place]:  # nothing but rounding is left, which is no failure
             end.status[row] = "converged"
         else:
             end.status[row] = "iterations" if status == "budget" else status
