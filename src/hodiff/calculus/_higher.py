@@ -65,7 +65,8 @@ def nth_derivative(
     Cost:
         Up to order 2, one evaluation of `f` and n reverse passes, and n more that check at every order
         that `f` is elementwise (none where *x* has one entry). From order 3 on, one evaluation in Taylor
-        mode on n + 1 vectors, and another one as the check. A tensor already computed, or an operation of
+        mode on 2 n + 1 vectors, the check included; on n + 1, and another one as the check, where the
+        result is differentiable. A tensor already computed, or an operation of
         `f` without a Taylor rule, takes 2 n reverse passes, each pair about 2.7 times as dear as the one
         before: the graph grows.
 
@@ -182,7 +183,7 @@ def _check_elementwise(
     knows nothing of f, only there: both are polynomials in w. At the first order, J w = w J 1. Where all cancels but
     rounding errors, they differ, too; but along other multiples of w (by `again`) then by something else.
     """
-    for order, (weighted_derivative, ones) in enumerate(zip(weighted, plain, strict=True)):
+    for order, (weighted_derivative, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
         difference = weighted_derivative.detach() - weights**order * ones.detach()
         scale = max(_largest(weighted_derivative.detach()), _largest(weights**order * ones.detach()))
         mixed = _largest(difference) > torch.finfo(weighted_derivative.dtype).eps ** 0.5 * scale
@@ -225,34 +226,37 @@ def _by_jets(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Tensor, ...]:
-    """All orders from one expansion along ones; another, along weights, tells whether f is elementwise."""
+    """All orders from an expansion along ones; one along weights tells whether f is elementwise."""
     record = _call.recorded(create_graph)
     if not record:
         _call.refuse_transforms()
     factor = _pushforward.factorials(n, x.dtype)
     state = RandomState.of(x.device)
     given = {"args": args, "kwargs": kwargs}
-    output, expansion = _pushforward.push(
-        f, [x], [[torch.ones_like(x).unsqueeze(0)]], max(n, 1), record=record, **given
-    )
+    weights = _weights(x) if n and x.numel() > 1 and not _jet.is_jet(x) else None
+    lines = torch.ones_like(x).unsqueeze(0)
+    if weights is not None and not record:  # both at once; a graph would hold them both
+        lines = torch.cat([lines, weights.unsqueeze(0)])
+    output, expansion = _pushforward.push(f, [x], [[lines]], max(n, 1), record=record, **given)
     series = _pushforward.coefficients(output, expansion)
     _check_shape(series[0], x)
-    if n and x.numel() > 1 and not _jet.is_jet(x):
+    plain, *weighted = _orders(series, n, len(lines))
+    if weights is not None:
 
         def again(weights: Tensor) -> list[Tensor]:
             with _replayed(state):
                 output, expansion = _pushforward.push(f, [x], [[weights.unsqueeze(0)]], n, record=False, **given)
-            return _orders(_pushforward.coefficients(output, expansion), n)
+            return _orders(_pushforward.coefficients(output, expansion), n, 1)[0]
 
-        weights = _weights(x)
-        _check_elementwise(again(weights), _orders(series, n), weights, again)
+        _check_elementwise(weighted[0] if weighted else again(weights), plain, weights, again)
     with _settings.grad_mode(record):
-        orders = tuple(part * factor[k] if k else part for k, part in enumerate(_orders(series, n)))
+        orders = tuple(part * factor[k] if k else part for k, part in enumerate(plain))
         if record:
             return _pushforward.connected(orders, [x])
     return orders if _jet.is_jet(x) else detached(orders, {memory_of(x)})
 
 
-def _orders(series: Series, n: int) -> list[Any]:
-    """The coefficients up to n along a single direction."""
-    return [series[0], *(entry(series, k, 1)[0] for k in range(1, n + 1))]
+def _orders(series: Series, n: int, lines: int) -> list[list[Any]]:
+    """The coefficients up to n along each line."""
+    rows = [entry(series, k, lines) for k in range(1, n + 1)]
+    return [[series[0], *(row[line] for row in rows)] for line in range(lines)]
