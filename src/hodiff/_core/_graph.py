@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Container, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class OutputGraph:
         self.aux: Any = None
         self.kinds: frozenset[type] = frozenset()
         self.higher = self.recorded = self._mixes = False
+        self._is_clear = False  # of what makes a first gradient wrong
         self._first: list[Tensor] = []  # where there are several evaluations, the leaves of the first
         self._starts: set[_nodes.Node] = set()  # of leaves that stand for the caller's own
 
@@ -137,7 +139,7 @@ class OutputGraph:
         """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
         context = self.context
         self.leaves = context.leaves(given)
-        self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
+        self._starts = {*map(_grad_fn, self.leaves)} - {None}
         context.remember()
         exact = self.call.order >= 3 or context.forward_mode
         survey = failure = None
@@ -149,8 +151,12 @@ class OutputGraph:
             if context.by_hand is None and not compiles:
                 raise
             failure = error
-        names = survey.names() if survey is not None and self.call.order >= 2 else set()
         by_hand = context.by_hand
+        plain = self.call.order < 2 and by_hand is None and not exact and not context.forward_mode
+        self._is_clear = plain and survey is not None and not _refusals.WRONG_AT_ONCE.among(survey)
+        if self._is_clear and survey is not None:  # as nearly always
+            return survey
+        names = survey.names() if survey is not None and self.call.order >= 2 else set()
         if by_hand is not None:
             names = names | by_hand.names
         order = self.call.order + (by_hand.count if by_hand is not None else 0)
@@ -219,7 +225,10 @@ class OutputGraph:
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        return _nodes.Survey([output.grad_fn or _nodes.node_of(output) for output in outputs], self._starts)
+        roots = [*map(_grad_fn, outputs)]
+        if None in roots:
+            roots = [output.grad_fn or _nodes.node_of(output) for output in outputs]
+        return _nodes.Survey(roots, self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
@@ -241,7 +250,7 @@ class OutputGraph:
             if call.order >= 2:
                 remarkable = survey.is_remarkable(call.order)
                 self.recorded = remarkable and _refusals.judge(survey, self.leaves, call.order, call.allow)
-            else:
+            elif not self._is_clear:
                 self.recorded = _refusals.refuse_first(survey, self.leaves)
         except GraphError as error:
             self._explain(error)
@@ -334,6 +343,7 @@ class OutputGraph:
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
 
 
+_grad_fn = attrgetter("grad_fn")
 _NOBODYS = None, -1
 """The tag of a tensor of the user's, and its number."""
 

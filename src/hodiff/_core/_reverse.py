@@ -104,7 +104,8 @@ def products(
     """The last pass, for one vector (`count` None) or for `count` of them stacked."""
     vectors = writable(graph, vectors)
     if count is None:
-        return warned_if_not_finite(graph, unaliased(vjp(graph, outputs, vectors, inputs=inputs), vectors))
+        results = unaliased(vjp(graph, outputs, vectors, inputs=inputs), vectors)
+        return warned_if_not_finite(graph, results) if graph.higher else results
     inputs = graph.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     chunks = vjps(graph, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
@@ -466,12 +467,13 @@ def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Ten
     The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
     the derivative of a linear function may be the vector itself, or a view of it.
     """
-    memories = _memories([*vectors, *results])
-    theirs = set(memories[: len(vectors)])
-    copied = len({*memories}) < len(theirs) + len(results)
-    for part in results:
-        copied = copied or 0 in part.stride()
-    return _copied(results, memories[len(vectors) :], theirs) if copied else results
+    given, memories = len(vectors), _memories([*vectors, *results])
+    theirs, memories = {*memories[:given]}, memories[given:]
+    taken, copied = {*theirs}, False
+    for part, memory in zip(results, memories, strict=True):
+        copied = copied or memory in taken or 0 in part.stride()
+        taken |= {memory}
+    return _copied(results, memories, theirs) if copied else results
 
 
 _storage = attrgetter("_cdata")

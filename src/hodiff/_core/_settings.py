@@ -10,6 +10,7 @@ without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -181,8 +182,7 @@ class Counted:
 
 def _eager(undo: Undo) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
-    from torch._dynamo import eval_frame
-
+    eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
     # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
     undo += [partial(setattr, eval_frame, "_stance", eval_frame._stance)]
     eval_frame._stance = eval_frame.DynamoStance("force_eager")
@@ -194,7 +194,7 @@ def _no_cudnn(undo: Undo) -> None:
     torch.backends.cudnn.enabled = False
 
 
-eager = Counted(_eager, needs="torch._dynamo")
+eager = Counted(_eager, needs="torch._dynamo.eval_frame")
 no_cudnn = Counted(_no_cudnn)
 
 

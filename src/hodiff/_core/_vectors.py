@@ -62,7 +62,7 @@ class Vectors(NamedTuple):
         """Results in a structure of their own; those of columns are columns, whatever the structure."""
         if self.kind == "columns":
             return join(results, self.number, promoted(results)).T.contiguous()
-        return _tree.rebuild(tree, iter(results))
+        return results[0] if tree is _tree.LEAF else _tree.rebuild(tree, iter(results))
 
     def stacked(self) -> Leaves:
         """The parts of several, a single one being a stack of one; raise where there is none."""
@@ -166,13 +166,13 @@ class Space:
 
     def parse(self, value: Any, name: str = "v") -> Vectors:
         """Recognise a spelling, check it, and take it apart."""
-        if _arguments.LOADED_BY in sys.modules:
-            _arguments.check_vectors(value, name)
         tree, like = self.tree, self.likes[0]
         if tree is _tree.LEAF and not self.operator and value.__class__ is Tensor and not value.is_nested:
             same = value.shape == like.shape and value.dtype is like.dtype and value.layout is torch.strided
             if same and value.device == like.device:  # as nearly always
                 return Vectors("structure", [value], None, tree)
+        if _arguments.LOADED_BY in sys.modules:
+            _arguments.check_vectors(value, name)
         plain = value.__class__ is dict and _arguments.WHOLE.issuperset(map(type, value.values()))
         if not plain and not isinstance(value, Tensor):
             value = self.as_tensors(value, name)

@@ -236,8 +236,7 @@ def vjp(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs)) as graph:
-        outputs = graph.tensors()
-        _, names, tree = _tree.flatten(graph.outputs, "f(x)")
+        outputs, names, tree = _tree.flatten(graph.outputs, "f(x)")
         given = Space(outputs, names, tree, "like f(x)").parse(u, "u")
         pulled = _reverse.products(graph, outputs, given.parts, given.number, chunk_size=chunk)
         return given.arranged(pulled, graph.call.where.tree)

@@ -464,7 +464,7 @@ def memoised(case: FailedPass, path: Path) -> str:
     codes = {frame.code for frame in path} - {frame.code for frame in (case.call.path if case.call is not None else ())}
     for value in [*case.names.values.values(), *map(type, case.names.values.values())]:
         for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
-            code = getattr(getattr(each, "__wrapped__", None), "__code__", None)
+            code = getattr(getattr(each, "__wrapped__", None), "__code__", None) if callable(each) else None
             if code in codes and hasattr(each, "cache_clear"):
                 return each.__qualname__
     return ""
