@@ -1,4 +1,6 @@
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -136,6 +138,43 @@ def test_what_is_allowed_once_is_not_allowed_later():
         hodiff.hvp(f, X, X, allow=allow)
     with pytest.raises(GraphError, match="once_differentiable"):
         hodiff.hvp(f, X, X)
+
+
+LOOKS = {
+    "grad": lambda f: hodiff.grad(f, X),
+    "hvp": lambda f: hodiff.hvp(f, X, X),
+    "jvp": lambda f: hodiff.jvp(f, X, X),
+    "product": lambda f: hodiff.HessianOperator(f, X) @ X,
+    "laplacian": lambda f: hodiff.laplacian(f, X, batch_ndim=0),
+    "sparse_hessian": lambda f: hodiff.sparse_hessian(f, X),
+    "check_derivatives": lambda f: hodiff.check_derivatives(f, X),
+    "inspect": lambda f: str(hodiff.graph.inspect(f(X.clone().requires_grad_()))),
+    "predict": lambda f: hodiff.graph.predict(f(X.clone().requires_grad_())),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_class_of_functions_goes_with_its_last_user(name):
+    """A cell that is run again makes another, with all that it closes over."""
+
+    def made():
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x**2
+
+            @staticmethod
+            def backward(ctx, g):
+                return 2 * g * ctx.saved_tensors[0]
+
+        LOOKS[name](lambda x: Square.apply(x).sum())
+        return weakref.ref(Square)
+
+    seen = [made(), made()]
+    gc.collect()  # a class is a part of cycles
+    assert [each() for each in seen] == [None, None]
 
 
 def test_a_function_is_warned_of_once():

@@ -243,7 +243,8 @@ class Rare:
         if graph.by_class.keys() <= self._others:
             return []
         _versions.prove()
-        self._others.update(kind for kind in graph.by_class if kind.__name__ not in self._names)
+        others = (kind for kind in graph.by_class if kind.__name__ not in self._names)
+        self._others.update(kind for kind in others if not is_function(kind))  # which may be made anew each time
         return [node for node in graph.named(*self._names) if self._holds(node)]
 
 

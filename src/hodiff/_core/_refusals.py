@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -680,7 +681,7 @@ def warn_of_mixing(batch_ndim: int) -> None:
     )
 
 
-_warned: set[type] = set()
+_warned = weakref.WeakSet[type]()
 
 
 def _warn_once(function: type) -> None:

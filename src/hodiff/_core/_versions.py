@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.utils import stateless
 from torch.overrides import has_torch_function
 from torch.utils import checkpoint
@@ -379,7 +379,8 @@ def _raw_saved(kind: type) -> tuple[str, ...]:
 
 def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
-    for name in _raw_saved(node.__class__):
+    kind = node.__class__
+    for name in _raw_saved(BackwardCFunction if issubclass(kind, BackwardCFunction) else kind):
         raw = getattr(node, name)
         if any(each.unpack_hook is not None for each in (raw if isinstance(raw, (tuple, list)) else (raw,))):
             return True

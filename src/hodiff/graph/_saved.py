@@ -161,11 +161,16 @@ class NodeLayout(NamedTuple):
     raising: bool = False
 
 
-@cache
+_OF_FUNCTIONS = NodeLayout((("tensors", "_raw_saved_tensors", "saved_tensors"),), function=True)
+
+
 def plan(kind: type) -> NodeLayout:
     """How to read the nodes of a class."""
-    if issubclass(kind, BackwardCFunction):
-        return NodeLayout((("tensors", "_raw_saved_tensors", "saved_tensors"),), function=True)
+    return _OF_FUNCTIONS if issubclass(kind, BackwardCFunction) else _plan(kind)
+
+
+@cache
+def _plan(kind: type) -> NodeLayout:
     if kind.__name__ in _RAISING:
         return NodeLayout(raising=True)
     names = tuple(
