@@ -56,7 +56,7 @@ FIXES = {
     "propagators_cached": (AS_PRINTED,),
     "initial_condition_cached": (AS_PRINTED,),
     "tour_advantage": (swap("L - b.view(-1)", "L - b.detach().view(-1)"),),
-    "style_map_losses": (swap("    adv_loss.backward()", "    adv_loss.backward(retain_graph=True)"),),
+    "style_map_losses": (RIGHT, KEPT, swap("    adv_loss.backward()", "    adv_loss.backward(retain_graph=True)")),
     "diversity_penalty": (
         swap("        lossGFake.backward()\n", "", "lossGDPP.backward()", "(lossGFake + lossGDPP).backward()"),
         KEPT,

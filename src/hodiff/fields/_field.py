@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, NoReturn, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,9 @@ class FieldCall:
         if self.x is _arguments.MISSING:
             raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
         if not _jet.is_jet(self.x):
-            check_coordinates(self.x)
+            if isinstance(self.x, (tuple, list, dict)):
+                refuse_columns(self.x)
+            _arguments.check_real_tensor(self.x, "x")
             if torch.compiler.is_compiling():
                 _compiled_callers.check_point([self.x])
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
@@ -193,15 +195,13 @@ def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
 
 
-def check_coordinates(x: Any) -> None:
-    """Raise unless `x` is a tensor that a field can be differentiated by: one, which holds all the coordinates."""
-    if isinstance(x, (tuple, list, dict)):
-        raise InputError(
-            f"x: is a {type(x).__name__}; a field is a function of one tensor, which holds the coordinates as columns. "
-            "Join them: hodiff.laplacian(lambda z: net(z[:, :1], z[:, 1:]), torch.cat([x, t], 1)); for derivatives by "
-            "some columns alone, give the others through args=: hodiff.laplacian(lambda x, t: net(x, t), x, args=(t,))."
-        )
-    _arguments.check_real_tensor(x, "x")
+def refuse_columns(x: Any) -> NoReturn:
+    """Raise for a container of coordinates: a field is a function of one tensor, which holds them all."""
+    raise InputError(
+        f"x: is a {type(x).__name__}; a field is a function of one tensor, which holds the coordinates as columns. "
+        "Join them: hodiff.laplacian(lambda z: net(z[:, :1], z[:, 1:]), torch.cat([x, t], 1)); for derivatives by "
+        "some columns alone, give the others through args=: hodiff.laplacian(lambda x, t: net(x, t), x, args=(t,))."
+    )
 
 
 # --- what a field returns beside its value (`has_aux=`), whichever route evaluates it, and however often --------------

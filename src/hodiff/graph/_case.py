@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from types import CodeType, FrameType
 from typing import Any
 
@@ -84,7 +85,7 @@ class Explanation:
     def body(self) -> str:
         """The lines below the title."""
         fixes = [(f"fix {number}", fix) for number, fix in enumerate(self.fixes, 1)]
-        return body(self.text, self.reason, [*fixes, *(("not known", sentence) for sentence in self.unknown)])
+        return body(self.text, self.reason, [*fixes, *zip(repeat("not known"), self.unknown, strict=False)])
 
 
 def body(text: Iterable[str], reason: str = "", advice: Iterable[tuple[str, str]] = ()) -> str:
@@ -92,7 +93,9 @@ def body(text: Iterable[str], reason: str = "", advice: Iterable[tuple[str, str]
     lines = [f"  {line}" for line in text] + ([f"    => {reason}"] if reason else [])
     for label, sentence in advice:
         before = f"    {label}: "
-        lines.append(before + ("\n" + " " * len(before)).join(_wrapped(sentence, COLUMNS - len(before))))
+        lines.append(before + sentence.replace("\n", "\n" + " " * len(before)))
+        if max(map(len, lines[-1].split("\n"))) > COLUMNS:
+            lines[-1] = before + ("\n" + " " * len(before)).join(_wrapped(sentence, COLUMNS - len(before)))
     return "\n".join(lines)
 
 
@@ -101,8 +104,6 @@ COLUMNS = 120
 
 def _wrapped(text: str, columns: int) -> list[str]:
     """A text in lines of so many columns at most; a line that is indented is code, and stays."""
-    if all(len(line) <= columns for line in text.split("\n")):
-        return text.split("\n")
     lines = []
     for line in re.sub(r"(?<![.:;])\n(?=\S)", " ", text).split("\n"):
         code = line.startswith(" ")
@@ -316,12 +317,11 @@ class Evidence:
     @cached_property
     def owners(self) -> dict[int, int]:
         """For the identity of each leaf that an optimizer in sight has the number of that."""
-        return {
-            id(leaf): number
-            for number, optimizer in enumerate(self.case.names.optimizers)
-            for group in optimizer.param_groups
-            for leaf in group["params"]
-        }
+        owner: dict[int, int] = {}
+        for number, optimizer in enumerate(self.case.names.optimizers):
+            for group in optimizer.param_groups:
+                owner.update(dict.fromkeys(map(id, group["params"]), number))
+        return owner
 
     def owned_apart(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Whether optimizers have all these leaves, and none has of both kinds."""
@@ -332,8 +332,8 @@ class Evidence:
     def others(self) -> tuple[list[Tensor], Pass] | None:
         """The leaves of another optimizer that one of the two passes reaches besides those of the part; and which."""
         owner = self.owners
-        below = {id(leaf) for leaf in self.below}
-        part = {owner[leaf] for leaf in below if leaf in owner}
+        below = set(map(id, self.below))
+        part = set(map(owner.get, below)) - {None}
         first = [leaf for leaf in self.in_sight if self.was_reached(leaf)]
         for leaves, call in ((self.reached, self.call), (first, self.freed_by)):
             mine = [leaf for leaf in leaves if id(leaf) in owner and id(leaf) not in below]

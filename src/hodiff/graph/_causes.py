@@ -103,6 +103,8 @@ def whose(e: Evidence) -> str | None:
 
 def cut_at_border(e: Evidence) -> str | None:
     """One optimizer has changed its leaves below the part, and another's are as they were."""
+    if not e.owners:
+        return None
     moved = [leaf for leaf in e.below if e.moved(leaf)]
     stay = [leaf for leaf in e.below if not e.moved(leaf)]
     lines = {line for node in e.border if (line := e.record.made(node)) is not None}
@@ -123,7 +125,7 @@ def cut_at_border(e: Evidence) -> str | None:
 
 def from_new_values(e: Evidence) -> str | None:
     """The second loss leads to nothing but the part, some of whose leaves have changed: detached, it has no graph."""
-    if e.reached or not any(e.moved(leaf) for leaf in e.below):
+    if e.reached or not any(map(e.moved, e.below)):
         return None
     return f"compute {_both(e)} again before {at(e.call.stack[0])}, from the new values."
 

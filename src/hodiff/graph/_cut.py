@@ -160,20 +160,28 @@ def _without_graph(variable: str) -> str:
 def _concerned(case: FailedPass, tensor: Tensor) -> list[Lost]:
     """Where a tensor lost its graph, for certain: where optimizers are in sight, those cuts that lead to their leaves.
 
-    Elsewhere what is frozen, as are networks that give features, is of interest only where nothing else was cut.
+    Of those the ones whose leaves this very line has trained before, if some are. Elsewhere what is frozen, as are
+    networks that give features, is of interest only where nothing else was cut.
     """
     if case.record is None:
         return []
     cuts, places = case.record.cuts, list(case.record.cuts.places(tensor))
     trained = _trained(case)
     concerned = [place for place in places if any(id(leaf) in trained for leaf in cuts.leaves(place))]
-    return concerned or [place for place in places if place.kind != "frozen"] or places
+    mine = [place for place in concerned if _trained_here(case, cuts.leaves(place))]
+    return mine or concerned or [place for place in places if place.kind != "frozen"] or places
 
 
 def _trained(case: FailedPass) -> set[int]:
     """The identities of the leaves that the optimizers in sight have."""
     groups = [group for optimizer in case.names.optimizers for group in optimizer.param_groups]
     return {id(leaf) for group in groups for leaf in group["params"]}
+
+
+def _trained_here(case: FailedPass, leaves: Iterable[Tensor]) -> bool:
+    """Whether an optimizer has stepped some leaves after an earlier pass of the line that fails."""
+    record, call = case.record, case.call
+    return record is not None and call is not None and any(record.trained_by(leaf) == call.path for leaf in leaves)
 
 
 def _of_frozen(case: FailedPass, lost: Lost, loss: Tensor, *, certain: bool) -> Explanation:
@@ -184,7 +192,7 @@ def _of_frozen(case: FailedPass, lost: Lost, loss: Tensor, *, certain: bool) -> 
     lines = [line for path in switches for line in dict.fromkeys((path[0].line, path[-1].line))]
     names = _listed(_parameters(case, leaves)) or f"the parameters that {at(lost.line)} computes with"
     again = f"say requires_grad_(True) of them before {at(lost.line)}"
-    fix = f"{again}: an optimizer is to train them." if {*map(id, leaves)} & _trained(case) else ""
+    fix = f"{again}: earlier passes of this line trained them." if _trained_here(case, leaves) else ""
     ask = (
         f"what this loss is to train. If it is {names}: {again}.\nIf they are meant to stay as they are, compute it "
         "from something else that requires grad: a layer on\ntop of them, or their input (x.requires_grad_())."

@@ -432,6 +432,12 @@ class Record:
         """A line says of a leaf whether it requires grad."""
         self._switched[_saved.memory(leaf)] = self._path_of(frame)
 
+    def trained_by(self, leaf: Tensor) -> Path:
+        """The lines of the last pass before an optimizer's last step with a leaf; empty if none was seen."""
+        change = self.changed(leaf)
+        stepped = change is not None and change.call == "step" and change.passes
+        return self.passes[change.passes - 1].path if change is not None and stepped else ()
+
     def switched(self, leaf: Tensor) -> Path:
         """The user's frames in which a leaf's requires_grad was last set; empty if none was seen."""
         return self._switched.get(_saved.memory(leaf), ())

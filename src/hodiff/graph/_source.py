@@ -390,7 +390,7 @@ def refilled(name: str, file: str) -> bool:
 
 
 def loss_of(line: Line) -> str:
-    """The one variable that the call at a line differentiates, `loss` in `loss.backward()`; empty if it does more.
+    """What the call at a line differentiates, `loss` in `loss.backward()`, or `(w * loss)`; empty if it does more.
 
     A pass with other arguments than `retain_graph` is more: its gradients are not simply added up.
     """
@@ -399,7 +399,14 @@ def loss_of(line: Line) -> str:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "backward":
         return ""
     plain = not call.args and all(keyword.arg == "retain_graph" for keyword in call.keywords)
-    return ast.unparse(call.func.value) if plain and isinstance(call.func.value, (ast.Name, ast.Attribute)) else ""
+    value = call.func.value
+    sum_of_names = all(isinstance(node, _ARITHMETIC) for node in ast.walk(value)) and not isinstance(
+        value, ast.Constant
+    )
+    return ast.unparse(value) if plain and sum_of_names else ""
+
+
+_ARITHMETIC = (ast.Name, ast.Attribute, ast.BinOp, ast.Constant, ast.operator, ast.expr_context)
 
 
 def target_of(line: Line) -> str:

@@ -108,7 +108,7 @@ class Plan:
         Returns:
             The matrix, of shape `plan.shape`.
         """
-        if more or callable(x):
+        if more:
             raise InputError("x: a plan knows its function; call it with the point alone: plan(x).")
         form: SparseOutput = self._options["output"] if output is None else output
         check_option(form, SparseOutput, "output")

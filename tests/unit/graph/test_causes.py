@@ -55,10 +55,28 @@ def test_frozen_parameters_are_named_with_the_line_that_froze_them(explained):
     assert "not known: what this loss is to train" in note
 
 
-def test_what_an_optimizer_has_is_to_be_trained(explained):
+def test_what_is_frozen_on_purpose_is_not_to_be_trained(explained):
     note = explained(FREEZE.format(optimizer="opt = torch.optim.SGD(enc.parameters(), lr=0.1)"))
-    assert "fix 1: say requires_grad_(True) of them before program.py:15" in note
-    assert "not known" not in note
+    assert "fix" not in note
+    assert "a layer on top of them" in note
+
+
+def test_what_the_line_has_trained_before_is_to_be_trained_again(explained):
+    note = explained("""
+g, d = nn.Linear(2, 3), nn.Linear(3, 1)
+opt_g, opt_d = torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
+for _ in range(2):
+    fake = g(torch.randn(4, 2))
+    d_loss = d(fake.detach()).mean()
+    d_loss.backward(); opt_d.step()
+    d.requires_grad_(False)
+    g_loss = -d(fake).mean()
+    g_loss.backward(); opt_g.step()
+""")
+    assert "switched off program.py:12 d.requires_grad_(False)" in note
+    assert "fix 1: say requires_grad_(True) of them before program.py:10 (d_loss" in note
+    assert "detach()`" not in note
+    assert "leave out" not in note
 
 
 def test_frozen_parameters_are_likely_without_a_record(tmp_path):
