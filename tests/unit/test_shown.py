@@ -82,3 +82,23 @@ def test_a_file_is_written_no_bar(monkeypatch, capsys):
     monkeypatch.setattr(_probes, "WAIT", 0.0)
     hodiff.eigsh(hodiff.MatrixOperator(torch.arange(1.0, 41.0)), 3)
     assert not capsys.readouterr().err
+
+
+def test_a_reader_who_has_read_enough_ends_a_command():
+    command = f"{sys.executable} -u -m hodiff info | true"
+    result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_program_without_output_is_explained(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("import torch\nx = torch.ones(2, requires_grad=True)\n(x * 2).backward()\n", "utf-8")
+    closed = f"import sys; sys.stdout = None; from hodiff.cli import main; sys.exit(main(['explain', {str(script)!r}]))"
+    result = subprocess.run([sys.executable, "-c", closed], capture_output=True, text=True, check=False)
+    assert "hodiff: why this Tensor.backward failed" in result.stderr
+
+
+def test_a_vector_that_is_not_finite_is_not_the_function_s_fault(recwarn):
+    v = torch.tensor([1.0, float("inf"), 0.0], dtype=torch.float64)
+    assert hodiff.hvp(lambda z: (z**2).sum(), X[0], v).tolist() == [2, float("inf"), 0]
+    assert not recwarn.list

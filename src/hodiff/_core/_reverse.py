@@ -105,7 +105,7 @@ def products(
     vectors = writable(graph, vectors)
     if count is None:
         results = unaliased(vjp(graph, outputs, vectors, inputs=inputs), vectors)
-        return warned_if_not_finite(graph, results) if graph.higher else results
+        return warned_if_not_finite(graph, results, vectors) if graph.higher else results
     inputs = graph.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
     chunks = vjps(graph, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
@@ -510,7 +510,7 @@ def agree(result: Tensor, expected: Tensor, size: float) -> bool:
     return float((result - expected).abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size  # NaN is not
 
 
-def warned_if_not_finite(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
+def warned_if_not_finite(graph: OutputGraph, results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
     """The results; with a warning where a derivative of higher order does not exist.
 
     Not on other devices than the processor, where to look is to wait.
@@ -528,7 +528,7 @@ def warned_if_not_finite(graph: OutputGraph, results: list[Tensor]) -> list[Tens
         small = [torch.cat([*map(torch.ravel, small)])]
     for part in small + large:
         if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):  # a sum may overflow where no entry does
-            given = [*graph.leaves, *graph.tensors()]
+            given = [*graph.leaves, *graph.tensors(), *vectors]
             if all(bool(tensor.detach().isfinite().all()) for tensor in given):
                 _refusals.warn_of_non_finite(graph.kinds)
             break

@@ -6,6 +6,8 @@ Each command is a module with `HELP`, `configure(parser)` and `run(options) -> e
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import hodiff
@@ -29,4 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.configure(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
     options = parser.parse_args(argv)
-    return COMMANDS[options.command].run(options)
+    try:
+        return COMMANDS[options.command].run(options)
+    except BrokenPipeError:  # what is read of a tour is enough, as for `| head`; a program's own is its own affair
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         raise
     except BaseException as error:
         clean(error)  # the traceback as the program alone would have had it, with the note that the watch added
-        sys.stdout.flush()
+        flush()
         sys.excepthook(type(error), error, error.__traceback__)
         # Growth ends where memory does.
         ended = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
@@ -69,11 +69,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def flush() -> None:
+    """What the program has printed comes before what is said of it, unless it closed its output, or has none."""
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:
     """At the end, on stderr: which graphs grew, and what holds them."""
     said = _growth.report(growth.growing(ended=ended))
     if said:
-        sys.stdout.flush()
+        flush()
         print(f"\n{said}", end="", file=sys.stderr)
 
 

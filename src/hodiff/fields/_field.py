@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Literal, TypedDict
+from typing import Any, Literal, NoReturn, TypedDict
 
 import torch
 from torch import Tensor, nn

@@ -35,9 +35,9 @@ class Explanation:
         cause: For a graph that was freed `hoisted`, `cached`, `carried`, `stored`, `two losses`,
             `same loss twice` or `released`; `changed in place`; for no graph `detached`, `no_grad`,
             `discrete`, `constant`, `smooth` (a function that PyTorch declares no derivative of),
-            `checkpoint`, `inside a Function`, `constant gradient`, `gradient without create_graph`
-            or `no graph`; `not used`, `no second derivative`, `recomputed otherwise`,
-            `refused in place`, `inference tensor`, `copied`, `read after freeing`; empty if it
+            `frozen`, `checkpoint`, `inside a Function`, `constant gradient`, `gradient without create_graph`
+            or `no graph`; `not used`, `not scalar`, `no second derivative`,
+            `recomputed otherwise`, `refused in place`, `inference tensor`, `copied`, `read after freeing`; empty if it
             could not be told.
         variable: The variable concerned; empty if none was found.
         created: The line that created the shared part, or where the graph was cut or a value
@@ -314,24 +314,15 @@ class Evidence:
         """Whether the freeing pass is the last that reached a leaf."""
         return self.record.tags.tag(_nodes.node_of(leaf)) == self.freed_by
 
-    @cached_property
-    def owners(self) -> dict[int, int]:
-        """For the identity of each leaf that an optimizer in sight has the number of that."""
-        owner: dict[int, int] = {}
-        for number, optimizer in enumerate(self.case.names.optimizers):
-            for group in optimizer.param_groups:
-                owner.update(dict.fromkeys(map(id, group["params"]), number))
-        return owner
-
     def owned_apart(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Whether optimizers have all these leaves, and none has of both kinds."""
-        one, two = ({self.owners.get(id(leaf), -1) for leaf in leaves} for leaves in (some, others))
+        one, two = ({self.case.names.trained.get(id(leaf), -1) for leaf in leaves} for leaves in (some, others))
         return bool(one and two) and -1 not in one | two and not one & two
 
     @cached_property
     def others(self) -> tuple[list[Tensor], Pass] | None:
         """The leaves of another optimizer that one of the two passes reaches besides those of the part; and which."""
-        owner = self.owners
+        owner = self.case.names.trained
         below = set(map(id, self.below))
         part = set(map(owner.get, below)) - {None}
         first = [leaf for leaf in self.in_sight if self.was_reached(leaf)]

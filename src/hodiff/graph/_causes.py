@@ -101,18 +101,26 @@ def whose(e: Evidence) -> str | None:
     )
 
 
-def cut_at_border(e: Evidence) -> str | None:
-    """One optimizer has changed its leaves below the part, and another's are as they were."""
-    if not e.owners:
+def from_new_values(e: Evidence) -> str | None:
+    """An optimizer has changed leaves below the part: the second loss is computed once more.
+
+    Where others of its leaves are another optimizer's, from there on. Where the loss leads to nothing but the part,
+    which detached would leave it no graph, from the new values.
+    """
+    if not any(map(e.moved, e.below)):
         return None
+    border = _behind_moved(e) if e.case.names.trained and e.border else None
+    if border is not None or e.reached:
+        return border
+    return f"compute {_both(e)} again before {at(e.call.stack[0])}, from the new values."
+
+
+def _behind_moved(e: Evidence) -> str | None:
     moved = [leaf for leaf in e.below if e.moved(leaf)]
     stay = [leaf for leaf in e.below if not e.moved(leaf)]
     lines = {line for node in e.border if (line := e.record.made(node)) is not None}
-    if (
-        len(lines) != 1
-        or not e.owned_apart(moved, stay)
-        or any(leaf.grad is not None and leaf.grad.any() for leaf in stay)
-    ):
+    kept = any(leaf.grad is not None and leaf.grad.any() for leaf in stay)
+    if len(lines) != 1 or kept or not e.owned_apart(moved, stay):
         return None
     name = e.case.names.nodes.get(e.border[0], "") if len(e.border) == 1 else ""
     source = f"{name}.detach()" if name else f"what {e.names(moved)} gave at {at(*lines)}, detached"
@@ -121,13 +129,6 @@ def cut_at_border(e: Evidence) -> str | None:
         f"compute {again} once more, from {source}: this pass is for {e.names(stay)}, and {_changer(e)} "
         f"has changed {e.names(moved)} since."
     )
-
-
-def from_new_values(e: Evidence) -> str | None:
-    """The second loss leads to nothing but the part, some of whose leaves have changed: detached, it has no graph."""
-    if e.reached or not any(map(e.moved, e.below)):
-        return None
-    return f"compute {_both(e)} again before {at(e.call.stack[0])}, from the new values."
 
 
 def _second(e: Evidence) -> str:
@@ -143,7 +144,7 @@ def computed_again(e: Evidence) -> str | None:
     """After a step of an optimizer the loss is one of other values: it is computed from them."""
     if not e.stepped and not e.changed:
         return None
-    if first_detached(e) is not None or from_new_values(e) is not None or cut_at_border(e) is not None:
+    if first_detached(e) is not None or from_new_values(e) is not None:
         return None
     what = _second(e)
     moved = any(e.moved(leaf) for leaf in e.below)
@@ -627,7 +628,7 @@ CAUSES = (
     FailureCause(
         "two losses",
         "it belongs to both losses, and the pass of the first freed it.",
-        (first_detached, by_hand, summed, multi, kept_for_second, cut_at_border, from_new_values),
+        (first_detached, by_hand, summed, multi, kept_for_second, from_new_values),
         (whose, computed_again, together_unknown),
         lambda e: not e.rounds and e.call.path != e.freed_by.path,
     ),

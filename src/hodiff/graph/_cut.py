@@ -166,16 +166,10 @@ def _concerned(case: FailedPass, tensor: Tensor) -> list[Lost]:
     if case.record is None:
         return []
     cuts, places = case.record.cuts, list(case.record.cuts.places(tensor))
-    trained = _trained(case)
+    trained = case.names.trained
     concerned = [place for place in places if any(id(leaf) in trained for leaf in cuts.leaves(place))]
     mine = [place for place in concerned if _trained_here(case, cuts.leaves(place))]
     return mine or concerned or [place for place in places if place.kind != "frozen"] or places
-
-
-def _trained(case: FailedPass) -> set[int]:
-    """The identities of the leaves that the optimizers in sight have."""
-    groups = [group for optimizer in case.names.optimizers for group in optimizer.param_groups]
-    return {id(leaf) for group in groups for leaf in group["params"]}
 
 
 def _trained_here(case: FailedPass, leaves: Iterable[Tensor]) -> bool:

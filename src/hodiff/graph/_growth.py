@@ -458,9 +458,12 @@ def of(
     variable = max(counts, key=lambda path: (counts[path], -_source.steps(path)), default="")
     if not variable or not counts[variable]:
         return None
+    whole = variable
     for path, count in counts.items():  # `history["loss"]`, not `history`
         if path.startswith(variable) and count == counts[variable]:
             variable = path
+    entries = [path for path, count in counts.items() if count == counts[variable] and path.startswith(f"{whole}[")]
+    variable = whole if len(entries) > 1 else variable  # `sums`, not `sums[0]` alone
     if _is_bounded(names, variable):
         return None
     nodes = _nodes.walk([tensor.grad_fn for tensor in groups[variable]])

@@ -92,3 +92,14 @@ def test_iterations_are_counted_and_not_operations(tmp_path, name):
 def test_what_is_emptied_beside_passes_does_not_grow(tmp_path):
     start, step, _ = STATES["beside"]
     assert grown(tmp_path, start, f"{step}; buffer[30:] = []") == []
+
+
+def test_of_several_entries_that_grow_the_container_is_named(tmp_path):
+    start = "net, sums = nn.Linear(2, 1), [0, 0]\nopt = torch.optim.SGD(net.parameters(), lr=0.1)"
+    step = (
+        "a, b = net(torch.randn(1, 2)).sum(), net(torch.randn(1, 2)).abs().sum()\n    (a + b).backward(); opt.step()\n"
+        "    for k, v in enumerate((a, b)): sums[k] += v"
+    )
+    (found,) = grown(tmp_path, start, step, 60)
+    assert (found.kind, found.holder.variable) == ("spent", "sums")
+    assert found.holder.line.text.endswith("sums[k] += v")
