@@ -23,11 +23,11 @@ import hodiff
 from tests.support.calls import Function, walked
 
 BOUNDS = {
-    "hvp of a tensor": (13, 60, 69),
-    "hvp of a module": (15, 82, 104),
-    "laplacian": (17, 105, 194),
-    "gradient penalty": (14, 97, 120),
-    "first product": (21, 142, 882),
+    "hvp of a tensor": (13, 59, 69),
+    "hvp of a module": (15, 81, 104),
+    "laplacian": (17, 102, 184),
+    "gradient penalty": (14, 94, 118),
+    "first product": (21, 141, 882),
     "cached product": (11, 43, 62),
     "failing backward": (13, 144, 642),  # _messages, the one file of texts; frames: it reads the source of this file
 }

@@ -325,7 +325,7 @@ class ParameterLoan:
             self.modules.update(module_slice.assembly.modules)
 
     def take(self, still: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Make the modules this thread's; put what `still` makes of each other parameter in its place.
+        """Make the modules this thread's; `still` makes what stands for each other parameter.
 
         What comes back is what stands there now: of a call around, its leaves.
         """

@@ -321,7 +321,8 @@ def _refuse_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> 
             f"det = a * d - b * c of two rows.",
             operations=["linalgdet"],
         )
-    return any(map(_versions.is_singular, nodes))  # without a graph their gradient is 0
+    # Without a graph the gradient of a determinant that is 0 is 0, whatever it should be.
+    return any(map(_versions.is_singular, nodes))
 
 
 SPECTRA = {

@@ -88,8 +88,9 @@ def check_data(data: Any) -> None:
     """Raise unless `data` can be iterated again and again, batch by batch."""
     if data is None:
         return
-    if isinstance(data, (Tensor, str, Mapping)) or _is_tensors(data):
-        what = f"a {type(data).__name__}" + (" of tensors" if isinstance(data, tuple) else "")
+    of_tensors = isinstance(data, tuple) and data and all(isinstance(item, Tensor) for item in data)
+    if of_tensors or isinstance(data, (Tensor, str, Mapping)):
+        what = f"a {type(data).__name__}" + (" of tensors" if of_tensors else "")
         raise InputError(f"data: is {what}, which looks like one batch; expected an iterable of batches: data=[batch].")
     scalar = getattr(data, "ndim", None) == 0  # one of NumPy's has `__getitem__`
     if scalar or (not hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
@@ -99,10 +100,6 @@ def check_data(data: Any) -> None:
             f"data: is a one-shot iterator ({type(data).__name__}): the second product would see no data and give "
             f"zero. Give what makes the iterator: a list, a DataLoader."
         )
-
-
-def _is_tensors(data: Any) -> bool:
-    return isinstance(data, tuple) and bool(data) and all(isinstance(item, Tensor) for item in data)
 
 
 def _length(data: Any) -> int | None:

@@ -63,7 +63,7 @@ class FieldCall:
     record: bool = False
 
     def checked(self) -> FieldCall:
-        """Itself, with its arguments checked, its function as one of a single value, and whether to `record`.
+        """Itself, with its arguments checked, and its function as one of a single value; `record` is set.
 
         The result is then differentiable: a field is a loss.
         """

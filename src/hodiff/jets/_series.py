@@ -41,7 +41,7 @@ class CoefficientTooLarge(Exception):
 
 
 class _Inside(threading.local):
-    """The expansions that this thread is in; how many rules, where a disabled grad mode is ours; which bodies."""
+    """What this thread is in: expansions, rules (a disabled grad mode is ours there), bodies."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -72,7 +72,8 @@ def begin(undo: Undo) -> int:
     number = numbers[-1] + 1 if numbers else 1
     undo += [partial(_end, numbers, number)]
     if not numbers and not torch.compiler.is_compiling():
-        inside.rules, inside.bodies = 0, []  # an interrupt may have kept them from being counted out
+        # An interrupt may have kept them from being counted out.
+        inside.rules, inside.bodies = 0, []
         undo += [InTime(torch._C._set_fwd_grad_enabled, torch._C._is_fwd_grad_enabled())]
         torch._C._set_fwd_grad_enabled(True)
     numbers += [number]
@@ -85,11 +86,11 @@ def _end(numbers: list[int], number: int) -> None:
 
 
 def is_hidden() -> bool:
-    """Whether jets are seen from within an `autograd.Function` of `f`, which they must not pass; or in inference mode.
+    """Whether jets are seen in an `autograd.Function`, which they must not pass, or in inference mode.
 
-    The engine switches forward mode off for the forward of a Function, and nothing else does but the
-    user's inference mode. So it is on where `f` begins, also where hodiff itself is called inside the
-    forward of a Function.
+    The engine switches forward mode off for the forward of a Function, and nothing else does but
+    the user's inference mode. So it is on where `f` begins, also where hodiff itself is called
+    inside the forward of a Function.
     """
     return not torch._C._is_fwd_grad_enabled()
 

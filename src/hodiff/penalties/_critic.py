@@ -76,14 +76,10 @@ class Critic(NamedTuple):
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """One number per sample, and the outputs as `f` gave them."""
-        outputs = self.f(x, *args, **kwargs)
-        return self.per_sample(outputs, self.batch_of(x)), outputs
-
-    def batch_of(self, x: Any) -> torch.Size:
-        """The shape of the batch; empty for `batch_ndim=0`."""
-        if not self.batch_ndim:
-            return torch.Size(())
-        return (x if isinstance(x, Tensor) else _tree.flatten(x)[0][0]).shape[: self.batch_ndim]
+        outputs, batch = self.f(x, *args, **kwargs), torch.Size(())
+        if self.batch_ndim:
+            batch = (x if isinstance(x, Tensor) else _tree.flatten(x)[0][0]).shape[: self.batch_ndim]
+        return self.per_sample(outputs, batch), outputs
 
     def per_sample(self, outputs: Any, batch: torch.Size) -> Tensor:
         """One number per sample; what is none, and no map of one channel, is left for the check that names it."""
@@ -182,7 +178,7 @@ def between(a: Any, b: Any, names: tuple[str, str], *, batch_ndim: int, generato
 
 
 def _samples(value: Any, name: str, batch_ndim: int) -> tuple[list[Tensor], list[str], _tree.Tree, torch.Size]:
-    """The tensors of a container, checked to share a batch; their names, how they stand in it, and that batch."""
+    """The tensors of a container, which share a batch; their names and order; that batch."""
     leaves, names, tree = _tree.flatten(value, name)
     _arguments.check_container(tree, len(leaves), name)
     for leaf, each in zip(leaves, names, strict=True):
@@ -350,15 +346,12 @@ def _ordinary(norms: Tensor) -> bool:
         return False
 
 
-def squares(leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
-    """The squared norm of each sample's gradient: no root, so smooth everywhere."""
-    rows = [_rows(leaf, batch_ndim) for leaf in leaves]
-    return _dots(rows, rows)
-
-
 def inner(a: Sequence[Tensor], b: Sequence[Tensor], batch_ndim: int) -> Tensor:
-    """The inner product of each sample's vectors."""
-    return _dots([_rows(leaf, batch_ndim) for leaf in a], [_rows(leaf, batch_ndim) for leaf in b])
+    """The inner product of each sample's vectors; with itself it has no root: smooth everywhere."""
+    left = [_rows(leaf, batch_ndim) for leaf in a]
+    # A product of a row with itself, for the backward of a square takes twice as long.
+    right = left if b is a else [_rows(leaf, batch_ndim) for leaf in b]
+    return functools.reduce(torch.add, [(x * y).sum(-1) for x, y in zip(left, right, strict=True)])
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -370,11 +363,6 @@ def _rows(leaf: Tensor, batch_ndim: int) -> Tensor:
     """`(*batch, entries)`, in float32 or better: a square of 300 is infinite in float16."""
     leaf = wide(leaf)
     return leaf.flatten(batch_ndim) if leaf.ndim > batch_ndim else leaf.unsqueeze(-1)
-
-
-def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """The sum of products; of a row with itself, its backward takes half of that of `square`."""
-    return functools.reduce(torch.add, [(x * y).sum(-1) for x, y in zip(a, b, strict=True)])
 
 
 # --- what the losses share: whether they are recorded, how they are reduced, and the warnings that they give ----------

@@ -202,7 +202,8 @@ class PenaltyRule(NamedTuple):
                     f"{tuple(batch)}."
                 )
         elif self.target == 0 and self.ord == 2 and self.power % 2 == 0:
-            squared = _critic.squares(gradient, batch_ndim)  # no root to take, so smooth also at zero
+            # No root to take, so smooth also at zero.
+            squared = _critic.inner(gradient, gradient, batch_ndim)
             return _critic.reduce(
                 squared if self.power == 2 else squared ** (self.power // 2), self.reduction, self.weight
             )

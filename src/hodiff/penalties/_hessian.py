@@ -278,6 +278,6 @@ def curvature_penalty(
         random.restore()  # of two draws (dropout) the difference would be that of the draws
         _, moved = outputs_and_gradient(critic, there, **options)
         change = [_critic.wide(b) - _critic.wide(a) for a, b in zip(here, moved, strict=True)]
-        loss = _critic.reduce(_critic.squares(change, batch_ndim), reduction, weight)
+        loss = _critic.reduce(_critic.inner(change, change, batch_ndim), reduction, weight)
         loss = _critic.finished(loss, f, outputs, change, record)
     return (loss, outputs) if return_outputs else loss

@@ -130,7 +130,7 @@ def jacobian_penalty(
             drawn = _critic.vectors_like(Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator)
             parts = _critic.pulled(graph, [output], drawn)
     with _critic.recording(record):
-        values = _critic.squares(parts, batch_ndim if exact else batch_ndim + 1)
+        values = _critic.inner(parts, parts, batch_ndim if exact else batch_ndim + 1)
         values = values if exact else values.mean(0)
         loss = _critic.reduce(values, reduction, weight / 2)
         loss = _critic.finished(loss, f, output, parts, record)

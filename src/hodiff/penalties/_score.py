@@ -132,7 +132,7 @@ def sliced_score_matching_loss(
         score = score if record else [part.detach() for part in score]
         trace = _critic.inner(drawn, products, batch_ndim + 1).mean(0)
         if variance_reduced:
-            size = _critic.squares(score, batch_ndim)
+            size = _critic.inner(score, score, batch_ndim)
         else:
             size = _critic.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
         loss = _critic.reduce(trace + size / 2, reduction, 1.0)
