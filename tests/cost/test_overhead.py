@@ -21,13 +21,13 @@ from tests.support.calls import Function, by_place, count
 
 BOUNDS = {
     "hvp of a module": (0, 0),
-    "hvp of a tensor": (50, 57),
-    "gradient of a module": (93, 107),
-    "gradient of a tensor": (52, 59),
-    "vjp": (47, 54),
+    "hvp of a tensor": (40, 47),
+    "gradient of a module": (94, 108),
+    "gradient of a tensor": (54, 61),
+    "vjp": (49, 56),
     "cached product": (0, 0),
-    "gradient penalty": (233, 252),
-    "tall jacobian": (0, 2),
+    "gradient penalty": (223, 242),
+    "tall jacobian": (0, 5),
 }
 """How many; and in a process that has made an optimiser, as every training loop has: that loads Dynamo and DTensor."""
 SHOWN = 25

@@ -19,6 +19,7 @@ SIGNATURE = "`inspect` has no signature of what is built in, or the arguments do
 STANDING = {
     ("_core._lending", "signature_error", "(TypeError, ValueError)"): SIGNATURE,
     ("_core._lending", "signature_error", "TypeError"): SIGNATURE,
+    ("cli", "main", "BrokenPipeError"): "the reader of a pipe has read enough",
     ("_core._locks", "claim", "RuntimeError"): "the identity of a thread that has none yet",
     ("_core._graph", "OutputGraph._evaluate", "RuntimeError"): "raised again unless f is to run once more, otherwise",
     ("_core._loans", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,

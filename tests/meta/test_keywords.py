@@ -37,7 +37,7 @@ DEFAULTS = {
     "batch_ndim": "0 for the calculus, whose f is one scalar; 1 for penalties and fields, which are made of samples",
     "damping": "0 for what is solved as it is; above 0 for least squares, whose rule moves it",
     "method": "each family has routes of its own, and its own best one",
-    "progress": "an estimator shows a bar where a terminal waits; one over the batches of each product would stand inside",
+    "progress": "an estimator shows a bar where a terminal waits; one over batches would stand inside it",
     "reduction": "the Hessian penalty was published with the largest value",
     "samples": "a variance takes two; a trace or Laplacian is exact unless asked; labels are drawn once",
     "target": "the norm that each penalty was published with",

@@ -228,7 +228,7 @@ def test_a_solution_has_the_type_of_the_right_hand_side():
     assert_type(hodiff.solve(G, hodiff.grad(output, model)).value, dict[str, Tensor])
     assert_type(hodiff.solve(G, torch.ones(3)).value, Tensor)
     assert_type(hodiff.trace(G, samples=4).value, Tensor)
-    assert_type(hodiff.trace(G, samples=4).converged, bool | None)
+    assert_type(hodiff.trace(G, samples=4).converged, bool | Tensor | None)
 
 
 def test_submodules_are_known():

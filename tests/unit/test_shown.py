@@ -86,7 +86,7 @@ def test_a_file_is_written_no_bar(monkeypatch, capsys):
 
 def test_a_reader_who_has_read_enough_ends_a_command():
     command = f"{sys.executable} -u -m hodiff info | true"
-    result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" not in result.stderr
 
 
@@ -94,7 +94,7 @@ def test_a_program_without_output_is_explained(tmp_path):
     script = tmp_path / "program.py"
     script.write_text("import torch\nx = torch.ones(2, requires_grad=True)\n(x * 2).backward()\n", "utf-8")
     closed = f"import sys; sys.stdout = None; from hodiff.cli import main; sys.exit(main(['explain', {str(script)!r}]))"
-    result = subprocess.run([sys.executable, "-c", closed], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", closed], capture_output=True, text=True, check=False, timeout=120)
     assert "hodiff: why this Tensor.backward failed" in result.stderr
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Container, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -139,7 +138,7 @@ class OutputGraph:
         """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
         context = self.context
         self.leaves = context.leaves(given)
-        self._starts = {*map(_grad_fn, self.leaves)} - {None}
+        self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
         context.remember()
         exact = self.call.order >= 3 or context.forward_mode
         survey = failure = None
@@ -225,10 +224,7 @@ class OutputGraph:
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        roots = [*map(_grad_fn, outputs)]
-        if None in roots:
-            roots = [output.grad_fn or _nodes.node_of(output) for output in outputs]
-        return _nodes.Survey(roots, self._starts)
+        return _nodes.Survey([output.grad_fn or _nodes.node_of(output) for output in outputs], self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
@@ -343,7 +339,6 @@ class OutputGraph:
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
 
 
-_grad_fn = attrgetter("grad_fn")
 _NOBODYS = None, -1
 """The tag of a tensor of the user's, and its number."""
 

@@ -206,17 +206,15 @@ def _watch_hooks(undo: Undo) -> None:
     A module has gathered its hooks before another can tell that it is called; then it looks up what makes one of them.
     """
     modules: Any = nn.modules.module
-    register, full, other = Tensor.register_hook, modules.BackwardHook, modules._WrappedHook
+    register = Tensor.register_hook
+    full, other = modules.BackwardHook, modules._WrappedHook
 
     def watched(hook: Hook) -> Hook:
         running = _call.state.running
         return running[-1].hooks.watched(hook) if running else hook
 
-    def restore() -> None:
-        Tensor.register_hook = register
-        modules.BackwardHook, modules._WrappedHook = full, other
-
-    undo += [restore]
+    undo += [partial(setattr, Tensor, "register_hook", register)]
+    undo += [partial(setattr, modules, "BackwardHook", full), partial(setattr, modules, "_WrappedHook", other)]
     Tensor.register_hook = lambda self, hook: register(self, watched(hook))
     modules.BackwardHook = lambda module, *kinds: full(module, *(list(map(watched, hooks)) for hooks in kinds))
     modules._WrappedHook = lambda hook, *module: other(watched(hook), *module)

@@ -244,7 +244,7 @@ class Rare:
             return []
         _versions.prove()
         others = (kind for kind in graph.by_class if kind.__name__ not in self._names)
-        self._others.update(kind for kind in others if not is_function(kind))  # which may be made anew each time
+        self._others.update(kind for kind in others if not is_function(kind))  # made anew, maybe
         return [node for node in graph.named(*self._names) if self._holds(node)]
 
 

@@ -65,8 +65,8 @@ def nth_derivative(
     Cost:
         Up to order 2, one evaluation of `f` and n reverse passes, and n more that check at every order
         that `f` is elementwise (none where *x* has one entry). From order 3 on, one evaluation in Taylor
-        mode on 2 n + 1 vectors, the check included; on n + 1, and another one as the check, where the
-        result is differentiable. A tensor already computed, or an operation of
+        mode on 2 n + 1 vectors, the check included; on n + 1, and another one as the check, where
+        the result is differentiable. A tensor already computed, or an operation of
         `f` without a Taylor rule, takes 2 n reverse passes, each pair about 2.7 times as dear as the one
         before: the graph grows.
 

@@ -65,9 +65,7 @@ class MatrixOperator(LinearOperator):
             if fits and not A.numel():
                 raise InputError(f"A: has shape {tuple(A.shape)}, without entries; expected one of a row at least.")
             stack = f", each with {batch_ndim} leading dimensions of a batch" if batch_ndim else ""
-            raise InputError(
-                f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal{stack}."
-            )
+            raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal{stack}.")
         check_real_tensor(A, "A")
         if A.requires_grad:
             _call.refuse_transforms()

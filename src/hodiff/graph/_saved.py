@@ -161,24 +161,25 @@ class NodeLayout(NamedTuple):
     raising: bool = False
 
 
-_OF_FUNCTIONS = NodeLayout((("tensors", "_raw_saved_tensors", "saved_tensors"),), function=True)
+class _Plans(dict[type, NodeLayout]):
+    """How to read the nodes of a class; one of Python Functions, which may be made anew, is not kept."""
+
+    def __missing__(self, kind: type) -> NodeLayout:
+        if issubclass(kind, BackwardCFunction):
+            return NodeLayout((("tensors", "_raw_saved_tensors", "saved_tensors"),), function=True)
+        names = tuple(
+            (name.removeprefix("_raw_saved_"), name, name.removeprefix("_raw"))
+            for name in dir(kind)
+            if name.startswith("_raw_saved_")
+        )
+        known = bool(names) or _BUILTIN.fullmatch(kind.__name__) or kind.__name__ in _EMPTY
+        raising = kind.__name__ in _RAISING
+        self[kind] = NodeLayout(raising=True) if raising else NodeLayout(names, opaque=not known)
+        return self[kind]
 
 
-def plan(kind: type) -> NodeLayout:
-    """How to read the nodes of a class."""
-    return _OF_FUNCTIONS if issubclass(kind, BackwardCFunction) else _plan(kind)
-
-
-@cache
-def _plan(kind: type) -> NodeLayout:
-    if kind.__name__ in _RAISING:
-        return NodeLayout(raising=True)
-    names = tuple(
-        (name.removeprefix("_raw_saved_"), name, name.removeprefix("_raw"))
-        for name in dir(kind)
-        if name.startswith("_raw_saved_")
-    )
-    return NodeLayout(names, opaque=not names and not _BUILTIN.fullmatch(kind.__name__) and kind.__name__ not in _EMPTY)
+_PLANS = _Plans()
+plan = _PLANS.__getitem__
 
 
 def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]:
