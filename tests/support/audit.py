@@ -33,6 +33,7 @@ REMEMBERED = {
     "MIXING", "WRONG_AT_ONCE", "_STATISTICS", "UNREMARKABLE", "_cleared", "_without_functions",  # classes of nodes
     "WHOLE",  # classes of tensors and modules
     "_warned", "_state",  # what was said
+    "registered",  # kernels, which PyTorch keeps
     "_lost", "absent",  # guards of modes that were not undone in time, and modes
     "USERS", "RULES", "_higher_order_ops",  # code, files and operations, PyTorch's among them
 }  # fmt: skip

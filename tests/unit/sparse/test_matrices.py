@@ -34,6 +34,17 @@ def test_hessians_equal_dense_ones_at_this_point_and_another(name: str) -> None:
         close(plan(point, check=True).to_dense(), hodiff.hessian(ZOO[name], point))
 
 
+def test_the_hessian_by_a_module_and_a_plan_at_another() -> None:
+    """A module can be called, and is a point."""
+    torch.manual_seed(0)
+    one, other = (nn.Linear(3, 2, dtype=D) for _ in range(2))
+    f = lambda model: model(X.view(4, 3)).sin().sum()
+    close(hodiff.sparse_hessian(f, one).to_dense(), hodiff.hessian(f, one, matrix=True))
+    close(plan_hessian(f, one)(other).to_dense(), hodiff.hessian(f, other, matrix=True))
+    with pytest.raises(hodiff.InputError, match="a plan knows its function; call it with the point alone"):
+        plan_hessian(f, one)(f, other)
+
+
 WIDE = lambda x: torch.cat([x[1:] * x[:-1], x[:3].sum()[None] ** 2])
 TALL = lambda x: torch.cat([x.sin(), x.roll(1) * x, (x[0] * x)])
 CONTAINER = lambda x: {"a": x[:4].outer(x[4:6]), "b": (x[6:] ** 2, x[0])}
