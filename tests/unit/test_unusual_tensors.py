@@ -118,3 +118,40 @@ def test_a_sparse_embedding_of_computed_weights() -> None:
     expected = 4 * POINT**3 * torch.tensor([1.0, 0, 1], dtype=D)
     right_or_refused(lambda: hodiff.grad(f, POINT), expected, "sparse")
     right_or_refused(lambda: hodiff.hessian(f, POINT), torch.diag(3 * expected / POINT), "sparse")
+
+
+# --- pairs of reals: PyTorch takes them for complex numbers where they begin at an even place of memory
+
+
+def cubed(z: Tensor) -> Tensor:
+    """(a + ib)^3 of pairs of reals."""
+    return torch.view_as_real(torch.view_as_complex(z.view(-1, 2)) ** 3).flatten()
+
+
+def test_rows_of_a_jacobian_of_pairs_of_reals() -> None:
+    """As part of five outputs, whose rows begin at odd places, too, where a batch of passes cannot be made."""
+    x = torch.tensor([0.3, -0.8, 1.4, 0.6], dtype=D)
+    J = hodiff.jacobian(lambda z: torch.cat([cubed(z), z[:1] ** 2]), x)
+    expected = torch.zeros(5, 4, dtype=D)
+    for at in (0, 2):
+        slope = 3 * torch.complex(x[at], x[at + 1]) ** 2
+        expected[at : at + 2, at : at + 2] = torch.tensor([[slope.real, -slope.imag], [slope.imag, slope.real]])
+    expected[4, 0] = 2 * x[0]
+    torch.testing.assert_close(J, expected)
+
+
+def test_pairs_of_reals_at_an_odd_place() -> None:
+    """Plain PyTorch fails in the first gradient already; the way out is right."""
+    f = lambda z: torch.cat([z[:1], cubed(z)]).square().sum()
+    x = torch.tensor([0.3, -0.8, 1.4, 0.6], dtype=D)
+    with pytest.raises(hodiff.GraphError, match=r"write torch.stack\(\[z.real, z.imag\], -1\)"):
+        hodiff.grad(f, x)
+
+    def other(z: Tensor) -> Tensor:
+        c = torch.complex(z[::2], z[1::2]) ** 3
+        return torch.cat([z[:1], torch.stack([c.real, c.imag], -1).flatten()]).square().sum()
+
+    squared = x.view(-1, 2).square().sum(1, keepdim=True)  # |c^3|^2 = |c|^6
+    expected = (6 * squared**2 * x.view(-1, 2)).flatten()
+    expected[0] += 2 * x[0]
+    torch.testing.assert_close(hodiff.grad(other, x), expected)

@@ -246,6 +246,11 @@ _OUTPUT_PADDING = (
     "PyTorch has no further derivative of a transposed convolution (conv_transpose) with output_padding. Leave it "
     "out, and pad the result (F.pad)."
 )
+_ODD_PLACE = (
+    "PyTorch takes a gradient for complex numbers, which begin at an even place of its memory, and this one is part of "
+    "a longer one and begins at an odd place. In place of torch.view_as_real(z) write torch.stack([z.real, z.imag], "
+    "-1), and in place of torch.view_as_complex(p) torch.complex(p[..., 0], p[..., 1])."
+)
 _UNUSED_RESULT = (
     "PyTorch's derivative of an operation with several results fails where only some of them are used. Write it with "
     "another one: torch.nn.functional.layer_norm for torch.native_layer_norm, and its kin."
@@ -281,6 +286,7 @@ _KINDS = {
     "Expected a proper Tensor but got None": "result unused",
     "not implemented for sparse tensors": "sparse rows",
     "output_padding is not supported for non-transposed": "output padding",
+    "must have a storage_offset divisible by 2": "odd place",
     "is not implemented": "missing",
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
@@ -299,6 +305,7 @@ _OURS: dict[str, Callable[[], GraphError]] = {
     "result unused": lambda: GraphError.about(_UNUSED_RESULT),
     "sparse rows": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
     "output padding": lambda: GraphError.about(_OUTPUT_PADDING, operations=["convolution"]),
+    "odd place": lambda: GraphError.about(_ODD_PLACE, operations=["viewasreal", "viewascomplex"]),
 }
 _NOT_IMPLEMENTED = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
 

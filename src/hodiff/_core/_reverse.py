@@ -346,12 +346,18 @@ def _vjps_one_by_one(
     rows = []
     for index in range(count):
         another = more or index < count - 1
-        vectors, keep = [cotangent[index] for cotangent in cotangents], _keep(graph, another)
+        vectors, keep = [_row(cotangent, index) for cotangent in cotangents], _keep(graph, another)
         products = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
         rows.append(densified(products, inputs))
     if count == 1:
         return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
     return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def _row(cotangents: Tensor, index: int) -> Tensor:
+    """One of them; what begins at an odd place, PyTorch cannot see as pairs of reals, which complex numbers are."""
+    row = cotangents[index]
+    return row.clone() if row.layout is torch.strided and row.storage_offset() % 2 else row
 
 
 def derivative(output: Tensor, by: Tensor) -> Tensor:
