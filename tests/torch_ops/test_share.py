@@ -7,7 +7,7 @@ import hodiff
 from tests.support.differences import estimated
 from tests.support.passes import by
 from tests.torch_ops import page, results, sweep
-from tests.torch_ops.database import names, problems
+from tests.torch_ops.database import Problem, names, problems
 from tests.torch_ops.judge import compare
 from tests.torch_ops.more import MORE
 from tests.torch_ops.routes import ROUTES
@@ -47,20 +47,36 @@ def test_right_or_refused(name: str) -> None:
 def test_columns_of_a_jacobian_are_its_rows(name: str) -> None:
     """Or there are no columns: PyTorch has no second derivative, or something is not finite."""
     for problem in problems(name, SAMPLES):
-        call = lambda problem=problem: hodiff.jacobian(problem.outputs, problem.x)
-        with by(columns=True):
-            columns = call()
-        with by(columns=False):
-            rows = call()
+        columns, rows = (one_way(problem, columns) for columns in (True, False))
+        if isinstance(rows, str):
+            assert columns == rows and name in WRONG_AT_ONCE
+            continue
         size = float(rows.abs().nan_to_num().sum())
         torch.testing.assert_close(columns, rows, rtol=1e-9, atol=1e-9 * size, equal_nan=True)
+
+
+WRONG_AT_ONCE = {"as_strided_scatter"}
+"""Operations whose first gradient is wrong in PyTorch already, and refused."""
+
+
+def one_way(problem: Problem, columns: bool) -> torch.Tensor | str:
+    with by(columns=columns):
+        try:
+            return hodiff.jacobian(problem.outputs, problem.x)
+        except hodiff.GraphError as error:
+            return f"{error}"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_columns_of_any_jacobian_are_its_rows() -> None:
-    for name in set(names()) - set(SHARE):
-        test_columns_of_a_jacobian_are_its_rows(name)
+    failed = []
+    for name in sorted(set(names()) - set(SHARE)):
+        try:
+            test_columns_of_a_jacobian_are_its_rows(name)
+        except Exception as error:  # the others are looked at, too
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.filterwarnings("ignore")
