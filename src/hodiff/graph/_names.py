@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _saved, _source
+from hodiff.graph import _saved
 from hodiff.graph._source import Frame, Path, lines_of
 
 DEPTH = 3
@@ -134,7 +134,7 @@ class TensorNames:
             if (
                 name in values
                 or name.startswith("__")
-                or (in_shell and _source.is_kept(name))
+                or (in_shell and _OF_THE_SHELL.fullmatch(name))
                 or not name.isidentifier()
             ):
                 continue
@@ -220,11 +220,17 @@ def root(path: str) -> str:
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None), ModuleType, type, FunctionType, CodeType, FrameType})
 """What holds no tensors, or not the user's: most of what there is, so that it is told by its class."""
 _PLAIN_TOO = tuple(_PLAIN)
+_HOLDERS = ("IPython", "ipykernel", "traitlets", "_pytest", "pluggy")
+"""Shells and runners of tests, whose objects hold all that the user has."""
+_OF_THE_SHELL = re.compile(r"_+|_i*|_i?\d+|_[iod]h|In|Out|exit|quit|get_ipython")
+"""Names of a session that are the shell's, among the user's own: `_`, `Out`, `_12` and their like."""
 
 
 def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
     """What a container, a module or an object holds, each with its step of the path; with `leaves`, parameters too."""
-    if isinstance(value, _PLAIN_TOO) or _source.is_tool(value):
+    module = type(value).__module__
+    is_tool = module.partition(".")[0] in _HOLDERS or module.startswith("hodiff.graph")
+    if is_tool or isinstance(value, _PLAIN_TOO):
         return
     if isinstance(value, dict):
         if len(value) <= BUDGET:

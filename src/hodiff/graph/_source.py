@@ -662,21 +662,6 @@ def resolve(file: str, line: int) -> tuple[int, int, str]:
     return number(file), line, linecache.getline(file, line).strip()
 
 
-_KEPT = re.compile(r"_+|_i*|_i?\d+|_[iod]h|In|Out|exit|quit|get_ipython")
-_TOOLS = ("IPython", "ipykernel", "traitlets", "_pytest", "pluggy")
-
-
-def is_kept(name: str) -> bool:
-    """Whether a name of a session is the shell's: `_`, `Out`, `_12` and their like, among the user's own."""
-    return _KEPT.fullmatch(name) is not None
-
-
-def is_tool(value: Any) -> bool:
-    """Whether an object belongs to the shell, or to a runner of tests, which hold all that the user has; or is ours."""
-    module = type(value).__module__
-    return module.partition(".")[0] in _TOOLS or module.startswith("hodiff.graph")
-
-
 # --- variables as they are written: `net.cell.h[0]` -----------------------------------------------
 
 
