@@ -8,6 +8,7 @@ plain PyTorch. So hooks that `f` registers, or that its modules have, are watche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
