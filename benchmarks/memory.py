@@ -50,6 +50,7 @@ def rows(quick: bool) -> Iterator[Row]:
         }.items():
             yield Row(f"peak memory of {route}", case, mib(count(call).peak))
     yield from of_attention(quick)
+    yield from of_a_vocabulary()
 
 
 def of_attention(quick: bool) -> Iterator[Row]:
@@ -75,6 +76,32 @@ def of_attention(quick: bool) -> Iterator[Row]:
         share = 0.08 if tokens == 2048 else 0.2
         met = peaks[0] <= share * peaks[1]
         yield Row("peak memory of hvp through attention", case, measured, f"at most {share}", met)
+
+
+def of_a_vocabulary() -> Iterator[Row]:
+    """Products by a head of 20,000 words and 1,024 rows, with what each makes first, in tensors of the logits' size."""
+    torch.manual_seed(0)
+    rows, words = 1024, 20_000
+    head, x, words_of = nn.Linear(32, words, bias=False), torch.randn(rows, 32), torch.randint(0, words, (rows,))
+    v = {"weight": torch.randn_like(head.weight)}
+    predict, data = lambda m, batch: m(batch[0]), [(x, words_of)]
+    routes = {
+        "hvp": (lambda: hodiff.hvp(lambda m: F.cross_entropy(m(x), words_of), head, v), 4.5),
+        "Gauss-Newton product": (
+            lambda: hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), head, data=data) @ v,
+            5.0,
+        ),
+    }
+    for name, (call, bound) in routes.items():
+        share = peak(call) / (4 * rows * words)
+        measured = f"{share:.2f} of the logits"
+        yield Row(
+            f"peak memory of {name}",
+            "cross-entropy of 20,000 words, 1,024 rows",
+            measured,
+            f"at most {bound}",
+            share <= bound,
+        )
 
 
 class Attending(nn.Module):

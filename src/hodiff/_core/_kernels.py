@@ -58,15 +58,20 @@ def _register() -> None:
     name = _versions.KERNEL_KEY_NAME
     others, ours = torch.library.Library("_", "IMPL", name), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, name)
-    for operation, (module, kernel) in OURS.items():
-        ours.impl(operation, _loaded_late(module, kernel), name)
+    for operation in OURS:
+        ours.impl(operation, _loaded_late(operation), name)
     _versions.let_higher_order_operators_pass()
     registered.extend((others, ours))
 
 
-def _loaded_late(module: str, kernel: str) -> Callable[..., Tensor]:
+def module_of(operation: str) -> Any:
+    """The module of a kernel, loaded when it is first needed."""
+    return import_module(OURS[operation][0])
+
+
+def _loaded_late(operation: str) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        return getattr(import_module(module), kernel)(*args, **kwargs)
+        return getattr(module_of(operation), OURS[operation][1])(*args, **kwargs)
 
     return call
 

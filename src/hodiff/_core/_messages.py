@@ -30,8 +30,8 @@ class WayOut(NamedTuple):
 _WAYS_OUT = {
     "scaleddotproduct": WayOut(
         "fused scaled_dot_product_attention",
-        "the tensor was computed outside, in a thread of f's own, or by the kernel's own name. Call "
-        "F.scaled_dot_product_attention inside `with hodiff.twice_differentiable():`, or give "
+        "the tensor was computed outside, in a thread of f's own, or by the kernel's own name. "
+        "Call F.scaled_dot_product_attention inside `with hodiff.twice_differentiable():`, or give "
         "hodiff the function, whose thread has that",
     ),
     "cudnnrnn": WayOut(

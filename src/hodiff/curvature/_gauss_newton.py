@@ -69,8 +69,8 @@ def predicted(
 
 
 def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Leaves, Leaves]:
-    """J' u as a function of u, at a u: `(u, J' u)`."""
-    cotangents = [part.detach().clone().requires_grad_() for part in at]
+    """J' u as a function of u, at a u: `(u, J' u)`. It is linear, so that any u will do."""
+    cotangents = [part.detach().requires_grad_() for part in at]
     return cotangents, _reverse.transposed_product(graph, outputs, cotangents)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hodiff._core import _nodes, _reverse, _tree
+from hodiff._core import _kernels, _nodes, _reverse, _tree
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, draw, sum_dtype
@@ -268,43 +268,51 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) ->
     At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so its
     gradient is \(s p - t\) and its Hessian \(s (\operatorname{diag} p - p p^\top)\), with \(s = \sum_c t_c\).
     """
+    closed = _kernels.module_of("cross_entropy_loss")
     z = _single(loss, outputs)
     classes = 0 if z.ndim == 1 else 1
-    t, weight = _targets(loss, z, target, classes)
-    log_p = F.log_softmax(z, classes)
-    p, scale = log_p.exp(), t.sum(classes, keepdim=True)
+    weight = _counted(loss, z, target, classes)
+    given = None if loss.weight is None else loss.weight.detach().to(z)
+    form = closed.CrossEntropyForm(loss.label_smoothing, loss.ignore_index)
+    if target.is_floating_point():
+        target = target.to(z.dtype)
+    scored = closed.AtLogits.of(z, target, given, form)
 
     def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         """The scores p - e_y of labels y, zero at ignored positions."""
-        rows = p.movedim(classes, -1)
+        rows = z.softmax(classes).movedim(classes, -1)
         flat = rows.reshape(-1, rows.shape[-1])
         device = z.device if generator is None else generator.device
         labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(z.device)
         scores = flat - F.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
-        return [scores.reshape((samples, *rows.shape)).movedim(-1, classes - z.ndim) * (scale > 0)]
+        scores = scores.reshape((samples, *rows.shape)).movedim(-1, classes - z.ndim)
+        return [scores * (scored.scale() > 0)]
 
-    return LossAtOutputs(-(t * log_p).sum(), weight, [scale * p - t], softmax_curvature(p, scale, classes), drawn)
+    def times(tangents: Leaves, count: int | None) -> Leaves:
+        """Piece by piece, from the logits: nothing else of their size is kept."""
+        if count is None:
+            return [scored.times(tangents[0])]
+        return [torch.stack([scored.times(tangent) for tangent in tangents[0]])]
+
+    if z.numel() < closed.LEAST:
+        curvature = softmax_curvature(z.softmax(classes), scored.scale(), classes)
+    else:
+        curvature = OutputCurvature(times, (classes - z.ndim,))
+    return LossAtOutputs(scored.loss, weight, [scored.gradient], curvature, drawn)
 
 
-def _targets(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> tuple[Tensor, float]:
-    """How much each log-probability counts, and what `reduction="mean"` divides by."""
-    count, smooth = z.shape[classes], loss.label_smoothing
-    shape = [1] * z.ndim
-    shape[classes] = count
-    given = loss.weight
-    class_weight = torch.ones(count, dtype=z.dtype, device=z.device) if given is None else given.detach().to(z)
+def _counted(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> float:
+    """What `reduction="mean"` divides by."""
     if target.is_floating_point():
         check_shapes(z, target)
-        t = (1 - smooth) * target + smooth / count
-        return t * class_weight.reshape(shape), float(z.numel() // count)
+        return float(z.numel() // z.shape[classes])
     expected = tuple(z.shape[:classes] + z.shape[classes + 1 :])
     if tuple(target.shape) != expected:
         raise InputError(f"loss: targets have shape {tuple(target.shape)}, expected {expected} for the outputs.")
     used = target != loss.ignore_index
-    safe = torch.where(used, target, 0)
-    hot = torch.zeros_like(z).scatter_(classes, safe.unsqueeze(classes), 1.0)
-    t = ((1 - smooth) * hot + smooth / count) * class_weight.reshape(shape) * used.unsqueeze(classes)
-    return t, float((class_weight[safe] * used).sum())
+    if loss.weight is None:
+        return float(used.sum())
+    return float((loss.weight.detach().to(z)[torch.where(used, target, 0).long()] * used).sum())
 
 
 def squared_error(loss: nn.MSELoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:

@@ -55,7 +55,7 @@ class Targets(NamedTuple):
 
     def indices(self) -> Tensor:
         """The index of the class; of rows that do not count any."""
-        return torch.where(self.live(), self.given.unsqueeze(1), 0)
+        return torch.where(self.live(), self.given.unsqueeze(1), 0).long()
 
     def hot(self) -> Tensor:
         """The weight at the index."""
@@ -259,6 +259,56 @@ def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
     return gradients
 
 
+@final
+class AtLogits(NamedTuple):
+    """Cross-entropy at given logits, for what needs no graph: piece by piece.
+
+    Attributes:
+        loss: Its sum.
+        gradient: By the logits.
+        arguments: Logits `(N, C, L)`, what belongs to them, and cotangents that are 1.
+        form: What it is beside them.
+    """
+
+    loss: Tensor
+    gradient: Tensor
+    arguments: tuple[Any, ...]
+    form: CrossEntropyForm
+
+    @classmethod
+    def of(cls, z: Tensor, target: Tensor, weight: Any, form: CrossEntropyForm) -> AtLogits:
+        """At detached logits of any dimensions."""
+        whole, targets = _three(z, target)
+        loss, sums = CrossEntropy.forward(whole, targets, weight, form)
+        arguments = whole, targets, weight, sums, torch.ones_like(loss)
+        gradient = CrossEntropyGradient.forward(*arguments, form)
+        return cls(loss.sum(), gradient.reshape(z.shape), arguments, form)
+
+    def times(self, u: Tensor) -> Tensor:
+        """The product of the Hessian with a tangent."""
+        along = u.reshape(self.arguments[0].shape)
+        return CrossEntropyCurvature.forward(*self.arguments, along, self.form)[0].reshape(u.shape)
+
+    def scale(self) -> Tensor:
+        """The sum of the weights of each row, with a dimension for the classes."""
+        z, target, weight, *_ = self.arguments
+        total = Targets(self.form, target, weight, z.dtype).total(z.shape[1])
+        one = self.gradient.ndim == 1
+        return total.reshape(1 if one else (len(z), 1, *self.gradient.shape[2:]))
+
+
+def _three(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits `(N, C, L)`, and their targets."""
+    whole = z[None, :, None] if z.ndim == 1 else z.reshape(*z.shape[:2], -1)
+    dense = target.is_floating_point()
+    return whole, target.reshape(whole.shape if dense else (whole.shape[0], whole.shape[2]))
+
+
+def _rows_of(z: Tensor) -> tuple[int, ...]:
+    """The shape of logits without their classes."""
+    return () if z.ndim == 1 else (z.shape[0], *z.shape[2:])
+
+
 # --- the kernel -----------------------------------------------------------------------------------
 
 
@@ -275,18 +325,14 @@ def cross_entropy(
         rest = (weight, reduction, ignore_index, label_smoothing)
         if not _is_ours(logits, target, weight, ignore_index):
             return torch.ops.aten.cross_entropy_loss(logits, target, *rest)
-        one = logits.ndim == 1
-        z = logits[None, :, None] if one else logits.reshape(*logits.shape[:2], -1)
-        dense = target.is_floating_point()
-        shape = z.shape if dense else (z.shape[0], z.shape[2])
+        z, t = _three(logits, target)
         form = CrossEntropyForm(label_smoothing, ignore_index)
-        t = target.reshape(shape)
         loss = CrossEntropy.apply(z, t, weight, form)[0]
         if reduction == 0:
-            return loss.reshape(logits.shape[:0] if one else (logits.shape[0], *logits.shape[2:]))
+            return loss.reshape(_rows_of(logits))
         if reduction == 2:
             return loss.sum()
-        if not dense:  # the last operation is a mean, as `_versions.reduction` tells it
+        if not t.is_floating_point():  # a mean is the last operation, for `_versions.reduction`
             live = t != ignore_index
             counted = live if weight is None else weight[torch.where(live, t, 0)] * live
             wide = torch.promote_types(loss.dtype, torch.float32)
@@ -308,9 +354,7 @@ def _is_ours(z: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> 
         return False
     if target.is_floating_point():
         return target.shape == z.shape and target.dtype == z.dtype
-    if target.dtype not in (torch.long, torch.uint8) or target.shape != (
-        z.shape[:0] if z.ndim == 1 else z.shape[:1] + z.shape[2:]
-    ):
+    if target.dtype != torch.long or target.shape != _rows_of(z):
         return False
     if z.device.type != "cpu" or _call.is_wrapped(target):
         return True

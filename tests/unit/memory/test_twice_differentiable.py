@@ -517,3 +517,67 @@ def test_the_peak_of_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak(lambda: hodiff.hvp(f, head, head)) < 4.9 * logits
     monkeypatch.setattr(_cross_entropy, "LEAST", 2**60)
     assert peak(lambda: hodiff.hvp(f, head, head)) > 6.5 * logits
+
+
+def test_the_peak_of_a_gauss_newton_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "SIZE", 2**12)
+    head, inputs, labels = nn.Linear(8, 2000, bias=False), given(64, 8, dtype=torch.float32), torch.arange(64)
+    v = {"weight": torch.ones_like(head.weight)}
+    data = [(inputs, labels)]
+
+    def call() -> object:
+        return hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.CrossEntropyLoss(), head, data=data) @ v
+
+    logits = 64 * 2000 * 4
+    assert peak(call) < 5 * logits
+    monkeypatch.setattr(_cross_entropy, "LEAST", 2**60)
+    assert peak(call) > 5.5 * logits
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+SHARES = torch.rand(4, 3, dtype=D, generator=torch.Generator().manual_seed(2))
+LOSSES: dict[str, tuple[dict[str, Any], Tensor]] = {
+    "classes": ({}, LABELS[:4]),
+    "weights": ({"weight": torch.tensor([0.3, 1.2, 0.7], dtype=D), "label_smoothing": 0.2}, LABELS[:4]),
+    "ignored": ({"ignore_index": 2, "reduction": "sum"}, LABELS[:4]),
+    "shares": ({"label_smoothing": 0.1}, SHARES),
+    "an image": ({"ignore_index": 1}, LABELS[:4].reshape(2, 2)),
+    "one": ({}, LABELS[1]),
+}
+
+
+FORMS = [
+    *((name, "Gauss-Newton") for name in LOSSES),
+    *((name, "mc") for name in LOSSES if not LOSSES[name][0].keys() & {"weight", "label_smoothing"}),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), FORMS)
+def test_operators(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the closed form and, for small logits, by softmax; the former against the second pass of any function."""
+    options, target = LOSSES[name]
+    weights = given(3, 2)
+    shapes = {"an image": (2, 2, 2), "one": (2,)}
+
+    def predict(w: Tensor, batch: Any) -> Tensor:
+        x = batch[0]
+        return w.sin() @ x if x.ndim == 1 else torch.einsum("ij,nj...->ni...", w.sin(), x)
+
+    data = [(given(*shapes.get(name, (4, 2)), seed=4), target)]
+    loss = nn.CrossEntropyLoss(**options)
+
+    def dense() -> Tensor:
+        if kind == "mc":
+            draw = torch.Generator().manual_seed(5)
+            return hodiff.FisherOperator(predict, loss, weights, data=data, kind="mc", generator=draw).dense()
+        return hodiff.GaussNewtonOperator(predict, loss, weights, data=data).dense()
+
+    found = dense()
+    total = lambda z, batch: (loss(z, batch[1]), 1)
+    if kind != "mc":
+        right = hodiff.GaussNewtonOperator(predict, total, weights, data=data).dense()
+        assert relative_error(found, right) < 1e-13
+    monkeypatch.setattr(_cross_entropy, "LEAST", 2**60)
+    assert relative_error(found, dense()) < 1e-13
