@@ -227,8 +227,8 @@ def spectral_radius(
         progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
-        A record: `value` and `residual`, tensors of shape `()`, of a stack of matrices of the batch's shape, and
-        `converged` likewise; `products`.
+        A record: `value` and `residual`, tensors of shape `()`, of a stack of matrices of the
+        batch's shape, and `converged` likewise; `products`.
 
     Raises:
         InputError: The operator is not square.
@@ -238,8 +238,8 @@ def spectral_radius(
         HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
 
     Cost:
-        Often 20 to 100 products; memory for `basis` vectors in double precision. Of a stack of matrices, all
-        eigenvalues of each: a product for each column.
+        Often 20 to 100 products; memory for `basis` vectors in double precision. Of a stack of
+        matrices, all eigenvalues of each: a product for each column.
 
     Examples:
         >>> import torch, hodiff

@@ -296,10 +296,10 @@ class Sides:
 
     def __init__(self, operator: LinearOperator, b: Any) -> None:
         self._operator = operator
-        self._rows, self._given = _parsed(operator, b, "b")
-        largest = self._rows.abs().amax(1)
+        rows, self._given = _parsed(operator, b, "b")
+        largest = rows.abs().amax(1)
         self.unit = torch.where(largest > 0, largest, 1.0)
-        self.rows = self._rows / self.unit[:, None]
+        self.rows = rows / self.unit[:, None]
 
     def beginning(self, operator: LinearOperator, start: Any) -> Tensor:
         """Where to begin, in the same units; at zero, where the right-hand side is."""
@@ -326,8 +326,8 @@ class Sides:
     def check_room(self, x: Tensor, units: Tensor) -> None:
         """Raise where a solution, in these units, is too small or too large for its dtype."""
         dtype = self._operator.dtype
-        bounds, largest = torch.finfo(dtype), x.abs().amax(1).double().cpu()
-        sizes = largest * (self.unit.double().cpu() / units)
+        bounds, largest = torch.finfo(dtype), x.abs().amax(1).cpu().double()
+        sizes = largest * (self.unit.cpu().double() / units)
         lost = (largest > 0) & (units != 1) & ~((sizes >= bounds.tiny) & (sizes <= bounds.max))
         if bool(lost.any()):
             raise InputError(
@@ -426,7 +426,7 @@ class Measured:
         image = self._product(v, numbers)
         if not self._known:
             self._known = True
-            unit, room = near(image.abs().amax(1)).double().cpu(), torch.finfo(image.dtype).max ** 0.25
+            unit, room = near(image.abs().amax(1)).cpu().double(), torch.finfo(image.dtype).max ** 0.25
             self.units[numbers] = torch.where((1 / room < unit) & (unit < room), 1.0, unit)
             self._plain = bool((self.units == 1).all())
         return image if self._plain else image / spread(self.units[numbers], image)
