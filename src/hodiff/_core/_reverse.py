@@ -516,7 +516,11 @@ def agree(result: Tensor, expected: Tensor, size: float) -> bool:
     return float((result - expected).abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size  # NaN is not
 
 
-def warned_if_not_finite(graph: OutputGraph, results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
+def warned_if_not_finite(
+    graph: OutputGraph,
+    results: list[Tensor],
+    vectors: Sequence[Tensor] = (),
+) -> list[Tensor]:
     """The results; with a warning where a derivative of higher order does not exist.
 
     Not on other devices than the processor, where to look is to wait.

@@ -33,6 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         return COMMANDS[options.command].run(options)
-    except BrokenPipeError:  # what is read of a tour is enough, as for `| head`; a program's own is its own affair
+    except BrokenPipeError:  # what was read is enough, as for `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

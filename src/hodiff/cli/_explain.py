@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def flush() -> None:
-    """What the program has printed comes before what is said of it, unless it closed its output, or has none."""
+    """What the program has printed comes first, unless it closed its output, or has none."""
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 

@@ -196,11 +196,12 @@ def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
 
 
 def refuse_columns(x: Any) -> NoReturn:
-    """Raise for a container of coordinates: a field is a function of one tensor, which holds them all."""
+    """Raise for a container of coordinates: a field is a function of one tensor of them all."""
     raise InputError(
-        f"x: is a {type(x).__name__}; a field is a function of one tensor, which holds the coordinates as columns. "
-        "Join them: hodiff.laplacian(lambda z: net(z[:, :1], z[:, 1:]), torch.cat([x, t], 1)); for derivatives by "
-        "some columns alone, give the others through args=: hodiff.laplacian(lambda x, t: net(x, t), x, args=(t,))."
+        f"x: is a {type(x).__name__}; a field is a function of one tensor, which holds the "
+        "coordinates as columns. Join them: hodiff.laplacian(lambda z: net(z[:, :1], z[:, 1:]), "
+        "torch.cat([x, t], 1)); for derivatives by some columns alone, give the others through "
+        "args=: hodiff.laplacian(lambda x, t: net(x, t), x, args=(t,))."
     )
 
 

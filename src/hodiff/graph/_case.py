@@ -35,10 +35,10 @@ class Explanation:
         cause: For a graph that was freed `hoisted`, `cached`, `carried`, `stored`, `two losses`,
             `same loss twice` or `released`; `changed in place`; for no graph `detached`, `no_grad`,
             `discrete`, `constant`, `smooth` (a function that PyTorch declares no derivative of),
-            `frozen`, `checkpoint`, `inside a Function`, `constant gradient`, `gradient without create_graph`
-            or `no graph`; `not used`, `not scalar`, `no second derivative`,
-            `recomputed otherwise`, `refused in place`, `inference tensor`, `copied`, `read after freeing`; empty if it
-            could not be told.
+            `frozen`, `checkpoint`, `inside a Function`, `constant gradient`,
+            `gradient without create_graph` or `no graph`; `not used`, `not scalar`,
+            `no second derivative`, `recomputed otherwise`, `refused in place`, `inference tensor`,
+            `copied`, `read after freeing`; empty if it could not be told.
         variable: The variable concerned; empty if none was found.
         created: The line that created the shared part, or where the graph was cut or a value
             changed.
@@ -85,7 +85,8 @@ class Explanation:
     def body(self) -> str:
         """The lines below the title."""
         fixes = [(f"fix {number}", fix) for number, fix in enumerate(self.fixes, 1)]
-        return body(self.text, self.reason, [*fixes, *zip(repeat("not known"), self.unknown, strict=False)])
+        open_ends = zip(repeat("not known"), self.unknown, strict=False)
+        return body(self.text, self.reason, [*fixes, *open_ends])
 
 
 def body(text: Iterable[str], reason: str = "", advice: Iterable[tuple[str, str]] = ()) -> str:
@@ -95,7 +96,8 @@ def body(text: Iterable[str], reason: str = "", advice: Iterable[tuple[str, str]
         before = f"    {label}: "
         lines.append(before + sentence.replace("\n", "\n" + " " * len(before)))
         if max(map(len, lines[-1].split("\n"))) > COLUMNS:
-            lines[-1] = before + ("\n" + " " * len(before)).join(_wrapped(sentence, COLUMNS - len(before)))
+            wrapped = _wrapped(sentence, COLUMNS - len(before))
+            lines[-1] = before + ("\n" + " " * len(before)).join(wrapped)
     return "\n".join(lines)
 
 
@@ -316,7 +318,8 @@ class Evidence:
 
     def owned_apart(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Whether optimizers have all these leaves, and none has of both kinds."""
-        one, two = ({self.case.names.trained.get(id(leaf), -1) for leaf in leaves} for leaves in (some, others))
+        owner = self.case.names.trained
+        one, two = ({owner.get(id(leaf), -1) for leaf in leaves} for leaves in (some, others))
         return bool(one and two) and -1 not in one | two and not one & two
 
     @cached_property

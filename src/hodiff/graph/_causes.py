@@ -104,8 +104,8 @@ def whose(e: Evidence) -> str | None:
 def from_new_values(e: Evidence) -> str | None:
     """An optimizer has changed leaves below the part: the second loss is computed once more.
 
-    Where others of its leaves are another optimizer's, from there on. Where the loss leads to nothing but the part,
-    which detached would leave it no graph, from the new values.
+    Where others of its leaves are another optimizer's, from there on. Where the loss leads to nothing
+    but the part, which detached would leave it no graph, from the new values.
     """
     if not any(map(e.moved, e.below)):
         return None

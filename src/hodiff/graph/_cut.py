@@ -160,8 +160,8 @@ def _without_graph(variable: str) -> str:
 def _concerned(case: FailedPass, tensor: Tensor) -> list[Lost]:
     """Where a tensor lost its graph, for certain: where optimizers are in sight, those cuts that lead to their leaves.
 
-    Of those the ones whose leaves this very line has trained before, if some are. Elsewhere what is frozen, as are
-    networks that give features, is of interest only where nothing else was cut.
+    Of those the ones whose leaves this very line has trained before, if some are. Elsewhere what is
+    frozen, as are networks that give features, is of interest only where nothing else was cut.
     """
     if case.record is None:
         return []
@@ -175,7 +175,9 @@ def _concerned(case: FailedPass, tensor: Tensor) -> list[Lost]:
 def _trained_here(case: FailedPass, leaves: Iterable[Tensor]) -> bool:
     """Whether an optimizer has stepped some leaves after an earlier pass of the line that fails."""
     record, call = case.record, case.call
-    return record is not None and call is not None and any(record.trained_by(leaf) == call.path for leaf in leaves)
+    if record is None or call is None:
+        return False
+    return any(record.trained_by(leaf) == call.path for leaf in leaves)
 
 
 def _of_frozen(case: FailedPass, lost: Lost, loss: Tensor, *, certain: bool) -> Explanation:
@@ -186,7 +188,8 @@ def _of_frozen(case: FailedPass, lost: Lost, loss: Tensor, *, certain: bool) -> 
     lines = [line for path in switches for line in dict.fromkeys((path[0].line, path[-1].line))]
     names = _listed(_parameters(case, leaves)) or f"the parameters that {at(lost.line)} computes with"
     again = f"say requires_grad_(True) of them before {at(lost.line)}"
-    fix = f"{again}: earlier passes of this line trained them." if _trained_here(case, leaves) else ""
+    before = _trained_here(case, leaves)
+    fix = f"{again}: earlier passes of this line trained them." if before else ""
     ask = (
         f"what this loss is to train. If it is {names}: {again}.\nIf they are meant to stay as they are, compute it "
         "from something else that requires grad: a layer on\ntop of them, or their input (x.requires_grad_())."

@@ -462,8 +462,9 @@ def of(
     for path, count in counts.items():  # `history["loss"]`, not `history`
         if path.startswith(variable) and count == counts[variable]:
             variable = path
-    entries = [path for path, count in counts.items() if count == counts[variable] and path.startswith(f"{whole}[")]
-    variable = whole if len(entries) > 1 else variable  # `sums`, not `sums[0]` alone
+    equal = [path for path, count in counts.items() if count == counts[variable]]
+    if sum(path.startswith(f"{whole}[") for path in equal) > 1:
+        variable = whole  # `sums`, not `sums[0]` alone
     if _is_bounded(names, variable):
         return None
     nodes = _nodes.walk([tensor.grad_fn for tensor in groups[variable]])

@@ -109,7 +109,7 @@ class TensorNames:
         self.values: dict[str, Any] = {}  # the variables themselves, by name, the innermost first
         self.owners: dict[str, CodeType] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.trained: dict[int, int] = {}  # for the identity of a leaf, the place of the optimizer that has it
+        self.trained: dict[int, int] = {}  # of a leaf's identity, which optimizer has it
         self._kept: list[Tensor] = []  # identities stay true while this lives
         self._seen: set[int] = set()
         self._budget = budget
@@ -157,7 +157,8 @@ class TensorNames:
                     if self._results:
                         continue
                     for group in value.param_groups:
-                        self.trained.update(dict.fromkeys(map(id, group["params"]), len(self.optimizers)))
+                        leaves = map(id, group["params"])
+                        self.trained.update(dict.fromkeys(leaves, len(self.optimizers)))
                     self.optimizers.append(value)
                 inside = islice(_inside(value, leaves=not self._results), self._budget)
                 queue.extend((path + step, item, depth + 1) for step, item in inside)

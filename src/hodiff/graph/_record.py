@@ -433,7 +433,7 @@ class Record:
         self._switched[_saved.memory(leaf)] = self._path_of(frame)
 
     def trained_by(self, leaf: Tensor) -> Path:
-        """The lines of the last pass before an optimizer's last step with a leaf; empty if none was seen."""
+        """The lines of the last pass before a leaf's last step; empty if none was seen."""
         change = self.changed(leaf)
         stepped = change is not None and change.call == "step" and change.passes
         return self.passes[change.passes - 1].path if change is not None and stepped else ()

@@ -390,7 +390,7 @@ def refilled(name: str, file: str) -> bool:
 
 
 def loss_of(line: Line) -> str:
-    """What the call at a line differentiates, `loss` in `loss.backward()`, or `(w * loss)`; empty if it does more.
+    """What the call at a line differentiates, as `loss`, or `w * loss`; empty if it does more.
 
     A pass with other arguments than `retain_graph` is more: its gradients are not simply added up.
     """
@@ -400,10 +400,10 @@ def loss_of(line: Line) -> str:
         return ""
     plain = not call.args and all(keyword.arg == "retain_graph" for keyword in call.keywords)
     value = call.func.value
-    sum_of_names = all(isinstance(node, _ARITHMETIC) for node in ast.walk(value)) and not isinstance(
-        value, ast.Constant
-    )
-    return ast.unparse(value) if plain and sum_of_names else ""
+    if not plain or isinstance(value, ast.Constant):
+        return ""
+    arithmetic = all(isinstance(node, _ARITHMETIC) for node in ast.walk(value))
+    return ast.unparse(value) if arithmetic else ""
 
 
 _ARITHMETIC = (ast.Name, ast.Attribute, ast.BinOp, ast.Constant, ast.operator, ast.expr_context)

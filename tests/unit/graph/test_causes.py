@@ -230,5 +230,5 @@ def test_to_say_that_a_leaf_requires_no_grad_changes_no_value():
     with watch() as record:
         w.requires_grad_(False)
         w.requires_grad = True
-        assert record.changed(w) is None
-        assert record.switched(w)[0].line.text == "w.requires_grad = True"
+        assert record.record.changed(w) is None
+        assert record.record.switched(w)[0].line.text == "w.requires_grad = True"
