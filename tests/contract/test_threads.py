@@ -451,7 +451,7 @@ DISCIPLINE = {
     "graph._saved._FREED": GROWS,
     "graph._saved.answers": CACHE,
     "graph._saved.works": CACHE,
-    "graph._saved._PLANS": GROWS,
+    "graph._saved._layouts": GROWS,
     "graph._source._joined": CACHE,
     "graph._source.parsed": CACHE,
     "graph._watch._recording": OWN,

@@ -27,7 +27,7 @@ BOUNDS = {
     "hvp of a module": (15, 81, 102),
     "laplacian": (17, 103, 183),
     "gradient penalty": (14, 96, 118),
-    "first product": (21, 141, 878),
+    "first product": (21, 142, 880),
     "cached product": (11, 43, 62),
     "failing backward": (13, 144, 642),  # _messages, the one file of texts; frames: it reads the source of this file
 }

@@ -371,16 +371,22 @@ def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
         return
 
 
-@cache
-def _raw_saved(kind: type) -> tuple[str, ...]:
-    """The attributes under which nodes of a class show what they saved, packed."""
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+class _RawSaved(dict[type, tuple[str, ...]]):
+    """The attributes under which nodes of a class show what they saved, packed; of Functions none is kept."""
+
+    def __missing__(self, kind: type) -> tuple[str, ...]:
+        if issubclass(kind, BackwardCFunction):
+            return ("_raw_saved_tensors",)
+        self[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+        return self[kind]
+
+
+_raw_saved = _RawSaved()
 
 
 def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
-    kind = node.__class__
-    for name in _raw_saved(BackwardCFunction if issubclass(kind, BackwardCFunction) else kind):
+    for name in _raw_saved[node.__class__]:
         raw = getattr(node, name)
         if any(each.unpack_hook is not None for each in (raw if isinstance(raw, (tuple, list)) else (raw,))):
             return True
