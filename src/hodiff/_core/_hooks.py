@@ -202,9 +202,10 @@ def lend_module(module: nn.Module, args: Any) -> None:
 
 
 def _watch_hooks(undo: Undo) -> None:
-    """Let the innermost evaluation know of each hook that is registered on a tensor, or that a module runs.
+    """Let the innermost evaluation know of each hook that a tensor is given, or that a module runs.
 
-    A module has gathered its hooks before another can tell that it is called; then it looks up what makes one of them.
+    A module has gathered its hooks before anybody is told that it is called; then it looks up, by
+    name, what runs them.
     """
     modules: Any = nn.modules.module
     register = Tensor.register_hook
@@ -214,10 +215,13 @@ def _watch_hooks(undo: Undo) -> None:
         running = _call.state.running
         return running[-1].hooks.watched(hook) if running else hook
 
+    def of_module(module: nn.Module, *kinds: Sequence[Hook]) -> Any:
+        return full(module, *([watched(hook) for hook in hooks] for hooks in kinds))
+
     undo += [partial(setattr, Tensor, "register_hook", register)]
     undo += [partial(setattr, modules, "BackwardHook", full), partial(setattr, modules, "_WrappedHook", other)]
     Tensor.register_hook = lambda self, hook: register(self, watched(hook))
-    modules.BackwardHook = lambda module, *kinds: full(module, *(list(map(watched, hooks)) for hooks in kinds))
+    modules.BackwardHook = of_module
     modules._WrappedHook = lambda hook, *module: other(watched(hook), *module)
 
 

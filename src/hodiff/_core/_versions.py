@@ -496,10 +496,9 @@ def _swaps_are_told() -> bool:
 
 
 def _module_hooks_are_told() -> bool:
-    """Whether a module that is called looks up what runs its hooks on gradients by the names that `_hooks` takes."""
-    call = torch.nn.Module._call_impl.__code__
-    names = {name for code in (call, *call.co_consts) for name in getattr(code, "co_names", ())}
-    return {"BackwardHook", "_WrappedHook"} <= names
+    """Whether a module looks up what runs its backward hooks by the names that `_hooks` takes."""
+    codes, taken = torch.nn.Module._call_impl.__code__.co_consts, {"BackwardHook", "_WrappedHook"}
+    return any(taken <= set(getattr(code, "co_names", ())) for code in codes)
 
 
 class _Plain(torch.autograd.Function):

@@ -159,8 +159,8 @@ def test_a_callback_sees_the_record_grow_into_the_result(name: str) -> None:
 
 @pytest.mark.parametrize("function", [hodiff.trace, hodiff.diagonal])
 @pytest.mark.parametrize(("samples", "spent"), [(15, 15), (16, 16), (17, 16), (64, 16)])
-def test_a_tolerance_is_looked_at_after_sixteen_vectors(function: Any, samples: int, spent: int) -> None:
-    """Of a diagonal matrix vectors of signs give both without an error: the first look is enough."""
+def test_a_tolerance_waits_for_sixteen_vectors(function: Any, samples: int, spent: int) -> None:
+    """Vectors of signs have no error at a diagonal matrix: the first look is enough."""
     A = hodiff.MatrixOperator(torch.diag(torch.linspace(1, 2, 90, dtype=D)))
     found = function(A, samples=samples, rtol=1e-3, generator=seeded(0))
     assert found.products == spent and found.converged

@@ -122,7 +122,7 @@ def test_a_batch_changed_in_place_raises() -> None:
 # --- what an evaluation leaves behind ---------------------------------------------------------------------------------
 
 
-def changed_by_a_callback(take: Callable) -> None:
+def looking(take: Callable) -> None:
     x = torch.linspace(1, 2, 60, dtype=D).requires_grad_()
     take(hodiff.HessianOperator(lambda x: (x**4).sum() + x.sum() ** 2, x), lambda record: x.detach().add_(1))
 
@@ -137,11 +137,11 @@ def written_with_its_own_values() -> None:
 
 WRITES: dict[str, Callable] = {
     "the same values": written_with_its_own_values,
-    "trace": lambda: changed_by_a_callback(lambda H, look: hodiff.trace(H, samples=40, callback=look)),
-    "diagonal": lambda: changed_by_a_callback(lambda H, look: hodiff.diagonal(H, samples=40, callback=look)),
-    "logdet": lambda: changed_by_a_callback(lambda H, look: hodiff.logdet(H, samples=20, steps=2, callback=look)),
-    "eigsh": lambda: changed_by_a_callback(lambda H, look: hodiff.eigsh(H, 1, callback=look)),
-    "solve": lambda: changed_by_a_callback(lambda H, look: hodiff.solve(H, torch.ones(60, dtype=D), callback=look)),
+    "trace": lambda: looking(lambda H, look: hodiff.trace(H, samples=40, callback=look)),
+    "diagonal": lambda: looking(lambda H, look: hodiff.diagonal(H, samples=40, callback=look)),
+    "logdet": lambda: looking(lambda H, look: hodiff.logdet(H, samples=20, steps=2, callback=look)),
+    "eigsh": lambda: looking(lambda H, look: hodiff.eigsh(H, 1, callback=look)),
+    "solve": lambda: looking(lambda H, look: hodiff.solve(H, torch.ones(60, dtype=D), callback=look)),
 }
 
 
