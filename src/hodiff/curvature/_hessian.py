@@ -97,6 +97,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
         where: A tensor, a container of tensors, a module, or `hodiff.select(module, ...)`, as for `hodiff.grad`.
         data: A re-iterable of batches: a list, a DataLoader. Tensors in a batch are moved to the
             device of *where*.
+        reduction: `"mean"`, the sums of all batches divided by their weights; or `"sum"`, by
+            nothing, whatever the weights are: the sum over all data.
         batch_ndim: So many leading dimensions of *where* index independent samples, as for
             `hodiff.grad`: `f` returns one element for each, and each has a Hessian of its own. A
             vector is like *where*, or flat `(*batch, D)`; products are for all at once, and
@@ -104,8 +106,6 @@ class HessianOperator(SummedOperator[BatchGraph]):
             each. Not for modules, whose parameters are no samples.
         batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
             says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
-        reduction: `"mean"`, the sums of all batches divided by their weights; or `"sum"`, by
-            nothing, whatever the weights are: the sum over all data.
         memory_budget: What the graphs may hold: bytes (an int, 0 to keep none), or a fraction of the
             memory that is free (a float).
         chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
