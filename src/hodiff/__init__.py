@@ -32,7 +32,7 @@ import typing
 
 from hodiff._core import _compiled_callers, _lazy
 
-with _lazy.Uncollected():
+with _lazy.uncollected():
     from hodiff._core._where import Selection, select
     from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
     from hodiff.calculus._higher import derivatives, nth_derivative

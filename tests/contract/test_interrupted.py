@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _kernels, _settings
+from hodiff._core import _kernels, _lazy, _settings
 from hodiff._core._where import Where
 from hodiff.cli._explain import Warnings
 from hodiff.curvature._process_group import ProcessGroupSum
@@ -238,6 +238,7 @@ ENTERED: dict[str, Call] = {
     "_core/_kernels.py: Counted(_plain_attention)": _entered(lambda: _settings.Scope(_kernels.plain_attention.enter)),
     "_core/_hooks.py: Counted(_watch_checkpoints)": _entered(hodiff.twice_differentiable),
     "_core/_kernels.py: Scope(include)": _repeated,
+    "_core/_lazy.py: Scope(_without_collections)": _entered(_lazy.uncollected),
     "memory/__init__.py: Scope(_enter)": _entered(hodiff.twice_differentiable),
     "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
     "_core/_lending.py: EvaluationContext": _under(torch.inference_mode, CALLS["hvp, module as point"]),
@@ -247,7 +248,7 @@ ENTERED: dict[str, Call] = {
     "_core/_settings.py: Counted(_eager)": _eager,
     "_core/_settings.py: Counted(_no_cudnn)": _entered(lambda: _settings.Scope(_settings.no_cudnn.enter)),
     "_core/_settings.py: Scope": _inspected,
-    "calculus/_higher.py: Scope(enter)": lambda _: hodiff.derivatives(lambda z: z.sin(), X, 5),
+    "calculus/_higher.py: Scope(enter)": lambda _: hodiff.derivatives(lambda z: z.sin(), X, 5, create_graph=True),
     "cli/_explain.py: Warnings": _entered(Warnings),
     "curvature/_data_operator.py: DataOperator": _closed,
     "curvature/_newton.py: Scope(_second_derivatives)": CALLS["NewtonCG"],

@@ -434,7 +434,7 @@ DISCIPLINE = {
     "_core._settings._lost": ONE_STEP,
     "_core._settings.eager": LOCKED,
     "_core._settings.no_cudnn": LOCKED,
-    "_core._versions._raw_saved": CACHE,
+    "_core._versions._RAW_SAVED": CACHE,
     "_core._versions.load_forward_mode": CACHE,
     "_core._versions.prove": CACHE,
     "_core._messages._state": OWN,
@@ -451,7 +451,8 @@ DISCIPLINE = {
     "graph._saved._FREED": GROWS,
     "graph._saved.answers": CACHE,
     "graph._saved.works": CACHE,
-    "graph._saved._layouts": GROWS,
+    "graph._saved._LAYOUTS": GROWS,
+    "graph._names.USERS": GROWS,
     "graph._source._joined": CACHE,
     "graph._source.parsed": CACHE,
     "graph._watch._recording": OWN,
@@ -472,7 +473,7 @@ _CHANGE = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popi
 
 def _state_of(module: ast.Module) -> Iterator[str]:
     local = {kind.name for kind in ast.walk(module) if isinstance(kind, ast.ClassDef)
-             and any(ast.unparse(base) == "threading.local" for base in kind.bases)}  # fmt: skip
+             and any(ast.unparse(base).partition("[")[0] in ("threading.local", "dict") for base in kind.bases)}  # fmt: skip
     values: dict[str, ast.expr | None] = {}
     for node in module.body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):

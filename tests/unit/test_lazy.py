@@ -39,7 +39,7 @@ def test_importing_is_no_collection_of_what_pytorch_made():
 def test_the_collector_is_left_as_it_was(collects):
     (gc.enable if collects else gc.disable)()
     try:
-        with pytest.raises(KeyError, match="module"), _lazy.Uncollected():
+        with pytest.raises(KeyError, match="module"), _lazy.uncollected():
             assert not gc.isenabled()
             raise KeyError("module")
         assert gc.isenabled() is collects

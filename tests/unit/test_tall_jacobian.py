@@ -45,6 +45,11 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
     return Count(monkeypatch)
 
 
+def attention(x: Tensor) -> Tensor:
+    q = (x * A.reshape(1, 100, 4, 6)).reshape(1, 4, 100, 6)
+    return F.scaled_dot_product_attention(q, q, q).reshape(-1)
+
+
 # --- one evaluation, and a pass for all columns
 
 
@@ -68,6 +73,12 @@ def test_one_evaluation_and_a_pass_for_all_columns(call: Callable[[Any], Any], p
     assert (count.evaluations, count.passes) == (1, passes)
 
 
+def test_columns_through_attention(count: Count) -> None:
+    """Whose backward is of ours, and has a derivative."""
+    columns, rows = both(lambda: hodiff.jacobian(attention, X))
+    torch.testing.assert_close(columns, rows)
+
+
 def test_nested_in_another_call(count: Count) -> None:
     outer = hodiff.jacobian(lambda x: x * hodiff.jacobian(count.of(tall), X, create_graph=False).sum(), X)
     assert (count.evaluations, count.passes) == (1, 2 + 1)
@@ -86,9 +97,10 @@ def hooked_node(x: Tensor) -> Tensor:
     return y
 
 
-def attention(x: Tensor) -> Tensor:
-    q = (x * A.reshape(1, 100, 4, 6)).reshape(1, 4, 100, 6)
-    return F.scaled_dot_product_attention(q, q, q).reshape(-1)
+def sampled(x: Tensor) -> Tensor:
+    """Its backward has no derivative, in PyTorch."""
+    grid = (x.repeat(100) / 9).reshape(1, 100, 3, 2)
+    return F.grid_sample(A.reshape(1, 2, 30, -1), grid, align_corners=True).reshape(-1)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +117,7 @@ def attention(x: Tensor) -> Tensor:
         (lambda f: hodiff.jacobian(f, X), hooked, 1),
         (lambda f: hodiff.jacobian(f, X), hooked_node, 1),
         (lambda f: hodiff.jacobian(f, X), lambda x: F.hardsigmoid(tall(x)), 1),
-        (lambda f: hodiff.jacobian(f, X), attention, 1 + 1),
+        (lambda f: hodiff.jacobian(f, X), sampled, 1 + 1),
         (lambda f: hodiff.jacobian(f, X), lambda x: tall(x - X.mean()).relu().sqrt(), 1 + 1 + 1),
     ],
     ids=["create_graph", "few rows", "small", "Function", "hook", "hook of a node", "known", "marked", "infinite"],

@@ -8,18 +8,18 @@ from importlib import import_module
 from typing import Any
 
 from hodiff._core import _compiled_callers
+from hodiff._core._settings import Scope, Undo
 
 
-class Uncollected:
+def uncollected() -> Scope:
     """No collection meanwhile: modules make objects that stay, and a full one goes through all of PyTorch's."""
+    return Scope(_without_collections)
 
-    def __enter__(self) -> None:
-        self._collects = gc.isenabled()
+
+def _without_collections(undo: Undo) -> None:
+    if gc.isenabled():
+        undo += [gc.enable]
         gc.disable()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._collects:
-            gc.enable()
 
 
 def names(

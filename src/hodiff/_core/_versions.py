@@ -381,12 +381,12 @@ class _RawSaved(dict[type, tuple[str, ...]]):
         return self[kind]
 
 
-_raw_saved = _RawSaved()
+_RAW_SAVED = _RawSaved()
 
 
 def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
-    for name in _raw_saved[node.__class__]:
+    for name in _RAW_SAVED[node.__class__]:
         raw = getattr(node, name)
         if any(each.unpack_hook is not None for each in (raw if isinstance(raw, (tuple, list)) else (raw,))):
             return True

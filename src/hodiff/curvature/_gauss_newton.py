@@ -181,9 +181,9 @@ class GaussNewtonOperator(PullbackOperator):
             batches together.
         where: As for `hodiff.HessianOperator`.
         data: A re-iterable of batches.
+        batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
         reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own
             reduction is `"sum"` gives the sum in any case.
-        batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -227,8 +227,8 @@ class GaussNewtonOperator(PullbackOperator):
         where: Any,
         *,
         data: Any = None,
-        reduction: DataReduction = "mean",
         batch_weight: BatchWeight = None,
+        reduction: DataReduction = "mean",
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,

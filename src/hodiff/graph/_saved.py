@@ -26,17 +26,17 @@ from hodiff.errors import GraphError
 
 def is_function(node: Node) -> bool:
     """Whether the node is a Python `autograd.Function`, of which only its backward knows what it needs."""
-    return _layouts[type(node)].function
+    return _LAYOUTS[type(node)].function
 
 
 def is_raising(node: Node) -> bool:
     """Whether the node stands for a derivative that does not exist."""
-    return _layouts[type(node)].raising
+    return _LAYOUTS[type(node)].raising
 
 
 def slots(node: Node) -> list[SavedTensor]:
     """The saved tensors of a node with their states. Runs no hook."""
-    names, _, opaque, _ = _layouts[node.__class__]
+    names, _, opaque, _ = _LAYOUTS[node.__class__]
     if opaque or not works():
         return [SavedTensor("?", UNKNOWN, None)]
     return read(node, names)
@@ -44,7 +44,7 @@ def slots(node: Node) -> list[SavedTensor]:
 
 def is_whole(node: Node) -> bool:
     """Whether all that a node saved is there as it was saved, as is so of most: told without a record of each."""
-    names, _, opaque, raising = _layouts[node.__class__]
+    names, _, opaque, raising = _LAYOUTS[node.__class__]
     if not names:
         return not (opaque or raising)
     if not works():
@@ -65,7 +65,7 @@ def is_whole(node: Node) -> bool:
 
 def states(node: Node) -> list[str]:
     """The states of a node's saved tensors; once one was freed, all were, and the others are not looked at."""
-    names = _layouts[type(node)].names
+    names = _LAYOUTS[type(node)].names
     if not names or not works():
         return [slot.state for slot in slots(node)]
     states_of_slots: list[str] = []
@@ -88,7 +88,7 @@ def is_freed_like_others(node: Node) -> bool:
     on which of its inputs want a gradient: if one such was freed, another with nothing left is. For
     sentences; a verdict asks (`states`).
     """
-    names = _layouts[node.__class__].names
+    names = _LAYOUTS[node.__class__].names
     if not names or not works():
         return False
     try:
@@ -178,7 +178,7 @@ class _Layouts(dict[type, NodeLayout]):
         return self[kind]
 
 
-_layouts = _Layouts()
+_LAYOUTS = _Layouts()
 
 
 def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]:
@@ -292,7 +292,7 @@ def release(node: Node) -> int:
 def drop(node: Node) -> int:
     """Drop them without asking whether this PyTorch is known."""
     dropped = 0
-    for _, name, _ in _layouts[type(node)].names:
+    for _, name, _ in _LAYOUTS[type(node)].names:
         try:
             raws = getattr(node, name)
         except (RuntimeError, AttributeError):  # freed already
@@ -488,7 +488,7 @@ def answers() -> Answers:
 
 
 def _states(node: Node) -> dict[str, str]:
-    return {slot.name: slot.state for slot in read(node, _layouts[type(node)].names)}
+    return {slot.name: slot.state for slot in read(node, _LAYOUTS[type(node)].names)}
 
 
 def _states_are_told() -> bool:
@@ -524,7 +524,7 @@ def _states_are_told() -> bool:
 
 def _references() -> int:
     product = (torch.ones(3, device="cpu").requires_grad_() * 2.0).exp().grad_fn
-    (name, raw_name, _), *_ = _layouts[type(product)].names
+    (name, raw_name, _), *_ = _LAYOUTS[type(product)].names
     slot = SavedTensor(name, *state_of(getattr(product, raw_name)))
     return sys.getrefcount(slot.value) - 1
 
