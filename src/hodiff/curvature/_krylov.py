@@ -408,7 +408,9 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 def dots(a: Tensor, b: Tensor) -> Number:
     """The inner products of rows."""
-    return dot(a[0], b[0]) if len(a) == 1 else (a * b).sum(1).to("cpu", torch.float64)
+    if a.shape[0] == 1:
+        return dot(a.reshape(-1), b.reshape(-1))
+    return (a * b).sum(1).to("cpu", torch.float64)
 
 
 def coefficients(*shape: int) -> Tensor:
