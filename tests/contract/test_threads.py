@@ -472,8 +472,9 @@ _CHANGE = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popi
 
 
 def _state_of(module: ast.Module) -> Iterator[str]:
-    local = {kind.name for kind in ast.walk(module) if isinstance(kind, ast.ClassDef)
-             and any(ast.unparse(base).partition("[")[0] in ("threading.local", "dict") for base in kind.bases)}  # fmt: skip
+    kinds = [kind for kind in ast.walk(module) if isinstance(kind, ast.ClassDef)]
+    bases = {kind.name: {ast.unparse(base).partition("[")[0] for base in kind.bases} for kind in kinds}
+    local = {name for name in bases if bases[name] & {"threading.local", "dict"}}
     values: dict[str, ast.expr | None] = {}
     for node in module.body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):

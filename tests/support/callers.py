@@ -255,7 +255,7 @@ def _layers() -> nn.Module:
 
 
 def _attends() -> Tensor:
-    q = torch.tensor([[0.5], [0.2]]).requires_grad_()
+    q = torch.tensor([[0.5], [0.2]], device="cpu").requires_grad_()
     with hodiff.twice_differentiable():
         value = nn.functional.scaled_dot_product_attention(q, q, q.exp()).sum()
     (gradient,) = torch.autograd.grad(value, q, create_graph=True)

@@ -78,7 +78,7 @@ class Solutions:
         """Take what is known of some systems."""
         self.x[at] = x
         self.size[at] = size
-        self.taken[at] = torch.as_tensor(taken, dtype=torch.float64)
+        self.taken[at] = torch.as_tensor(taken, dtype=torch.float64, device="cpu")
         if direction is not None and bool(direction.any()):
             self.direction = torch.zeros_like(self.x) if self.direction is None else self.direction
             self.direction[at] = direction
@@ -161,7 +161,7 @@ def leave(block: Block, end: Solutions, places: Tensor, steps: int, ends: dict[S
         return places
     gone = torch.zeros(len(places), dtype=torch.bool, device="cpu")
     for status, which in reversed(ends.items()):
-        which = torch.as_tensor(which).expand(len(places))
+        which = torch.as_tensor(which, device="cpu").expand(len(places))
         gone |= which
         for place in places[which].tolist():
             end.status[place] = status

@@ -126,7 +126,7 @@ class ImplicitSystem:
     def _report(self, record: SolveRecord[Tensor]) -> None:
         """Raise where there is no solution to speak of; warn where it is less exact than asked for."""
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
-        residual = float(torch.as_tensor(record.residual).max())
+        residual = float(torch.as_tensor(record.residual, device="cpu").max())
         lost = record.status != "stagnation" or residual > 1e-2
         if lost and record.status in self._fatal:
             raise GraphError(

@@ -72,7 +72,7 @@ def numbers(values: Tensor) -> str:
 
 def largest(values: float | Tensor) -> float:
     """The largest of some numbers, if there are any."""
-    values = torch.as_tensor(values)
+    values = torch.as_tensor(values, device="cpu")
     return float(values.max()) if values.numel() else 0.0
 
 
@@ -107,7 +107,7 @@ def _outcome(converged: bool | Tensor | None, unasked: str) -> str:
     """Whether a tolerance is met, everywhere, in words."""
     if converged is None:
         return unasked
-    return "converged" if bool(torch.as_tensor(converged).all()) else "not converged"
+    return "converged" if bool(torch.as_tensor(converged, device="cpu").all()) else "not converged"
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,7 +138,7 @@ class _Estimate(Shown):
             return _without_error(errors, self.products)
         asked = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
         relative = number(errors.norm() / flat(self.value).norm())
-        met = None if self.converged is None else bool(torch.as_tensor(self.converged).all())
+        met = None if self.converged is None else bool(torch.as_tensor(self.converged, device="cpu").all())
         return f"{self._errors.format(relative)} after {after(self.products)}{asked[met]}."
 
 

@@ -602,9 +602,13 @@ def _explanation(record: SolveRecord[Any], wanted: str) -> str:
             "no better, or GMRES keeps too few vectors (restart=). Add damping, or use double precision"
         ),
     }[record.status]
-    residual, which = torch.as_tensor(record.residual), "the"
+    residual, which = torch.as_tensor(record.residual, device="cpu"), "the"
     if residual.ndim:
-        lost = residual.numel() if record.converged is None else int((~torch.as_tensor(record.converged)).sum())
+        lost = (
+            residual.numel()
+            if record.converged is None
+            else int((~torch.as_tensor(record.converged, device="cpu")).sum())
+        )
         which = f"for {lost} of {residual.numel()} systems, the largest"
     said = f"{which} relative residual is {float(residual.max()):.2g} ({wanted})"
     return f"solve: after {record.products} products {said}; {advice}."

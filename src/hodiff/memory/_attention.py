@@ -449,7 +449,7 @@ def _first_is_enough(q: Tensor) -> bool:
 def _cast(given: tuple[Any, ...]) -> list[Any]:
     """Arguments as autocast would have them."""
     device = given[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return [*given]
     to = torch.get_autocast_dtype(device)
     floats = (torch.float32, torch.float16, torch.bfloat16)
