@@ -154,6 +154,8 @@ class Chunked(Function):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Nothing of it is traced: below a compiled caller's passes it runs as it is."""
         super().__init_subclass__(**kwargs)
+        for name in ("backward", "jvp"):
+            setattr(cls, name, staticmethod(_by_sample(getattr(cls, name))))
         for name in ("forward", "backward", "jvp", "setup_context"):
             uncompiled(getattr(cls, name))
 
@@ -170,15 +172,58 @@ class Chunked(Function):
         cls, info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[Any, Any]:
         """Each sample by itself: as fast as a batch of them, without expanded copies."""
-        made: list[Any] = []
-        for at in range(info.batch_size):
-            pairs = zip(args, in_dims, strict=True)
-            made += [cls.apply(*(x if dim is None else x.select(dim, at) for x, dim in pairs))]
-        if isinstance(made[0], Tensor):
-            return torch.stack(made), 0
-        each = zip(*made, strict=True)
-        results = tuple(None if parts[0] is None else torch.stack(parts) for parts in each)
+        results = _stacked(cls.apply, info.batch_size, in_dims, args)
+        if isinstance(results, Tensor):
+            return results, 0
         return results, tuple(None if result is None else 0 for result in results)
+
+
+def _stacked(
+    function: Callable[..., Any],
+    size: int,
+    dims: Sequence[int | None],
+    args: Sequence[Any],
+) -> Any:
+    """The results of all samples, along a first dimension."""
+    made: list[Any] = []
+    for at in range(size):
+        pairs = zip(args, dims, strict=True)
+        made += [function(*(x if dim is None else x.select(dim, at) for x, dim in pairs))]
+    if isinstance(made[0], Tensor):
+        return torch.stack(made)
+    each = zip(*made, strict=True)
+    return tuple(None if parts[0] is None else torch.stack(parts) for parts in each)
+
+
+def _in_a_batch_of_passes(x: Any) -> bool:
+    """Whether a tensor is of PyTorch's older `vmap`, that of `is_grads_batched`."""
+    key = _versions.BATCHED_KEY
+    return key is not None and isinstance(x, Tensor) and _torch._dispatch_keys(x).has(key)
+
+
+def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """A derivative that runs by sample below `is_grads_batched`, which has few rules.
+
+    The level is looked for: the thread of a pass does not know it. A tensor that is not of a level
+    gets an expanded dimension there, of the size that is asked for: 0.
+    """
+
+    def call(ctx: Any, *given: Any) -> Any:
+        batched = next(filter(_in_a_batch_of_passes, given), None)
+        if batched is None:
+            return derivative(ctx, *given)
+        entries: Any = torch
+        remove = entries._remove_batch_dim
+        level = next(n for n in range(1, 65) if len(remove(batched, n, 0, 0)))
+        apart = [remove(x, level, 0, 0) if _in_a_batch_of_passes(x) else () for x in given]
+        args = [part if len(part) else x for x, part in zip(given, apart, strict=True)]
+        dims = [0 if len(part) else None for part in apart]
+        made = _stacked(partial(call, ctx), max(map(len, apart)), dims, args)
+        each = made if isinstance(made, tuple) else (made,)
+        results = [None if x is None else entries._add_batch_dim(x, 0, level) for x in each]
+        return tuple(results) if isinstance(made, tuple) else results[0]
+
+    return call
 
 
 def plus(a: Tensors, b: Tensors) -> Tensors:

@@ -184,24 +184,26 @@ _ops: Any = torch._ops
 _PASSED_BY = "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"
 _NEEDED = (
     *(f"_dispatch_tls_{verb}_dispatch_key_included" for verb in ("set", "is")),
-    *(f"_dispatch_{name}" for name in ("has_backend_fallback", "key_parse")),
+    *(f"_dispatch_{name}" for name in ("has_backend_fallback", "key_parse", "keys")),
     *("DispatchKeySet", "_ExcludeDispatchKeyGuard"),
 )
 
 
-def _kernel_key() -> Any:
+def _key(name: str) -> Any:
     """None where this PyTorch has no such key, or no way for a thread to include it."""
-    if not all(hasattr(_torch, name) for name in _NEEDED) or not hasattr(_ops, _PASSED_BY):
+    if not all(hasattr(_torch, needed) for needed in _NEEDED) or not hasattr(_ops, _PASSED_BY):
         return None
     try:
-        return _torch._dispatch_key_parse(KERNEL_KEY_NAME)
+        return _torch._dispatch_key_parse(name)
     except RuntimeError as error:
         if "could not parse dispatch key" in str(error):
             return None
         raise
 
 
-KERNEL_KEY = _kernel_key()
+KERNEL_KEY = _key(KERNEL_KEY_NAME)
+BATCHED_KEY = _key("Batched")
+"""That of PyTorch's older `vmap`, by which `is_grads_batched` goes."""
 
 
 def key_is_taken() -> bool:

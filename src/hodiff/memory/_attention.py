@@ -398,14 +398,30 @@ class AttentionTangent(Chunked):
 # --- the kernel -----------------------------------------------------------------------------------
 
 
-def _plainly(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention by matrix products: PyTorch's other kernels have no second derivative."""
+def _plainly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention by matrix products: PyTorch's other kernels have no second derivative.
+
+    Of a row that is masked in full the derivative of PyTorch's tangent is NaN: it is left out.
+    """
+    dead = None
+    if mask is not None and _call.tangents():
+        hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
+        dead = hidden.all(-1, keepdim=True)
+        mask = mask.masked_fill(dead, mask.dtype == torch.bool)
     undo: Undo = []
     try:
         _kernels.plain_attention.enter(undo)
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        out = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
     finally:
         _settings.undo_all(undo)
+    return out if dead is None else out.masked_fill(dead, 0)
 
 
 def attention(
@@ -424,7 +440,8 @@ def attention(
         rest = {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value, attn_mask)
         traced = TracingContext.try_get() is not None  # compiled code has first derivatives alone
-        if not any(map(_kernels.varies, given)) or traced or _first_is_enough(query):
+        wrong = attn_mask is not None and attn_mask.ndim < 2  # PyTorch's matrix products take it
+        if not any(map(_kernels.varies, given)) or traced or wrong or _first_is_enough(query):
             return F.scaled_dot_product_attention(*given, dropout_p, is_causal, **rest)
         prepared = None
         if _kernels.served(*given) and not dropout_p and not (is_causal and attn_mask is not None):

@@ -72,9 +72,12 @@ class Targets(NamedTuple):
         t = self.given.to(self.dtype) * (1 - self.form.smoothing) + self.form.smoothing / classes
         return t if self.weight is None else t * self.weight.to(self.dtype)[:, None]
 
-    def counted(self, g: Tensor) -> Tensor:
-        """A cotangent, 0 where the row does not count: where none does, their mean divides by 0."""
-        return g if self.dense else torch.where(self.live(), g, 0)
+    def counted(self, x: Tensor) -> Tensor:
+        """Logits or a cotangent, 0 where the row does not count, for neither may be finite there.
+
+        Where no row counts their mean divides by 0.
+        """
+        return x if self.dense else torch.where(self.live(), x, 0)
 
     def total(self, classes: int) -> Tensor:
         """The sum a of the weights."""
@@ -137,7 +140,8 @@ class _Rows(NamedTuple):
         wide = torch.promote_types(z.dtype, torch.float32)
         at = piece if target.is_floating_point() else (piece[0], piece[2])
         taken = [None if x is None else x[piece].to(wide) for x in rest]
-        return cls(z[piece].to(wide), Targets(form, target[at], weight, wide), taken)
+        targets = Targets(form, target[at], weight, wide)
+        return cls(targets.counted(z[piece].to(wide)), targets, taken)
 
 
 @final
@@ -146,18 +150,25 @@ class CrossEntropy(Chunked):
 
     @staticmethod
     def forward(z: Tensor, target: Tensor, weight: Tensor | None, form: CrossEntropyForm) -> Any:
-        """Piece by piece; beside it the logarithms of the sums."""
+        """Piece by piece; beside it the largest logits, and the sums of the exponentials.
+
+        The two are apart, for a logarithm of the latter has few digits beside a large logit.
+        """
         loss = z.new_empty(z.shape[0], 1, z.shape[2])
-        sums = torch.empty_like(loss, dtype=torch.promote_types(z.dtype, torch.float32))
+        wide = torch.promote_types(z.dtype, torch.float32)
+        sums = z.new_empty(z.shape[0], 2, z.shape[2], dtype=wide)
         for piece in _pieces(z):
             logits, targets, _ = _Rows.of(piece, form, z, target, weight)
-            sums[piece] = logits.logsumexp(1, keepdim=True)
-            loss[piece] = targets.total(z.shape[1]) * sums[piece] - targets.along(logits)
+            largest = logits.amax(1, keepdim=True)
+            logits = logits - largest
+            total = logits.exp().sum(1, keepdim=True)
+            loss[piece] = targets.total(z.shape[1]) * total.log() - targets.along(logits)
+            sums[piece] = torch.cat([largest, total], 1)
         return loss, sums
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the logarithms beside the arguments."""
+        """Keep the sums beside the arguments."""
         Chunked.setup_context(ctx, (*inputs[:3], output[1], inputs[3]), output)
         ctx.mark_non_differentiable(output[1])
 
@@ -178,7 +189,7 @@ class CrossEntropy(Chunked):
         """Its derivative along a tangent, by plain operations."""
         z, target, weight, _ = ctx.saved_tensors
         targets = Targets(ctx.form, target, weight, z.dtype)
-        mean = (z.softmax(1) * tangents[0]).sum(1, keepdim=True)
+        mean = (targets.counted(z).softmax(1) * tangents[0]).sum(1, keepdim=True)
         return targets.total(z.shape[1]) * mean - targets.along(tangents[0]), None
 
 
@@ -194,7 +205,8 @@ class CrossEntropyGradient(Chunked):
         for piece in _pieces(z):
             logits, targets, (each, part) = _Rows.of(piece, form, z, target, weight, sums, g)
             part = targets.counted(part)
-            p = torch.sub(logits, each).exp_().mul_(targets.total(z.shape[1]) * part)
+            largest, total = each.split(1, 1)
+            p = torch.sub(logits, largest).exp_().mul_(targets.total(z.shape[1]) * part / total)
             result[piece] = targets.taken_from(p, part)
         return result
 
@@ -231,10 +243,11 @@ class CrossEntropyCurvature(Chunked):
         for piece in _pieces(z):
             rows = _Rows.of(piece, form, z, target, weight, sums, g, u)
             logits, targets, (each, part, along) = rows
-            p = torch.sub(logits, each).exp_()
-            inner, total = (p * along).sum(1, keepdim=True), targets.total(z.shape[1])
+            largest, normal = each.split(1, 1)
+            p = torch.sub(logits, largest).exp_()
+            inner, total = (p * along).sum(1, keepdim=True) / normal, targets.total(z.shape[1])
             by_g[piece] = total * inner - targets.along(along)
-            by_z[piece] = p.mul_(along - inner).mul_(total * targets.counted(part))
+            by_z[piece] = p.mul_(along - inner).mul_(total * targets.counted(part) / normal)
         return by_z, by_g
 
     @staticmethod
@@ -252,7 +265,8 @@ def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
     """The gradients of the first one by plain operations, in one piece."""
 
     def gradients(z: Tensor, target: Tensor, weight: Any, _: Any, g: Any, u: Any) -> Tensors:
-        p, targets = z.softmax(1), Targets(form, target, weight, z.dtype)
+        targets = Targets(form, target, weight, z.dtype)
+        p = targets.counted(z).softmax(1)
         inner, total = (p * u).sum(1, keepdim=True), targets.total(z.shape[1])
         return total * targets.counted(g) * p * (u - inner), total * inner - targets.along(u)
 

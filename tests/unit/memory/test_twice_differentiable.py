@@ -219,6 +219,7 @@ def test_half_precision(dtype: torch.dtype, autocast: bool) -> None:
 WRONG: dict[str, tuple[Callable[[Tensor], object], type[Exception], str]] = {
     "width": (lambda x: attention(x, x[..., :2], x), RuntimeError, "[Ee]xpected size|must match"),
     "batch": (lambda x: attention(x, x[:, :, None].expand(2, 2, 3, 6, 4), x), RuntimeError, "size|dimension"),
+    "mask": (lambda x: attention(x, x, x, torch.ones(6, dtype=D)), IndexError, "Dimension out of range"),
     "label": (lambda x: F.cross_entropy(x[0, 0], torch.full((6,), 9)), IndexError, "Target 9 is out of bounds"),
 }
 
@@ -237,6 +238,7 @@ def test_an_error_is_pytorchs(name: str) -> None:
 
 func = torch.func
 q = given(2, 2, 4, 3)
+q6 = given(1, 2, 6, 3)
 mask = given(4, 4, seed=1)
 LABELS = torch.tensor([0, 2, 1, 0, 2])
 loss = lambda x, m=mask: attention(x, x.sin(), x.cos(), m).sin().sum()
@@ -283,6 +285,103 @@ def test_a_batch_of_passes() -> None:
         assert relative_error(each, hodiff.hvp(lambda z: written(z).sin().sum(), x.detach(), row)) < 1e-13
 
 
+OLDER: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: block(x).sin().sum(),
+    "attention, mask": lambda x: attention(x, x, x, x @ x.mT).sin().sum(),
+    "cross-entropy": lambda x: F.cross_entropy(x[0, 0], LABELS[:2]).sin(),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_a_batch_of_passes_by_the_older_vmap(name: str) -> None:
+    """What `is_grads_batched` and `vectorize` go by, in every pass and with tangents."""
+    f, x = OLDER[name], given(1, 1, 2, 3)
+    rows = torch.stack([given(1, 1, 2, 3, seed=1), given(1, 1, 2, 3, seed=2)])
+
+    def run(batched: bool) -> list[Any]:
+        def passes(y: Tensor, u: Tensor) -> Tensor:
+            options: Any = {"create_graph": True, "is_grads_batched": batched}
+            return torch.autograd.grad(y, leaf, u, **options)[0]
+
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+        if not batched:
+            second = torch.stack([passes(first, u) for u in rows])
+            third = torch.stack([passes(second[0], u) for u in rows])
+        else:
+            second = passes(first, rows)
+            third = passes(second[0], rows)
+        found = [second, third, torch.autograd.functional.hessian(f, x, vectorize=batched)]
+        strategy = "forward-mode" if batched else "reverse-mode"
+        jacobian = torch.autograd.functional.jacobian(f, x, vectorize=batched, strategy=strategy)
+        return [*found, jacobian]
+
+    with hodiff.twice_differentiable():
+        found = run(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(found, run(False), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("least", [0, 2**60], ids=["closed form", "plain operations"])
+@pytest.mark.parametrize("boolean", [False, True])
+def test_a_tangent_of_a_row_that_is_masked_in_full(least: int, boolean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is 0, and so are its derivatives: the other rows are left."""
+    monkeypatch.setattr(_attention, "LEAST", least)
+    live = torch.tensor([0, 1, 2, 4, 5])
+    hidden = torch.ones(6, 6, dtype=torch.bool).index_fill(0, live, value=False)
+    bias = ~hidden if boolean else torch.zeros(6, 6, dtype=D).masked_fill(hidden, -torch.inf)
+    masked = lambda x: attention(x, x.sin(), x.cos(), bias).sin().sum()
+    others = lambda x: attention(x[..., live, :], x.sin(), x.cos()).sin().sum()
+    mixed = lambda f, x: func.grad(lambda y: forward(f, y))(x)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = mixed(others, q6), forward(lambda y: forward(others, y), q6)
+    with hodiff.twice_differentiable():
+        found = mixed(masked, q6), forward(lambda y: forward(masked, y), q6)
+        value = func.jvp(lambda x: attention(x, x, x, bias), (q6,), (q6,))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(hodiff.grad(lambda x: forward(masked, x), q6), right[0], rtol=1e-12, atol=1e-13)
+    assert not any(x[..., 3, :].any() for x in value)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+def test_logits_of_an_ignored_row_are_not_read(bad: float, options: dict[str, Any]) -> None:
+    z, target = given(5, 3), LABELS.clone()
+    z[1], target[1] = bad, -100
+    rest = torch.tensor([0, 2, 3, 4])
+
+    def run(f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x = z.clone().requires_grad_()
+        found = [f(x)]
+        for _ in range(3):
+            found += torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)
+        return [each.detach() for each in found]
+
+    whole = lambda x: F.cross_entropy(x, target, **options)
+    with hodiff.twice_differentiable():
+        found = run(whole)
+        along = func.jvp(whole, (z,), (torch.ones_like(z),))[1]
+    right = run(lambda x: F.cross_entropy(x[rest], target[rest], **options))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-13)
+    assert along.abs() < 1e-13  # the same for all classes
+
+
+@pytest.mark.parametrize("offset", [1e2, 1e6])
+def test_large_logits_lose_no_digits(offset: float) -> None:
+    """What is added to all classes cancels, in a loss and in its derivatives."""
+    z = (given(5, 3) + offset).float()
+
+    def run(x: Tensor) -> list[Tensor]:
+        value = F.cross_entropy(x, LABELS, label_smoothing=0.1)
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        return [value.detach(), first.detach(), torch.autograd.grad(first, x, given(5, 3, seed=1).to(x.dtype))[0]]
+
+    with hodiff.twice_differentiable():
+        found = run(z.clone().requires_grad_())
+    for each, right in zip(found, run(z.double().requires_grad_()), strict=True):
+        assert relative_error(each.double(), right) < 1e-6
+
+
 # --- where our kernels cannot be, or PyTorch's first derivative is as good --------------------------------------
 
 
@@ -314,10 +413,9 @@ def test_without_a_key_attention_goes_by_matrix_products() -> None:
 
 def test_the_key_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _versions.KERNEL_KEY is not None and _versions.key_is_taken()  # by ours
-    monkeypatch.setattr(_versions, "KERNEL_KEY_NAME", "NoSuchKey")
-    assert _versions._kernel_key() is None
+    assert _versions._key("NoSuchKey") is None
     monkeypatch.setattr(_versions, "_NEEDED", ("_no_such_name",))
-    assert _versions._kernel_key() is None
+    assert _versions._key(_versions.KERNEL_KEY_NAME) is None
 
 
 def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
