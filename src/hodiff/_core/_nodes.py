@@ -37,14 +37,12 @@ def _leaf_node(leaf: Tensor) -> Node | None:
     if torch.is_inference_mode_enabled():  # where views are not recorded
         with _settings.recording():
             return _leaf_node(leaf)
-    if leaf.is_nested and leaf.layout is torch.strided:  # which has no shape to be viewed as
-        with _settings.grad_mode(True):
-            return torch.ops.aten.alias.default(leaf).grad_fn.next_functions[0][0]
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        with _settings.grad_mode(True):
-            if leaf.view_as(leaf).grad_fn is None:  # a transform records what leads to its own arguments alone
-                return None
-    return torch.autograd.graph.get_gradient_edge(leaf).node
+    strided = leaf.is_nested and leaf.layout is torch.strided  # which has no shape to be viewed as
+    with _settings.grad_mode(True):
+        node = (torch.ops.aten.alias.default(leaf) if strided else leaf.view_as(leaf)).grad_fn
+    # A transform records what leads to its own arguments alone. And no graph leads to a view that was made of a
+    # result without grad mode, which says that it requires grad.
+    return None if node is None else node.next_functions[0][0]
 
 
 ACCUMULATE: type = torch._C._functions.AccumulateGrad  # pyright: ignore[reportAttributeAccessIssue]

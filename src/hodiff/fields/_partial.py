@@ -516,7 +516,8 @@ class Derivatives:
         self._batch_ndim = batch_ndim
         self._known: dict[Index, Tensor] = {(): u}
         # For each number of a point one tensor with a graph of its own: a pass through one visits no other's.
-        self._columns: dict[Index, Sequence[Tensor]] = {(): entries(u, batch_ndim)}
+        with _settings.recording():
+            self._columns: dict[Index, Sequence[Tensor]] = {(): entries(u, batch_ndim)}
         self._gradients: dict[Index, list[Tensor]] = {}
 
     def __getitem__(self, index: Any) -> Tensor:

@@ -102,6 +102,31 @@ def test_without_grad_mode_they_are_detached_and_the_view_goes_on():
     assert d[0, 1].requires_grad and d[0, 0, 2].requires_grad and d[0, 1, 1].requires_grad
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_views_made_without_grad_mode(outputs, mode):
+    net, x = problem(outputs)
+    u = net(x)
+    with mode():
+        d = hodiff.derivatives_of(u, x)
+        found = d[0], d[1, 2]
+    assert not any(each.requires_grad for each in found) and d[0].requires_grad
+    expected = hodiff.partials(net, x.detach(), [0, (1, 2)], method="jets", create_graph=False)
+    torch.testing.assert_close(found, tuple(expected))
+
+
+def test_a_column_taken_without_grad_mode_says_that_no_graph_leads_to_it():
+    """PyTorch lets a view of a result that was made under `no_grad` say that it requires grad."""
+    net, x = problem(2)
+    u = net(x)
+    with torch.no_grad():
+        column, *_ = u.unbind(-1)
+    assert column.requires_grad and column.grad_fn is None
+    for run in (lambda: hodiff.derivatives_of(column, x)[0], lambda: hodiff.grad(column, x, batch_ndim=1)):
+        with pytest.raises(hodiff.GraphError, match="the result does not depend on x"):
+            run()
+
+
 def test_a_linear_tensor_has_zero_second_derivatives():
     x = torch.randn(4, 2, dtype=D, requires_grad=True)
     d = hodiff.derivatives_of(x @ torch.tensor([1.0, 2.0], dtype=D), x)
