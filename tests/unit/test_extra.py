@@ -1,5 +1,7 @@
 """`has_aux=`: what a function of the calculus returns beside the loss."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -64,3 +66,34 @@ def test_a_pair_without_has_aux_names_the_functions_that_take_it(name):
 def test_has_aux_without_a_pair(name):
     with pytest.raises(hodiff.InputError, match="has_aux=True expects"):
         CALLS[name](loss, X, has_aux=True)
+
+
+WITH_EXTRA = [
+    name
+    for name in hodiff.__all__
+    if inspect.isfunction(getattr(hodiff, name)) and "has_aux" in inspect.signature(getattr(hodiff, name)).parameters
+]
+FURTHER = {"hvp": (torch.ones(4, 3),), "second_order_operator": (torch.eye(3),), "partial": (0,), "partials": ([0],)}
+OF_FUNCTIONS = {"biharmonic"}  # and of nothing else, which is said first
+
+
+@pytest.mark.parametrize("name", WITH_EXTRA)
+def test_a_tensor_already_computed_has_no_extra(name):
+    call, x = getattr(hodiff, name), torch.linspace(-1, 1, 12).reshape(4, 3).requires_grad_()
+    vectors = name in {"divergence", "value_and_divergence", "curl"}
+    batch = {} if inspect.signature(call).parameters["batch_ndim"].default else {"batch_ndim": 1}
+    u = x.tanh() if vectors else x.prod(-1)
+    if name not in OF_FUNCTIONS:
+        call(u, x, *FURTHER.get(name, ()), **batch)
+    with pytest.raises(hodiff.InputError, match=r"has_aux: is about what a function returns.* Leave has_aux out"):
+        call(u, x, *FURTHER.get(name, ()), has_aux=True, **batch)
+
+
+def test_the_functions_with_an_extra_are_found():
+    assert {*CALLS, "value_and_grad", "laplacian", "value_and_divergence"} <= {*WITH_EXTRA}
+
+
+def test_a_pair_of_tensors_is_no_function_either():
+    x = X.clone().requires_grad_()
+    with pytest.raises(hodiff.InputError, match="has_aux: is about what a function returns"):
+        hodiff.grad((loss(x), x), x, has_aux=True)

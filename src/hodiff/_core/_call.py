@@ -82,6 +82,9 @@ def call(
         _arguments.check_arguments(args, kwargs)
         if not builds_graph and (args or kwargs):
             raise InputError("args, kwargs: are passed to a function, but f is a tensor already computed.")
+    has_aux = has_aux is not False and is_set(has_aux, "has_aux")
+    if has_aux and not builds_graph:
+        raise InputError(COMPUTED)
     if isinstance(what, (nn.Module, type)):
         what = _module(what)
     return Call(
@@ -98,11 +101,17 @@ def call(
         kwargs or {},
         _NONE if allow is _NONE else allowed(allow),
         strict if strict is None else is_set(strict, "strict"),
-        has_aux is not False and is_set(has_aux, "has_aux"),
+        has_aux,
         unpack_point,
         keep,
         cast,
     )
+
+
+COMPUTED = (
+    "has_aux: is about what a function returns, and f is a tensor already computed. Leave has_aux out, and keep what "
+    "was computed beside it; or give the function."
+)
 
 
 def _module(what: Any) -> Any:

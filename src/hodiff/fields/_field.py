@@ -88,7 +88,7 @@ class FieldCall:
                 f"f: is a {type(self.f).__name__}; expected a function of x, or a tensor computed from it."
             )
         if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
-            raise InputError("has_aux: is about what a function returns, and f is a tensor already computed.")
+            raise InputError(_call.COMPUTED)
         if not torch.compiler.is_compiling() and is_set(self.check_independence, "check_independence"):
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
