@@ -113,7 +113,7 @@ def solve(
 
     Raises:
         InputError: The operator is not symmetric (not square, for GMRES), *b* does not fit, the method is unknown,
-            or `iterations` go with `rtol` or `products`.
+            `iterations` go with `rtol` or `products`, or a solution is too small or too large for its dtype.
 
     Warns:
         ConvergenceWarning: The solution has not converged; the message says why, and what to do. With
@@ -265,8 +265,7 @@ def attempt(
             end = solved(attempt, systems, sides.rows, x, tolerance, limit)
         else:
             end = stepped(attempt, systems, sides.rows, x, iterations, method)
-        if measured:
-            sides.check_room(end.x, units)
+        sides.check_room(end, units)
         made = sides.record(end, units, watch.spent, iterations is None)
         if made.status in ("converged", "iterations"):
             return made, None
@@ -323,17 +322,22 @@ class Sides:
         value = self._spelled(end.x * spread(scale, end.x))
         return SolveRecord(value, self._told(end.size), met, spent, worst, along)
 
-    def check_room(self, x: Tensor, units: Tensor) -> None:
-        """Raise where a solution, in these units, is too small or too large for its dtype."""
+    def check_room(self, end: Solutions, units: Tensor) -> None:
+        """Raise where what is a solution, in these units, is too small or too large for its dtype.
+
+        In a backward pass gradients underflow and overflow, as all of PyTorch's do.
+        """
         dtype = self._operator.dtype
-        bounds, largest = torch.finfo(dtype), x.abs().amax(1).cpu().double()
+        bounds, largest = torch.finfo(dtype), end.x.abs().amax(1).cpu().double()
         sizes = largest * (self.unit.cpu().double() / units)
-        lost = (largest > 0) & (units != 1) & ~((sizes >= bounds.tiny) & (sizes <= bounds.max))
-        if bool(lost.any()):
+        least = bounds.tiny * bounds.eps / default_rtol(dtype)  # the step between numbers there, and what may be lost
+        lost = (largest > 0) & ~((sizes >= least) & (sizes <= bounds.max))
+        lost &= torch.tensor([status in ("converged", "iterations") for status in end.status], device="cpu").bool()
+        if bool((lost & ((units != 1) | (self._given.kind != "rows"))).any()):
             raise InputError(
                 f"solve: the solution's largest entry is about {float(sizes[lost][0]):.1g}, which {dtype} has no place "
                 f"for; divide the operator by its size, and multiply the solution yourself: hodiff.solve(A * s, "
-                f"b).value * s."
+                f"b).value.double() * s."
             )
 
     def _spelled(self, rows: Tensor) -> Any:

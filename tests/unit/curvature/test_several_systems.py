@@ -215,6 +215,40 @@ def test_nothing_solves_a_zero_matrix(method: str, dtype: torch.dtype) -> None:
         assert not found.value.any()
 
 
+HALF, SINGLE = torch.float16, torch.float32
+OUT_OF_ROOM = [(HALF, 1e-3, 1e3), (HALF, 1e3, 1e-3), (SINGLE, 1e-9, 1e36), (SINGLE, 1e9, 1e-35), (SINGLE, 1e-9, 1e37)]
+
+
+@pytest.mark.parametrize("layout", ["one", "columns", "stack", "preconditioned"])
+@pytest.mark.parametrize(("dtype", "a", "b"), OUT_OF_ROOM)
+def test_a_solution_that_its_dtype_has_no_place_for(dtype: torch.dtype, a: float, b: float, layout: str) -> None:
+    """It was infinite, or lost its digits, and counted as converged."""
+    A, one = torch.diag(torch.tensor([a, 2 * a, 3 * a], dtype=D)).to(dtype), torch.full((3,), b, dtype=D).to(dtype)
+    operator = hodiff.MatrixOperator(A[None], batch_ndim=1) if layout == "stack" else hodiff.MatrixOperator(A)
+    given = {"stack": one[None], "columns": torch.stack([0 * one, one], 1)}.get(layout, one)
+    options = {"preconditioner": hodiff.MatrixOperator(torch.ones_like(one))} if layout == "preconditioned" else {}
+    with pytest.raises(hodiff.InputError, match=r"the solution's largest entry is about .* no place for"):
+        hodiff.solve(operator, given, **options)
+    room = hodiff.solve(operator * (1 / a), given, **options).value.double() / a if layout != "stack" else None
+    if room is not None:
+        column = room[:, -1] if layout == "columns" else room
+        agree(column, torch.linalg.solve(A.double(), one.double()), 1e-2 if dtype is HALF else 1e-4)
+
+
+def test_small_solutions_that_have_a_place() -> None:
+    A = hodiff.MatrixOperator(torch.diag(torch.tensor([100.0, 200.0])).half())
+    found = hodiff.solve(A, torch.tensor([2e-3, 2e-3]).half())
+    agree(found.value.double(), torch.tensor([2e-5, 1e-5], dtype=D), 1e-2)
+    assert found.converged
+
+
+def test_gradients_of_a_backward_pass_underflow_as_in_pytorch() -> None:
+    b = torch.ones(2).half().requires_grad_()
+    x = hodiff.solve(hodiff.MatrixOperator(torch.full((2,), 1e3).half()), b, create_graph=True).value
+    (found,) = torch.autograd.grad(x.sum() * 1e-3, b)
+    agree(found.double(), torch.full((2,), 1e-6, dtype=D), 0.1)
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_records_do_not_lie(block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
