@@ -215,12 +215,15 @@ def _watch_hooks(undo: Undo) -> None:
         running = _call.state.running
         return running[-1].hooks.watched(hook) if running else hook
 
+    def register_hook(self: Tensor, hook: Hook) -> Any:  # by this name a jet refuses it
+        return register(self, watched(hook))
+
     def of_module(module: nn.Module, *kinds: Sequence[Hook]) -> Any:
         return full(module, *([watched(hook) for hook in hooks] for hooks in kinds))
 
     undo += [partial(setattr, Tensor, "register_hook", register)]
     undo += [partial(setattr, modules, "BackwardHook", full), partial(setattr, modules, "_WrappedHook", other)]
-    Tensor.register_hook = lambda self, hook: register(self, watched(hook))
+    Tensor.register_hook = register_hook
     modules.BackwardHook = of_module
     modules._WrappedHook = lambda hook, *module: other(watched(hook), *module)
 
