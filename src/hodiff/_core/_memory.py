@@ -46,9 +46,8 @@ def _machine() -> int:
         return UNKNOWN
 
 
-def _container() -> int:
+def _container(group: Path = Path("/sys/fs/cgroup")) -> int:
     """What the limit of a container leaves."""
-    group = Path("/sys/fs/cgroup")
     if not (group / "memory.max").exists():
         return 1 << 62
     try:
