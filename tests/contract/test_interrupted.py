@@ -224,6 +224,13 @@ def _inspected(_: Model) -> int:
         return len(hodiff.graph.inspect(loss).nodes)
 
 
+def _plain(_: Model) -> torch.Tensor:
+    """Attention with dropout, which our kernel leaves to matrix products."""
+    q = torch.ones(1, 1, 2, 2).requires_grad_()
+    with hodiff.twice_differentiable():
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+
 def _repeated(_: Model) -> torch.Tensor:
     x = X.clone().requires_grad_()
     with hodiff.twice_differentiable():
@@ -239,6 +246,7 @@ ENTERED: dict[str, Call] = {
     "_core/_hooks.py: Counted(_watch_checkpoints)": _entered(hodiff.twice_differentiable),
     "_core/_kernels.py: Scope(include)": _repeated,
     "_core/_lazy.py: Scope(_without_collections)": _entered(_lazy.uncollected),
+    "memory/_attention.py: Scope(_by_products)": _plain,
     "memory/__init__.py: Scope(_enter)": _entered(hodiff.twice_differentiable),
     "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
     "_core/_lending.py: EvaluationContext": _under(torch.inference_mode, CALLS["hvp, module as point"]),

@@ -34,7 +34,7 @@ from torch._guards import TracingContext
 
 from hodiff._core import _call, _kernels, _settings, _versions
 from hodiff._core._kernels import Chunked, Tensors
-from hodiff._core._settings import Undo
+from hodiff._core._settings import Scope, Undo
 
 CPU = "cpu"
 """Where PyTorch's kernel gives the logarithms of its sums; elsewhere its best kernel is taken."""
@@ -398,6 +398,10 @@ class AttentionTangent(Chunked):
 # --- the kernel -----------------------------------------------------------------------------------
 
 
+def _by_products(undo: Undo) -> None:
+    _kernels.plain_attention.enter(undo)
+
+
 def _plainly(
     q: Tensor,
     k: Tensor,
@@ -415,12 +419,8 @@ def _plainly(
         hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
         dead = hidden.all(-1, keepdim=True)
         mask = mask.masked_fill(dead, mask.dtype == torch.bool)
-    undo: Undo = []
-    try:
-        _kernels.plain_attention.enter(undo)
+    with Scope(_by_products):
         out = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
-    finally:
-        _settings.undo_all(undo)
     return out if dead is None else out.masked_fill(dead, 0)
 
 
