@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hodiff
 from tests.support.calls import Function, by_place, count
@@ -28,6 +29,7 @@ BOUNDS = {
     "cached product": (0, 0),
     "gradient penalty": (223, 242),
     "tall jacobian": (0, 5),
+    "three steps of a solve": (530, 533),
 }
 """How many; and in a process that has made an optimiser, as every training loop has: that loads Dynamo and DTensor."""
 SHOWN = 25
@@ -143,6 +145,29 @@ def tall_jacobian() -> tuple[Function, Function]:
     return lambda: hodiff.jacobian(f, x), by_hand
 
 
+def three_steps_of_a_solve() -> tuple[Function, Function]:
+    A, b = linear_system()
+    operator = hodiff.MatrixOperator(A)
+
+    def by_hand() -> torch.Tensor:
+        x, r, d, square = torch.zeros_like(b), b, b, float(b @ b)
+        for _ in range(3):
+            image = A @ d
+            step, before = square / float(d @ image), square
+            x, r = torch.add(x, d, alpha=step), torch.add(r, image, alpha=-step)
+            square = float(r @ r)
+            d = torch.add(r, d, alpha=square / before)
+        return x
+
+    return lambda: hodiff.solve(operator, b, iterations=3).value, by_hand
+
+
+def linear_system() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    factor = torch.randn(20, 20, dtype=torch.float64)
+    return factor @ factor.T / 20 + torch.eye(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+
+
 CASES: dict[str, Callable[[], tuple[Function, Function]]] = {
     "hvp of a module": hvp_of_a_module,
     "hvp of a tensor": hvp_of_a_tensor,
@@ -152,6 +177,7 @@ CASES: dict[str, Callable[[], tuple[Function, Function]]] = {
     "cached product": cached_product,
     "gradient penalty": gradient_penalty,
     "tall jacobian": tall_jacobian,
+    "three steps of a solve": three_steps_of_a_solve,
 }
 
 
@@ -183,6 +209,30 @@ def test_the_count_is_the_same_every_time(case: str) -> None:
 def test_ours_and_by_hand_compute_the_same(case: str) -> None:
     ours, by_hand = (torch.utils._pytree.tree_leaves(call()) for call in CASES[case]())
     torch.testing.assert_close(ours, by_hand)
+
+
+class Operations(TorchDispatchMode):
+    """How many operations PyTorch has run."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("method", "bound", "each"), [("cg", 82, 19), ("minres", 98, 21), ("gmres", 116, 28)])
+def test_operations_of_a_solve(method: str, bound: int, each: int) -> None:
+    """Those of three steps, and of one more; of a single system, whose numbers are Python's own."""
+    A, b = linear_system()
+    operator = hodiff.MatrixOperator(A)
+    numbers = []
+    for iterations in (3, 4):
+        with Operations() as seen:
+            hodiff.solve(operator, b, method=method, iterations=iterations)
+        numbers.append(seen.number)
+    print(f"\n{method}: {numbers[0]} operations in three steps of {bound}, {numbers[1] - numbers[0]} a step of {each}")
+    assert numbers[0] <= bound and numbers[1] - numbers[0] <= each
 
 
 def test_the_counter_counts() -> None:

@@ -8,10 +8,10 @@ from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
 from hodiff.curvature._least_squares import LevenbergMarquardt
-from hodiff.curvature._matrix import MatrixOperator
+from hodiff.curvature._matrix import MatrixOperator, nystrom
 from hodiff.curvature._newton import NewtonCG
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._solve import nystrom, solve
+from hodiff.curvature._solve import solve
 from hodiff.curvature._trace import diagonal, trace
 
 __all__ = [

@@ -61,9 +61,9 @@ def spectral_density(
         samples: How many random vectors to draw. Where their products are as many as the operator has columns, or
             more, all eigenvalues are computed instead.
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
-        vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
-            count as one.
+        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
+            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
+            then nothing is drawn. Several that are all the same, up to sign, count as one.
         create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
             False says that a constant is meant; True is refused, and names the way to the derivative.
         steps: How many products each vector takes: the nodes of its rule.
@@ -162,9 +162,9 @@ def logdet(
         samples: How many random vectors to draw. Where their products are as many as the operator has columns, or
             more, all eigenvalues are computed instead.
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose errors are larger.
-        vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
-            count as one.
+        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
+            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
+            then nothing is drawn. Several that are all the same, up to sign, count as one.
         create_graph: Whether `value` can be differentiated, once and twice, in `shift` and all that the operator is
             made of, as for `hodiff.solve`: an evidence to maximise. None: only inside the function of another hodiff
             call; elsewhere it warns of a constant that is made of something that requires grad, and False says that a

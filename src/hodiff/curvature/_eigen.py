@@ -397,7 +397,7 @@ class Search:
         while not self.complete and len(self._locked) < size and self._operator.products < self._limit:
             max_basis = min(self._max_basis, size - len(self._locked))
             basis = Basis(
-                lambda v: self._images(v[None])[0], self._draw(), max_basis, self._eps,
+                self._images, self._draw(), max_basis, self._eps,
                 symmetric=self._symmetric, draw=self._draw, locked=self._locked, scale=self.scale,
             )  # fmt: skip
             self._grow_and_restart(basis, max_basis)
@@ -408,7 +408,7 @@ class Search:
         return _vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _images(self, rows: Tensor) -> Tensor:
-        """A times each row, in a unit that the first of them gave."""
+        """A times a flat vector, or each row, in a unit that the first of them gave."""
         products = check_finite(flat_product(self._operator, rows).to(rows.dtype), self._name)
         self.unit = self.unit or power_of_two(products)
         return products / (self.unit or 1.0)

@@ -6,8 +6,8 @@ import functools
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,28 +17,29 @@ from hodiff.curvature._operator import as_given
 from hodiff.curvature._records import Status
 from hodiff.errors import InputError
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""The products with vectors as rows, each by the matrix of the system with its number."""
-Show = Callable[[Callable[[], tuple[Tensor, Tensor]]], None]
-"""Is called after each step with what computes the solutions so far, and their residuals' norms."""
-
-
+Product = Callable[[Tensor, list[int]], Tensor]
+"""The products with vectors, each by the matrix of the system with its number."""
 Number = Any
-"""Of one system a float, which is quick; of several a line, in double precision on the CPU."""
+"""Of one system, whose vectors are flat, a float; of several, whose vectors are rows, a line in
+double precision on the CPU. Where methods do not run, numbers are lists."""
 
 
 class Systems(NamedTuple):
-    """Linear systems that are solved side by side: one for each row of what is given.
+    """Linear systems that are solved side by side.
 
     Attributes:
         product: A v; it rounds by `eps`.
         inverse: M v, with an approximate inverse, if there is one.
         eps: The precision of products.
+        scale: That of a Neumann series.
+        room: How many vectors GMRES keeps.
     """
 
     product: Product
     inverse: Product | None
     eps: float
+    scale: float
+    room: int
 
 
 @dataclass
@@ -46,138 +47,147 @@ class Solutions:
     """Where a run of a method, or of several, ended, for each system.
 
     Attributes:
-        x: The solutions, as rows.
+        x: The solutions.
         status: How they ended; of one run, "converged" is by its own recurrence.
         size: The lengths of the residuals, by the recurrence.
         taken: How many products each took.
-        direction: Along which curvature is negative; zero where it is not. None where it nowhere
-            is.
+        direction: Along which curvature is negative, where it was found to be.
     """
 
     x: Tensor
     status: list[Status]
-    size: Tensor
-    taken: Tensor
-    direction: Tensor | None = None
+    size: list[float]
+    taken: list[int]
+    direction: list[Tensor | None]
 
     @classmethod
-    def like(cls, x: Tensor) -> Solutions:
-        """These, of which nothing is known."""
-        return cls(x, ["running"] * len(x), coefficients(len(x)), coefficients(len(x)))
+    def of(cls, count: int, x: Tensor) -> Solutions:
+        """So many, of which nothing is known."""
+        return cls(x, ["running"] * count, [0.0] * count, [0] * count, [None] * count)
 
-    def running(self, at: Tensor, steps: Tensor, size: Tensor, unit: Tensor) -> Solutions:
-        """A copy, in which some have gone such steps further, and go on."""
-        so_far = Solutions(self.x.clone(), [*self.status], self.size.clone(), self.taken)
-        so_far.x[at] += steps
-        so_far.size[at] = size / unit
-        for number in at.tolist():
-            so_far.status[number] = "running"
+    def put(self, at: list[int], x: Tensor) -> None:
+        """Take some of them."""
+        if len(at) == len(self.status):
+            self.x = x
+        elif at:
+            self.x[at] = x
+
+    def running(self, at: list[int], now: Solutions, units: list[float]) -> Solutions:
+        """These, of which some go on from there, as far as they are now, in units of their own."""
+        so_far = replace(self, x=self.x.clone(), status=[*self.status], size=[*self.size])
+        so_far.put(at, some(so_far.x, at, len(self.status)) + now.x)
+        for place, size in zip(at, now.size, strict=True):
+            so_far.status[place], so_far.size[place] = "running", size / units[place]
         return so_far
 
-    def put(self, at: Tensor, x: Tensor, size: Tensor, taken: Tensor | int, direction: Tensor | None) -> None:
-        """Take what is known of some systems."""
-        self.x[at] = x
-        self.size[at] = size
-        self.taken[at] = torch.as_tensor(taken, dtype=torch.float64, device="cpu")
-        if direction is not None and bool(direction.any()):
-            self.direction = torch.zeros_like(self.x) if self.direction is None else self.direction
-            self.direction[at] = direction
+
+def some(values: Any, at: list[int], count: int) -> Any:
+    """The values at some places of so many; without a copy where these are all."""
+    if len(at) == count:
+        return values
+    return values[at] if isinstance(values, Tensor) else [values[place] for place in at]
 
 
 class Block(ABC):
-    """Systems on their way, by one method: everything that is known of them has them as rows.
+    """Systems on their way, by one method.
 
     Attributes:
         numbers: Which of the systems these are.
+        tolerance: They have converged where |r| is at most that.
+        left: How many steps each may take.
         x: The iterates.
         size: The lengths of their residuals.
-        direction: Where negative curvature was met.
+        direction: The last directions, where the method has them.
     """
 
     size: Number
     direction: Tensor | None = None
 
-    def __init__(self, systems: Systems, b: Tensor, numbers: Tensor, tolerance: Tensor) -> None:
-        """The systems with these right-hand sides, from zero, until |r| <= tolerance."""
+    def __init__(
+        self,
+        systems: Systems,
+        b: Tensor,
+        numbers: list[int],
+        tolerance: list[float],
+        left: list[int],
+    ) -> None:
         self._systems = systems
         self.numbers = numbers
-        self.tolerance: Number = float(tolerance) if len(b) == 1 else tolerance
-        self.x = torch.zeros_like(b)
+        self.tolerance, self.left = number(tolerance, b), number(left, b)
+        self._places, self._steps = [*range(len(numbers))], 0
+        self.x = zeros(b)
+        self._end = Solutions.of(len(numbers), zeros(b))
+        self._begin(b)
+
+    @abstractmethod
+    def _begin(self, b: Tensor) -> None:
+        """Prepare the first step, from zero, with these right-hand sides."""
 
     @abstractmethod
     def step(self) -> dict[Status, Number]:
         """A product for each system; which have ended, and how: the first that is said counts."""
 
-    def solution(self, chosen: Tensor) -> Tensor:
+    def solution(self, at: list[int]) -> Tensor:
         """The iterates of some."""
-        return self.x[chosen]
+        return self._some(self.x, at)
 
-    def spent(self, over: Tensor) -> dict[Status, Number]:
+    def spent(self, over: Number) -> dict[Status, Number]:
         """How these end, whose products are spent."""
         return {"budget": over}
 
-    def keep(self, chosen: Tensor) -> None:
-        """Let the chosen systems alone go on."""
+    def run(self, show: Callable[[], None]) -> Solutions:
+        """Steps, until each system has ended, or spent what is left to it; `show` looks on."""
+        ends = self.spent(self.left <= 0)
+        while True:
+            over = functools.reduce(operator.or_, ends.values())
+            if anywhere(over):
+                gone = listed(over)
+                self._put([i for i, it in enumerate(gone) if it], ends)
+                if all(gone):
+                    return self._end
+                self._keep([i for i, it in enumerate(gone) if not it])
+            ends = self.step()
+            self._steps += 1
+            show()
+            ends |= self.spent(self.left <= self._steps)
+
+    def so_far(self) -> Solutions:
+        """Where all systems are now."""
+        self._put([*range(len(self._places))], {})
+        return self._end
+
+    def _put(self, at: list[int], ends: dict[Status, Number]) -> None:
+        """Put some into their places; by who ended how."""
+        sizes, places = listed(self.size), self._places
+        self._end.put([places[i] for i in at], self.solution(at))
+        for i in at:
+            self._end.size[places[i]] = sizes[i]
+            self._end.taken[places[i]] = self._steps
+        for status, which in reversed(ends.items()):
+            for i in (i for i, it in enumerate(listed(which)) if it):
+                self._end.status[places[i]] = status
+                if status == "negative curvature":
+                    self._end.direction[places[i]] = self._some(self.direction, [i]).reshape(-1)
+
+    def _keep(self, at: list[int]) -> None:
+        """Let some systems alone go on."""
+        count = len(self._places)
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, value[chosen])
+            if isinstance(value, (Tensor, list)):
+                setattr(self, name, some(value, at, count))
 
-    def _product(self, v: Tensor) -> Tensor:
-        return self._systems.product(v, self.numbers)
+    def _some(self, values: Any, at: list[int]) -> Any:
+        return some(values, at, len(self._places))
 
-    def _inverse(self, r: Tensor, numbers: Tensor | None = None) -> Tensor:
-        inverse = self._systems.inverse
-        if inverse is None:
-            return r
-        return inverse(r, self.numbers if numbers is None else numbers)
-
-
-def run(block: Block, left: Tensor, show: Show) -> Solutions:
-    """Steps, until each system has ended, or spent what is left to it; who has ended leaves."""
-    end, steps = Solutions.like(torch.zeros_like(block.x)), 0
-    places, first = torch.arange(len(block.x), device="cpu"), int(left.min())
-
-    def current() -> tuple[Tensor, Tensor]:
-        x, size = end.x.clone(), end.size.clone()
-        x[places] = block.solution(torch.ones(len(places), dtype=torch.bool, device="cpu"))
-        size[places] = lines(block.size)
-        return x, size
-
-    if first <= 0:
-        places = leave(block, end, places, 0, block.spent(left <= 0))
-    while len(places):
-        ends = block.step()
-        steps += 1
-        show(current)
-        places = leave(block, end, places, steps, ends)
-        if steps >= first and len(places):
-            places = leave(block, end, places, steps, block.spent(left[places] <= steps))
-    return end
-
-
-def leave(block: Block, end: Solutions, places: Tensor, steps: int, ends: dict[Status, Number]) -> Tensor:
-    """Put the systems of a block that have ended into their places; those of the others."""
-    if not anywhere(functools.reduce(operator.or_, ends.values())):
-        return places
-    gone = torch.zeros(len(places), dtype=torch.bool, device="cpu")
-    for status, which in reversed(ends.items()):
-        which = torch.as_tensor(which, device="cpu").expand(len(places))
-        gone |= which
-        for place in places[which].tolist():
-            end.status[place] = status
-    direction = None if block.direction is None else block.direction[gone]
-    end.put(places[gone], block.solution(gone), lines(block.size)[gone], steps, direction)
-    places = places[~gone]
-    if len(places):
-        block.keep(~gone)
-    return places
+    def _inverse(self, r: Tensor, at: list[int] | None = None) -> Tensor:
+        numbers = self.numbers if at is None else self._some(self.numbers, at)
+        return r if self._systems.inverse is None else self._systems.inverse(r, numbers)
 
 
 class ConjugateGradients(Block):
     """For positive definite matrices; d'Ad <= 0 ends it, with the best iterate until then."""
 
-    def __init__(self, systems: Systems, b: Tensor, numbers: Tensor, tolerance: Tensor) -> None:
-        super().__init__(systems, b, numbers, tolerance)
+    def _begin(self, b: Tensor) -> None:
         self._r, self._best = b, self.x
         self._d = self._inverse(b)
         self._rz = dots(b, self._d)
@@ -186,33 +196,31 @@ class ConjugateGradients(Block):
         self.size = self._least = dots(b, b) ** 0.5
 
     def step(self) -> dict[Status, Number]:
-        """Along d, to where the residual is orthogonal to it."""
-        d, image = self._d, self._product(self._d)
+        """Along d, to where the residual is orthogonal to it; who goes down ends with the best."""
+        self.direction = d = self._d
+        image = self._systems.product(d, self.numbers)
         curvature, length = dots(d, image), dots(d, d)
-        # Along a null vector the curvature is what rounding leaves of the largest, and steps towards it are huge.
+        # Along a null vector the curvature is what rounding leaves of the largest, and steps
+        # towards it are huge.
         self._largest = larger(self._largest, (dots(image, image) / length) ** 0.5)
-        down = select(curvature > self._systems.eps * self._largest * length, False, True)
-        step = self._rz / select(down, math.inf, curvature)
+        down = (curvature > self._systems.eps * self._largest * length) ^ True
+        lost = anywhere(down)
+        step = self._rz / (select(down, math.inf, curvature) if lost else curvature)
         self.x = along(self.x, step, d)
         self._r = along(self._r, -step, image)
         square = dots(self._r, self._r)
         self.size = square**0.5
-        self._remember(down)
-        self.direction = select(down, d, 0 * d) if anywhere(down) else None
+        better = self.size < self._least
+        self._best = select(better, self.x, self._best)
+        self._least = select(better, self.size, self._least)
+        if lost:
+            self.x = select(down, self._best, self.x)
+            self.size = select(down, self._least, self.size)
         z, before = self._inverse(self._r), self._rz
         self._rz = square if z is self._r else dots(self._r, z)
         self._d = along(z, self._rz / before, d)
         converged = self.size <= self.tolerance
         return {"negative curvature": down, "converged": converged, "stagnation": self._rz <= 0}
-
-    def _remember(self, down: Number) -> None:
-        """The best iterates; who went down ends with those."""
-        better = self.size < self._least
-        self._best = select(better, self.x, self._best)
-        self._least = select(better, self.size, self._least)
-        if anywhere(down):
-            self.x = select(down, self._best, self.x)
-            self.size = select(down, self._least, self.size)
 
 
 class MINRES(Block):
@@ -221,14 +229,13 @@ class MINRES(Block):
     `size` is of the residual in the preconditioner's norm; the caller looks at the true one.
     """
 
-    def __init__(self, systems: Systems, b: Tensor, numbers: Tensor, tolerance: Tensor) -> None:
-        super().__init__(systems, b, numbers, tolerance)
+    def _begin(self, b: Tensor) -> None:
         self._r1 = self._r2 = b
         self._y = self._inverse(b)
         square = dots(b, self._y)
         check_definite(square)
         self._beta = self._phi = square**0.5
-        self._beta_old = self._epsilon = self._dbar = self._sn = self._scale = 0.0
+        self._beta_old = self._epsilon = self._dbar = self._sn = self._scale = 0 * self._beta
         self._cs = -1.0
         self._w = self._w_old = self.x
         self.size = dots(b, b) ** 0.5
@@ -237,7 +244,7 @@ class MINRES(Block):
     def step(self) -> dict[Status, Number]:
         """One more vector of Lanczos', and the rotation that it takes."""
         v = self._y / spread(self._beta, self._y)
-        y = self._product(v)
+        y = self._systems.product(v, self.numbers)
         if self._r1 is not self._r2:
             y = along(y, -self._beta / self._beta_old, self._r1)
         alpha = dots(v, y)
@@ -249,7 +256,8 @@ class MINRES(Block):
         self._rotate(v, alpha)
         left = abs(self._phi)
         self.size = left * self._unit
-        # The Krylov space is exhausted; or x, along a null vector, has grown so that A x rounds like the residual.
+        # The Krylov space is exhausted; or x, along a null vector, has grown so that A x rounds
+        # like the residual.
         rounding = self._systems.eps * self._scale
         end = (self._beta <= 10 * rounding) | (rounding * dots(self.x, self.x) ** 0.5 > 0.1 * left)
         return {"converged": self.size <= self.tolerance, "stagnation": end}
@@ -273,23 +281,21 @@ class Neumann(Block):
     The residual is that of the sum before the last term.
     """
 
-    def __init__(self, systems: Systems, b: Tensor, numbers: Tensor, tolerance: Tensor, *, scale: float) -> None:
-        super().__init__(systems, b, numbers, tolerance)
-        self._scale = scale
+    def _begin(self, b: Tensor) -> None:
         self._r = b
         self.size = self._first = dots(b, b) ** 0.5
-        self.x = self._term = self._inverse(b) / scale
+        self.x = self._term = self._inverse(b) / self._systems.scale
 
     def step(self) -> dict[Status, Number]:
         """The next term, unless nothing is left of the residual."""
-        self._r = self._r - self._product(self._term)
+        self._r = self._r - self._systems.product(self._term, self.numbers)
         self.size = dots(self._r, self._r) ** 0.5
         done = self.size <= self.tolerance
-        self._term = self._inverse(self._r) / self._scale
+        self._term = self._inverse(self._r) / self._systems.scale
         self.x = select(done, self.x, self.x + self._term)
         return {"converged": done}
 
-    def spent(self, over: Tensor) -> dict[Status, Number]:
+    def spent(self, over: Number) -> dict[Status, Number]:
         """Where the terms have grown, they add up to nothing."""
         return {"divergence": over & (self.size > self._first), "budget": over}
 
@@ -302,147 +308,179 @@ class GMRES(Block):
     """The least |r| over the Krylov space of A M, anew every `room` steps; r is the system's own.
 
     Every vector of the orthonormal basis V is made orthogonal to all before; the Hessenberg matrix
-    H, which A M is on it, becomes triangular by rotations, all of them together in Q.
+    H, which A M is on it, becomes triangular by rotations.
     """
 
-    def __init__(self, systems: Systems, b: Tensor, numbers: Tensor, tolerance: Tensor, *, room: int) -> None:
-        super().__init__(systems, b, numbers, tolerance)
-        self._room = room
-        self._basis = b.new_empty((len(b), room + 1, b.shape[1]))
-        self._begin(b)
+    def _begin(self, b: Tensor) -> None:
+        self._basis = b.new_empty((*b.shape[:-1], self._systems.room + 1, b.shape[-1]))
+        self._restart(b)
 
-    def _begin(self, r: Tensor) -> None:
-        count, room = len(r), self._room
-        self._r, self._count = r, 0
+    def _restart(self, r: Tensor) -> None:
+        self._count = 0
         self.size = self._before = norms(r)
-        self._basis[:, 0] = r / spread(self.size, r)
-        self._hessenberg = coefficients(count, room + 1, room)
-        self._rotations = torch.eye(room + 1, dtype=torch.float64, device="cpu").repeat(count, 1, 1)
-        self._scale = self._largest = coefficients(count)
+        self._scale = 0 * self.size
+        torch.div(r, spread(self.size, r), out=self._basis[..., 0, :])
+        self._least = [LeastSquares(size, self._systems.eps) for size in listed(self.size)]
 
     def step(self) -> dict[Status, Number]:
-        """One more vector of the basis."""
-        j = self._count
-        self._count += 1
-        image = self._product(self._inverse(self._basis[:, j]))
-        column, w, norm = self._orthogonalised(image, j + 1)
-        exhausted = norm <= 10 * self._systems.eps * self._scale
-        norm = torch.where(exhausted, 0.0, norm)
-        self._basis[:, j + 1] = w * spread(torch.where(exhausted, 0.0, 1 / norm), w)
-        self._append(torch.cat([column, norm[:, None]], 1))
-        if self._count < self._room:
+        """One more vector of the basis; a new one, where that is full."""
+        exhausted = self._grown()
+        if self._count < self._systems.room:
             return {"converged": self.size <= self.tolerance, "stagnation": exhausted}
-        y = self._coordinates(torch.ones_like(exhausted))
-        self.x = self.x + self._inverse(combined(y, self._basis))
-        left = self._r - combined((self._hessenberg @ y[:, :, None])[:, :, 0], self._basis)
-        before = self._before
-        self._begin(left)
-        slow = ~(self.size <= SLOW * before)
+        everywhere, before = [*range(len(self._places))], self._before
+        self.x = self.solution(everywhere)
+        self._restart(self._combined([least.solution()[1] for least in self._least], everywhere))
+        slow = (self.size <= SLOW * before) ^ True
         return {"converged": self.size <= self.tolerance, "stagnation": exhausted | slow}
 
-    def _orthogonalised(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The vectors without their parts in the basis, and these; again where much cancels."""
-        total, norm, basis = coefficients(len(w), count), norms(w), self._basis[:, :count]
-        for _ in range(3):
-            before = norm
-            with as_given(w):
-                part = (basis @ w[:, :, None])[:, :, 0]
-            w = w - combined(part, basis)
-            total += part.to("cpu", torch.float64)
-            norm = norms(w)
-            if bool(((norm > 0.5 * before) | (norm <= self._systems.eps * self._scale)).all()):
-                break
-        self._scale = self._scale.maximum(total.abs().amax(1)).maximum(norm)
-        return total, w, norm
+    def _grown(self) -> Number:
+        """Take one more vector; whether none is left. Nothing but the basis keeps it."""
+        eps, last = self._systems.eps, self._inverse(self._basis[..., self._count, :])
+        self._count += 1
+        parts, w, norm = orthogonalised(
+            self._systems.product(last, self.numbers),
+            [self._basis[..., : self._count, :]],
+            eps * self._scale,
+        )
+        columns = torch.atleast_2d(parts).tolist()
+        most = number([max(map(abs, column)) for column in columns], w)
+        self._scale = larger(larger(self._scale, most), norm)
+        exhausted = norm <= 10 * eps * self._scale
+        torch.div(w, spread(select(exhausted, math.inf, norm), w), out=self._basis[..., self._count, :])
+        systems = zip(self._least, columns, listed(select(exhausted, 0.0, norm)), strict=True)
+        self.size = number([least.append([*column, end]) for least, column, end in systems], w)
+        return exhausted
 
-    def _append(self, column: Tensor) -> None:
-        """Take one more column of H, and give `size`, the least |e - H y|."""
-        j = self._count - 1
-        self._hessenberg[:, : j + 2, j] = column
-        turned = (self._rotations[:, : j + 2, : j + 2] @ column[:, :, None])[:, :, 0]
-        a, b = turned[:, j], turned[:, j + 1]
-        length = torch.hypot(a, b)
-        self._largest = self._largest.maximum(length)
-        counts = length > 10 * self._systems.eps * self._largest
-        c, s = torch.where(counts, a / length, 0.0)[:, None], torch.where(counts, b / length, 1.0)[:, None]
-        upper, lower = self._rotations[:, j].clone(), self._rotations[:, j + 1].clone()
-        self._rotations[:, j] = c * upper + s * lower
-        self._rotations[:, j + 1] = c * lower - s * upper
-        self.size = self._before * self._rotations[:, j + 1, 0].abs()
+    def _combined(self, coordinates: list[list[float]], at: list[int]) -> Tensor:
+        """The vectors with these coordinates, each in the basis of one of some systems."""
+        basis = self._some(self._basis[..., : len(coordinates[0]), :], at)
+        lines = torch.tensor(coordinates, dtype=basis.dtype, device=basis.device)
+        with as_given(basis):
+            return (lines.reshape(*basis.shape[:-2], 1, -1) @ basis).squeeze(-2)
 
-    def _coordinates(self, chosen: Tensor) -> Tensor:
-        """The y; zero at columns that do not count."""
-        j = self._count
-        rotations = self._rotations[chosen, :j, : j + 1]
-        triangle, right = rotations @ self._hessenberg[chosen, : j + 1, :j], rotations[:, :, 0]
-        lengths = triangle.diagonal(dim1=1, dim2=2).abs()
-        counts = lengths > 10 * self._systems.eps * self._largest[chosen, None]
-        ones = torch.eye(j, dtype=torch.float64, device="cpu")
-        triangle = torch.where(counts[:, :, None], triangle, ones)
-        right = torch.where(counts, right * self._before[chosen, None], 0.0)
-        return torch.linalg.solve_triangular(triangle, right[:, :, None], upper=True)[:, :, 0]
-
-    def solution(self, chosen: Tensor) -> Tensor:
+    def solution(self, at: list[int]) -> Tensor:
         """The iterates of some."""
         if not self._count:
-            return self.x[chosen]
-        basis = self._basis[:, : self._count]
-        step = combined(self._coordinates(chosen), basis if bool(chosen.all()) else basis[chosen])
-        return self.x[chosen] + self._inverse(step, self.numbers[chosen])
+            return super().solution(at)
+        y = [least.solution()[0] for least in self._some(self._least, at)]
+        return super().solution(at) + self._inverse(self._combined(y, at), at)
 
 
-def combined(numbers: Tensor, basis: Tensor) -> Tensor:
-    """The vectors with these coordinates, each in its basis."""
-    numbers = numbers.to(basis)
-    with as_given(numbers):
-        return (numbers[:, None] @ basis[:, : numbers.shape[1]])[:, 0]
+class LeastSquares:
+    """min |e - H y|, e = (size, 0, 0, ...), H of Hessenberg form; by columns and rotations."""
+
+    def __init__(self, size: float, eps: float) -> None:
+        self._right = [size]
+        self._eps = eps
+        self._largest = 0.0
+        self._columns: list[list[float]] = []
+        self._rotations: list[tuple[float, float]] = []
+
+    def append(self, column: list[float]) -> float:
+        """Take one more column, one entry longer than the last, and give the least |e - H y|."""
+        for i, (c, s) in enumerate(self._rotations):
+            a, b = column[i : i + 2]
+            column[i : i + 2] = c * a + s * b, c * b - s * a
+        *_, a, b = column
+        length, before = math.hypot(a, b), self._right[-1]
+        self._largest = max(self._largest, length)
+        c, s = (a / length, b / length) if self._counts(length) else (0.0, 1.0)
+        self._rotations.append((c, s))
+        self._columns.append([*column[:-2], length])
+        self._right[-1:] = [c * before, -s * before]
+        return abs(self._right[-1])
+
+    def _counts(self, length: float) -> bool:
+        """Whether a column is more than, up to rounding, a combination of those before."""
+        return length > 10 * self._eps * self._largest
+
+    def solution(self) -> tuple[list[float], list[float]]:
+        """The y, zero at a column that does not count, and e - H y."""
+        y, rest = [0.0] * len(self._columns), [*self._right]
+        for i, column in reversed([*enumerate(self._columns)]):
+            if self._counts(column[i]):
+                y[i] = rest[i] / column[i]
+                rest[: i + 1] = [b - y[i] * a for a, b in zip(column, rest, strict=False)]
+        for i, (c, s) in reversed([*enumerate(self._rotations)]):
+            a, b = rest[i : i + 2]
+            rest[i : i + 2] = c * a - s * b, s * a + c * b
+        return y, rest
 
 
-# --- numbers of systems: floats of a single one, lines of several --------------------------------
+def orthogonalised(w: Tensor, bases: Sequence[Tensor], negligible: Number) -> tuple[Tensor, Tensor, Number]:
+    """Vectors without their parts in orthonormal bases, again where much cancels.
+
+    First their parts in the first of the bases, last their lengths.
+    """
+    norm, parts = norms(w), list[Tensor]()
+    for _ in range(3):
+        before = norm
+        w, part = without(w, bases[0])
+        for other in bases[1:]:
+            w, _ = without(w, other)
+        parts.append(part.to("cpu", torch.float64))
+        norm = norms(w)
+        if not anywhere(((norm > 0.5 * before) | (norm <= negligible)) ^ True):
+            break
+    return functools.reduce(operator.add, parts), w, norm
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    """The inner product of two flat vectors."""
-    return float(torch.dot(a, b))
+def without(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors without their parts in a basis, and these."""
+    with as_given(w):
+        if w.ndim == 1:
+            part = basis @ w
+            return torch.addmv(w, basis.T, part, alpha=-1), part
+        columns = w.unsqueeze(-1)
+        part = basis @ columns
+        return torch.baddbmm(columns, basis.mT, part, alpha=-1).squeeze(-1), part.squeeze(-1)
+
+
+# --- numbers of systems; conditions on them are bools of Python, or lines: `^ True` denies both ---
+
+
+def listed(numbers: Number) -> list[Any]:
+    """Numbers as a list."""
+    values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+    return values if isinstance(values, list) else [values]
+
+
+def number(values: list[Any], like: Tensor) -> Number:
+    """A list as numbers that go with such vectors."""
+    return values[0] if like.ndim == 1 else torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def zeros(like: Tensor) -> Tensor:
+    """Zeros like vectors; one vector is replaced where others are written to, and takes no memory."""
+    return like.new_zeros(()).expand_as(like) if like.ndim == 1 else torch.zeros_like(like)
 
 
 def dots(a: Tensor, b: Tensor) -> Number:
-    """The inner products of rows."""
-    if a.shape[0] == 1:
-        return dot(a.reshape(-1), b.reshape(-1))
-    return (a * b).sum(1).to("cpu", torch.float64)
+    """The inner products of vectors."""
+    return float(torch.dot(a, b)) if a.ndim == 1 else (a * b).sum(1).to("cpu", torch.float64)
 
 
-def coefficients(*shape: int) -> Tensor:
-    """Zeros, to be numbers of systems."""
-    return torch.zeros(shape, dtype=torch.float64, device="cpu")
+def norms(rows: Tensor) -> Number:
+    """The lengths of vectors."""
+    lengths = torch.linalg.vector_norm(rows, dim=-1)
+    return float(lengths) if rows.ndim == 1 else lengths.to("cpu", torch.float64)
 
 
-def norms(rows: Tensor) -> Tensor:
-    """The lengths of rows, as a line."""
-    return torch.linalg.vector_norm(rows, dim=1).to("cpu", torch.float64)
-
-
-def lines(number: Number) -> Tensor:
-    """Numbers as a line of them."""
-    return torch.as_tensor(number, dtype=torch.float64, device="cpu").reshape(-1)
-
-
-def spread(number: Number, rows: Tensor) -> Number:
-    """Numbers as a column that goes with rows."""
-    return number.to(rows).unsqueeze(1) if isinstance(number, Tensor) else number
+def spread(numbers: Number, rows: Tensor) -> Number:
+    """Numbers as what goes with such vectors."""
+    return numbers if rows.ndim == 1 else numbers.to(rows).unsqueeze(1)
 
 
 def along(rows: Tensor, steps: Number, directions: Tensor) -> Tensor:
-    """The rows, moved by so many steps along the directions."""
-    if isinstance(steps, Tensor):
-        return torch.addcmul(rows, spread(steps, rows), directions)
-    return torch.add(rows, directions, alpha=steps)
+    """The vectors, moved by so many steps along the directions."""
+    if rows.ndim == 1:
+        return torch.add(rows, directions, alpha=steps)
+    return torch.addcmul(rows, spread(steps, rows), directions)
 
 
 def select(where: Number, a: Any, b: Any) -> Any:
-    """Numbers, or rows, of the one or the other."""
-    if not isinstance(where, Tensor):
+    """Numbers, or vectors, of the one or the other."""
+    if where is True or where is False:
         return a if where else b
     rows = isinstance(b, Tensor) and b.ndim == 2
     return torch.where(where.to(b.device).unsqueeze(1) if rows else where, a, b)
@@ -450,14 +488,12 @@ def select(where: Number, a: Any, b: Any) -> Any:
 
 def larger(a: Number, b: Number) -> Number:
     """The larger number of two."""
-    if not isinstance(b, Tensor):
-        return max(a, b)
-    return torch.as_tensor(a, dtype=torch.float64, device="cpu").maximum(b)
+    return select(b > a, b, a)
 
 
 def anywhere(where: Number) -> bool:
     """Whether something is true of a system."""
-    return bool(where.any()) if isinstance(where, Tensor) else where
+    return where if where is True or where is False else bool(where.any())
 
 
 def check_definite(forms: Number) -> None:
@@ -472,8 +508,8 @@ def check_definite(forms: Number) -> None:
 class Basis:
     r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A V^\top\) on it.
 
-    Of a symmetric operator (Lanczos) the projection is kept symmetric; of another one (Arnoldi) it
-    is a Hessenberg matrix, but for what a restart leaves.
+    Of a symmetric operator (Lanczos) the lower half of the projection is kept; of another one
+    (Arnoldi) it is a Hessenberg matrix, but for what a restart leaves.
 
     Every new vector is made orthogonal to all before, and to the locked ones, so that no eigenvalue
     appears twice unless it is so. When the space is exhausted (the remainder vanishes: a
@@ -482,7 +518,8 @@ class Basis:
 
     Attributes:
         vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the next.
-        projection: `T`, with one row more, on the CPU in double precision.
+        projection: `T`, with one row more, on the CPU in double precision; of a symmetric operator
+            the lower half.
         size: How many columns of `T` are known.
         scale: The largest |T| seen: an estimate of |A|, below it.
         exhausted: Whether the basis and the locked vectors span everything.
@@ -520,10 +557,11 @@ class Basis:
         """One product; its remainder is the next vector."""
         j = self.size
         column, w, norm = self._orthogonalised(self._multiply(self.vectors[j]), j + 1)
-        self.projection[: j + 1, j] = column
         if self._symmetric:
             self.projection[j, : j + 1] = column
-        self.scale = max(self.scale, float(column.abs().max()), norm)
+        else:
+            self.projection[: j + 1, j] = column
+        self.scale = max(self.scale, norm, *map(abs, column.tolist()))
         self.size = j + 1
         if norm > 10 * self._eps * self.scale:
             self.projection[j + 1, j] = norm
@@ -532,19 +570,9 @@ class Basis:
             self._fresh(j + 1)
 
     def _orthogonalised(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
-        """`w` without its parts in the basis and the locked vectors; twice where much cancels."""
-        total = torch.zeros(count, dtype=torch.float64, device="cpu")
-        norm = float(w.norm())
-        for _ in range(3):
-            before = norm
-            w, part = without(w, self.vectors[:count])
-            if len(self._locked):
-                w, _ = without(w, self._locked)
-            total += part.double().cpu()
-            norm = float(w.norm())
-            if norm > 0.5 * before or norm <= self._eps * self.scale:
-                break
-        return total, w, norm
+        """`w` without its parts in the basis and the locked vectors."""
+        bases = [self.vectors[:count], self._locked] if len(self._locked) else [self.vectors[:count]]
+        return orthogonalised(w, bases, self._eps * self.scale)
 
     def _fresh(self, count: int) -> None:
         """Put a random vector orthogonal to all others at `count`, if there is one left."""
@@ -588,10 +616,3 @@ class Basis:
         self.projection[:count, :count] = square
         self.projection[count, :count] = left
         self.size = count
-
-
-def without(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A vector without its parts in a basis, and these."""
-    with as_given(w):
-        part = basis @ w
-        return torch.addmv(w, basis.T, part, alpha=-1), part

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _settings
 from hodiff._core._vectors import Leaves, Vectors
-from hodiff.curvature._krylov import norms
+from hodiff.curvature._krylov import listed, norms, number, spread
 from hodiff.curvature._operator import LinearOperator
-from hodiff.curvature._probes import default_rtol
+from hodiff.curvature._probes import check_rtol, default_rtol
 from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import ConvergenceWarning, GraphError, InputError
 
@@ -86,39 +86,41 @@ class ImplicitSystem:
         self._steps = steps
         self._stacked = stacked
         self._fatal = {"divergence": GROWS, **fatal}
+        check_rtol(rtol)
         # What is differentiated again has the errors of several solves in it.
         default = default_rtol(operator.dtype) * (1 if order == 1 else 1e-2)
         self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if rtol is None else rtol
 
-    def rows(self, parts: Sequence[Tensor]) -> Tensor:
-        """The vectors of a link, flat: one for each right-hand side."""
-        return (
-            parts[0].detach()
-            if self._stacked
-            else self.operator._domain.join([part.detach() for part in parts], None)[None]
-        )
+    def vectors(self, parts: Sequence[Tensor]) -> Tensor:
+        """The vector of a link, flat; as rows those of several solutions."""
+        parts = [part.detach() for part in parts]
+        return parts[0] if self._stacked else self.operator._domain.join(parts, None)
 
-    def _parts(self, rows: Tensor) -> Leaves:
-        return [rows] if self._stacked else self.operator._domain.split(rows[0])
+    def _parts(self, vectors: Tensor) -> Leaves:
+        return [vectors] if self._stacked else self.operator._domain.split(vectors)
 
-    def solved(self, v: Sequence[Tensor], *, transposed: bool, least: Tensor | None = None) -> Leaves:
+    def solved(self, v: Sequence[Tensor], *, transposed: bool, least: list[float] | None = None) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v, to a tolerance relative to each |v|, or to a larger `least`."""
-        rows = self.rows(v)
-        known = rows.isfinite().all(1, keepdim=True)
-        sizes = norms(rows.double())
-        least = torch.zeros_like(sizes) if least is None else least
-        counts = (sizes > 2 * self._rtol * least)[:, None].to(rows.device) & known
-        right = torch.where(counts, rows, 0.0)
+        vectors = self.vectors(v)
+        known, sizes = vectors.isfinite().all(-1, keepdim=True), listed(norms(vectors.double()))
+        sizes = [*zip(sizes, least or [0.0] * len(sizes), strict=True)]
+        counts, right = [float(size > 2 * self._rtol * most) for size, most in sizes], vectors
+        if not (all(counts) and bool(known.all())):
+            right = torch.where(known, vectors, 0.0) * spread(number(counts, vectors), vectors)
         if not bool(right.any()):
             return self._parts(torch.where(known, right, torch.nan))
         operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
-        given = Vectors("rows", [right], len(right), self.operator._domain.tree)
+        given = Vectors("rows", [right], len(right), operator._domain.tree) if self._stacked else right
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
-            looser = (least / sizes).nan_to_num().clamp_min(1)
-            rtol = None if self._steps else (self._rtol * looser).clamp_max(0.5)
-            solution, trouble = self._solver(operator, given, preconditioner=preconditioner, rtol=rtol)
+            looser = [min(0.5, self._rtol * max(1.0, most / (size or 1.0))) for size, most in sizes]
+            solution, trouble = self._solver(
+                operator,
+                given,
+                preconditioner=preconditioner,
+                rtol=None if self._steps else looser,
+            )
         if trouble:
             self._report(solution)
         return self._parts(torch.where(known, solution.value, torch.nan))
@@ -183,17 +185,18 @@ class Scale:
 
     def __init__(self) -> None:
         self._pass = -1
-        self._largest: Tensor | None = None
+        self._largest: list[float] = []
 
-    def met(self, rows: Tensor) -> Tensor:
+    def met(self, vectors: Tensor) -> list[float]:
         """The largest of each before in this pass; these count from now on."""
         now = torch._C._current_graph_task_id()
-        if now != self._pass or self._largest is None:
+        sizes = listed(norms(vectors.double()))
+        if now != self._pass:
             self._pass = now
-            self._largest = torch.zeros(len(rows), dtype=torch.float64, device="cpu")
+            self._largest = [0.0] * len(sizes)
             self.derived = Scale()
         before = self._largest
-        self._largest = before.maximum(norms(rows.double()).nan_to_num())
+        self._largest = [max(most, size) for most, size in zip(before, sizes, strict=True)]
         return before
 
 
@@ -229,7 +232,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, system: ImplicitSystem, transposed: bool, scale: Scale, *v: Tensor) -> tuple[Tensor, ...]:
-        least = scale.met(system.rows(v))
+        least = scale.met(system.vectors(v))
         ctx.system = system
         ctx.transposed = transposed
         ctx.scale = scale.derived

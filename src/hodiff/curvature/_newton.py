@@ -16,7 +16,7 @@ from hodiff._core._graph import detached
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._substitutes import ExactNorms
 from hodiff.curvature._hessian import HessianOperator
-from hodiff.curvature._krylov import dot
+from hodiff.curvature._krylov import dots
 from hodiff.curvature._probes import check_finite, power_of_two
 from hodiff.curvature._records import End, NewtonRecord
 from hodiff.errors import GraphError, InputError
@@ -297,14 +297,14 @@ def steihaug(
     g, tolerance = gradient / unit, tolerance / unit
     s, image = torch.zeros_like(g), torch.zeros_like(g)  # and A s
     r = g.clone()
-    d, rr = -r, dot(r, r)
+    d, rr = -r, dots(r, r)
     end: End = "budget"
     for _ in range(products):
         if math.sqrt(rr) <= tolerance:
             end = "interior"
             break
         turned = product(d) / unit
-        curvature = dot(d, turned)
+        curvature = dots(d, turned)
         check_finite(torch.tensor(curvature, device="cpu"), "NewtonCG")
         to_boundary = _to_boundary(s, d, radius)
         length = rr / curvature if curvature > 0 else math.inf
@@ -317,15 +317,15 @@ def steihaug(
         if end != "budget":
             break
         r = torch.add(r, turned, alpha=length)
-        before, rr = rr, dot(r, r)
+        before, rr = rr, dots(r, r)
         d = torch.add(-r, d, alpha=rr / before)
-    return TrustRegionStep(s, max(0.0, -(dot(g, s) + 0.5 * dot(s, image)) * unit), end)
+    return TrustRegionStep(s, max(0.0, -(dots(g, s) + 0.5 * dots(s, image)) * unit), end)
 
 
 def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:
     """The positive t with |s + t d| = radius, by the root that does not cancel."""
-    dd = dot(d, d)
-    sd = dot(s, d)
-    gap = max(0.0, radius**2 - dot(s, s))
+    dd = dots(d, d)
+    sd = dots(s, d)
+    gap = max(0.0, radius**2 - dots(s, s))
     root = math.sqrt(sd**2 + dd * gap)
     return gap / (sd + root) if sd > 0 else (root - sd) / dd

@@ -248,8 +248,9 @@ def power_of_two(product: Tensor) -> float:
 
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """A times each row, `(K, D)` to `(K, D)`, in the precision of sums (the product itself has the operator's)."""
-    return operator._times_rows(rows.to(operator.dtype)).to(_vectors.sum_dtype(operator.dtype))
+    """A times a flat vector, or each row of `(K, D)`, in the precision of sums (the product itself has its own)."""
+    times = operator._times if rows.ndim == 1 else operator._times_rows
+    return times(rows.to(operator.dtype)).to(_vectors.sum_dtype(operator.dtype))
 
 
 def exact_diagonal(operator: LinearOperator) -> Tensor:
@@ -284,13 +285,13 @@ WAIT = 2.0
 
 def _a_terminal_waits() -> bool:
     """Whether what is written of progress is read as it is: by no file, no pipe, and from one process."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    terminal = getattr(sys.stderr, "isatty", bool)()
-    return terminal and not several and importlib.util.find_spec("tqdm") is not None
+    if not getattr(sys.stderr, "isatty", bool)() or importlib.util.find_spec("tqdm") is None:
+        return False
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 class EstimatorProgress:
-    """The bar and the callback of one call: `with Watch(...) as watch`, and `watch(record)` at each look.
+    """The bar and the callback of one call: `with EstimatorProgress(...) as watch`, and `watch(record)` at each look.
 
     Attributes:
         spent: How many products the call has taken.

@@ -1,17 +1,18 @@
-"""`solve`: linear systems, never unconverged without a word; `nystrom`, a preconditioner for them."""
+"""`solve`: linear systems, never unconverged without a word."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
-from hodiff._core._vectors import Leaves, Space, Vectors, near, sum_dtype
+from hodiff._core import _arguments, _call, _nodes, _settings, _tree
+from hodiff._core._vectors import Vectors, near, sum_dtype
 from hodiff.curvature._krylov import (
     GMRES,
     MINRES,
@@ -21,12 +22,15 @@ from hodiff.curvature._krylov import (
     Product,
     Solutions,
     Systems,
+    listed,
     norms,
-    run,
+    number,
+    some,
     spread,
+    zeros,
 )
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
-from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given, normal
+from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -34,12 +38,9 @@ from hodiff.curvature._probes import (
     check_rtol,
     check_square,
     default_rtol,
-    flat_product,
     is_recorded,
     kept_vectors,
-    power_of_two,
     refuse_live,
-    source,
     warn_not_converged,
 )
 from hodiff.curvature._records import SolveRecord, Status
@@ -74,7 +75,8 @@ def solve(
 
     Args:
         operator: A symmetric operator; for GMRES, a square one.
-        b: The right-hand side: like the point, or flat `(D,)`. Or several, as columns `(D, K)`, or
+        b: The right-hand side: like the point, or flat `(D,)`. Or several, as columns `(D, K)`
+            (which a matrix always holds where the point is one tensor of one dimension), or else
             stacked in one extra leading dimension: they are solved side by side, and who has
             converged costs no more.
         create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
@@ -164,6 +166,7 @@ def solve(
         Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
         Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3). doi:10.1137/0907058.
     """
+    check_rtol(rtol)
     inexact = {} if iterations is None else {"start": start, "preconditioner": preconditioner}
     recorded = is_recorded("solve", operator, create_graph, b=b, damping=damping, **inexact)
     if recorded:
@@ -202,8 +205,8 @@ def _linked(operator: LinearOperator, b: Any, value: Any, damping: float | Tenso
     """The solution as a function of the right-hand side, of the damping, and of what the operator is made of."""
     with _settings.recording():
         given = operator._domain.parse(b, "b")
-        right = normal(flat_rows(operator, given))
-        rows = before = normal(flat_rows(operator, operator._domain.parse(value)))
+        right = normal(flat_rows(operator, given)).reshape(-1, operator.shape[-1])
+        rows = before = normal(flat_rows(operator, operator._domain.parse(value))).reshape(right.shape)
         chain = Chain(system, [before])
         for number in range(1, system.order + 1):
             residual = operator._recorded_rows(rows) + damping * rows - right
@@ -220,7 +223,7 @@ def attempt(
     method: Method,
     damping: float,
     preconditioner: LinearOperator | None,
-    rtol: float | Tensor | None,
+    rtol: Any,
     products: int | None,
     start: Any = None,
     restart: int | None = None,
@@ -231,45 +234,46 @@ def attempt(
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has more to say than a warning.
 
-    A tensor as `rtol` has one for each right-hand side.
+    `rtol` may be a list, with one for each right-hand side.
     """
     _arguments.check_option(method, Method, "method")
-    symmetric = method in ("cg", "minres")
-    operator = check_square(operator, "solve", symmetric=symmetric, instead="method='gmres'", stacks=True)
+    operator = check_square(
+        operator, "solve", symmetric=method in ("cg", "minres"), instead="method='gmres'", stacks=True
+    )
     as_float(damping, "damping")
-    tolerance, limit = _limits(operator, method, rtol, products, iterations)
+    limit = _limit(operator, method, rtol, products, iterations)
     sides = Sides(operator, b)
-    x = torch.zeros_like(sides.rows) if start is None else sides.beginning(operator, start)
+    tolerance = rtol if isinstance(rtol, list) else [rtol or default_rtol(operator.dtype)] * sides.count
+    x = None if start is None else sides.beginning(start)
     inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
     plain = start is None and preconditioner is None
-    dense = plain and iterations is None and callback is None and is_small(operator, limit)
-    measured = Measured(product, len(x)) if plain and not dense else None
-    systems = Systems(measured or product, inverse, torch.finfo(operator.dtype).eps)
-    make, units = (
-        _method(method, operator, restart, scale),
-        measured.units if measured else torch.ones((), device="cpu"),
-    )
+    small = operator._domain.batch and operator.shape[-1] <= min(DENSE, limit)
+    dense = small and plain and iterations is None and callback is None
+    if plain and not dense:
+        product = Measured(product, sides.units)
+    make, room = _method(method, operator, restart, scale)
+    systems = Systems(product, inverse, torch.finfo(operator.dtype).eps, float(scale), room)
 
     with EstimatorProgress("solve", operator, limit, callback, progress) as watch:
 
-        def attempt(r: Tensor, tolerance: Tensor, left: Tensor, numbers: Tensor, so_far: Solutions) -> Solutions:
-            def show(current: Callable[[], tuple[Tensor, Tensor]]) -> None:
-                watch(lambda spent: sides.record(so_far.running(numbers, *current(), size), units, spent, False))
+        def attempt(r: Tensor, tolerance: list[float], left: list[int], at: list[int], end: Solutions) -> Solutions:
+            def shown(spent: int) -> SolveRecord[Any]:
+                return sides.record(end.running(at, block.so_far(), sides.sizes), spent, asked=False)
 
-            size = lengths(sides.rows)[numbers]
-            return run(make(systems, r, numbers, tolerance), left, show)
+            block = make(systems, r, at, tolerance, left)
+            return block.run(lambda: watch(shown))
 
         if dense:
             x = _dense_solutions(operator, float(damping), sides.rows)
         if iterations is None:
-            end = solved(attempt, systems, sides.rows, x, tolerance, limit)
+            end = solved(attempt, systems, sides, x, tolerance, limit)
         else:
-            end = stepped(attempt, systems, sides.rows, x, iterations, method)
-        sides.check_room(end, units)
-        made = sides.record(end, units, watch.spent, iterations is None)
+            end = stepped(attempt, systems, sides, x, iterations, method)
+        sides.check_room(end)
+        made = sides.record(end, watch.spent, asked=iterations is None)
         if made.status in ("converged", "iterations"):
             return made, None
-        wanted = f"rtol={float(tolerance.max()):g}" if iterations is None else f"iterations={iterations}"
+        wanted = f"rtol={max(tolerance):g}" if iterations is None else f"iterations={iterations}"
         return made, _explanation(made, wanted)
 
 
@@ -289,96 +293,116 @@ class Sides:
     """The right-hand sides of one call.
 
     Attributes:
-        rows: As rows, in the precision of sums, in units of their largest entries.
-        unit: These; squares of very small or large ones have no place in their dtype.
+        rows: As rows, of a single one flat, in the precision of sums, in units.
+        count: How many they are.
+        unit: The largest entries of very small or large ones, whose squares have no place.
+        units: In which products are then measured, and solutions are.
+        lengths: Theirs.
+        sizes: The same; 1 of zeros, whose residuals are zero.
     """
 
     def __init__(self, operator: LinearOperator, b: Any) -> None:
         self._operator = operator
-        rows, self._given = _parsed(operator, b, "b")
-        largest = rows.abs().amax(1)
-        self.unit = torch.where(largest > 0, largest, 1.0)
-        self.rows = rows / self.unit[:, None]
+        rows, self._given, largest = _parsed(operator, b, "b")
+        room = torch.finfo(operator.dtype).max ** 0.125
+        self.unit = [size if size and not 1 / room < size < room else 1.0 for size in largest]
+        self.count = len(self.unit)
+        self.units = [1.0] * self.count
+        self.rows = self._measured(rows)
+        self.lengths = listed(norms(self.rows))
+        self.sizes = [size or 1.0 for size in self.lengths]
 
-    def beginning(self, operator: LinearOperator, start: Any) -> Tensor:
+    def beginning(self, start: Any) -> Tensor:
         """Where to begin, in the same units; at zero, where the right-hand side is."""
-        rows, given = _parsed(operator, start, "start")
+        rows, given, _ = _parsed(self._operator, start, "start")
         if given.number != self._given.number:
             raise InputError(f"start: holds {given.number or 1} vectors, and b holds {self._given.number or 1}.")
-        return torch.where(self.rows.any(1)[:, None], rows / self.unit[:, None], 0.0)
+        return torch.where(self.rows.any(-1, keepdim=True), self._measured(rows), 0.0)
 
-    def record(self, end: Solutions, units: Tensor, spent: int, asked: bool) -> SolveRecord[Any]:
-        """The record of solutions in these units; `asked` is whether a tolerance was."""
-        scale = self.unit.to("cpu", torch.float64) / units
+    def _measured(self, rows: Tensor) -> Tensor:
+        return rows / spread(number(self.unit, rows), rows) if set(self.unit) != {1.0} else rows
+
+    def record(self, end: Solutions, spent: int, *, asked: bool) -> SolveRecord[Any]:
+        """The record of solutions; `asked` is whether for a tolerance."""
         along = None
-        if end.direction is not None and "negative curvature" in end.status:
-            along = self._spelled(end.direction)
+        if "negative curvature" in end.status:
+            each = zip(end.direction, torch.atleast_2d(end.x), strict=True)
+            along = self._spelled(torch.stack([0 * x if d is None else d for d, x in each]))
+        met = self._told([status == "converged" for status in end.status], torch.bool) if asked else None
+        scales = [size / unit for size, unit in zip(self.unit, self.units, strict=True)]
+        value = self._spelled(end.x * spread(number(scales, end.x), end.x))
         statuses: list[Status] = [*end.status, "converged"]
         worst = min(statuses, key=WORST.index)
-        met = None
-        if asked:
-            reached = [status == "converged" for status in end.status]
-            met = self._told(torch.tensor(reached, dtype=torch.bool, device="cpu"))
-        value = self._spelled(end.x * spread(scale, end.x))
-        return SolveRecord(value, self._told(end.size), met, spent, worst, along)
+        return SolveRecord(value, self._told(end.size, torch.float64), met, spent, worst, along)
 
-    def check_room(self, end: Solutions, units: Tensor) -> None:
-        """Raise where what is a solution, in these units, is too small or too large for its dtype.
+    def check_room(self, end: Solutions) -> None:
+        """Raise where what is a solution is too small or too large for its dtype.
 
         In a backward pass gradients underflow and overflow, as all of PyTorch's do.
         """
         dtype = self._operator.dtype
-        bounds, largest = torch.finfo(dtype), end.x.abs().amax(1).cpu().double()
-        sizes = largest * (self.unit.cpu().double() / units)
+        bounds = torch.finfo(dtype)
         least = bounds.tiny * bounds.eps / default_rtol(dtype)  # the step between numbers there, and what may be lost
-        lost = (largest > 0) & ~((sizes >= least) & (sizes <= bounds.max))
-        lost &= torch.tensor([status in ("converged", "iterations") for status in end.status], device="cpu").bool()
-        if bool((lost & ((units != 1) | (self._given.kind != "rows"))).any()):
-            raise InputError(
-                f"solve: the solution's largest entry is about {float(sizes[lost][0]):.1g}, which {dtype} has no place "
-                f"for; divide the operator by its size, and multiply the solution yourself: hodiff.solve(A * s, "
-                f"b).value.double() * s."
-            )
+        each = zip(_largest(end.x), self.unit, self.units, end.status, strict=True)
+        for largest, size, unit, status in each:
+            about, meant = largest * (size / unit), status in ("converged", "iterations")
+            lost = largest > 0 and not least <= about <= bounds.max
+            if lost and meant and (unit != 1 or self._given.kind != "rows"):
+                raise InputError(
+                    f"solve: the solution's largest entry is about {about:.1g}, which {dtype} has "
+                    f"no place for; divide the operator by its size, and multiply the solution "
+                    f"yourself: hodiff.solve(A * s, b).value.double() * s."
+                )
 
     def _spelled(self, rows: Tensor) -> Any:
         return spelled(self._operator, rows, self._given)
 
-    def _told(self, numbers: Tensor) -> Any:
+    def _told(self, numbers: list[Any], dtype: torch.dtype) -> Any:
         """A number for each right-hand side; of a single one, as Python's own."""
         batch, count = self._operator._domain.batch, self._given.number
         if not batch and count is None:
-            return numbers.item()
+            return numbers[0]
+        line = torch.tensor(numbers, dtype=dtype, device=self.rows.device)
         if self._given.kind == "rows":
-            return numbers.to(self.rows.device)
-        numbers = numbers.to(self.rows.device).reshape(batch if count is None else (count, *batch))
-        return numbers.movedim(0, -1) if self._given.kind == "columns" else numbers
+            return line
+        line = line.reshape(batch if count is None else (count, *batch))
+        return line.movedim(0, -1) if self._given.kind == "columns" else line
 
 
-def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors]:
-    """Vectors as rows in the precision of sums, and how they were spelled."""
+def _largest(rows: Tensor) -> list[float]:
+    """The largest entries of vectors."""
+    return listed(rows.abs().amax(-1))
+
+
+def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors, list[float]]:
+    """Vectors as rows, a single one flat, in the precision of sums; spelling and largest entries."""
     given = b if isinstance(b, Vectors) else operator._domain.parse(b, name)
     rows = flat_rows(operator, given).detach()
-    if not torch.isfinite(rows).all():
+    rows = rows.to(sum_dtype(rows.dtype))
+    if rows.ndim == 2 and len(rows) == 1 and not operator._domain.batch:
+        rows = rows[0]
+    largest = _largest(rows)
+    if not all(map(math.isfinite, largest)):
         raise InputError(f"{name}: has entries that are not finite.")
-    return rows.to(sum_dtype(rows.dtype)), given
+    return rows, given, largest
 
 
 def flat_rows(operator: LinearOperator, given: Vectors) -> Tensor:
-    """Vectors in any spelling as flat rows; of a stack of matrices, a row for each."""
+    """Vectors as rows, a single one flat; of a stack of matrices, a row for each."""
     domain = operator._domain
     if given.kind == "rows":
         return given.parts[0]
     if given.kind == "columns" and not domain.batch:
         return given.parts[0].T
     rows = domain.join(given.parts, given.number)
-    return rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])
+    return rows.flatten(0, -2) if domain.batch else rows
 
 
 def spelled(operator: LinearOperator, rows: Tensor, given: Vectors) -> Any:
     """Flat rows as `given` was spelled."""
     rows, domain = rows.to(operator.dtype), operator._domain
     if given.kind == "rows":
-        return rows
+        return rows.reshape(-1, domain.size)
     lead = domain.batch if given.number is None else (given.number, *domain.batch)
     rows = rows.reshape((*lead, domain.size))
     if given.kind == "columns":
@@ -404,9 +428,14 @@ def _damped(operator: LinearOperator, damping: float) -> Product:
 def _rounded(operator: LinearOperator) -> Product:
     """Its product with rows of the precision of sums; it rounds as the operator does."""
 
-    def product(v: Tensor, numbers: Tensor) -> Tensor:
-        rows = v.to(operator.dtype)
-        images = operator._times_some(rows, numbers) if operator._domain.batch else operator._times_rows(rows)
+    def product(v: Tensor, numbers: list[int]) -> Tensor:
+        given = v.to(operator.dtype)
+        if v.ndim == 1:
+            images = operator._times(given)
+        elif operator._domain.batch:
+            images = operator._times_some(given, torch.tensor(numbers, device="cpu"))
+        else:
+            images = operator._times_rows(given)
         return check_finite(images.to(v.dtype), "solve")
 
     return product
@@ -416,24 +445,26 @@ class Measured:
     """Products in units of their own, where their squares have no place in the dtype.
 
     The solutions of the systems are then in these units, too.
-
-    Attributes:
-        units: One for each system.
     """
 
-    def __init__(self, product: Product, count: int) -> None:
+    def __init__(self, product: Product, units: list[float]) -> None:
+        """With the units of systems, all 1, to be changed."""
         self._product = product
-        self.units = torch.ones(count, dtype=torch.float64, device="cpu")
+        self._units = units
         self._known = self._plain = False
 
-    def __call__(self, v: Tensor, numbers: Tensor) -> Tensor:
+    def __call__(self, v: Tensor, numbers: list[int]) -> Tensor:
         image = self._product(v, numbers)
         if not self._known:
-            self._known = True
-            unit, room = near(image.abs().amax(1)).cpu().double(), torch.finfo(image.dtype).max ** 0.25
-            self.units[numbers] = torch.where((1 / room < unit) & (unit < room), 1.0, unit)
-            self._plain = bool((self.units == 1).all())
-        return image if self._plain else image / spread(self.units[numbers], image)
+            self._known, room = True, torch.finfo(image.dtype).max ** 0.25
+            for place, size in zip(numbers, _largest(image), strict=True):
+                if size and not 1 / room < size < room:
+                    self._units[place] = float(near(torch.tensor(size, dtype=image.dtype, device="cpu")))
+            self._plain = set(self._units) == {1.0}
+        if self._plain:
+            return image
+        units = number([self._units[place] for place in numbers], image)
+        return image / spread(units, image)
 
 
 def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product | None:
@@ -450,27 +481,24 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
     return _rounded(preconditioner)
 
 
-def _method(method: Method, operator: LinearOperator, restart: int | None, scale: float) -> Callable[..., Block]:
+def _method(
+    method: Method, operator: LinearOperator, restart: int | None, scale: float
+) -> tuple[Callable[..., Block], int]:
+    """The method, and how many vectors GMRES keeps."""
     if not _arguments.is_number(scale) or scale <= 0 or (scale != 1 and method != "neumann"):
         raise InputError(f"scale: got {scale!r}; it is a positive number, an option of method='neumann'.")
-    if method == "neumann":
-        return functools.partial(Neumann, scale=float(scale))
     if restart is not None and method != "gmres":
         raise InputError(f"restart: is an option of method='gmres', not of {method!r}.")
-    if method != "gmres":
-        return ConjugateGradients if method == "cg" else MINRES
     size = operator.shape[-1]
     room = kept_vectors(size, least=30) if restart is None else _arguments.check_integer(restart, "restart", least=1)
-    return functools.partial(GMRES, room=min(room, size))
+    return METHODS[method], min(room, size)
 
 
-def is_small(operator: LinearOperator, products: int) -> bool:
-    """Whether the matrices of a stack are had for fewer products than systems with them take."""
-    return bool(operator._domain.batch) and operator.shape[-1] <= min(DENSE, products)
+METHODS: dict[Method, type[Block]] = {"cg": ConjugateGradients, "minres": MINRES, "gmres": GMRES, "neumann": Neumann}
 
 
 DENSE = 64
-"""Of systems up to this size side by side, matrices and factors are cheaper than iterations."""
+"""Of stacks of matrices up to this size, these and their factors are cheaper than iterations."""
 
 
 def _dense_solutions(operator: LinearOperator, damping: float, b: Tensor) -> Tensor:
@@ -485,108 +513,87 @@ def _dense_solutions(operator: LinearOperator, damping: float, b: Tensor) -> Ten
     return x.movedim(-1, 0).reshape(b.shape)
 
 
-def _limits(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> tuple[Tensor, int]:
-    """The tolerance, and how many products, or steps, there may be."""
+def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> int:
+    """How many products, or steps, there may be."""
     if iterations is None:
         if method == "neumann":
             raise InputError("method='neumann': is a number of terms, not a tolerance; say how many by iterations=.")
-        if not isinstance(rtol, Tensor):
-            check_rtol(rtol)
         default = min(10 * operator.shape[-1] + 10, 1000)
-        limit = default if products is None else _arguments.check_integer(products, "products", least=2)
-        rtol = default_rtol(operator.dtype) if rtol is None else rtol
-        return torch.as_tensor(rtol, dtype=torch.float64, device="cpu"), limit
+        return default if products is None else _arguments.check_integer(products, "products", least=2)
     if rtol is not None or products is not None:
         other = "products" if rtol is None else "rtol"
         raise InputError(f"iterations: are taken whatever they reach, so there is no {other} beside them; give one.")
-    return torch.zeros((), device="cpu"), _arguments.check_integer(
-        iterations, "iterations", least=0 if method == "neumann" else 1
-    )
+    return _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1)
 
 
-Attempt = Callable[[Tensor, Tensor, Tensor, Tensor, Solutions], Solutions]
-"""A run of a method: first residuals, tolerances, products that are left, which systems, all so far."""
+def _begun(
+    product: Product, sides: Sides, x: Tensor | None, tolerance: list[float]
+) -> tuple[Solutions, Tensor, list[int]]:
+    """Solutions at x, the residuals of those that are none yet, and which these are."""
+    lengths, r, everywhere = sides.lengths, sides.rows, [*range(sides.count)]
+    end = Solutions.of(sides.count, zeros(r) if x is None else x)
+    if x is not None and bool(x.any()):
+        r = r - product(x, everywhere)
+        lengths, end.taken = listed(norms(r)), [1] * sides.count
+    end.size = [length / size for length, size in zip(lengths, sides.sizes, strict=True)]
+    end.status = ["converged"] * sides.count
+    at = [place for place in everywhere if end.size[place] > tolerance[place]]
+    return end, some(r, at, sides.count), at
 
 
-def lengths(rows: Tensor) -> Tensor:
-    """Of vectors; 1 of zeros, whose residuals are zero."""
-    sizes = norms(rows)
-    return torch.where(sizes > 0, sizes, 1.0)
-
-
-def _begun(product: Product, b: Tensor, x: Tensor) -> tuple[Solutions, Tensor]:
-    """Solutions at x, none of which counts as such yet, and their residuals."""
-    end, known = Solutions.like(x), bool(x.any())
-    r = b - product(x, torch.arange(len(b), device="cpu")) if known else b.clone()
-    end.size = norms(r) / lengths(b)
-    end.taken = end.taken + known
-    end.status = ["converged"] * len(b)
-    return end, r
-
-
-def some(rows: Tensor, numbers: Tensor) -> Tensor:
-    """The rows with these numbers, without a copy where these are all."""
-    return rows if len(numbers) == len(rows) else rows[numbers]
-
-
-def stepped(run: Attempt, systems: Systems, b: Tensor, x: Tensor, steps: int, method: Method) -> Solutions:
+def stepped(
+    run: Callable[..., Solutions], systems: Systems, sides: Sides, x: Tensor | None, steps: int, method: Method
+) -> Solutions:
     """So many steps from x; the residuals are the method's own, where it has them."""
-    end, r = _begun(systems.product, b, x)
-    eps = systems.eps
-    rows = (end.size > eps).nonzero()[:, 0]
-    if not len(rows):
+    end, r, at = _begun(systems.product, sides, x, [systems.eps] * sides.count)
+    if not at:
         return end
-    size = lengths(b)[rows]
-    ends = run(some(r, rows), eps * size, torch.full_like(rows, steps), rows, end)
-    moved, left = some(end.x, rows) + ends.x, ends.size
+    ends = run(r, [systems.eps * sides.sizes[place] for place in at], [steps] * len(at), at, end)
+    moved, left = some(end.x, at, sides.count) + ends.x, ends.size
     if method == "minres":  # whose own are measured by the preconditioner
-        left = norms(some(b, rows) - systems.product(moved, rows))
-    end.put(rows, moved, left / size, ends.taken, ends.direction)
-    rounded = left <= 1e3 * eps * size
-    for place, row in enumerate(rows.tolist()):
-        status = ends.status[place]
-        if status == "stagnation" and rounded[place]:  # nothing but rounding is left, which is no failure
-            end.status[row] = "converged"
-        else:
-            end.status[row] = "iterations" if status == "budget" else status
+        left = listed(norms(some(sides.rows, at, sides.count) - systems.product(moved, at)))
+    end.put(at, moved)
+    for i, (place, residual, status) in enumerate(zip(at, left, ends.status, strict=True)):
+        end.size[place], end.direction[place] = residual / sides.sizes[place], ends.direction[i]
+        if status == "stagnation" and end.size[place] <= 1e3 * systems.eps:  # rounding is left, which is no failure
+            status = "converged"
+        end.status[place] = "iterations" if status == "budget" else status
     return end
 
 
-def solved(run: Attempt, systems: Systems, b: Tensor, x: Tensor, rtol: Tensor, limit: int) -> Solutions:
+def solved(
+    run: Callable[..., Solutions], systems: Systems, sides: Sides, x: Tensor | None, rtol: list[float], limit: int
+) -> Solutions:
     """Run the method, look at the true residuals, and begin anew from there while that helps.
 
     Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
     """
-    size, rtol = lengths(b), rtol.expand(len(b))
-    end, r = _begun(systems.product, b, x)
-    rows = (end.size > rtol).nonzero()[:, 0]
-    while len(rows):
-        spent = limit - end.taken[rows] < 2
-        for row in rows[spent].tolist():
-            end.status[row] = "budget"
-        rows = rows[~spent]
-        if not len(rows):
-            break
+    end, r, at = _begun(systems.product, sides, x, rtol)
+    while at:
         # The last product is kept for the true residual.
-        ends = run(some(r, rows), 0.5 * (rtol * size)[rows], limit - end.taken[rows] - 1, rows, end)
-        moved = some(end.x, rows) + ends.x
-        rest = some(b, rows) - systems.product(moved, rows)
-        before, after = end.size[rows], norms(rest) / size[rows]
-        taken = end.taken[rows] + ends.taken + 1
-        better = (after < before)[:, None].to(rest.device)
-        end.put(rows, torch.where(better, moved, some(end.x, rows)), after.minimum(before), taken, ends.direction)
-        r[rows] = rest
-        met, slow = after <= rtol[rows], ~(after < 0.5 * before)
-        over = limit - taken < 2
-        for place, row in enumerate(rows.tolist()):
-            if met[place]:
-                end.status[row] = "converged"
-            elif ends.status[place] == "negative curvature":
-                end.status[row] = "negative curvature"
-            elif slow[place]:
-                end.status[row] = "budget" if over[place] else "stagnation"
-            met[place] |= slow[place] | (ends.status[place] == "negative curvature")
-        rows = rows[~met]
+        left = [limit - end.taken[place] - 1 for place in at]
+        ends = run(r, [0.5 * rtol[place] * sides.sizes[place] for place in at], left, at, end)
+        moved = some(end.x, at, sides.count) + ends.x
+        rest = some(sides.rows, at, sides.count) - systems.product(moved, at)
+        lengths, following = listed(norms(rest)), list[int]()
+        sizes = [length / sides.sizes[place] for place, length in zip(at, lengths, strict=True)]
+        better = [i for i, place in enumerate(at) if sizes[i] < end.size[place]]
+        end.put([at[i] for i in better], some(moved, better, len(at)))
+        for i, place in enumerate(at):
+            before, after = end.size[place], sizes[i]
+            end.size[place] = min(before, after)
+            end.taken[place] += ends.taken[i] + 1
+            if after <= rtol[place]:
+                end.status[place] = "converged"
+            elif ends.status[i] == "negative curvature":
+                end.status[place], end.direction[place] = "negative curvature", ends.direction[i]
+            elif limit - end.taken[place] < 2:
+                end.status[place] = "budget"
+            elif not after < 0.5 * before:
+                end.status[place] = "stagnation"
+            else:
+                following.append(i)
+        r, at = some(rest, following, len(at)), [at[i] for i in following]
     return end
 
 
@@ -616,109 +623,3 @@ def _explanation(record: SolveRecord[Any], wanted: str) -> str:
         which = f"for {lost} of {residual.numel()} systems, the largest"
     said = f"{which} relative residual is {float(residual.max()):.2g} ({wanted})"
     return f"solve: after {record.products} products {said}; {advice}."
-
-
-# --- `nystrom`: an approximate inverse of A + μ I from a few products, as a preconditioner ----------------------------
-
-
-def nystrom(
-    operator: LinearOperator, rank: int, shift: float, *, generator: torch.Generator | None = None
-) -> LinearOperator:
-    r"""A preconditioner for \(A + \mu I\): exact on the largest eigenvalues, a multiple of the identity beside them.
-
-    From \(r\) random vectors \(\Omega\) comes Nyström's approximation
-    \(A \approx A\Omega\,(\Omega^\top A \Omega)^{-1} \Omega^\top A = U \Lambda U^\top\), and from that
-    \(P^{-1} = U(\Lambda + \mu)^{-1}U^\top + (\lambda_r + \mu)^{-1}(I - UU^\top)\). Where *r* exceeds about twice the
-    number of eigenvalues above \(\mu\), conjugate gradients take a few steps, whatever the condition of *A*.
-
-    Args:
-        operator: A symmetric positive semidefinite operator.
-        rank: The \(r\): how many random vectors.
-        shift: The \(\mu\), positive: the `damping` that `hodiff.solve` is given.
-        generator: Where the vectors are drawn from; None is the default generator of the operator's device.
-
-    Returns:
-        An operator, symmetric and positive definite, of the same shape, to be given as
-        `hodiff.solve(A, b, damping=shift, preconditioner=...)`, again and again.
-
-    Raises:
-        InputError: The operator is not symmetric or found not to be semidefinite, `rank` exceeds its columns, or
-            `shift` is not positive.
-
-    Cost:
-        `rank` products, once. Memory: `rank` vectors. Each application: two products with a `(D, rank)` matrix.
-
-    Examples:
-        Eigenvalues that fall from 1e6 to nothing, of which some 150 are above the shift:
-
-        >>> import torch, hodiff
-        >>> A = hodiff.MatrixOperator(1e6 * 0.9 ** torch.arange(1000, dtype=torch.float64))
-        >>> P = hodiff.nystrom(A, 200, 0.1, generator=torch.Generator().manual_seed(0))
-        >>> hodiff.solve(A, torch.ones(1000).double(), damping=0.1, preconditioner=P).products < 10
-        True
-
-        Without it the same takes more than a thousand.
-
-    Reference:
-        Frangella, Z., Tropp, J. A., Udell, M. (2023). Randomized Nyström preconditioning. SIAM J. Matrix Anal. Appl.
-        44(2). doi:10.1137/21M1466244.
-    """
-    operator = check_square(operator, "nystrom", symmetric=True, instead="a preconditioner of your own")
-    size = operator.shape[0]
-    if _arguments.check_integer(rank, "rank", least=1) > size:
-        raise InputError(f"rank: got {rank}, and the operator has {size} columns.")
-    _arguments.check_positive(shift, "shift", ": the damping of the system")
-    _vectors.check_generator(generator)
-    like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
-    rows = _vectors.draw((rank, size), like, "gaussian", source(operator, generator))
-    omega, _ = torch.linalg.qr(rows.T)
-    vectors, values = _approximated(omega, flat_product(operator, omega.T).T, operator.dtype)
-    return NystromOperator(operator._domain, vectors, values, float(shift), operator._live)
-
-
-def _approximated(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The eigenvectors, as columns, and eigenvalues of Nyström's approximation, falling."""
-    double = images.dtype if images.device.type == "mps" else torch.float64
-    unit = power_of_two(images) or 1.0
-    omega, images = omega.to(double), images.to(double) / unit
-    nu = float(torch.finfo(dtype).eps * images.norm())
-    if nu == 0:
-        return omega, images.new_zeros(omega.shape[1])
-    y = images + nu * omega  # a definite matrix, whose eigenvalues are larger by nu
-    inner = omega.T @ y
-    factor, failed = torch.linalg.cholesky_ex((inner + inner.T) / 2, upper=True)
-    if int(failed):
-        raise InputError(
-            "nystrom: is for positive semidefinite operators, and this one has a direction of negative curvature; take "
-            "hodiff.GaussNewtonOperator, or method='minres' without a preconditioner."
-        )
-    half = torch.linalg.solve_triangular(factor, y, upper=True, left=False)
-    vectors, roots, _ = torch.linalg.svd(half, full_matrices=False)
-    return vectors, (roots.square() - nu).clamp_min(0) * unit
-
-
-@final
-class NystromOperator(SymmetricOperator):
-    """U (Λ + μ)⁻¹ U' + (I - U U') / (λ + μ), with the last λ."""
-
-    def __init__(self, domain: Space, vectors: Tensor, values: Tensor, shift: float, live: str) -> None:
-        super().__init__()
-        self._space = domain
-        self._shift = shift
-        self._own = live
-        dtype = sum_dtype(domain.dtype)
-        self._vectors = vectors.to(dtype)
-        self._rest = 1 / (float(values[-1]) + shift)
-        self._beyond = (1 / (values + shift) - self._rest).to(dtype)
-
-    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
-        rows = self._space.join(parts, count).to(self._vectors.dtype)
-        with as_given(rows):
-            products = self._rest * rows + ((rows @ self._vectors) * self._beyond) @ self._vectors.T
-        return self._space.split(products.to(self._space.dtype))
-
-    def _chunk(self, count: int) -> int:
-        return max(1, _reverse.CHUNK_BYTES // (4 * self._space.size * self._vectors.element_size()))
-
-    def _about(self) -> str:
-        return f"rank {self._vectors.shape[1]}, shift {self._shift:g}"

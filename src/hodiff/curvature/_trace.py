@@ -59,9 +59,9 @@ def trace(
         samples: How many random vectors to draw. Where as many products as the operator has columns, or
             fewer, give the trace exactly, they do.
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
-        vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
-            count as one.
+        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
+            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
+            then nothing is drawn. Several that are all the same, up to sign, count as one.
         create_graph: Whether `value` can be differentiated, in the parameters, in *vectors* and all that the operator's
             function uses: a loss to train with, by `"hutchinson"`, of a `hodiff.HessianOperator`, its blocks, sums and
             multiples. With one vector of your own it is \(v^\top H v\). None: only inside the function of another
@@ -288,9 +288,9 @@ def diagonal(
             the diagonal (looked at every 8 vectors, after the first 16). None: spend all.
         probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose errors are
             larger.
-        vectors: Random vectors of your own, one or several, as columns `(D, K)` or `K` stacked ones, whose entries
-            are independent, of mean 0 and variance 1; then nothing is drawn. Several that are all the same, up to sign,
-            count as one.
+        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
+            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
+            then nothing is drawn. Several that are all the same, up to sign, count as one.
         create_graph: Whether `value` can be differentiated, as in `hodiff.trace`; by `"estimate"` or `"exact"`. None:
             only inside the function of another hodiff call; elsewhere it warns of a constant that is made of something
             that requires grad, and False says that a constant is meant.
