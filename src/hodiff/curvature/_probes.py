@@ -234,11 +234,20 @@ def kept_vectors(size: int, *, least: int) -> int:
 def check_finite(product: Tensor, name: str) -> Tensor:
     """A product, checked to hold numbers."""
     if not math.isfinite(float(product.sum())):
-        raise GraphError(
-            f"{name}: a product is not finite, so the operator has NaN or infinite entries. Are the parameters "
-            f"finite, and the function smooth where they are (sqrt at 0, norm at 0)?"
-        )
+        raise GraphError(f"{name}: a product {_NOT_FINITE}")
     return product
+
+
+_NOT_FINITE = (
+    "is not finite, so the operator has NaN or infinite entries. Are the parameters finite, and the "
+    "function smooth where they are (sqrt at 0, norm at 0)?"
+)
+
+
+def warn_if_not_finite(value: Tensor, name: str) -> None:
+    """Say of a result that it is not finite, where what can be told of the operator is worth having all the same."""
+    if not bool(value.isfinite().all()):
+        warnings.warn(f"{name}: the result {_NOT_FINITE}", HodiffWarning, stacklevel=_arguments.outside())
 
 
 def power_of_two(product: Tensor) -> float:

@@ -25,6 +25,7 @@ from hodiff.curvature._probes import (
     flat_product,
     is_recorded,
     reached,
+    warn_if_not_finite,
     warn_not_converged,
 )
 from hodiff.curvature._records import DiagonalRecord, TraceRecord
@@ -130,14 +131,15 @@ def trace(
         if drawn.exhaust(needed) or (method in ("xtrace", "xnystrace") and drawn.number >= operator.shape[-1]):
             parts = operator._domain.pieces(exact_diagonal(operator))
             terms = torch.stack([part.sum(-1, dtype=torch.float64) for part in parts])[None]
-            return _record(operator, terms, leaves, 0.0, rtol, watch, exact=True)
-        if method in ("xtrace", "xnystrace"):
+            record = _record(operator, terms, leaves, 0.0, rtol, watch, exact=True)
+        elif method in ("xtrace", "xnystrace"):
             estimate = xtrace if method == "xtrace" else xnystrace
             gaussian = probes == "gaussian" and not drawn.given
             value, error = estimate(operator, drawn.take(drawn.number), gaussian=gaussian)
             record = _made(operator, value, error, rtol, watch)
         else:
             record = _hutchinson(operator, drawn, method == "hutch++", leaves, rtol, watch)
+        warn_if_not_finite(record.value, "trace")
         if not all_reached(record.converged):
             error = "unknown"
             if record.stderr is not None:
@@ -356,6 +358,7 @@ def diagonal(
                 operator, drawn, rtol, lambda mean, error: watch(lambda spent: record(mean, error, None, spent))
             )
         made = record(value, stderr, rtol, watch.spent)
+        warn_if_not_finite(value, "diagonal")
         if not all_reached(made.converged):
             error = float("nan") if stderr is None else float(stderr.norm() / value.norm())
             warn_not_converged(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _settings, _tree
+from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _refusals, _settings, _tree
 from hodiff._core._arguments import ChunkSize, check_option, is_set
-from hodiff._core._call import call
+from hodiff._core._call import call, is_wrapped
 from hodiff._core._graph import OutputGraph, Watched, detached, split
 from hodiff._core._loans import memory_of
 from hodiff._core._where import plain
@@ -71,7 +72,7 @@ class FieldCall:
             raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
         if not _jet.is_jet(self.x):
             if isinstance(self.x, (tuple, list, dict)):
-                refuse_columns(self.x)
+                refuse_columns(self.x, self.name)
             _arguments.check_real_tensor(self.x, "x")
             if torch.compiler.is_compiling():
                 _compiled_callers.check_point([self.x])
@@ -150,15 +151,23 @@ class FieldCall:
 
 
 def choose(
-    call: FieldCall, jets: Callable[..., Any], reverse: Callable[..., Any], *given: Any, prefer: str = "jets"
+    call: FieldCall,
+    jets: Callable[..., Any],
+    reverse: Callable[..., Any],
+    *given: Any,
+    prefer: str = "jets",
+    nested: bool = False,
 ) -> Any:
-    """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture."""
+    """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture.
+
+    What Taylor mode gives has the value first; but where routes are calls of others, which look at theirs (`nested`).
+    """
     if torch.compiler.is_compiling():  # the engine's passes cannot be traced
         prefer = "jets"
     if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
         return call.finish(_by_reverse(reverse, call, *given))
     try:
-        return call.finish(jets(call, *given))
+        result = jets(call, *given)
     except ByNoRoute:
         raise
     except NoRule as error:
@@ -172,6 +181,22 @@ def choose(
             stacklevel=_arguments.outside(),
         )
         return call.finish(_by_reverse(reverse, call, *given))
+    if not nested and not torch.compiler.is_compiling() and not _settings.tracing():
+        value, *parts = result.values() if isinstance(result, dict) else result
+        if isinstance(call.x, _jet.JETS):
+            value, *parts = map(_jet.value_of, (value, *parts))
+        seen = value.is_cpu and parts and not is_wrapped(parts[-1])  # on other devices to look is to wait
+        for part in parts if seen else ():
+            if part is not None and not math.isfinite(part.detach().sum()):
+                _warn_if_not_finite([part], [_jet.value_of(call.x), value], ())
+                break
+    return call.finish(result)
+
+
+def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:
+    """Say that a derivative does not exist, where all that it was computed from is finite."""
+    if not all(bool(part.isfinite().all()) for part in results) and all(bool(t.isfinite().all()) for t in given):
+        _refusals.warn_of_non_finite(kinds)
 
 
 @_compiled_callers.uncompiled
@@ -191,17 +216,19 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
 
 def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
+    seen = [part for part in results if part.is_cpu and not is_wrapped(part) and not _settings.tracing()]
+    _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
     ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
     return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
 
 
-def refuse_columns(x: Any) -> NoReturn:
+def refuse_columns(x: Any, name: str) -> NoReturn:
     """Raise for a container of coordinates: a field is a function of one tensor of them all."""
     raise InputError(
         f"x: is a {type(x).__name__}; a field is a function of one tensor, which holds the "
-        "coordinates as columns. Join them: hodiff.laplacian(lambda z: net(z[:, :1], z[:, 1:]), "
+        f"coordinates as columns. Join them: hodiff.{name}(lambda z: net(z[:, :1], z[:, 1:]), "
         "torch.cat([x, t], 1)); for derivatives by some columns alone, give the others through "
-        "args=: hodiff.laplacian(lambda x, t: net(x, t), x, args=(t,))."
+        f"args=: hodiff.{name}(lambda x, t: net(x, t), x, args=(t,))."
     )
 
 

@@ -523,4 +523,4 @@ def biharmonic(
             return nested(call, "reverse")
 
     with call.grad_mode():
-        return choose(call, nested, reverse)
+        return choose(call, nested, reverse, nested=True)

@@ -171,7 +171,7 @@ def factorials(order: int, dtype: torch.dtype) -> list[float]:
 
 def connected(result: Any, points: Iterable[Any]) -> Any:
     """A differentiable result that came out constant (of a polynomial) is still a function of the points: plus 0."""
-    ends = [x for x in points if isinstance(x, Tensor) and not _jet.is_jet(x) and x.requires_grad]
+    ends = [x for x in points if isinstance(x, Tensor) and x.requires_grad and not _jet.is_jet(x)]
     if not ends:
         return result
     items, _, tree = _tree.flatten(result)

@@ -654,3 +654,13 @@ def test_sampled_fisher_does_not_shrink_with_the_number_of_samples() -> None:
 def test_hutchpp_in_half_precision() -> None:
     A = hodiff.MatrixOperator(torch.diag(2.0 ** -torch.arange(60.0)).bfloat16())
     assert float(hodiff.trace(A, method="hutch++", samples=30).value) == pytest.approx(2, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["trace", "diagonal"])
+@pytest.mark.parametrize("samples", [1, 100])
+def test_an_entry_that_is_none_is_said(name: str, samples: int) -> None:
+    """Others raise: of a diagonal the other entries are worth having."""
+    A = hodiff.MatrixOperator(torch.tensor([[float("nan"), 0.0], [0.0, 2.0]]))
+    with pytest.warns(hodiff.HodiffWarning, match=rf"{name}: the result is not finite, so the operator has NaN"):
+        value = getattr(hodiff, name)(A, samples=samples).value
+    assert value.isnan().any()

@@ -639,3 +639,38 @@ def test_a_matrix_of_second_order_in_half_precision():
     x = torch.linspace(0.1, 1, 12).reshape(4, 3).bfloat16()
     found = hodiff.second_order_operator(lambda z: z.square().sum(1), x, torch.eye(3).bfloat16())
     torch.testing.assert_close(found, torch.full((4,), 6.0).bfloat16())
+
+
+def power(x: Tensor) -> Tensor:
+    return (x.abs() ** 1.5).sum(-1)
+
+
+ORIGIN = torch.zeros(2, 2, dtype=D)
+WITHOUT_A_VALUE = {
+    "laplacian": lambda **given: hodiff.laplacian(power, ORIGIN, **given),
+    "value_grad_and_laplacian": lambda **given: hodiff.value_grad_and_laplacian(power, ORIGIN, **given),
+    "biharmonic": lambda **given: hodiff.biharmonic(power, ORIGIN, **given),
+    "second_order_operator": lambda **given: hodiff.second_order_operator(
+        power, ORIGIN, torch.eye(2, dtype=D), **given
+    ),
+    "partial": lambda **given: hodiff.partial(power, ORIGIN, (0, 0), **given),
+    "third partial": lambda **given: hodiff.partial(power, ORIGIN, (0, 0, 0), **given),
+    "divergence": lambda **given: hodiff.divergence(lambda x: x.abs() ** 0.5, ORIGIN, **given),
+    "curl": lambda **given: hodiff.curl(lambda x: x.flip(-1).abs() ** 0.5, ORIGIN, **given),
+}
+
+
+@pytest.mark.parametrize("create_graph", [None, False])
+@pytest.mark.parametrize("method", ["auto", "reverse"])
+@pytest.mark.parametrize("name", WITHOUT_A_VALUE)
+def test_a_derivative_that_does_not_exist_is_said(name: str, method: str, create_graph: bool | None) -> None:
+    """By each route, also of a loss; and not where the function itself has no number there, or x is none."""
+    with pytest.warns(hodiff.HodiffWarning, match="the result is not finite, though x and f"):
+        WITHOUT_A_VALUE[name](method=method, create_graph=create_graph)
+
+
+def test_a_function_without_a_value_has_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not hodiff.laplacian(lambda x: x.log().sum(-1), ORIGIN).isfinite().any()
+        assert not hodiff.laplacian(lambda x: (x**3).sum(-1), ORIGIN + math.inf).isfinite().any()

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the result is not finite:hodiff.HodiffWarning")
 @pytest.mark.filterwarnings("ignore:a derivative of order 2 through a norm")  # of p from 3 on, at 0
 @pytest.mark.parametrize("name", CASES)
 def test_value_gradient_and_laplacian_are_those_of_reverse_mode(name: str) -> None:
@@ -89,6 +90,7 @@ def test_value_gradient_and_laplacian_are_those_of_reverse_mode(name: str) -> No
         torch.testing.assert_close(mine[told], theirs[told])
 
 
+@pytest.mark.filterwarnings("ignore:the result is not finite:hodiff.HodiffWarning")
 @pytest.mark.parametrize("p", [1.5, 2.0, 2.5])
 def test_a_second_derivative_that_does_not_exist_is_no_number(p: float) -> None:
     """The slope of a norm at 0 is zero by convention; there is none for its curvature, and no zero is made up."""
