@@ -164,9 +164,8 @@ def calls(line: Line, name: str) -> bool:
 
 
 def assigned_by(line: Line) -> list[str]:
-    """What the statement at a line assigns."""
-    node = statement(line)
-    return [] if node is None else targets(node)
+    """What the statements at a line assign."""
+    return [target for node in statements(line) if within(node, line.number) for target in targets(node)]
 
 
 def given_by(line: Line) -> list[str]:
@@ -422,6 +421,16 @@ def target_of(line: Line) -> str:
     return ""
 
 
+def inputs_of(line: Line) -> list[str]:
+    """What the gradient at a line is taken by, as written: the second argument of `grad`, or `inputs=`."""
+    for call in nodes_at(line):
+        if isinstance(call, ast.Call) and _called(call) == "grad":
+            given = [each.value for each in call.keywords if each.arg == "inputs"] or call.args[1:2]
+            items = [getattr(each, "elts", [each]) for each in given]
+            return [ast.unparse(item) for each in items for item in each]
+    return []
+
+
 def between(since: int, line: Line) -> list[int]:
     """The lines of a function from one to before another that ask for a pass which frees its graph."""
     lines = [each for each in statements(line) if since <= each.lineno < line.number]
@@ -555,7 +564,8 @@ class Line(NamedTuple):
         cell, number, _ = resolve(self.file, self.number)
         if not self.number and not cell:
             return self.file
-        return f"In[{cell}]:{number}" if cell else f"{os.path.basename(self.file)}:{number}"
+        name = os.fsencode(os.path.basename(self.file)).decode("utf-8", "replace")  # in the locale C it is bytes
+        return f"In[{cell}]:{number}" if cell else f"{name}:{number}"
 
 
 def at(line: Line | None) -> str:

@@ -90,3 +90,9 @@ def test_what_one_round_hands_to_the_next(line):
     inner = line(LOOPS, 9)
     assert [_source.hands_on(name, inner) for name in "hkyz"] == [True, True, False, False]
     assert [loop.lineno for loop in _source.loops(inner)] == [8, 2]
+
+
+def test_a_file_whose_name_is_bytes_to_python() -> None:
+    """In the locale C, Python knows a name beyond ASCII by bytes that it cannot print."""
+    assert str(Line("/tmp/\udcc3\udc96k script.py", 5)) == "Ök script.py:5"
+    assert str(Line("/tmp/\udcff.py", 5)) == "\N{REPLACEMENT CHARACTER}.py:5"
