@@ -335,6 +335,13 @@ def not_scalar(case: FailedPass) -> Explanation | None:
     line = case.record.made(node) if case.record is not None and node is not None else None
     line = line or (_source.only_assignment(variable, case.line) if variable else None)
     name = variable or "the value"
+    rows = [each for each in case.inputs or () if isinstance(each, Tensor) and each.shape[:1] == loss.shape[:1]]
+    fix = (
+        f"differentiate {name}.sum(): each row of {case.names.of(rows[0]) or 'the input'} gets its own derivative, "
+        f"where rows are independent\nsamples. {name}.mean() would give 1 / {loss.numel()} of that."
+        if rows
+        else f"differentiate {name}.mean() or {name}.sum(): the second gives gradients {loss.numel()} times as large."
+    )
     return case.explanation(
         "not scalar",
         f"`{variable}` has shape {tuple(loss.shape)}" if variable else f"the loss has shape {tuple(loss.shape)}",
@@ -344,7 +351,7 @@ def not_scalar(case: FailedPass) -> Explanation | None:
         created=line,
         reason="a gradient is that of one number, and these are several.",
         fixes=(
-            f"differentiate {name}.mean() or {name}.sum(): the second gives gradients {loss.numel()} times as large.",
+            fix,
             "take each element's gradient with hodiff.jacobian." if case.name == "autograd.grad" else "",
         ),
         certain=True,
@@ -406,6 +413,9 @@ def _input_without_grad(case: FailedPass) -> Explanation | None:
     among = len(missing) < len(given)
     variable = case.names.of(missing[0])
     name = variable or "input"
+    lost = case.record.cuts.of(missing[0]) if case.record is not None else None
+    if lost is not None and lost.kind in ("gradient", "constant gradient"):
+        return _by_gradient(case, name, lost)
     leave = (
         "give the call what requires grad alone, [p for p in inputs if p.requires_grad], and update no other with it."
     )
@@ -426,6 +436,25 @@ def _input_without_grad(case: FailedPass) -> Explanation | None:
     )
 
 
+def _by_gradient(case: FailedPass, name: str, lost: Lost) -> Explanation:
+    """The explanation of a gradient among the inputs: nothing was computed from it."""
+    of = ", ".join(f"`{each}`" for each in map(case.names.of, case.tensors) if each) or "what is differentiated"
+    return case.explanation(
+        CUTS[lost.kind].cause or lost.kind,
+        f"the input `{name}` is a gradient, and {of} was not computed from it",
+        ("taken at", lost.line),
+        ("failing call", case.line),
+        variable=name,
+        created=lost.line,
+        reason="it has no graph, and nothing that was computed before it can depend on it.",
+        unknown=(
+            f"which derivative is wanted. For a second one take `{name}` with create_graph=True, and differentiate\n"
+            f"what is computed from `{name}` by what `{name}` was taken by; hodiff.hessian(f, x) and hodiff.hvp(f, x, v) do both.",
+        ),
+        certain=True,
+    )
+
+
 def _listed(names: Iterable[str]) -> str:
     """Some names for a sentence; those that were found."""
     quoted_names = [f"`{name}`" for name in names if name]
@@ -439,34 +468,83 @@ def not_used(case: FailedPass) -> Explanation | None:
     missing = [tensor for tensor in given if _nodes.node_of(tensor) not in reached]
     if not missing:
         return None
+    after = _made_after(case, missing[0])
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
+    names[0] = after or names[0]
     there = sorted(case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None)
     among = _listed(filter(None, there)).removesuffix(" ...")
     loss = case.record.made(case.roots[0]) if case.record is not None and case.roots else None
     cut = _cut_off(case, missing[0])
     if cut is not None:
         return _used_cut(case, names[0], cut)
+    taken = _taken_by(case, names[0])
+    if taken is not None:
+        return _linear(case, names[0], taken)
     made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", loss)]
     leave = (
         f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
         "gradient is then None, and must be skipped, not updated with."
     )
+    name = f"`{names[0]}`" if after or case.names.of(missing[0]) else names[0]
+    from_that = "compute it from that very tensor: one made by a view,\nan index, .to() or a detach()"
     depends = (
-        f"whether the loss should depend on `{names[0]}`. If so, compute it from that very tensor: one made by a "
-        "view,\nan index, .to() or a detach() after the loss, or beside it, is another."
+        f"what is wanted. The derivative by {name} takes a loss that was computed from it, which the call makes too\n"
+        f"late: make it before, y = {after}, and compute the loss from y. Else differentiate by what it is made of."
+        if after
+        else f"whether the loss should depend on {name}. If so, {from_that} after the loss, or beside it, is another."
     )
     return case.explanation(
         "not used",
-        f"not in the graph: {_listed(names)}",
+        f"not in the graph: {_listed(names) if name[0] == '`' else name}",
         f"  in the graph: {among}" if among else "",
         *(f"  {what} made {quoted(line)}" for what, line in made if line is not None),
         ("failing call", case.line),
         variable=names[0],
-        reason="the loss was computed without it: from another tensor of that name, a copy, or a detached one.",
+        reason=(
+            "it was made after the loss, which cannot depend on it."
+            if after
+            else "the loss was computed without it: from another tensor of that name, a copy, or a detached one."
+        ),
         fixes=(leave if len(missing) < len(given) else "",),
         unknown=(depends,),
         certain=True,
     )
+
+
+def _taken_by(case: FailedPass, name: str) -> Line | None:
+    """The line of a gradient by a variable that the loss was computed from, if that kept its graph."""
+    record = case.record
+    if record is None:
+        return None
+    built = {call.stack[0] for call in record.passes if call.built and call.path}
+    lines = dict.fromkeys(map(record.made, _nodes.walk(case.roots)))
+    return next((line for line in lines if line in built and name in _source.inputs_of(line)), None)
+
+
+def _linear(case: FailedPass, name: str, taken: Line) -> Explanation:
+    """The explanation of a gradient that does not depend on what it was taken by."""
+    return case.explanation(
+        "constant gradient",
+        f"not in the graph: `{name}`",
+        ("gradient at", taken),
+        ("failing call", case.line),
+        variable=name,
+        created=taken,
+        reason=f"that gradient does not depend on `{name}`: what was differentiated there is linear in it.",
+        fixes=(
+            "the derivative is zero: pass allow_unused=True, materialize_grads=True, which gives zeros;\n"
+            "hodiff.hvp, hodiff.hessian and hodiff.nth_derivative return them.",
+        ),
+        certain=True,
+    )
+
+
+def _made_after(case: FailedPass, tensor: Tensor) -> str:
+    """How the failing call makes an input itself, of which no loss was computed: `-x`; empty if it does not."""
+    here = case.record.made(tensor.grad_fn) if case.record is not None and tensor.grad_fn is not None else None
+    written = _source.inputs_of(here) if here is not None and here == case.line else []
+    given = [each for each in case.inputs or () if isinstance(each, Tensor)]
+    return next((text for each, text in zip(given, written, strict=False) if each is tensor), "")
 
 
 def _cut_off(case: FailedPass, leaf: Tensor) -> Lost | None:
@@ -565,6 +643,25 @@ def _assigned(case: FailedPass, node: Node) -> Line | None:
     """Where the variable that holds a node's output is assigned, if that is one place."""
     variable = case.names.nodes.get(node, "")
     return next(filter(None, (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)), None)
+
+
+def reentrant(case: FailedPass) -> Explanation:
+    """The explanation of a pass by inputs through a checkpoint that serves `backward()` alone."""
+    nodes = list(_nodes.walk(case.roots))
+    name = "CheckpointFunction"
+    line = _line(case, nodes, name, compiled=False)
+    readers = [node for node in nodes if any(type(child).__name__.startswith(name) for child in _saved.children(node))]
+    read = next(filter(None, map(case.record.made, readers)), None) if case.record is not None else None
+    return case.explanation(
+        "checkpoint",
+        "a re-entrant checkpoint is in the way of a gradient by inputs",
+        ("computed at", line),
+        ("read at", read if line is None else None),
+        ("failing call", case.line),
+        created=line or read,
+        reason="it runs its function again within the pass, where nothing is known of the inputs that were asked for.",
+        fixes=(CUTS["checkpoint"].fix,),
+    )
 
 
 def recomputed(case: FailedPass) -> Explanation | None:

@@ -76,6 +76,7 @@ FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
     "not scalar": _cut.not_scalar,
     **dict.fromkeys(("compiled", "missing", "once"), _cut.second_derivative),
     **dict.fromkeys(("recomputed", "recomputed in number"), _cut.recomputed),
+    "reentrant": _cut.reentrant,
     "unpacked twice": lambda case: _cut.unpacked_twice(case, _last_line(case.error)),
 }
 """Who explains a pass that failed, by the kind of PyTorch's error."""

@@ -82,8 +82,8 @@ def _advice(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str
     fix = _of_activation(change.call, change.line) or _copied(case, stale, change)
     unknown = (
         f"which value the later lines are to have. Where the change at {change.line} is made to a new tensor\n"
-        "(x = x + 1 for x += 1, torch.where for a masked assignment), the old one stays as it was saved;\n"
-        "whoever else holds the tensor then sees the old values."
+        "(x = x + 1 for x += 1, torch.where for a masked assignment, torch.stack of a list for rows that a loop\n"
+        "writes), the old one stays as it was saved; whoever else holds the tensor then sees the old values."
     )
     return fix, "" if fix else unknown
 
@@ -117,12 +117,32 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
         )
     changes = [change, *(case.record.changed(value) for _, _, value in _stale_slots(case))]
     change = max(filter(None, changes), key=lambda each: each.order, default=None)
+    term = _of_loop(case, case.record, change) if change is not None else None
+    if change is not None and term is not None:
+        return "", (
+            f"which values of `{stale.variable or 'the parameter'}` are meant: what {at(term)} computed is of those\n"
+            f"before {at(change.line)}, in the same loop; computed again after the loop, it\n"
+            "would be of the last. If it is meant as it was, differentiate each term in the loop, before that line:\n"
+            "torch.autograd.grad(term, parameters), whose results are added up."
+        )
     after = f" after {at(change.line)}" if change is not None else " after the change"
     left = _chain(case, case.record) + _left(case, case.record, stale)
     return f"compute {_loss(case)} again{after}, from the forward pass on.{left}", (
         "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
         f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
     )
+
+
+def _of_loop(case: FailedPass, record: Record, change: Change) -> Line | None:
+    """The line of a value that a loop computed, and then changed what it was computed from; the pass comes later."""
+    mine, changed = dict(case.call.path if case.call is not None else ()), dict(change.path)
+    for node, _, _ in _stale_slots(case):
+        for frame in record.path(node):
+            code = frame.code
+            around = _source.loops(frame.line) if code in changed and code in mine else []
+            if any(_source.within(e, changed[code]) and not _source.within(e, mine[code]) for e in around):
+                return frame.line
+    return None
 
 
 def _left(case: FailedPass, record: Record, stale: _Stale) -> str:

@@ -333,14 +333,15 @@ class Cuts:
 
     def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
         """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""
-        if torch.is_grad_enabled():
+        inference = torch.is_inference_mode_enabled()  # which enable_grad() leaves on
+        if torch.is_grad_enabled() and not inference:
             floating = any(tensor.is_floating_point() for tensor in tensors_in(result))
             return "constant" if floating or not tensors_in(result) else "discrete", None
         path = self._path(frame)
         if path not in self._off:
             kind, around = surroundings(frame)
             user = next(user_frames(around), None) if kind == "checkpoint" else None
-            off = "inference" if torch.is_inference_mode_enabled() else "no_grad"
+            off = "inference" if inference else "no_grad"
             self._off[path] = kind or off, None if user is None else line_of(user)
             self._stacks.setdefault(path[0].line, lines_of(path))
         return self._off[path]

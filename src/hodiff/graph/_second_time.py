@@ -122,13 +122,14 @@ def _is_spent(node: Node, record: Record) -> bool:
 
 
 def _last_pass(record: Record, node: Node) -> Pass | None:
-    """The pass that freed what a value needs: its own, that of the nodes below, or the last before it was met.
+    """The pass that freed what a value needs: its own, that of the nodes below; or the last that kept its graph.
 
-    Only the last may have kept the graph, whose values have changed then.
+    Its values have changed then. A pass that frees what it runs, and has left all of this alone, was another's.
     """
     inner = (each for each in _inspect.below([node]) if _saved.leaf(each) is None)
     tags = (tag for each in inner if (tag := record.tags.tag(each)) is not None)
-    return next(tags, None) or record.tags.held_at(node)
+    held = record.tags.held_at(node)
+    return next(tags, held if held is not None and held.retained else None)
 
 
 class _Needing:
