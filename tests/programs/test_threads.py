@@ -587,7 +587,6 @@ grad_x, = torch.autograd.grad(output, -x)
 """,
         [
             r"not in the graph: `-x`",
-            r"in the graph: `x`",
             r"made after the loss, which cannot depend on it",
             r"y = -x, and compute the loss from y",
         ],
@@ -902,7 +901,8 @@ def forward(x, hx):
     for t in range(x.size(0)):
         for layer in range(2):
             input_t = x[t] if layer == 0 else h_t[layer - 1]
-            h_t[layer] = torch.tanh(input_t @ params[f"weight_ih_l{layer}"].T + h_t_minus_1[layer] @ params[f"weight_hh_l{layer}"].T)
+            w, r = params[f"weight_ih_l{layer}"], params[f"weight_hh_l{layer}"]
+            h_t[layer] = torch.tanh(input_t @ w.T + h_t_minus_1[layer] @ r.T)
         output.append(h_t[-1].clone())
         h_t_minus_1 = h_t.clone()
     return torch.stack(output)

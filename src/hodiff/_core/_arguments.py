@@ -8,7 +8,7 @@ import numbers
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Literal, Protocol, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,32 @@ def is_set(value: Any, name: str) -> bool:
     raise InputError(f"{name}: is {shown}, expected True or False.")
 
 
+class NoNumber:
+    """A record whose number is its value: arithmetic with the record itself is a slip."""
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        """NumPy would make an array that holds the record, and fail later and elsewhere."""
+        raise TypeError(f"a {type(self).__name__} is no array but {self._parts}")
+
+    @property
+    def _parts(self) -> str:
+        return f"a record of .{', .'.join(vars(self))}."
+
+    def _refuse(self, *others: object) -> NoReturn:
+        raise InputError(f"a {type(self).__name__} is no number but {self._parts}")
+
+    if not TYPE_CHECKING:  # a checker of types says it before anything runs
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+        __rtruediv__ = __neg__ = __matmul__ = __rmatmul__ = __pow__ = __float__ = _refuse
+        __lt__ = __gt__ = __le__ = __ge__ = __getitem__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where PyTorch is given the record."""
+        given = _tree.flatten([*args, *(kwargs or {}).values()])[0]
+        next(value for value in given if isinstance(value, NoNumber))._refuse()
+
+
 # --- checks, made before anything is computed -------------------------------------------------------------------------
 
 
@@ -132,12 +158,13 @@ LARGEST = 2**63 - 1
 
 
 class Missing:
-    """The default of a point that was not given."""
+    """The default of an argument that has to be given, and was not: what checks it says so."""
 
     def __repr__(self) -> str:
         return "<missing>"
 
 
+Missing.__name__ = "missing argument"
 MISSING: Any = Missing()
 
 ACCEPTED = "a tensor, a container of tensors (tuple, list, dict, nested), an nn.Module, or hodiff.select(module, ...)"
@@ -174,11 +201,17 @@ def _not_a_tensor(value: Any) -> str:
             "is a generator (model.parameters()?), which can be read only once. "
             "Pass the module itself; f then receives the module, and results are a dict by parameter name."
         )
+    if value is MISSING:
+        return f"missing. hodiff evaluates, and returns no function: {called()}."
     if isinstance(value, (bool, int, float)):
         return (
             f"is the {type(value).__name__} {value!r}, expected a floating point tensor: torch.tensor({float(value)})."
         )
-    if callable(value) and not isinstance(value, nn.Module):
+    if isinstance(value, type):
+        return f"is the class {value.__name__}, not an instance; expected {ACCEPTED}."
+    if isinstance(value, nn.Module):
+        return f"is the module {type(value).__name__}, in the place of a tensor. Functions come first."
+    if callable(value):
         return f"is a function; the function comes first and the point second. Expected {ACCEPTED}."
     if type(value).__module__ == "numpy":
         return "is a NumPy object; wrap it: torch.from_numpy(array)."
@@ -192,8 +225,15 @@ def check_integer(value: Any, name: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
         size = value.__class__ is int and value > LARGEST
         bound = "64 bits at most" if size else f"at least {least}"
-        raise InputError(f"{name}: got {value!r}, expected an integer of {bound}.")
+        raise InputError(f"{name}: got {shown(value)}, expected an integer of {bound}.")
     return value
+
+
+def shown(value: Any) -> str:
+    """A value for a sentence: as it is written where that is short, else its type."""
+    return (
+        repr(value) if isinstance(value, (str, int, float, tuple, Missing, type(None))) else f"a {type(value).__name__}"
+    )
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -209,13 +249,13 @@ def check_number(value: Any, name: str, *, least: float = -math.inf) -> None:
         return
     if not is_number(value) or value < least:
         bound = "" if least == -math.inf else f" of at least {least}"
-        raise InputError(f"{name}: got {value!r}, expected a number{bound}.")
+        raise InputError(f"{name}: got {shown(value)}, expected a number{bound}.")
 
 
 def check_positive(value: Any, name: str, more: str = "") -> None:
     """Raise unless `value` is a finite number above 0."""
     if not is_number(value) or value <= 0:
-        raise InputError(f"{name}: got {value!r}, expected a positive number{more}.")
+        raise InputError(f"{name}: got {shown(value)}, expected a positive number{more}.")
 
 
 def check_chunk_size(value: int | str) -> int | None:
@@ -223,7 +263,7 @@ def check_chunk_size(value: int | str) -> int | None:
     if isinstance(value, str) and value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f'chunk_size: got {value!r}, expected an integer of at least 1, or "auto".')
+        raise InputError(f'chunk_size: got {shown(value)}, expected an integer of at least 1, or "auto".')
     return value
 
 
@@ -233,10 +273,13 @@ AUX_HINT = (
 )
 
 
+_HINTS = {"function": ". Call what it returns", "NoneType": ". Does it end without a return?"}
+
+
 def check_output(value: Any, name: str = "f(x)") -> Tensor:
     """Raise unless `value`, an output of `f`, is a real floating point tensor."""
     if not isinstance(value, Tensor):
-        hint = AUX_HINT if isinstance(value, tuple) else ""
+        hint = AUX_HINT if isinstance(value, tuple) else _HINTS.get(type(value).__name__, "")
         raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
     if value.dtype.is_floating_point:
         if value.layout is not torch.strided or value.is_nested:
@@ -308,11 +351,18 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def called() -> str:
-    """The public function that the caller called: the outermost of our own frames."""
-    name, frame = "grad", inspect.currentframe()
+    """The call that the caller meant: the outermost of our own frames, and what it takes."""
+    frame = outer = inspect.currentframe()
     while frame is not None and _is_ours(frame):
-        name, frame = frame.f_code.co_name, frame.f_back
-    return name
+        outer, frame = frame, frame.f_back
+    if outer is None:
+        return "hodiff.grad(f, x)"
+    code = outer.f_code
+    own, *given = code.co_varnames[: code.co_argcount] or ("",)
+    if own == "self":
+        return f"hodiff.{type(outer.f_locals[own]).__name__}({', '.join(given)})"
+    package = "hodiff" if hasattr(sys.modules["hodiff"], code.co_name) else outer.f_globals["__package__"]
+    return f"{package}.{code.co_name}({', '.join([own, *given])})"
 
 
 def outside() -> int:

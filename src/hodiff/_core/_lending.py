@@ -362,13 +362,16 @@ class EvaluationContext:
             if note:
                 error.add_note(note)
             raise
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             call = self.call
             argument = call.where.argument(arguments)
-            ours = signature_error(
-                error, call.what, argument if call.unpack_point else (argument,), call.args, call.kwargs
-            )
+            points = argument if call.unpack_point else (argument,)
+            ours = signature_error(error, call.what, points, call.args, call.kwargs)
             if ours is None:
+                if call.where.given_tree is not _tree.LEAF and not call.unpack_point:
+                    error.add_note(
+                        f"hodiff: f is given what x is, as one argument: {_tree.describe(call.where.given_tree)}."
+                    )
                 raise
             raise ours from error
         if [*map(_version, watched)] != versions:
@@ -413,12 +416,14 @@ def _swapped() -> Kept:
 
 
 def signature_error(
-    error: TypeError, f: Any, points: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    error: Exception, f: Any, points: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> InputError | None:
-    """The error to raise in the place of a TypeError, where the call itself failed; None where `f` raised it.
+    """The error to raise in the place of another, where the call itself failed; None where `f` raised it.
 
     Asked only once a call has failed: looking at a signature takes longer than many a function.
     """
+    if not isinstance(error, TypeError):
+        return None
     f = inspect.unwrap(f)  # a penalty calls its critic through an object of its own
     try:
         signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)

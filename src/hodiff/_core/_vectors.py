@@ -201,6 +201,8 @@ class Space:
                     break
             else:
                 return leaves, None
+        if value is _arguments.MISSING:
+            raise InputError(f"{name}: missing. The call is {_arguments.called()}.")
         expected = f"it must be {self._meaning}" + (f", or flat: ({self.size},)." if self.operator else ".")
         if tree is not None and isinstance(value, Tensor):
             raise self._wrong_shape(value, name)
@@ -208,7 +210,7 @@ class Space:
             raise InputError(f"{name}: is a {type(value).__name__}, expected {_tree.describe(tree)}; {expected}")
         different = _tree.difference(tree, _tree.flatten(value, name)[2], name)
         if different:
-            raise InputError(f"{name}: {different}; {expected}")
+            raise InputError(f"{name}: {different.removeprefix(f'{name} ')}; {expected}")
         leaves = _tree.leaves_like(tree, value)
         labels = _tree.paths(tree, name)
         counts = [_count(leaf, like, label) for leaf, like, label in zip(leaves, self.likes, labels, strict=True)]

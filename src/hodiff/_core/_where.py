@@ -55,7 +55,7 @@ class Where:
             self.tree = _tree.LEAF
             return
         if value is _arguments.MISSING:
-            raise InputError(f"{name}: missing. hodiff evaluates at a point: hodiff.{_arguments.called()}(f, {name}).")
+            raise InputError(f"{name}: missing. hodiff evaluates at a point: {_arguments.called()}.")
         self.tensors = []
         self.names = []
         self.module_slices = []

@@ -32,8 +32,8 @@ MULTIPLES = (0.73, 1.37, 1.91)
 
 def nth_derivative(
     f: What,
-    x: Tensor,
-    n: int,
+    x: Tensor = _arguments.MISSING,
+    n: int = _arguments.MISSING,
     *,
     create_graph: bool | None = None,
     allow: Allowed = (),
@@ -82,8 +82,8 @@ def nth_derivative(
 
 def derivatives(
     f: What,
-    x: Tensor,
-    n: int,
+    x: Tensor = _arguments.MISSING,
+    n: int = _arguments.MISSING,
     *,
     create_graph: bool | None = None,
     allow: Allowed = (),

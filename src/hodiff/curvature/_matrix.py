@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _call, _reverse, _vectors
+from hodiff._core import _arguments
 from hodiff._core._arguments import check_integer, check_positive, check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
@@ -66,7 +67,14 @@ class MatrixOperator(LinearOperator):
             if fits and not A.numel():
                 raise InputError(f"A: has shape {tuple(A.shape)}, without entries; expected one of a row at least.")
             stack = f", each with {batch_ndim} leading dimensions of a batch" if batch_ndim else ""
-            raise InputError(f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal{stack}.")
+            way = ""
+            if not isinstance(A, Tensor):
+                way = " Make it a tensor: torch.as_tensor(A)."
+            elif fits and A.ndim > 2 and not batch_ndim:
+                way = " For one matrix in each of several systems: batch_ndim=1."
+            raise InputError(
+                f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal{stack}.{way}"
+            )
         check_real_tensor(A, "A")
         if A.requires_grad:
             _call.refuse_transforms()
@@ -162,7 +170,11 @@ def _is_symmetric(A: Tensor) -> bool:
 
 
 def nystrom(
-    operator: LinearOperator, rank: int, shift: float, *, generator: torch.Generator | None = None
+    operator: LinearOperator,
+    rank: int = _arguments.MISSING,
+    shift: float = _arguments.MISSING,
+    *,
+    generator: torch.Generator | None = None,
 ) -> LinearOperator:
     r"""A preconditioner for \(A + \mu I\): exact on the largest eigenvalues, a multiple of the identity beside them.
 

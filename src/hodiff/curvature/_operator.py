@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -433,6 +433,15 @@ class LinearOperator(ABC):
             f"{self!r} is no array: its entries are not known. Its matrix is H.dense().numpy(); for SciPy's routines, "
             f"which take products, H.to_scipy()."
         )
+
+    if not TYPE_CHECKING:  # a checker of types says it before anything runs
+
+        def __getitem__(self, index: object) -> NoReturn:
+            """Entries are not known; and a loop over rows would ask for them one by one."""
+            raise InputError(
+                f"{self!r} has no entries to look up: its matrix is H.dense(), its diagonal hodiff.diagonal(H), and "
+                f"the part of some leaves H.block(pattern)."
+            )
 
     def dense(self) -> Tensor:
         """The matrix itself, `(M, D)`.

@@ -245,7 +245,7 @@ _NOT_FINITE = (
 
 
 def warn_if_not_finite(value: Tensor, name: str) -> None:
-    """Say of a result that it is not finite, where what can be told of the operator is worth having all the same."""
+    """Say of a result that it is not finite, where the rest of it is worth having."""
     if not bool(value.isfinite().all()):
         warnings.warn(f"{name}: the result {_NOT_FINITE}", HodiffWarning, stacklevel=_arguments.outside())
 

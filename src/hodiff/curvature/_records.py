@@ -7,19 +7,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _tree
+from hodiff._core._arguments import NoNumber
 from hodiff._core._vectors import standard_error
 from hodiff.errors import HodiffError, InputError
 
 # --- how records look: a line in a console, a table in a notebook, a sentence, a picture ------------------------------
 
 
-class Shown(ABC):
+class Shown(NoNumber, ABC):
     """A record that shows what a reader asks first: the value, how good it is, what it took."""
 
     value: Any
@@ -36,10 +37,6 @@ class Shown(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._facts().values())})"
-
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        """NumPy would make an array without dimensions that holds the record, and fail later and elsewhere."""
-        raise TypeError(f"a {type(self).__name__} is no array but a record of .{', .'.join(vars(self))}.")
 
     def _repr_html_(self) -> str:
         rows = "".join(

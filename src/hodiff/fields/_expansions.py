@@ -83,7 +83,8 @@ def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
     if not fits:
         raise InputError(
             f"C: has shape {shape}; with {size} coordinates it must be a diagonal ({size},), a matrix ({size}, "
-            f"{size}), a factor ({size}, R), or one of the last two for each sample, {(*batch, size, 'R')}."
+            f"{size}), a factor ({size}, R), or one of the last two for each sample, "
+            f"({', '.join(map(str, (*batch, size)))}, R)."
         )
     return _like(C, x, "C")
 

@@ -69,7 +69,7 @@ class FieldCall:
         The result is then differentiable: a field is a loss.
         """
         if self.x is _arguments.MISSING:
-            raise InputError(f"x: missing. hodiff evaluates at a point: hodiff.{self.name}(f, x).")
+            raise InputError(f"x: missing. hodiff evaluates at a point: {_arguments.called()}.")
         if not _jet.is_jet(self.x):
             if isinstance(self.x, (tuple, list, dict)):
                 refuse_columns(self.x, self.name)
@@ -158,9 +158,10 @@ def choose(
     prefer: str = "jets",
     nested: bool = False,
 ) -> Any:
-    """The result of one of two routes: as `method` says, else as measured; as a whole, never a mixture.
+    """The result of one of two routes: as `method` says, else as measured; never a mixture.
 
-    What Taylor mode gives has the value first; but where routes are calls of others, which look at theirs (`nested`).
+    What Taylor mode gives has the value first; but where routes are calls of others (`nested`),
+    which look at theirs.
     """
     if torch.compiler.is_compiling():  # the engine's passes cannot be traced
         prefer = "jets"
@@ -185,7 +186,8 @@ def choose(
         value, *parts = result.values() if isinstance(result, dict) else result
         if isinstance(call.x, _jet.JETS):
             value, *parts = map(_jet.value_of, (value, *parts))
-        seen = value.is_cpu and parts and not is_wrapped(parts[-1])  # on other devices to look is to wait
+        # on other devices to look is to wait
+        seen = value.is_cpu and parts and not is_wrapped(parts[-1])
         for part in parts if seen else ():
             if part is not None and not math.isfinite(part.detach().sum()):
                 _warn_if_not_finite([part], [_jet.value_of(call.x), value], ())
@@ -195,7 +197,8 @@ def choose(
 
 def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:
     """Say that a derivative does not exist, where all that it was computed from is finite."""
-    if not all(bool(part.isfinite().all()) for part in results) and all(bool(t.isfinite().all()) for t in given):
+    found, expected = (all(bool(each.isfinite().all()) for each in t) for t in (results, given))
+    if expected and not found:
         _refusals.warn_of_non_finite(kinds)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments
-from hodiff._core._arguments import ChunkSize, SupportsArray
+from hodiff._core._arguments import ChunkSize, NoNumber, SupportsArray
 from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import standard_error
 from hodiff.errors import InputError
@@ -25,7 +25,7 @@ Given = SupportsArray | Sequence[Any]
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate:
+class Estimate(NoNumber):
     """A randomised result.
 
     Attributes:
@@ -340,8 +340,8 @@ def second_order_operator(
 @traced
 def second_order_operator(
     f: What,
-    x: Tensor,
-    C: Tensor,
+    x: Tensor = _arguments.MISSING,
+    C: Tensor = _arguments.MISSING,
     b: Tensor | None = None,
     c: Tensor | float | None = None,
     *,

@@ -13,7 +13,7 @@ from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._case import Explanation, FailedPass
-from hodiff.graph._record import COPY, Lost
+from hodiff.graph._record import COPY, Lost, Record
 from hodiff.graph._source import Line, at, line_of, lines_of, quoted
 
 _INDICES = ("argmax", "argmin", "max", "min", "argsort", "sort", "topk", "multinomial", "bucketize", "searchsorted")
@@ -449,7 +449,8 @@ def _by_gradient(case: FailedPass, name: str, lost: Lost) -> Explanation:
         reason="it has no graph, and nothing that was computed before it can depend on it.",
         unknown=(
             f"which derivative is wanted. For a second one take `{name}` with create_graph=True, and differentiate\n"
-            f"what is computed from `{name}` by what `{name}` was taken by; hodiff.hessian(f, x) and hodiff.hvp(f, x, v) do both.",
+            f"what is computed from `{name}` by what `{name}` was taken by; hodiff.hessian(f, x) and\n"
+            "hodiff.hvp(f, x, v) do both.",
         ),
         certain=True,
     )
@@ -468,108 +469,123 @@ def not_used(case: FailedPass) -> Explanation | None:
     missing = [tensor for tensor in given if _nodes.node_of(tensor) not in reached]
     if not missing:
         return None
-    after = _made_after(case, missing[0])
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
-    names[0] = after or names[0]
     there = sorted(case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None)
     among = _listed(filter(None, there)).removesuffix(" ...")
     loss = case.record.made(case.roots[0]) if case.record is not None and case.roots else None
-    cut = _cut_off(case, missing[0])
-    if cut is not None:
-        return _used_cut(case, names[0], cut)
-    taken = _taken_by(case, names[0])
-    if taken is not None:
-        return _linear(case, names[0], taken)
+    known = _why_not_used(case, missing[0], names[0])
+    if known is not None:
+        return known
     made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", loss)]
     leave = (
         f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
         "gradient is then None, and must be skipped, not updated with."
     )
-    name = f"`{names[0]}`" if after or case.names.of(missing[0]) else names[0]
-    from_that = "compute it from that very tensor: one made by a view,\nan index, .to() or a detach()"
     depends = (
-        f"what is wanted. The derivative by {name} takes a loss that was computed from it, which the call makes too\n"
-        f"late: make it before, y = {after}, and compute the loss from y. Else differentiate by what it is made of."
-        if after
-        else f"whether the loss should depend on {name}. If so, {from_that} after the loss, or beside it, is another."
+        f"whether the loss should depend on `{names[0]}`. If so, compute it from that very tensor: one made by a "
+        "view,\nan index, .to() or a detach() after the loss, or beside it, is another."
     )
     return case.explanation(
         "not used",
-        f"not in the graph: {_listed(names) if name[0] == '`' else name}",
+        f"not in the graph: {_listed(names)}",
         f"  in the graph: {among}" if among else "",
         *(f"  {what} made {quoted(line)}" for what, line in made if line is not None),
         ("failing call", case.line),
         variable=names[0],
-        reason=(
-            "it was made after the loss, which cannot depend on it."
-            if after
-            else "the loss was computed without it: from another tensor of that name, a copy, or a detached one."
-        ),
+        reason="the loss was computed without it: from another tensor of that name, a copy, or a detached one.",
         fixes=(leave if len(missing) < len(given) else "",),
         unknown=(depends,),
         certain=True,
     )
 
 
-def _taken_by(case: FailedPass, name: str) -> Line | None:
-    """The line of a gradient by a variable that the loss was computed from, if that kept its graph."""
+def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | None:
+    """The explanation of an input that was cut off, or made too late, or is that of a line."""
     record = case.record
     if record is None:
         return None
-    built = {call.stack[0] for call in record.passes if call.built and call.path}
-    lines = dict.fromkeys(map(record.made, _nodes.walk(case.roots)))
-    return next((line for line in lines if line in built and name in _source.inputs_of(line)), None)
-
-
-def _linear(case: FailedPass, name: str, taken: Line) -> Explanation:
-    """The explanation of a gradient that does not depend on what it was taken by."""
-    return case.explanation(
-        "constant gradient",
-        f"not in the graph: `{name}`",
-        ("gradient at", taken),
-        ("failing call", case.line),
-        variable=name,
-        created=taken,
-        reason=f"that gradient does not depend on `{name}`: what was differentiated there is linear in it.",
-        fixes=(
-            "the derivative is zero: pass allow_unused=True, materialize_grads=True, which gives zeros;\n"
-            "hodiff.hvp, hodiff.hessian and hodiff.nth_derivative return them.",
+    cut = _cut_off(case, record, tensor)
+    if cut is not None:
+        return _used_cut(case, name, cut)
+    taken = _taken_by(case, record, name)
+    if taken is not None:
+        return _unused(
+            case,
+            "constant gradient",
+            name,
+            ("gradient at", taken),
+            f"that gradient does not depend on `{name}`: what was differentiated there is linear in it.",
+            fixes=(
+                "the derivative is zero: pass allow_unused=True, materialize_grads=True, which gives zeros;\n"
+                "hodiff.hvp, hodiff.hessian and hodiff.nth_derivative return them.",
+            ),
+        )
+    written = _made_by(case, record, tensor)
+    if not written:
+        return None
+    return _unused(
+        case,
+        "not used",
+        written,
+        ("made at", case.line),
+        "it was made after the loss, which cannot depend on it.",
+        unknown=(
+            f"what is wanted. The derivative by `{written}` takes a loss that was computed from it: make it\n"
+            f"before, y = {written}, and compute the loss from y. Else differentiate by what it is made of.",
         ),
-        certain=True,
     )
 
 
-def _made_after(case: FailedPass, tensor: Tensor) -> str:
-    """How the failing call makes an input itself, of which no loss was computed: `-x`; empty if it does not."""
-    here = case.record.made(tensor.grad_fn) if case.record is not None and tensor.grad_fn is not None else None
+def _unused(
+    case: FailedPass, cause: str, name: str, made: tuple[str, Line | None], reason: str, **advice: tuple[str, ...]
+) -> Explanation:
+    """The explanation of an input that no graph leads to, whose cause is known."""
+    return case.explanation(
+        cause,
+        f"not in the graph: `{name}`",
+        made,
+        ("failing call", case.line),
+        variable=name,
+        created=made[1],
+        reason=reason,
+        certain=True,
+        **advice,
+    )
+
+
+def _taken_by(case: FailedPass, record: Record, name: str) -> Line | None:
+    """The line of a gradient with a graph, by a variable, that the loss was computed from."""
+    built = {call.stack[0] for call in record.passes if call.built and call.path}
+    lines = dict.fromkeys(map(record.made, _nodes.walk(case.roots)))
+    return next(filter(lambda line: line in built and name in _source.inputs_of(line), filter(None, lines)), None)
+
+
+def _made_by(case: FailedPass, record: Record, tensor: Tensor) -> str:
+    """How the failing call makes an input itself, too late for the loss: `-x`; or empty."""
+    here = record.made(tensor.grad_fn) if tensor.grad_fn is not None else None
     written = _source.inputs_of(here) if here is not None and here == case.line else []
     given = [each for each in case.inputs or () if isinstance(each, Tensor)]
     return next((text for each, text in zip(given, written, strict=False) if each is tensor), "")
 
 
-def _cut_off(case: FailedPass, leaf: Tensor) -> Lost | None:
+def _cut_off(case: FailedPass, record: Record, leaf: Tensor) -> Lost | None:
     """Where a leaf was cut off on its way to the loss."""
-    if case.record is None:
-        return None
-    cuts = case.record.entering(_inspect.executed(case.roots, None))
-    return next((cut for cut in cuts if any(each is leaf for each in case.record.cuts.leaves(cut))), None)
+    cuts = record.entering(_inspect.executed(case.roots, None))
+    return next((cut for cut in cuts if any(each is leaf for each in record.cuts.leaves(cut))), None)
 
 
 def _used_cut(case: FailedPass, name: str, cut: Lost) -> Explanation:
     """The explanation of an input that enters the loss by a way that was cut alone."""
-    return case.explanation(
+    return _unused(
+        case,
         "not used",
-        f"not in the graph: `{name}`",
+        name,
         ("cut at", cut.line),
-        ("failing call", case.line),
-        variable=name,
-        created=cut.line,
-        reason=CUTS[cut.kind].reason,
+        CUTS[cut.kind].reason,
         unknown=(
             f"whether the loss should depend on `{name}`. If so, {fix_of(cut.kind, cut.line, cut.call)}\n"
             f"If not (an index, a mask, a target), leave `{name}` out of the inputs, or pass allow_unused=True.",
         ),
-        certain=True,
     )
 
 
@@ -659,7 +675,7 @@ def reentrant(case: FailedPass) -> Explanation:
         ("read at", read if line is None else None),
         ("failing call", case.line),
         created=line or read,
-        reason="it runs its function again within the pass, where nothing is known of the inputs that were asked for.",
+        reason="it runs its function again in the pass, and knows nothing of the inputs asked for.",
         fixes=(CUTS["checkpoint"].fix,),
     )
 

@@ -134,7 +134,7 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
 
 
 def _of_loop(case: FailedPass, record: Record, change: Change) -> Line | None:
-    """The line of a value that a loop computed, and then changed what it was computed from; the pass comes later."""
+    """The line of a value of a loop that then changed what it is of, if the pass comes later."""
     mine, changed = dict(case.call.path if case.call is not None else ()), dict(change.path)
     for node, _, _ in _stale_slots(case):
         for frame in record.path(node):

@@ -122,9 +122,9 @@ def _is_spent(node: Node, record: Record) -> bool:
 
 
 def _last_pass(record: Record, node: Node) -> Pass | None:
-    """The pass that freed what a value needs: its own, that of the nodes below; or the last that kept its graph.
+    """The pass that freed what a value needs, or its nodes below; or the last that kept its graph.
 
-    Its values have changed then. A pass that frees what it runs, and has left all of this alone, was another's.
+    Its values have changed then. One that frees what it runs, and left all of this, was another's.
     """
     inner = (each for each in _inspect.below([node]) if _saved.leaf(each) is None)
     tags = (tag for each in inner if (tag := record.tags.tag(each)) is not None)

@@ -422,7 +422,7 @@ def target_of(line: Line) -> str:
 
 
 def inputs_of(line: Line) -> list[str]:
-    """What the gradient at a line is taken by, as written: the second argument of `grad`, or `inputs=`."""
+    """What the gradient at a line is taken by, as written."""
     for call in nodes_at(line):
         if isinstance(call, ast.Call) and _called(call) == "grad":
             given = [each.value for each in call.keywords if each.arg == "inputs"] or call.args[1:2]
@@ -564,7 +564,8 @@ class Line(NamedTuple):
         cell, number, _ = resolve(self.file, self.number)
         if not self.number and not cell:
             return self.file
-        name = os.fsencode(os.path.basename(self.file)).decode("utf-8", "replace")  # in the locale C it is bytes
+        # in the locale C Python knows a name by its bytes
+        name = os.fsencode(os.path.basename(self.file)).decode("utf-8", "replace")
         return f"In[{cell}]:{number}" if cell else f"{name}:{number}"
 
 

@@ -257,7 +257,7 @@ class RuleCounter:
 
 def report(
     f: Callable[..., Any],
-    x: Tensor,
+    x: Tensor = _arguments.MISSING,
     *,
     order: int = 2,
     batch_ndim: int = 1,

@@ -79,7 +79,7 @@ class PathLengthPenalty(nn.Module):
     def forward(
         self,
         f: Function,
-        w: Tensor,
+        w: Tensor = _arguments.MISSING,
         *,
         vectors: Tensor | None = None,
         reduction: Reduction = "mean",

@@ -1,0 +1,395 @@
+"""A hundred mistakes over all public names: each is an error that says what was got, and what to do instead.
+
+Five are in Python's own words: they are about the signature of the call, before anything of ours runs.
+"""
+
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hodiff
+
+D = torch.float64
+torch.manual_seed(0)
+x = torch.tensor([0.3, 0.7, 1.1], dtype=D)
+X = torch.randn(5, 3, dtype=D)
+v = torch.ones(3, dtype=D)
+m = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+batch = (X, torch.randn(5, 1, dtype=D))
+data = [batch]
+opt = torch.optim.SGD(m.parameters(), lr=0.1)
+
+
+def f(z):
+    return (z**3).sum()
+
+
+def g(z):
+    return (z**3).sum(-1)
+
+
+def vec(z):
+    return z**2
+
+
+def loss(model):
+    return F.mse_loss(model(X), batch[1])
+
+
+def lf(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def at(call, point):
+    return call(point.clone().requires_grad_())
+
+
+def freed():
+    value = loss(m)
+    value.backward()
+    return value
+
+
+H = hodiff.HessianOperator(f, x)
+M = hodiff.MatrixOperator(torch.eye(3, dtype=D) * 2)
+
+# The mistake, the call, the words.
+TAUGHT = {
+    "grad(x, f)": (lambda: hodiff.grad(x, f), r"x: is a function"),
+    "hvp(f, v) (v forgotten)": (lambda: hodiff.hvp(f, x), r"v: missing"),
+    "vjp(f, x) as torch.func": (lambda: hodiff.vjp(vec, x), r"u: missing"),
+    "grad(f)(x) as torch.func": (lambda: hodiff.grad(f)(x), r"x: missing"),
+    "grad(model, X) for a module f": (lambda: hodiff.grad(m, X), r"f: returned shape \(5, 1\)"),
+    "grad(loss, model.parameters())": (
+        lambda: hodiff.grad(loss, m.parameters()),
+        r"x: is a generator \(model\.parameters\(\)\?\)",
+    ),
+    "grad(loss, list(parameters)) loss ignores arg": (
+        lambda: hodiff.grad(lambda p: loss(m), list(m.parameters())),
+        r"f reaches x\[0\] other than through its argument, so that path would be missi",
+    ),
+    "grad(loss, optimizer)": (
+        lambda: hodiff.grad(loss, opt),
+        r"x: is a SGD; expected a tensor, a container of tensors \(tuple, list, dict, ",
+    ),
+    "grad(loss(m), m) detached": (
+        lambda: hodiff.grad(loss(m).detach(), m),
+        r"f carries no graph: between 0\.weight, 0\.bias, 2\.weight, 2\.bias and the resu",
+    ),
+    "grad('loss', m)": (lambda: hodiff.grad("loss", m), r"f: is a str"),
+    "f uses .numpy()": (
+        lambda: hodiff.grad(lambda z: torch.tensor(np.sin(z.detach().numpy())).sum(), x),
+        r"carries no graph.*cut at.*torch\.stack",
+    ),
+    "f under no_grad": (
+        lambda: hodiff.grad(torch.no_grad()(f), x),
+        r"carries no graph.*switched off \(no_grad.*enable_grad",
+    ),
+    "f returns None (print)": (lambda: hodiff.hessian(lambda z: None, x), r"f: returned a NoneType"),
+    "args=tensor instead of tuple": (lambda: hodiff.grad(lambda z, t: (z * t).sum(), x, args=v), r"args: is a Tensor"),
+    "kwargs={'t'} a set": (lambda: hodiff.grad(lambda z, t=1: f(z), x, kwargs={"t"}), r"kwargs: is a set"),
+    "point numpy array": (lambda: hodiff.grad(f, np.ones(3)), r"x: is a NumPy object"),
+    "point list of floats": (lambda: hodiff.grad(f, [0.1, 0.2]), r"x\[0\]: is the float 0\.1"),
+    "point int tensor": (
+        lambda: hodiff.hessian(f, torch.tensor([1, 2, 3])),
+        r"x: has dtype torch\.int64; derivatives need a real floating point tensor",
+    ),
+    "point nn class": (lambda: hodiff.grad(loss, nn.Linear), r"x: is the class Linear, not an instance"),
+    "point string": (lambda: hodiff.laplacian(g, "X"), r"x: is a str"),
+    "point generator": (
+        lambda: hodiff.grad(lambda d: sum(t.sum() for t in d), (t for t in [x])),
+        r"x: is a generator \(model\.parameters\(\)\?\)",
+    ),
+    "laplacian of a 1-D point without batch_ndim=0": (lambda: hodiff.laplacian(f, x), r"f: returned shape \(\)"),
+    "divergence of scalar": (lambda: hodiff.divergence(g, X), r"f: returned shape \(5,\) for x of shape \(5, 3\)"),
+    "partial index out of range": (lambda: hodiff.partial(g, X, 3), r"index: got 3; x has the coordinates 0 to 2\."),
+    "partial index word": (lambda: hodiff.partial(g, X, "xx"), r"index: got 'xx'"),
+    "partial index float": (lambda: hodiff.partial(g, X, 1.0), r"index: got 1\.0"),
+    "derivatives_of point without grad": (
+        lambda: hodiff.derivatives_of(m(X), X)[0],
+        r"x: does not require grad, so f was computed without tracking it",
+    ),
+    "derivatives_of ['x']": (lambda: at(lambda z: hodiff.derivatives_of(m(z), z)["x"], X), r"index: got 'x'"),
+    "nth_derivative n=-1": (lambda: hodiff.nth_derivative(torch.sin, x, -1), r"n: got -1"),
+    "nth_derivative(2, f, x)": (lambda: hodiff.nth_derivative(2, torch.sin, x), r"n: got a Tensor"),
+    "nth_derivative of scalar loss": (
+        lambda: hodiff.nth_derivative(f, x, 2),
+        r"f: returned shape \(\) for x of shape \(3,\)",
+    ),
+    "second_order_operator C wrong": (
+        lambda: hodiff.second_order_operator(g, X, torch.eye(2, dtype=D)),
+        r"C: has shape \(2, 2\)",
+    ),
+    "second_order_operator C float32": (
+        lambda: hodiff.second_order_operator(g, X, torch.eye(3)),
+        r"C: is torch\.float32 on cpu, x is torch\.float64 on cpu",
+    ),
+    "jet series shapes": (lambda: hodiff.jet(torch.sin, x, [v[:2]]), r"series: holds \(\(2,\), torch\.float64\)"),
+    "hvp v wrong shape": (lambda: hodiff.hvp(f, x, torch.ones(4, dtype=D)), r"v: has shape \(4,\)"),
+    "hvp module v is module": (lambda: hodiff.hvp(loss, m, m), r"v: is a Sequential"),
+    "hvp module v dict missing key": (
+        lambda: hodiff.hvp(loss, m, {"0.weight": torch.ones(4, 3, dtype=D)}),
+        r"v: has a dict with keys \['0\.weight'\]",
+    ),
+    "vjp u missing shape": (lambda: hodiff.vjp(vec, x, torch.tensor(1.0, dtype=D)), r"u: has shape \(\)"),
+    "cross_hessian y missing": (lambda: hodiff.cross_hessian(lambda a, b: (a * b).sum(), x), r"y: missing"),
+    "cross_hvp one-arg f": (
+        lambda: hodiff.cross_hvp(f, x, x, v),
+        r"f: cannot be called with the 2 positional arguments that it is given here: ",
+    ),
+    "batch_ndim=-1": (lambda: hodiff.grad(g, X, batch_ndim=-1), r"batch_ndim: got -1"),
+    "batch_ndim=3": (lambda: hodiff.hessian(g, X, batch_ndim=3), r"x: has shape \(5, 3\)"),
+    "chunk_size=0": (lambda: hodiff.hessian(f, x, chunk_size=0), r"chunk_size: got 0"),
+    "allow='relu'": (lambda: hodiff.hvp(f, x, v, allow=3), r"allow: is a int"),
+    "HessianOperator(m, loss) swapped": (lambda: hodiff.HessianOperator(m, loss) @ torch.ones(21), r"x: is a function"),
+    "HessianOperator(loss(m), m) graph freed": (
+        lambda: hodiff.HessianOperator(freed(), m) @ torch.ones(21, dtype=D),
+        r"the graph has already been freed: a backward\(\) or autograd\.grad\(\) without r",
+    ),
+    "HessianOperator data=DataLoader iterator": (
+        lambda: hodiff.HessianOperator(lf, m, data=iter(data)) @ torch.ones(21, dtype=D),
+        r"data: is a one-shot iterator \(list_iterator\): the second product would see ",
+    ),
+    "HessianOperator data=tensor": (
+        lambda: hodiff.HessianOperator(lf, m, data=X) @ torch.ones(21, dtype=D),
+        r"data: is a Tensor",
+    ),
+    "HessianOperator f(m) with data": (
+        lambda: hodiff.HessianOperator(loss, m, data=data) @ torch.ones(21, dtype=D),
+        r"f: is called as f\(where, batch\) with data=, once for each batch",
+    ),
+    "GaussNewton without loss": (
+        lambda: hodiff.GaussNewtonOperator(m, m, data=data),
+        r"predict: is the module Sequential itself",
+    ),
+    "Jacobian @ wrong side": (
+        lambda: hodiff.JacobianOperator(lambda z: torch.cat([z, z]), x) @ torch.ones(6, dtype=D),
+        r"v: has shape \(6,\)",
+    ),
+    "MatrixOperator(list)": (lambda: hodiff.MatrixOperator([[1.0, 2.0], [3.0, 4.0]]), r"A: is list"),
+    "MatrixOperator(numpy)": (lambda: hodiff.MatrixOperator(np.eye(3)), r"A: is ndarray"),
+    "MatrixOperator non-square trace": (
+        lambda: hodiff.trace(hodiff.MatrixOperator(torch.randn(3, 2))),
+        r"trace: the operator is 3 x 2; expected a square one \(J\.T @ J\?\)\.",
+    ),
+    "MatrixOperator 3-D": (
+        lambda: hodiff.MatrixOperator(torch.randn(2, 3, 3)),
+        r"A: is torch\.strided, torch\.float32 of shape \(2, 3, 3\)",
+    ),
+    "eigsh(H, 'largest')": (lambda: hodiff.eigsh(H, "largest"), r"k: got 'largest'"),
+    "eigsh which='LM'": (lambda: hodiff.eigsh(H, 2, which="LM"), r"which: got 'LM'"),
+    "solve(b, H)": (lambda: hodiff.solve(v, H), r"solve: got a tensor"),
+    "solve method='lu'": (lambda: hodiff.solve(M, v, method="lu"), r"method: got 'lu'"),
+    "solve preconditioner=tensor": (
+        lambda: hodiff.solve(M, v, preconditioner=torch.eye(3, dtype=D)),
+        r"preconditioner: got a tensor",
+    ),
+    "logdet indefinite": (
+        lambda: hodiff.logdet(hodiff.MatrixOperator(torch.diag(torch.tensor([1.0, -1.0])))),
+        r"logdet: the operator has an eigenvalue of about -1",
+    ),
+    "H + 'x'": (lambda: H + "0.1", r"operator \+ a str: expected a number or an operator"),
+    "H[0, 0]": (lambda: H[0, 0], r"HessianOperator\(3 x 3, float64, double backward, not evaluated\) has no entr"),
+    "float(trace record)": (
+        lambda: float(hodiff.trace(M)),
+        r"a TraceRecord is no number but a record of \.value, \.stderr, \.converged, \.pr",
+    ),
+    "solve(...) @ x": (
+        lambda: hodiff.solve(M, v) * 2,
+        r"a SolveRecord is no number but a record of \.value, \.residual, \.converged, \.",
+    ),
+    "samples=1.5": (lambda: hodiff.trace(M, samples=1.5), r"samples: got 1\.5"),
+    "generator=seed": (lambda: hodiff.trace(M, samples=1, generator=0), r"generator: is a int"),
+    "generator=np": (
+        lambda: hodiff.hessian_penalty(g, X, generator=np.random.default_rng(0)),
+        r"generator: is a Generator",
+    ),
+    "NewtonCG(model)": (
+        lambda: hodiff.NewtonCG(m),
+        r"params: optimizer can only optimize Tensors, but one of the params is torch",
+    ),
+    "NewtonCG.step() no closure": (lambda: hodiff.NewtonCG(m.parameters()).step(), r"closure: is missing"),
+    "NewtonCG.step(loss) tensor": (lambda: hodiff.NewtonCG(m.parameters()).step(loss(m)), r"closure: is a Tensor"),
+    "LM(loss, parameters())": (
+        lambda: hodiff.LevenbergMarquardt(lambda mod, b: mod(b[0]) - b[1], m.parameters()),
+        r"x: is a generator \(model\.parameters\(\)\?\)",
+    ),
+    "LM scalar loss": (lambda: hodiff.LevenbergMarquardt(lf, m).step(batch), r"residuals\[0\]: returned shape \(\)"),
+    "LM step(closure)": (
+        lambda: hodiff.LevenbergMarquardt(lambda mod, b: (mod(b[0]) - b[1])[:, 0], m).step(lambda: 1),
+        r"step: got a closure",
+    ),
+    "gradient_penalty(x, f)": (
+        lambda: hodiff.gradient_penalty(X, m),
+        r"2\.weight: has batch shape \(1,\), 0\.weight has \(4,\)",
+    ),
+    "wgan_gp(real, fake, critic)": (
+        lambda: hodiff.wgan_gp_penalty(X, X, m),
+        r"fake: is the module Sequential, in the place of a tensor",
+    ),
+    "interpolate(real)": (lambda: hodiff.interpolate(X), r"b: missing"),
+    "PathLengthPenalty()(w)": (lambda: hodiff.PathLengthPenalty()(X), r"w: missing"),
+    "sample_norm of a float": (lambda: hodiff.sample_norm(1.0), r"grads: is the float 1\.0"),
+    "score of scalar": (lambda: hodiff.sliced_score_matching_loss(g, X), r"f\(x\): has shape \(5,\)"),
+    "argmin solver result forgotten": (lambda: hodiff.implicit.argmin(f), r"x_star: missing"),
+    "fixed_point of loss": (
+        lambda: hodiff.implicit.fixed_point(f, x.clone().requires_grad_()),
+        r"f: must return what is like x_star \(for a module, a dict by parameter name\)",
+    ),
+    "unroll rule class": (lambda: hodiff.unroll(f, x, hodiff.rules.SGD, 3), r"rule: is the class SGD, not an instance"),
+    "sparse_jacobian pattern list": (
+        lambda: hodiff.sparse_jacobian(vec, x, pattern=[[1, 0, 0]]),
+        r"pattern: is a list",
+    ),
+    "multi_grad(loss, m)": (lambda: hodiff.multi_grad(loss(m), m), r"losses: is a Tensor"),
+    "multi_grad([f, g]) no where": (lambda: hodiff.multi_grad([f, f]), r"where: missing"),
+    "per_sample_grad mean loss": (lambda: hodiff.per_sample_grad(lf, m, batch), r"f: returned shape \(\)"),
+    "per_sample_grad batch missing": (lambda: hodiff.per_sample_grad(lf, m), r"batch: missing"),
+    "select typo": (lambda: hodiff.select(m, "0.wieght"), r"pattern '0\.wieght': matches no parameter of Sequential"),
+    "check_derivatives(f(x), x)": (
+        lambda: hodiff.check_derivatives(f(x.clone().requires_grad_()), x),
+        r"f: check_derivatives evaluates f at many points",
+    ),
+    "graph.explain()": (lambda: hodiff.graph.explain(), r"exc: missing, and no exception is being handled"),
+    "jets.report(f) no x": (lambda: hodiff.jets.report(f), r"x: missing"),
+    "tensor form without requires_grad": (
+        lambda: hodiff.grad(f(x), x),
+        r"x: does not require grad, so f was computed without tracking it",
+    ),
+    "tensor form x twice": (
+        lambda: at(lambda z: hodiff.grad(f(z), (z, z)), x),
+        r"x\[1\]: the same tensor is given twice",
+    ),
+    "f detaches": (lambda: hodiff.grad(lambda z: f(z.detach()), x), r"carries no graph.*drop the detach"),
+    "f of global x": (
+        lambda: hodiff.grad(lambda z: f(x), x),
+        r"no operation in f was given x: compute with f's argument",
+    ),
+    "meta point": (
+        lambda: hodiff.hessian(f, torch.ones(3, device="meta")),
+        r"x: is on the meta device, whose tensors hold no numbers",
+    ),
+    "complex point": (
+        lambda: hodiff.grad(lambda z: z.abs().sum(), torch.ones(2, dtype=torch.complex64)),
+        r"x: is complex \(torch\.complex64\)",
+    ),
+    "has_aux but f returns one": (lambda: hodiff.grad(f, x, has_aux=True), r"f: returned a single tensor"),
+}
+SIGNATURES = {
+    "an option of torch.func": (lambda: hodiff.grad(f, x, argnums=1), "unexpected keyword argument 'argnums'"),
+    "an option of PyTorch": (
+        lambda: hodiff.grad(f, x, retain_graph=True),
+        "unexpected keyword argument 'retain_graph'",
+    ),
+    "two points": (lambda: hodiff.grad(lambda a, b: (a * b).sum(), x, x), "2 positional arguments but 3 were given"),
+    "a function for an operator": (lambda: hodiff.solve(f, x, v), "2 positional arguments but 3 were given"),
+    "an operator for a function": (lambda: H(v), "'HessianOperator' object is not callable"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@pytest.mark.parametrize("mistake", TAUGHT)
+def test_a_mistake_is_told(mistake):
+    call, words = TAUGHT[mistake]
+    with pytest.raises(hodiff.HodiffError, match=rf"(?s){words}"):
+        call()
+
+
+@pytest.mark.parametrize("mistake", SIGNATURES)
+def test_a_wrong_signature_is_told_by_python(mistake):
+    call, words = SIGNATURES[mistake]
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+# --- what fits all names: an argument that was forgotten, a record where its number is wanted -----
+
+GIVEN = {
+    "solve": M, "nystrom": M, "trace": M, "derivatives_of": g(X), "interpolate": X, "multi_grad": [f],
+    "FisherOperator": lambda model, batch: model(batch[0]), "GaussNewtonOperator": lambda model, batch: model(batch[0]),
+}  # fmt: skip
+SECOND = {"loss": nn.MSELoss(), "n": 2, "rank": 2, "rule": hodiff.rules.SGD(lr=0.1), "where": X, "steps": 3}
+OPTIONS = {"FisherOperator": {"data": data}, "GaussNewtonOperator": {"data": data}}
+MODULES = (hodiff, hodiff.implicit, hodiff.sparse, hodiff.jets)
+
+
+def wanted(function):
+    """The arguments that a call cannot do without, but for the first."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if repr(each.default) == "<missing>"]
+
+
+CALLABLES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
+FORGOTTEN = [
+    (name, argument)
+    for name, function in CALLABLES.items()
+    if inspect.isfunction(function) or (inspect.isclass(function) and function.__module__.startswith("hodiff.curv"))
+    for argument in wanted(function)
+]
+
+
+def test_most_names_take_a_second_argument():
+    assert len(FORGOTTEN) > 60 and {"hvp", "HessianOperator", "argmin", "plan_hessian"} <= {
+        name for name, _ in FORGOTTEN
+    }
+
+
+@pytest.mark.parametrize(("name", "argument"), FORGOTTEN)
+def test_a_forgotten_argument_is_named(name, argument):
+    names = wanted(CALLABLES[name])
+    given = [SECOND.get(each, X) for each in names[: names.index(argument)]]
+    with pytest.raises(hodiff.InputError, match=r"missing"):
+        CALLABLES[name](GIVEN.get(name, f), *given, **OPTIONS.get(name, {}))
+
+
+RECORDS = {
+    "trace": lambda: hodiff.trace(M),
+    "diagonal": lambda: hodiff.diagonal(M),
+    "solve": lambda: hodiff.solve(M, v),
+    "eigsh": lambda: hodiff.eigsh(M, 1),
+    "logdet": lambda: hodiff.logdet(M),
+    "spectral_radius": lambda: hodiff.spectral_radius(M),
+    "spectral_density": lambda: hodiff.spectral_density(M, width=0.1),
+    "laplacian": lambda: hodiff.laplacian(g, X, samples=2),
+}
+USES = {
+    "float": float,
+    "sum": lambda r: r + 1.0,
+    "tensor first": lambda r: v * r,
+    "comparison": lambda r: r < 1.0,
+    "torch": lambda r: torch.sum(r),
+    "in a list": lambda r: torch.stack([v, r]),
+    "entry": lambda r: r[0],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_where_its_number_is_wanted(name, use):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        record = RECORDS[name]()
+    with pytest.raises(hodiff.InputError, match=r"is no number but a record of \.value"):
+        USES[use](record)
+
+
+@pytest.mark.parametrize("call", [lambda p: p**2, lambda p: p.sum(), lambda p: p(X)])
+def test_an_error_of_f_says_what_f_was_given(call):
+    """The exception is the user's; that f is given a container is of hodiff's calling convention."""
+    with pytest.raises((TypeError, AttributeError), match="'dict'") as caught:
+        hodiff.grad(call, {"a": x})
+    assert caught.value.__notes__ == ["hodiff: f is given what x is, as one argument: a dict with keys ['a']."]
+    with pytest.raises(TypeError, match="unsupported operand") as caught:
+        hodiff.grad(lambda z: z @ "a", x)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_loop_over_an_operator():
+    for use in (list, lambda A: A[0], lambda A: A[0, 1]):
+        with pytest.raises(hodiff.InputError, match=r"no entries to look up: its matrix is H\.dense\(\)"):
+            use(H)
