@@ -197,8 +197,8 @@ def choose(
 
 def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:
     """Say that a derivative does not exist, where all that it was computed from is finite."""
-    found, expected = (all(bool(each.isfinite().all()) for each in t) for t in (results, given))
-    if expected and not found:
+    ours, theirs = (all(bool(each.isfinite().all()) for each in t) for t in (results, given))
+    if theirs and not ours:
         _refusals.warn_of_non_finite(kinds)
 
 
