@@ -89,6 +89,7 @@ def trace(
     Warns:
         ConvergenceWarning: `rtol` was asked for and not reached.
         HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
+        HodiffWarning: The result is not finite.
 
     Cost:
         A product for each vector, two for `"xtrace"` and for each vector of the sketch of `"hutch++"`; memory for a
@@ -311,6 +312,7 @@ def diagonal(
     Warns:
         ConvergenceWarning: `rtol` was asked for and not reached.
         HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
+        HodiffWarning: The result is not finite.
 
     Cost:
         A product for each vector drawn, two for XDiag (one of them with the transpose), or as many as there are

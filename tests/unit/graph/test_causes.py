@@ -1,12 +1,14 @@
 """Causes that a record names: parameters that are frozen, casts, losses of several elements, passes inside passes."""
 
 import runpy
+import types
 
 import pytest
 import torch
 
 import hodiff
 from hodiff.graph import watch
+from hodiff.graph._case import Evidence
 
 START = "import torch\nfrom torch import nn\n\ntorch.manual_seed(0)\n"
 OF_GRADIENTS = "does not require grad|a second time|appears to not have been used|only for scalar outputs"
@@ -232,3 +234,11 @@ def test_to_say_that_a_leaf_requires_no_grad_changes_no_value():
         w.requires_grad = True
         assert record.record.changed(w) is None
         assert record.record.switched(w)[0].line.text == "w.requires_grad = True"
+
+
+def test_an_output_of_a_compiled_call_is_not_what_the_first_loss_reads():
+    """All outputs of such a call are one node, and a variable that holds one may be that of the second loss alone."""
+    compiled = type("CompiledFunctionBackward", (), {})()
+    for node, words in ((compiled, "those outputs of the compiled call"), (object(), "aux.detach()")):
+        evidence = types.SimpleNamespace(first=types.SimpleNamespace(node=node), variables=["aux"])
+        assert Evidence.detached.fget(evidence).startswith(words)
