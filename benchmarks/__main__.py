@@ -10,6 +10,7 @@ from benchmarks import (
     bilevel,
     calibration,
     curvature,
+    eager,
     estimators,
     fields,
     graph,
@@ -37,6 +38,7 @@ SUBJECTS = {
     "penalties": penalties,
     "scale": scale,
     "sparse": sparse,
+    "eager": eager,
 }
 
 

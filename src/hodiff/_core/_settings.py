@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -153,23 +153,7 @@ class Counted:
 
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
-        user = lambda: None  # noqa: E731 - an object of its own, made without a call
-
-        def leave() -> None:
-            with _locks.lock:
-                if user in self._users:
-                    del self._users[user]
-                while self._restore and not self._users:
-                    self._restore[-1]()
-                    del self._restore[-1]
-
-        undo += [leave]
-        if self._needs:
-            __import__(self._needs)
-        with _locks.lock:
-            self._users[user] = _locks.here.thread
-            if not self._restore:
-                self._switch(self._restore)
+        enter((self,), undo)
 
     def _keep(self, thread: int) -> None:
         """Leave it for all threads but one."""
@@ -180,12 +164,43 @@ class Counted:
             undo_all(undo)
 
 
+def enter(switches: Sequence[Counted], undo: Undo) -> None:
+    """Switch all of these that nobody has switched; `undo` is given what leaves them, the last one first."""
+    user = lambda: None  # noqa: E731 - an object of its own, made without a call
+
+    def leave() -> None:
+        with _locks.lock:
+            for switch in switches[::-1]:
+                if user in switch._users:
+                    del switch._users[user]
+                while switch._restore and not switch._users:
+                    switch._restore[-1]()
+                    del switch._restore[-1]
+
+    undo += [leave]
+    for switch in switches:
+        if switch._needs:
+            __import__(switch._needs)
+            switch._needs = ""  # it is there now
+    with _locks.lock:
+        for switch in switches:
+            switch._users[user] = _locks.here.thread
+            if not switch._restore:
+                switch._switch(switch._restore)
+
+
 def _eager(undo: Undo) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
     eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
     # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
     undo += [partial(setattr, eval_frame, "_stance", eval_frame._stance)]
-    eval_frame._stance = eval_frame.DynamoStance("force_eager")
+    eval_frame._stance = _forced()
+
+
+@cache
+def _forced() -> Any:
+    """The stance in which nothing is compiled."""
+    return sys.modules["torch._dynamo.eval_frame"].DynamoStance("force_eager")
 
 
 def _no_cudnn(undo: Undo) -> None:
