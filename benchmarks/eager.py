@@ -6,6 +6,7 @@ the same by hand, or the fastest of PyTorch's own.
 
 import statistics
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -56,8 +57,7 @@ def cases() -> dict[str, Case]:
 
 
 def network(*widths: int, act: type[nn.Module] = nn.Tanh) -> nn.Sequential:
-    pairs = zip(widths, widths[1:], strict=False)
-    layers = [layer for n, m in pairs for layer in (nn.Linear(n, m), act())]
+    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m), act())]
     return nn.Sequential(*layers[:-1])
 
 

@@ -128,6 +128,7 @@ def test_what_another_thread_is_loading_is_waited_for_without_the_lock(monkeypat
         return import_(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", seen)
+    monkeypatch.setattr(_settings.eager, "_needs", "torch._dynamo.eval_frame")  # as before it was loaded
     with EvaluationContext(asked(passes=2)):
         pass
     assert loaded[0] is False

@@ -172,7 +172,7 @@ ACCEPTED = "a tensor, a container of tensors (tuple, list, dict, nested), an nn.
 
 def check_real_tensor(value: Any, name: str) -> None:
     """Raise unless `value` is a strided, real floating point tensor."""
-    if not isinstance(value, Tensor):
+    if value.__class__ is not Tensor and not isinstance(value, Tensor):
         raise InputError(f"{name}: {_not_a_tensor(value)}")
     if value.__class__ not in WHOLE and LOADED_BY in sys.modules and _is_dtensor(value):
         raise InputError(f"{name}: is a DTensor, of which each process holds a shard. {WAY_OUT}")
@@ -278,7 +278,7 @@ _HINTS = {"function": ". Call what it returns", "NoneType": ". Does it end witho
 
 def check_output(value: Any, name: str = "f(x)") -> Tensor:
     """Raise unless `value`, an output of `f`, is a real floating point tensor."""
-    if not isinstance(value, Tensor):
+    if value.__class__ is not Tensor and not isinstance(value, Tensor):
         hint = AUX_HINT if isinstance(value, tuple) else _HINTS.get(type(value).__name__, "")
         raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
     if value.dtype.is_floating_point:
@@ -474,7 +474,8 @@ WAY_OUT = (
 )
 
 
-WHOLE: set[type] = {Tensor, nn.Parameter}
+TENSORS = frozenset((Tensor, nn.Parameter))
+WHOLE: set[type] = {*TENSORS, type(None)}
 """Classes of tensors and modules that are known to be nobody's shards."""
 
 
@@ -495,8 +496,10 @@ def check_modules(modules: Iterable[nn.Module], name: str) -> None:
     for module in modules:
         if module.__class__ not in WHOLE:
             _check_class(module.__class__, name)
+        if WHOLE.issuperset(map(type, module._parameters.values())):
+            continue
         for path, parameter in module._parameters.items():
-            if parameter is not None and parameter.__class__ not in WHOLE and _is_dtensor(parameter):
+            if _is_dtensor(parameter):
                 raise InputError(f"{name}: its parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
 
 

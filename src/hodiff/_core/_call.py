@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class Call(NamedTuple):
 
 
 _NONE = ()
+_NO_BATCH = torch.Size()
 
 
 def call(
@@ -77,7 +79,8 @@ def call(
     """A `Call`, from arguments as users and the functions above give them."""
     where = where if where.__class__ is Where else Where(where)
     create_graph = recorded(create_graph)
-    builds_graph = callable(what) and not isinstance(what, Tensor)
+    plain = what.__class__ is FunctionType
+    builds_graph = plain or (callable(what) and not isinstance(what, Tensor))
     if args is not _NONE or kwargs is not None:
         _arguments.check_arguments(args, kwargs)
         if not builds_graph and (args or kwargs):
@@ -85,7 +88,7 @@ def call(
     has_aux = has_aux is not False and is_set(has_aux, "has_aux")
     if has_aux and not builds_graph:
         raise InputError(COMPUTED)
-    if isinstance(what, (nn.Module, type)):
+    if not plain and isinstance(what, (nn.Module, type)):
         what = _module(what)
     return Call(
         what,
@@ -94,7 +97,7 @@ def call(
         create_graph,
         passes + outer_order() if create_graph else passes,
         batch_ndim,
-        torch.Size()
+        _NO_BATCH
         if batch_ndim.__class__ is int and batch_ndim == 0
         else _arguments.check_batch(where.tensors, where.names, batch_ndim),
         args,
@@ -141,13 +144,15 @@ state = _OpenEvaluations()
 
 
 def enter(context: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
-    """Put a context on the stacks; `undo` is given what takes it off."""
+    """Put a context on the stacks; `undo` is given what takes it off, and marks its leaves as past."""
     context.forward_mode = forward_ad._current_level >= 0
     if state.running:
         state.running[-1].nests = True
     proxy, stacks = weakref.proxy(context), (state.running, state.open) if differentiated else (state.running,)
+    tag = context.leaf_tag
 
     def leave() -> None:
+        tag.open = False
         for stack in stacks:
             if stack and stack[-1] is proxy:
                 del stack[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence, Set
 from typing import Any
 
 import torch
@@ -39,26 +39,28 @@ class OutputGraph:
         recorded: Whether passes must be recorded to be right, though their results are detached.
     """
 
+    leaves: Sequence[Tensor] = ()
+    outputs: Any = None
+    aux: Any = None
+    kinds: Set[type] = frozenset()
+    higher = recorded = _mixes = False
+    _is_clear = False  # of what makes a first gradient wrong
+    _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
+    _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
+
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
         """With `leaves`, `f` is evaluated at those, of other values than the point's: a step on, a solution."""
         self.call = call
         self.create_graph = call.create_graph
         self._at = leaves
-        self.leaves: list[Tensor] = []
-        self.outputs: Any = None
-        self.aux: Any = None
-        self.kinds: frozenset[type] = frozenset()
-        self.higher = self.recorded = self._mixes = False
-        self._is_clear = False  # of what makes a first gradient wrong
-        self._first: list[Tensor] = []  # where there are several evaluations, the leaves of the first
-        self._starts: set[_nodes.Node] = set()  # of leaves that stand for the caller's own
 
     # --- the evaluation
 
     def __enter__(self) -> OutputGraph:
         if not self.call.builds_graph:
             self._check_tensors()
-        self.context = EvaluationContext(self.call).__enter__()
+        self.context = context = EvaluationContext(self.call)
+        context.__enter__()
         try:
             if self.call.builds_graph:
                 survey = self._evaluate(self._at)
@@ -67,7 +69,7 @@ class OutputGraph:
                 survey = self._survey(_tensors(self.outputs))
             self._judge(survey)
         except BaseException:
-            self.context.close()
+            context.close()
             raise
         return self
 
@@ -138,7 +140,8 @@ class OutputGraph:
         """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
         context = self.context
         self.leaves = context.leaves(given)
-        self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
+        if self.call.create_graph or given is not None:
+            self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
         context.remember()
         exact = self.call.order >= 3 or context.forward_mode
         survey = failure = None
@@ -150,11 +153,19 @@ class OutputGraph:
             if context.by_hand is None and not compiles:
                 raise
             failure = error
-        by_hand = context.by_hand
-        plain = self.call.order < 2 and by_hand is None and not exact and not context.forward_mode
-        self._is_clear = plain and survey is not None and not _refusals.WRONG_AT_ONCE.among(survey)
-        if self._is_clear and survey is not None:  # as nearly always
-            return survey
+        if survey is not None and context.by_hand is None and not context.forward_mode:
+            first = self.call.order < 2
+            if not (_refusals.WRONG_AT_ONCE if first else _refusals.WRITTEN).among(survey):  # as nearly always
+                self._is_clear = first
+                return survey
+        return self._evaluate_otherwise(survey, failure, exact=exact, compiles=compiles)
+
+    def _evaluate_otherwise(
+        self, survey: _nodes.Survey | None, failure: RuntimeError | None, *, exact: bool, compiles: bool
+    ) -> _nodes.Survey:
+        """What came out, or `f` once more, by definitions and settings that are right for what was met."""
+        context = self.context
+        by_hand, self._is_clear = context.by_hand, False
         names = survey.names() if survey is not None and self.call.order >= 2 else set()
         if by_hand is not None:
             names = names | by_hand.names
@@ -187,20 +198,22 @@ class OutputGraph:
         else:
             outputs = self.context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
-        return self._survey([self.outputs] if isinstance(self.outputs, Tensor) else _tensors(self.outputs))
+        return self._survey([self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs))
 
     # --- what came out
 
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""
-        if isinstance(self.outputs, Tensor):
+        if self.outputs.__class__ is Tensor or isinstance(self.outputs, Tensor):
             return [_arguments.check_output(self.outputs, "f(x)" if self.call.builds_graph else "f")]
         leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.call.builds_graph else "f")
         return [_arguments.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
 
     def scalars(self) -> Tensor:
         """The single output, checked to be one element, or one per sample."""
-        output = self.outputs if isinstance(self.outputs, Tensor) else _arguments.check_output(self.outputs)
+        output = self.outputs
+        if output.__class__ is not Tensor:
+            _arguments.check_output(output)
         _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
         return output
 
@@ -224,12 +237,15 @@ class OutputGraph:
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        return _nodes.Survey([output.grad_fn or _nodes.node_of(output) for output in outputs], self._starts)
+        roots: list[_nodes.Node] = []
+        for output in outputs:
+            roots += [output.grad_fn or _nodes.node_of(output)]
+        return _nodes.Survey(roots, self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
         call, context = self.call, self.context
-        self.kinds = frozenset(survey.by_class)
+        self.kinds = survey.kinds
         self.higher = call.order >= 2 or context.nests or context.by_hand is not None
         try:
             if context.by_hand is not None and context.by_hand.refused is not None:
@@ -270,6 +286,9 @@ class OutputGraph:
         names = self.call.where.names
         if not self.call.builds_graph:
             return [name for leaf, name in zip(self.leaves, names, strict=True) if not survey.contains(leaf)]
+        variables = survey.variables()
+        if not self._first and not self._starts and {*map(id, variables)} == {*map(id, self.leaves)}:
+            return []  # as nearly always: these, and no others
         mine, reached = self.context.leaf_tag, set[int]()
         others: list[Tensor] = []
         if self._first:  # it has been moved
@@ -278,7 +297,7 @@ class OutputGraph:
                 raise _refusals.leftover(self._kept_by(mine))
         if self._starts:
             reached |= {n for n, leaf in enumerate(self.leaves) if leaf.grad_fn and leaf.grad_fn in survey.visited}
-        for variable in survey.variables():
+        for variable in variables:
             tag, number = variable.__dict__.get(LEAF_TAG, _NOBODYS)
             if tag is mine and variable is self.leaves[number]:
                 reached |= {number}

@@ -197,8 +197,10 @@ def _watch_checkpoints(undo: Undo) -> None:
 
 def lend_module(module: nn.Module, args: Any) -> None:
     running = _call.state.running
-    if running and module not in running[-1].borrowed:
-        running[-1].loan.take((module,))
+    if running:
+        loan = running[-1].loan
+        if module not in loan.attributes:
+            loan.take((module,))
 
 
 def _watch_hooks(undo: Undo) -> None:

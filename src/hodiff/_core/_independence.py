@@ -43,7 +43,7 @@ def check(
     if count < 2:
         return
     ours = torch.Generator().manual_seed(0)
-    random = RandomState.of(where.tensors[0].device)
+    random = RandomState(where.tensors[0].device)
     if callable(f) and not isinstance(f, Tensor) and not where.module_slices:  # whose parameters are what they are
         where = copy.copy(where)
         where.tensors = _beside(where.tensors, ours)

@@ -160,7 +160,6 @@ class EvaluationContext:
         try:
             # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
             _settings.when_lost(undo, self)
-            undo += [partial(setattr, self.leaf_tag, "open", False)]
             if _settings.absent.modes:
                 _settings.take_off_absent()
             if torch.is_inference_mode_enabled():
@@ -175,14 +174,13 @@ class EvaluationContext:
                     _kernels.enter()
                 elif call.order >= 2 or _kernels.available():
                     _kernels.include(undo)
-            if "torch._dynamo" in sys.modules:
-                _settings.eager.enter(undo)
             self.loan = StateLoan(call)
             self.borrowed = self.loan.attributes
             undo += [self.loan.close]
-            watch_modules.enter(undo)
-            if call.order >= 2:
-                watch_hooks.enter(undo)
+            switches = [watch_modules, watch_hooks] if call.order >= 2 else [watch_modules]
+            if "torch._dynamo" in sys.modules:
+                switches += [_settings.eager]
+            _settings.enter(switches, undo)
             _call.enter(self, undo, differentiated=call.order > 0)
             if parametrize._cache_enabled:
                 self._set_aside_cache()
@@ -276,7 +274,7 @@ class EvaluationContext:
         else:
             leaves = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
         for index, tensor in enumerate(call.where.tensors):
-            attributes: dict[str, Any] = leaves[index].__dict__  # pyright: ignore[reportAssignmentType]
+            attributes: Any = leaves[index].__dict__
             attributes[LEAF_TAG] = tag, index
             if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:  # as `mark_as_parameter`
                 attributes["_is_param"] = True
@@ -390,11 +388,11 @@ class EvaluationContext:
             if tensor.is_cuda:
                 device = tensor.device
                 break
-        self.random = RandomState.of(device)
+        self.random = RandomState(device)
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
-        now = RandomState.of(self.random.device)
+        now = RandomState(self.random.device)
         try:
             self.random.restore()
             return self.at(leaves)

@@ -54,6 +54,8 @@ def aliases(call: Call, copied: Collection[int], *, tangents: bool) -> list[Tens
     try:
         if call.create_graph:
             torch.empty(0, device="cpu").requires_grad_()  # refused there, as the leaves of a detached result are
+        elif not (tangents or copied or call.cast or any(map(Tensor.is_inference, call.where.tensors))):
+            return [*map(Tensor.requires_grad_, map(Tensor.detach, call.where.tensors))]  # as nearly always
         for index, tensor in enumerate(call.where.tensors):
             if call.create_graph and tensor.requires_grad:
                 leaf = _connected(tensor, index in copied)
@@ -171,12 +173,13 @@ class StateLoan:
             self._claimed += held
             _locks.claim(held, self)
         for module in modules:
+            own = module.__dict__
             hooked = module._forward_pre_hooks or module._forward_hooks
             plain = module.__class__ in _KEEP_NOTHING and module is not root and not hooked
-            self.attributes[module] = None if plain else module.__dict__.copy()
+            self.attributes[module] = None if plain else own.copy()
             if module._buffers and not isinstance(module, torch.jit.ScriptModule):
                 self._clone_buffers(module)
-            if root is None and "max_norm" in module.__dict__ and module.max_norm is not None:
+            if "max_norm" in own and root is None and own["max_norm"] is not None:
                 self._copy_table(module)
 
     def _clone_buffers(self, module: nn.Module) -> None:
@@ -209,6 +212,8 @@ class StateLoan:
             if before is None:
                 continue
             now = module.__dict__
+            if [*now] == [*before] and [*map(id, now.values())] == [*map(id, before.values())]:
+                continue
             left = [name for name in now if not (name in before and now[name] is before[name]) and _holds(now[name])]
             for name in left:
                 result.setdefault(module, {})[name] = now[name]

@@ -59,10 +59,11 @@ def claim(modules: Iterable[Any], loan: Any) -> None:
             me = _known()  # instead of asking first: this is on the way of every call
         except RuntimeError:
             me = _me()
-        for module in modules:
-            if module in _claims and _claims[module][0] != me:
-                _wait(modules)
-                break
+        if _claims:
+            for module in modules:
+                if module in _claims and _claims[module][0] != me:
+                    _wait(modules)
+                    break
         for module in modules:
             if module in _claims:
                 _claims[module][1][loan] = None
@@ -75,7 +76,7 @@ def release(modules: Iterable[Any], loan: Any) -> None:
     with lock:
         for module in modules:
             if module in _claims:
-                loans = _claims[module][1]
+                _, loans = _claims[module]
                 if loan in loans:
                     del loans[loan]
                 if not loans:

@@ -89,42 +89,50 @@ UNREMARKABLE: dict[int, set[type]] = defaultdict(set)
 
 
 class Survey:
-    """The nodes below some roots, grouped by class. Strong references: drop it before a pass that frees.
+    """The nodes below some roots. Strong references: drop it before a pass that frees.
 
     Attributes:
-        by_class: The nodes of each class.
-        visited: All of them, as keys.
+        nodes: All of them.
+        visited: They as keys, and None.
+        kinds: Their classes.
     """
 
-    __slots__ = ("_leaf_ids", "by_class", "visited")
+    __slots__ = ("_by_class", "_ends", "_leaf_ids", "kinds", "nodes", "visited")
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
         # Every call pays for this loop once or twice: it calls nothing.
-        by_class: dict[type, list[Node]] = {}
         visited: dict[Node, bool] = {None: True}  # edges that lead nowhere are None: visited from the start
         nodes: list[Node] = []
+        ends: list[Node] = []
         for root in roots:
             if root not in visited:
                 visited[root] = True
                 nodes += [root]
-        tops = [*nodes]
+        tops = nodes[:]
         for node in nodes:
-            kind = node.__class__
-            if kind in by_class:
-                by_class[kind] += [node]
-            else:
-                by_class[kind] = [node]
-            if stop and node in stop:
-                continue
-            for below, _ in node.next_functions:
-                if below not in visited:
-                    visited[below] = True
-                    nodes += [below]
+            if node.__class__ is ACCUMULATE:
+                ends += [node]
+            elif not stop or node not in stop:
+                for below, _ in node.next_functions:
+                    if below not in visited:
+                        visited[below] = True
+                        nodes += [below]
         if nodes[MANY:]:
             free_one_by_one(tops, nodes)
-        self.by_class = by_class
+        self.nodes, self._ends = nodes, ends
+        self.kinds: set[type] = {*map(type, nodes)}
         self.visited = visited
+        self._by_class: dict[type, list[Node]] | None = None
         self._leaf_ids: set[int] | None = None
+
+    @property
+    def by_class(self) -> dict[type, list[Node]]:
+        """The nodes of each class."""
+        if self._by_class is None:
+            self._by_class = {}
+            for node in self.nodes:
+                self._by_class.setdefault(node.__class__, []).append(node)
+        return self._by_class
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`, `AccumulateGrad`)."""
@@ -134,11 +142,11 @@ class Survey:
 
     def names(self) -> set[str]:
         """The class names of all nodes."""
-        return {*map(_name, self.by_class)}
+        return {*map(_name, self.kinds)}
 
     def is_remarkable(self, order: int) -> bool:
         """Whether something may have to be said of a derivative of that order (see `_refusals.judge`)."""
-        return not self.by_class.keys() <= UNREMARKABLE[order]
+        return not self.kinds <= UNREMARKABLE[order]
 
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""
@@ -148,7 +156,7 @@ class Survey:
 
     def variables(self) -> list[Tensor]:
         """The leaf tensors that would accumulate a gradient."""
-        return [*map(_variable, self.by_class[ACCUMULATE])] if ACCUMULATE in self.by_class else []
+        return [*map(_variable, self._ends)]
 
     def leaf_ids(self) -> set[int]:
         """The identities of the leaves in the graph."""
@@ -165,7 +173,7 @@ class Survey:
         node, number = tensor.grad_fn, tensor.output_nr
         if node not in self.visited:
             return False
-        edges = [edge for nodes in self.by_class.values() for each in nodes for edge in each.next_functions]
+        edges = [edge for each in self.nodes for edge in each.next_functions]
         used = {output for child, output in edges if child is node}
         return not used or number in used  # a root's own outputs are no edge of any node
 
@@ -213,9 +221,9 @@ def is_result(node: Node) -> bool:
 
 def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     """Whether a graph reaches a leaf otherwise than through results that the caller was given."""
-    below = {child for nodes in graph.by_class.values() for node in nodes for child, _ in node.next_functions}
-    roots = [node for nodes in graph.by_class.values() for node in nodes if node not in below]
-    results = {node for nodes in graph.by_class.values() for node in nodes if is_result(node)}
+    below = {child for node in graph.nodes for child, _ in node.next_functions}
+    roots = [node for node in graph.nodes if node not in below]
+    results = {node for node in graph.nodes if is_result(node)}
     return any(variable is leaf for variable in Survey(roots, results).variables())
 
 
@@ -238,10 +246,10 @@ class Rare:
 
     def among(self, graph: Survey) -> list[Node]:
         """The nodes of this kind in a graph."""
-        if graph.by_class.keys() <= self._others:
+        if graph.kinds <= self._others:
             return []
         _versions.prove()
-        others = (kind for kind in graph.by_class if kind.__name__ not in self._names)
+        others = (kind for kind in graph.kinds if kind.__name__ not in self._names)
         self._others.update(kind for kind in others if not is_function(kind))  # made anew, maybe
         return [node for node in graph.named(*self._names) if self._holds(node)]
 
@@ -269,26 +277,24 @@ def reaches(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> bool:
 def largest_output(graph: Survey) -> int:
     """Elements of the largest tensor that a reverse pass over the graph handles (1 if unknown)."""
     largest = 1
-    for nodes in graph.by_class.values():
-        for node in nodes:
-            for shape, _ in _versions.received(node):
-                lengths = [length for length in shape if isinstance(length, int)]
-                largest = max(largest, math.prod(lengths))
+    for node in graph.nodes:
+        for shape, _ in _versions.received(node):
+            lengths = [length for length in shape if isinstance(length, int)]
+            largest = max(largest, math.prod(lengths))
     return largest
 
 
 def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
     """The dtype with the fewest digits that a pass over the graph computes in, or `like` where none has fewer."""
     dtypes = {like}
-    for nodes in graph.by_class.values():
-        for node in nodes:
-            dtypes |= {dtype for _, dtype in _versions.received(node)}
+    for node in graph.nodes:
+        dtypes |= {dtype for _, dtype in _versions.received(node)}
     return max((d for d in dtypes if d.is_floating_point or d.is_complex), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
-    return any(_versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes)
+    return any(map(_versions.is_packed, graph.nodes))
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:

@@ -506,6 +506,12 @@ WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(nod
 """What has a wrong first gradient, or may, where that cannot be seen; `det`, in a pass not recorded."""
 
 
+WRITTEN = _nodes.Rare(
+    "CudnnRnnBackward0", *_messages.WRITTEN_OUT, *_messages.WRITTEN_AT_SOME, of_which=lambda node: True
+)
+"""What may be written out at second order, or done by another kernel."""
+
+
 def wrong_at_once(graph: _nodes.Survey) -> set[str]:
     """The names of the nodes whose first gradient is wrong, or may be, where that cannot be seen."""
     return {type(node).__name__ for node in WRONG_AT_ONCE.among(graph)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -250,7 +251,7 @@ def stacked(
 
 def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
     """How many vectors one batched pass takes: as many as keep its temporaries within `CHUNK_BYTES`."""
-    if not graph.by_class:
+    if not graph.kinds:
         return 1 << 20
     result = sum(leaf.numel() for leaf in inputs)
     itemsize = max(leaf.element_size() for leaf in inputs)
@@ -299,10 +300,9 @@ def _engine_pass(
     if recorded and not build:
         gradients = _engine_pass(outputs, cotangents, inputs, keep=keep, build=True, device=device)
         return [part if part is None else part.detach() for part in gradients]
-    device = device or inputs[0].device.type
     try:
-        if torch.is_autocast_enabled(device):
-            with _settings.autocast(device):
+        if _versions.autocasts() and torch.is_autocast_enabled(device or inputs[0].device.type):
+            with _settings.autocast(device or inputs[0].device.type):
                 return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
         return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
     except (RuntimeError, NotImplementedError) as error:
@@ -435,16 +435,19 @@ def densified(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> l
 
     In memory of their own: the second derivative of a maximum norm is zeros that have none, and nobody can change.
     """
-    dense: list[Tensor] = []
-    for part, leaf in zip(gradients, inputs, strict=True):
-        if part is None:
-            part = torch.zeros_like(leaf)
-        elif part.layout is not leaf.layout:
-            part = part.to_dense()
-        dense += [part]
+    dense: list[Any] = [*gradients]
+    if None.__class__ in map(type, gradients) or not _DENSE.issuperset(map(_layout, gradients)):
+        for number, (part, leaf) in enumerate(zip(gradients, inputs, strict=True)):
+            if part is None:
+                dense[number] = torch.zeros_like(leaf)
+            elif part.layout is not leaf.layout:
+                dense[number] = part.to_dense()
     if any(map(Tensor._is_zerotensor, dense)):
         return [part.clone() if part._is_zerotensor() else part for part in dense]
     return dense
+
+
+_DENSE, _layout = {torch.strided}, attrgetter("layout")
 
 
 def joined_to_leaves(graph: OutputGraph, gradients: list[Tensor]) -> list[Tensor]:
@@ -473,13 +476,11 @@ def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Ten
     The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
     the derivative of a linear function may be the vector itself, or a view of it.
     """
-    given, memories = len(vectors), _memories([*vectors, *results])
-    theirs, memories = {*memories[:given]}, memories[given:]
-    taken, copied = {*theirs}, False
-    for part, memory in zip(results, memories, strict=True):
-        copied = copied or memory in taken or 0 in part.stride()
-        taken |= {memory}
-    return _copied(results, memories, theirs) if copied else results
+    alone = not vectors and len(results) == 1
+    given, memories = len(vectors), [None] if alone else _memories([*vectors, *results])
+    if len({*memories}) == len(memories) and 0 not in chain.from_iterable(map(Tensor.stride, results)):
+        return results
+    return _copied(results, memories[given:], {*memories[:given]})
 
 
 _storage = attrgetter("_cdata")
@@ -527,13 +528,10 @@ def warned_if_not_finite(
     """
     if not graph.higher or graph.create_graph or torch.compiler.is_compiling():
         return results
-    small: list[Tensor] = []
-    large: list[Tensor] = []
-    for part in results:
-        if part.is_cpu and part.nbytes <= _SMALL:
-            small += [part]
-        elif part.is_cpu:
-            large += [part]
+    small, large = results, []
+    if not all(map(_is_cpu, results)) or max(map(_nbytes, results), default=0) > _SMALL:
+        small = [part for part in results if part.is_cpu and part.nbytes <= _SMALL]
+        large = [part for part in results if part.is_cpu and part.nbytes > _SMALL]
     if len(small) > 1:  # one sum for all small ones, whose calls are what it costs
         small = [torch.cat([*map(torch.ravel, small)])]
     for part in small + large:
@@ -547,6 +545,7 @@ def warned_if_not_finite(
 
 _SMALL = 2**15
 """Bytes."""
+_is_cpu, _nbytes = attrgetter("is_cpu"), attrgetter("nbytes")
 
 
 # --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and their kin -------------------

@@ -15,8 +15,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -171,11 +171,12 @@ def enter(switches: Sequence[Counted], undo: Undo) -> None:
     def leave() -> None:
         with _locks.lock:
             for switch in switches[::-1]:
-                if user in switch._users:
-                    del switch._users[user]
-                while switch._restore and not switch._users:
-                    switch._restore[-1]()
-                    del switch._restore[-1]
+                users, restore = switch._users, switch._restore
+                if user in users:
+                    del users[user]
+                while restore and not users:
+                    restore[-1]()
+                    del restore[-1]
 
     undo += [leave]
     for switch in switches:
@@ -194,13 +195,7 @@ def _eager(undo: Undo) -> None:
     eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
     # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
     undo += [partial(setattr, eval_frame, "_stance", eval_frame._stance)]
-    eval_frame._stance = _forced()
-
-
-@cache
-def _forced() -> Any:
-    """The stance in which nothing is compiled."""
-    return sys.modules["torch._dynamo.eval_frame"].DynamoStance("force_eager")
+    eval_frame._stance = eval_frame.DynamoStance("force_eager")
 
 
 def _no_cudnn(undo: Undo) -> None:
@@ -376,17 +371,21 @@ def tracing() -> bool:
 # --- the state of PyTorch's default generators: kept, put back, compared ----------------------------------------------
 
 
-class RandomState(NamedTuple):
-    """The state of the default generators that a function on a device may draw from."""
+class RandomState:
+    """The state of the default generators that a function on a device may draw from, as they are now.
 
-    device: torch.device
-    states: tuple[Tensor, ...]
+    Attributes:
+        device: Where the function runs.
+        states: The CPU's, and the GPU's where the device is one.
+    """
 
-    @classmethod
-    def of(cls, device: torch.device) -> RandomState:
-        """The state now: the CPU's, and the GPU's where the device is one."""
-        cpu = torch.default_generator.get_state()
-        return cls(device, (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,))
+    __slots__ = ("device", "states")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.states: list[Tensor] = [torch.default_generator.get_state()]
+        if device.type == "cuda":
+            self.states += [torch.cuda.get_rng_state(device)]
 
     def restore(self) -> None:
         """Put this state back."""
@@ -396,4 +395,4 @@ class RandomState(NamedTuple):
 
     def moved(self) -> bool:
         """Whether anything was drawn since."""
-        return any(not torch.equal(a, b) for a, b in zip(self.states, self.of(self.device).states, strict=True))
+        return any(not torch.equal(a, b) for a, b in zip(self.states, RandomState(self.device).states, strict=True))

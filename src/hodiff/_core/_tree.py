@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from hodiff.errors import InputError
@@ -79,10 +80,9 @@ def rebuild(tree: Tree, leaves: Iterator[Any]) -> Any:
     """Put `leaves` (an iterator, in order) back into the shape of `tree`."""
     if tree is None:
         return next(leaves)
-    items = []
-    for child in tree.children:
-        items += [next(leaves) if child is None else rebuild(child, leaves)]
-    return _build(tree, items)
+    if not any(tree.children):  # all of them leaves
+        return _build(tree, [*islice(leaves, len(tree.children))])
+    return _build(tree, [rebuild(child, leaves) for child in tree.children])
 
 
 def _build(branch: Branch, items: list[Any]) -> Any:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from hodiff.errors import InputError
 Leaves = list[Tensor]
 """A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
 NO_BATCH = torch.Size()
+_form = attrgetter("shape", "dtype", "device")
 TURNED_BYTES = 16 * 2**20
 _TILE = 4096
 
@@ -194,12 +196,8 @@ class Space:
             return [value], _count(value, self.likes[0], name)
         if tree is not None and value.__class__ is dict and tree.template is dict and tuple(value) == tree.keys:
             leaves = [*value.values()]
-            for leaf, like in zip(leaves, self.likes, strict=True):  # as every dict of parameters is
-                if not isinstance(leaf, Tensor):
-                    break
-                if leaf.shape != like.shape or leaf.dtype is not like.dtype or leaf.device != like.device:
-                    break
-            else:
+            known = _arguments.TENSORS.issuperset(map(type, leaves))
+            if known and [*map(_form, leaves)] == [*map(_form, self.likes)]:  # as every dict of parameters is
                 return leaves, None
         if value is _arguments.MISSING:
             raise InputError(f"{name}: missing. The call is {_arguments.called()}.")

@@ -100,7 +100,7 @@ def grad(
         >>> hodiff.grad(lambda p: p["a"] * p["b"] ** 2, {"a": torch.tensor(2.0), "b": torch.tensor(3.0)})
         {'a': tensor(9.), 'b': tensor(12.)}
     """
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
         gradient = _reverse.gradient(graph)
@@ -174,7 +174,7 @@ def value_and_grad(
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
     """
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
         gradient = _reverse.gradient(graph)
@@ -316,7 +316,7 @@ def jacobian(
                 [4., 0.]])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         outputs = graph.tensors()

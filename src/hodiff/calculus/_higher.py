@@ -127,7 +127,7 @@ def derivatives(
             if _jet.is_jet(x) or isinstance(error, NoDerivative):
                 raise
     given = {"allow": allow, "args": args, "kwargs": kwargs}
-    state = RandomState.of(x.device)
+    state = RandomState(x.device)
     watch = partial(_settings.on, NoConstants()) if n else nullcontext  # where Taylor mode raises from order 3 on
     with Watched(call(f, x, passes=n, create_graph=create_graph, **given), watch) as graph:
         value = _check_shape(_arguments.check_output(graph.outputs), x)
@@ -156,7 +156,7 @@ def _replayed(state: RandomState) -> Scope[None]:
     """While f is called again: it draws what it drew, and whoever draws next does not notice."""
 
     def enter(undo: Undo) -> None:
-        undo += [InTime(RandomState.of(state.device).restore)]
+        undo += [InTime(RandomState(state.device).restore)]
         state.restore()
 
     return Scope(enter)
@@ -231,7 +231,7 @@ def _by_jets(
     if not record:
         _call.refuse_transforms()
     factor = _pushforward.factorials(n, x.dtype)
-    state = RandomState.of(x.device)
+    state = RandomState(x.device)
     given = {"args": args, "kwargs": kwargs}
     weights = _weights(x) if n and x.numel() > 1 and not _jet.is_jet(x) else None
     lines = torch.ones_like(x).unsqueeze(0)

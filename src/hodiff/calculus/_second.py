@@ -99,7 +99,7 @@ def hvp(
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
     given = where.space().parse(v)
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
@@ -176,7 +176,7 @@ def hessian_diagonal(
         tensor([16., 12.])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     with OutputGraph(call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
@@ -278,7 +278,7 @@ def cross_hvp(
     first, second = Where(x), Where(y, "y")
     given = second.space().parse(v)
     where = Where.joined(first, second)
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
@@ -561,7 +561,7 @@ def _dense(
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
     _reverse.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
     both = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs, "has_aux": has_aux}
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, **both)
     with OutputGraph(call(f, where, 2, **both, **options)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
@@ -648,7 +648,7 @@ def cross_hessian(
     _arguments.check_batch(first.tensors, first.names, batch_ndim)
     _reverse.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
     where = Where.joined(first, second)
-    if is_set(check_independence, "check_independence"):
+    if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)

@@ -214,7 +214,7 @@ class GraphCache(Generic[G, B]):
         self._bytes = 0
         random: dict[int, _settings.RandomState] = {}
         for number, batch in enumerate(self.batches):
-            state = _settings.RandomState.of(self.device)
+            state = _settings.RandomState(self.device)
             build = partial(builder.build, self.where, batch, number)
             graph, size = _memory.measured(build, self.device) if self.batches.given else (build(), 0)
             terms = [graph.value, *graph.gradient]
@@ -318,7 +318,7 @@ class GraphCache(Generic[G, B]):
         with first.autocast():
             if not first.random:
                 return make()
-            now = _settings.RandomState.of(self.device)
+            now = _settings.RandomState(self.device)
             first.random.get(number, now).restore()
             try:
                 return make()

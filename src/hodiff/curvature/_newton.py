@@ -133,7 +133,7 @@ class NewtonCG(torch.optim.Optimizer):
         point = self._trainable()
         state = self.state[self.param_groups[0]["params"][0]]
         state.setdefault("radius", self._first_radius)
-        random = _settings.RandomState.of(point.tensors[0].device)
+        random = _settings.RandomState(point.tensors[0].device)
         with _settings.Scope(_second_derivatives), _settings.recording():
             loss = closure()
             value = _finite(loss)

@@ -274,7 +274,7 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -
 
 def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
     """All at once where that is small; else blocks of samples, or chunks of directions where those cannot be."""
-    random = RandomState.of(call.x.device)
+    random = RandomState(call.x.device)
     divisible = call.batch_ndim > 0 and len(call.x) >= 2 * LEAST_BLOCK
     cached = divisible and call.x.device.type == "cpu"
     whole, block = (WHOLE_BYTES, BLOCK_BYTES) if cached else (_reverse.CHUNK_BYTES, _reverse.CHUNK_BYTES)
@@ -395,7 +395,7 @@ def _rows(vectors: Tensor, rows: slice) -> Tensor:
 def _by_directions(call: FieldCall, directions: Directions, drift: Any, size: int) -> Curves | None:
     """Chunk after chunk; None where `f` does not give the same value each time."""
     vectors, weights, groups = directions
-    random = RandomState.of(call.x.device)
+    random = RandomState(call.x.device)
     parts: list[Curves] = []
     for start in range(0, len(vectors), size):
         chunk = slice(start, start + size)

@@ -404,7 +404,7 @@ class Problem:
     def __init__(self, kind: Kind, where: Where, given: Given, order: int, line: CallSite) -> None:
         self.kind: Kind = kind
         # Each evaluation draws what the first one drew.
-        self._random = _settings.RandomState.of(where.tensors[0].device)
+        self._random = _settings.RandomState(where.tensors[0].device)
         self._given = given
         self._order = order
         self._line = line

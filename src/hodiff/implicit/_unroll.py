@@ -302,7 +302,7 @@ class Replay:
         device = steps.where.tensors[0].device
         self._steps, self._batches = steps, batches
         self._state, self._step = now.state, now.step
-        self._random, self._device = _settings.RandomState.of(device), device.type
+        self._random, self._device = _settings.RandomState(device), device.type
         self._autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self.number, self.thetas = 0, []
         self.ends: list[tuple[Tensor, int]] = []
@@ -314,7 +314,7 @@ class Replay:
         mode = SubstituteInputs(self.thetas, aliases[self.number :])
         begin = Progress(start[:count], _replaced(self._state, start[count:]), self._step)
         dtype, enabled = self._autocast
-        drawn = _settings.RandomState.of(self._random.device)
+        drawn = _settings.RandomState(self._random.device)
         self._random.restore()
         try:
             with _settings.grad_mode(True), _settings.autocast(self._device, dtype, enabled=enabled):

@@ -157,7 +157,7 @@ def hessian_penalty(
 
 def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
     """`f` with the same random numbers at each call: of different ones, differences would be those of the draws."""
-    random = _settings.RandomState.of(where.tensors[0].device)
+    random = _settings.RandomState(where.tensors[0].device)
     inside = _critic.uncompiled(f)
 
     def call(z: Any) -> Any:
@@ -267,7 +267,7 @@ def curvature_penalty(
     )  # fmt: skip
     options = {"create_graph": record, "strict": None, "allow": allow, "args": args, "kwargs": kwargs}
     where = Where(x)
-    random = _settings.RandomState.of(where.tensors[0].device)
+    random = _settings.RandomState(where.tensors[0].device)
     outputs, here = outputs_and_gradient(critic, where, **options)
     with _settings.grad_mode(False):
         signs = [part.sign() for part in here]

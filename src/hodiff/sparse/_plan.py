@@ -469,7 +469,7 @@ def _plan(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any]) -> 
 def prepared(request: Call, where: Where, f: Any, order: int, pattern: Any, options: dict[str, Any]) -> Plan:
     """The plan of a call, with the caller's pattern or a detected one."""
     point = Point(where)
-    random = RandomState.of(where.tensors[0].device)
+    random = RandomState(where.tensors[0].device)
     noted: list[Any] = []
     if pattern is None:
         detected = detect(request, order, noted)
