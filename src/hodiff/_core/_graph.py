@@ -290,7 +290,8 @@ class OutputGraph:
         if not self._first and not self._starts and {*map(id, variables)} == {*map(id, self.leaves)}:
             return []  # as nearly always: these, and no others
         mine, reached = self.context.leaf_tag, set[int]()
-        others: list[Tensor] = []
+        theirs: set[int] = set()
+        others = False  # leaves of calls around
         if self._first:  # it has been moved
             past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
             if any(leaf.grad_fn in survey.visited for leaf in past):
@@ -298,24 +299,25 @@ class OutputGraph:
         if self._starts:
             reached |= {n for n, leaf in enumerate(self.leaves) if leaf.grad_fn and leaf.grad_fn in survey.visited}
         for variable in variables:
-            tag, number = variable.__dict__.get(LEAF_TAG, _NOBODYS)
+            attributes = variable.__dict__
+            if LEAF_TAG not in attributes:
+                theirs |= {id(variable)}
+                continue
+            tag, number = attributes[LEAF_TAG]
             if tag is mine and variable is self.leaves[number]:
                 reached |= {number}
                 continue
-            others += [variable]
-            if tag is mine or (
-                tag is not None and not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))
-            ):
+            others = True
+            if tag is mine or (not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))):
                 raise _refusals.leftover(self._kept_by(tag))
-        if others:
-            self._refuse_bypass(survey, others)
+        if theirs or others:
+            self._refuse_bypass(survey, theirs)
         if len(reached) == len(names):
             return []
         return [name for number, name in enumerate(names) if number not in reached]
 
-    def _refuse_bypass(self, survey: _nodes.Survey, others: list[Tensor]) -> None:
+    def _refuse_bypass(self, survey: _nodes.Survey, theirs: Container[int]) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
-        theirs = {id(variable) for variable in others if LEAF_TAG not in variable.__dict__}
         for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if survey.uses(tensor) if tensor.grad_fn is not None else id(tensor) in theirs:
                 raise _refusals.bypass(name)
@@ -356,10 +358,6 @@ class OutputGraph:
         """The outputs of `f` when it is called once more."""
         outputs = self.context.again(self.leaves)
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
-
-
-_NOBODYS = None, -1
-"""The tag of a tensor of the user's, and its number."""
 
 
 class Watched(OutputGraph):

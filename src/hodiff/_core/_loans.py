@@ -165,17 +165,14 @@ class StateLoan:
         # Of a module that is sharded a first derivative by inputs is right.
         if root is None and self._call.order >= 2 and _arguments.LOADED_BY in sys.modules:
             _arguments.check_modules(modules, "f")
-        held: list[nn.Module] = []
-        for module in modules:
-            if module._parameters or module._buffers:
-                held += [module]
+        held = [module for module in modules if module._parameters or module._buffers]
         if held:
             self._claimed += held
             _locks.claim(held, self)
         for module in modules:
             own = module.__dict__
-            hooked = module._forward_pre_hooks or module._forward_hooks
-            plain = module.__class__ in _KEEP_NOTHING and module is not root and not hooked
+            known = module.__class__ in _KEEP_NOTHING and module is not root
+            plain = known and not (module._forward_pre_hooks or module._forward_hooks)
             self.attributes[module] = None if plain else own.copy()
             if module._buffers and not isinstance(module, torch.jit.ScriptModule):
                 self._clone_buffers(module)

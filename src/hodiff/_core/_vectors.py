@@ -8,11 +8,14 @@ either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of num
 from __future__ import annotations
 
 import difflib
+import random
 import re
 import sys
+from array import array
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -461,6 +464,17 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
         else:
             drawn.bernoulli_(generator=generator).mul_(2).sub_(1)
     return drawn.to(like)
+
+
+def generic(count: int) -> Tensor:
+    """Numbers in [1, 2), always the same ones, that touch nobody's random state."""
+    if count <= len(_FEW):
+        return torch.frombuffer(_FEW, dtype=torch.float32, count=count).clone() if count else torch.ones(0)
+    return 1 + torch.rand(count, generator=torch.Generator().manual_seed(0), device="cpu")
+
+
+_FEW = array("f", map(random.Random(0).uniform, repeat(1.0, 1000), repeat(2.0)))
+"""To seed a generator takes longer than to draw so many."""
 
 
 def standard_error(estimates: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
 from hodiff._core._arguments import Allowed, ChunkedOptions, ChunkSize
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
@@ -259,8 +259,7 @@ def even_weights(norms: Tensor) -> Tensor:
     """Factors that make samples of these norms about as large as the usual one, none of them a multiple of another."""
     some = norms[norms > 0]
     usual = some.median() if some.numel() else norms.new_ones(())
-    drawn = torch.rand(len(norms), generator=torch.Generator().manual_seed(0), device="cpu")
-    return (0.5 + drawn.to(norms)) * usual / norms.clamp(min=usual * torch.finfo(norms.dtype).eps ** 0.5)
+    return (_vectors.generic(len(norms)).to(norms) - 0.5) * usual / norms.clamp(min=usual * torch.finfo(norms.dtype).eps ** 0.5)
 
 
 def _auto(graph: OutputGraph, losses: Tensor) -> int:
