@@ -49,6 +49,11 @@ ACCUMULATE: type = torch._C._functions.AccumulateGrad  # pyright: ignore[reportA
 """The class of the nodes that stand for leaves."""
 
 
+def is_leaf(node: Node) -> bool:
+    """Whether a node stands for a leaf."""
+    return node.__class__ is ACCUMULATE
+
+
 MANY = 10_000
 """So many nodes may hang on each other and be freed one from within the other."""
 

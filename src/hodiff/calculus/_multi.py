@@ -270,22 +270,20 @@ class _Turn(NamedTuple):
     """
 
     number: int
-    nodes: list[Node]
+    nodes: set[Node]
     alone: bool
 
 
 def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
     """The losses in the order of their turns: the larger its graph, the sooner, and so the more can go early."""
-    reached = [list(_nodes.walk([_nodes.node_of(loss)])) for loss in losses]
-    order = sorted(range(len(losses)), key=lambda index: -len(reached[index]))
-    last = {node: index for index in order for node in reached[index]}
-
-    def turn(index: int) -> _Turn:
-        nodes = [node for node in reached[index] if last[node] == index]
-        inner = {node for node in reached[index] if not hasattr(node, "variable")}
-        return _Turn(index, nodes, inner.issubset(nodes))
-
-    return [turn(index) for index in order]
+    reached = [{*_nodes.survey([loss]).nodes} for loss in losses]
+    turns: list[_Turn] = []
+    later: set[Node] = set()
+    for index in sorted(range(len(losses)), key=lambda index: len(reached[index])):
+        nodes, shared = reached[index] - later, reached[index] & later
+        turns.append(_Turn(index, nodes, all(map(_nodes.is_leaf, shared))))
+        later |= nodes
+    return turns[::-1]
 
 
 def _released(graph: OutputGraph, named: Mapping[Any, Tensor], options: _Options) -> list[Row]:

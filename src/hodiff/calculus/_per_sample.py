@@ -259,7 +259,11 @@ def even_weights(norms: Tensor) -> Tensor:
     """Factors that make samples of these norms about as large as the usual one, none of them a multiple of another."""
     some = norms[norms > 0]
     usual = some.median() if some.numel() else norms.new_ones(())
-    return (_vectors.generic(len(norms)).to(norms) - 0.5) * usual / norms.clamp(min=usual * torch.finfo(norms.dtype).eps ** 0.5)
+    return (
+        (_vectors.generic(len(norms)).to(norms) - 0.5)
+        * usual
+        / norms.clamp(min=usual * torch.finfo(norms.dtype).eps ** 0.5)
+    )
 
 
 def _auto(graph: OutputGraph, losses: Tensor) -> int:
