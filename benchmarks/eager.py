@@ -7,7 +7,7 @@ the same by hand, or the fastest of PyTorch's own.
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -182,7 +182,7 @@ def through_steps() -> dict[str, Case]:
     def loss(model: nn.Module) -> Tensor:
         return model(inputs).square().mean()
 
-    def of(parameters: dict[str, Tensor]) -> Tensor:
+    def of(parameters: dict[str, Any]) -> Tensor:
         return functional_call(model, parameters, (inputs,)).square().mean()
 
     def unrolled() -> object:

@@ -256,7 +256,6 @@ ENTERED: dict[str, Call] = {
     "_core/_settings.py: Counted(_eager)": _eager,
     "_core/_settings.py: Counted(_no_cudnn)": _entered(lambda: _settings.Scope(_settings.no_cudnn.enter)),
     "_core/_settings.py: Scope": _inspected,
-    "calculus/_higher.py: Scope(enter)": lambda _: hodiff.derivatives(lambda z: z.sin(), X, 5, create_graph=True),
     "cli/_explain.py: Warnings": _entered(Warnings),
     "curvature/_data_operator.py: DataOperator": _closed,
     "curvature/_newton.py: Scope(_second_derivatives)": CALLS["NewtonCG"],

@@ -152,7 +152,7 @@ def test_what_cannot_be_undone_does_not_keep_the_rest_from_it():
 
     with torch.no_grad():
         context = EvaluationContext(asked(passes=2)).__enter__()
-        context._undo.append(broken)
+        context.undo.append(broken)
         with pytest.raises(RuntimeError, match="no way back"):
             context.close()
         assert not torch.is_grad_enabled()

@@ -496,10 +496,8 @@ def check_modules(modules: Iterable[nn.Module], name: str) -> None:
     for module in modules:
         if module.__class__ not in WHOLE:
             _check_class(module.__class__, name)
-        if WHOLE.issuperset(map(type, module._parameters.values())):
-            continue
         for path, parameter in module._parameters.items():
-            if _is_dtensor(parameter):
+            if parameter.__class__ not in WHOLE and _is_dtensor(parameter):
                 raise InputError(f"{name}: its parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
 
 

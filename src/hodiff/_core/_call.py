@@ -57,7 +57,6 @@ class Call(NamedTuple):
 
 
 _NONE = ()
-_NO_BATCH = torch.Size()
 
 
 def call(
@@ -97,7 +96,7 @@ def call(
         create_graph,
         passes + outer_order() if create_graph else passes,
         batch_ndim,
-        _NO_BATCH
+        torch.Size()
         if batch_ndim.__class__ is int and batch_ndim == 0
         else _arguments.check_batch(where.tensors, where.names, batch_ndim),
         args,
@@ -144,7 +143,7 @@ state = _OpenEvaluations()
 
 
 def enter(context: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
-    """Put a context on the stacks; `undo` is given what takes it off, and marks its leaves as past."""
+    """Put a context on the stacks; `undo` is given what takes it off, and ends its leaves."""
     context.forward_mode = forward_ad._current_level >= 0
     if state.running:
         state.running[-1].nests = True

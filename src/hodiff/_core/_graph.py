@@ -39,12 +39,10 @@ class OutputGraph:
         recorded: Whether passes must be recorded to be right, though their results are detached.
     """
 
-    leaves: Sequence[Tensor] = ()
     outputs: Any = None
     aux: Any = None
     kinds: Set[type] = frozenset()
     higher = recorded = _mixes = False
-    _is_clear = False  # of what makes a first gradient wrong
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
 
@@ -53,14 +51,14 @@ class OutputGraph:
         self.call = call
         self.create_graph = call.create_graph
         self._at = leaves
+        self.leaves: list[Tensor] = []
 
     # --- the evaluation
 
     def __enter__(self) -> OutputGraph:
         if not self.call.builds_graph:
             self._check_tensors()
-        self.context = context = EvaluationContext(self.call)
-        context.__enter__()
+        self.context = EvaluationContext(self.call).__enter__()
         try:
             if self.call.builds_graph:
                 survey = self._evaluate(self._at)
@@ -69,7 +67,7 @@ class OutputGraph:
                 survey = self._survey(_tensors(self.outputs))
             self._judge(survey)
         except BaseException:
-            context.close()
+            self.context.close()
             raise
         return self
 
@@ -154,18 +152,22 @@ class OutputGraph:
                 raise
             failure = error
         if survey is not None and context.by_hand is None and not context.forward_mode:
-            first = self.call.order < 2
-            if not (_refusals.WRONG_AT_ONCE if first else _refusals.WRITTEN).among(survey):  # as nearly always
-                self._is_clear = first
+            remarkable = _refusals.WRONG_AT_ONCE if self.call.order < 2 else _refusals.WRITTEN
+            if not remarkable.among(survey):  # as nearly always
                 return survey
         return self._evaluate_otherwise(survey, failure, exact=exact, compiles=compiles)
 
     def _evaluate_otherwise(
-        self, survey: _nodes.Survey | None, failure: RuntimeError | None, *, exact: bool, compiles: bool
+        self,
+        survey: _nodes.Survey | None,
+        failure: RuntimeError | None,
+        *,
+        exact: bool,
+        compiles: bool,
     ) -> _nodes.Survey:
-        """What came out, or `f` once more, by definitions and settings that are right for what was met."""
+        """What came out, or `f` once more, by what is right for the operations that were met."""
         context = self.context
-        by_hand, self._is_clear = context.by_hand, False
+        by_hand = context.by_hand
         names = survey.names() if survey is not None and self.call.order >= 2 else set()
         if by_hand is not None:
             names = names | by_hand.names
@@ -177,11 +179,11 @@ class OutputGraph:
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
         if self.call.order < 2 and _messages.fused(names | wrong):
-            context.also(plain_attention.enter)
+            plain_attention.enter(context.undo)
         elif "CudnnRnnBackward0" in names:
-            context.also(_settings.no_cudnn.enter)
+            _settings.no_cudnn.enter(context.undo)
         elif failure is not None and compiles:
-            context.also(_settings.eager.enter)
+            _settings.eager.enter(context.undo)
         elif failure is not None:
             raise failure
         elif survey is not None and (exact or not inexact):
@@ -198,7 +200,8 @@ class OutputGraph:
         else:
             outputs = self.context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
-        return self._survey([self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs))
+        single = self.outputs.__class__ is Tensor
+        return self._survey([self.outputs] if single else _tensors(self.outputs))
 
     # --- what came out
 
@@ -211,9 +214,7 @@ class OutputGraph:
 
     def scalars(self) -> Tensor:
         """The single output, checked to be one element, or one per sample."""
-        output = self.outputs
-        if output.__class__ is not Tensor:
-            _arguments.check_output(output)
+        output = self.outputs if self.outputs.__class__ is Tensor else _arguments.check_output(self.outputs)
         _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
         return output
 
@@ -237,10 +238,7 @@ class OutputGraph:
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        roots: list[_nodes.Node] = []
-        for output in outputs:
-            roots += [output.grad_fn or _nodes.node_of(output)]
-        return _nodes.Survey(roots, self._starts)
+        return _nodes.Survey([output.grad_fn or _nodes.node_of(output) for output in outputs], self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
@@ -262,7 +260,7 @@ class OutputGraph:
             if call.order >= 2:
                 remarkable = survey.is_remarkable(call.order)
                 self.recorded = remarkable and _refusals.judge(survey, self.leaves, call.order, call.allow)
-            elif not self._is_clear:
+            else:
                 self.recorded = _refusals.refuse_first(survey, self.leaves)
         except GraphError as error:
             self._explain(error)
@@ -290,8 +288,7 @@ class OutputGraph:
         if not self._first and not self._starts and {*map(id, variables)} == {*map(id, self.leaves)}:
             return []  # as nearly always: these, and no others
         mine, reached = self.context.leaf_tag, set[int]()
-        theirs: set[int] = set()
-        others = False  # leaves of calls around
+        others: list[Tensor] = []
         if self._first:  # it has been moved
             past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
             if any(leaf.grad_fn in survey.visited for leaf in past):
@@ -299,25 +296,24 @@ class OutputGraph:
         if self._starts:
             reached |= {n for n, leaf in enumerate(self.leaves) if leaf.grad_fn and leaf.grad_fn in survey.visited}
         for variable in variables:
-            attributes = variable.__dict__
-            if LEAF_TAG not in attributes:
-                theirs |= {id(variable)}
-                continue
-            tag, number = attributes[LEAF_TAG]
+            tag, number = variable.__dict__.get(LEAF_TAG, _NOBODYS)
             if tag is mine and variable is self.leaves[number]:
                 reached |= {number}
                 continue
-            others = True
-            if tag is mine or (not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))):
+            others += [variable]
+            if tag is mine or (
+                tag is not None and not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))
+            ):
                 raise _refusals.leftover(self._kept_by(tag))
-        if theirs or others:
-            self._refuse_bypass(survey, theirs)
+        if others:
+            self._refuse_bypass(survey, others)
         if len(reached) == len(names):
             return []
         return [name for number, name in enumerate(names) if number not in reached]
 
-    def _refuse_bypass(self, survey: _nodes.Survey, theirs: Container[int]) -> None:
+    def _refuse_bypass(self, survey: _nodes.Survey, others: list[Tensor]) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
+        theirs = {id(variable) for variable in others if LEAF_TAG not in variable.__dict__}
         for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if survey.uses(tensor) if tensor.grad_fn is not None else id(tensor) in theirs:
                 raise _refusals.bypass(name)
@@ -360,6 +356,10 @@ class OutputGraph:
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
 
 
+_NOBODYS = None, -1
+"""The tag of a tensor of the user's, and its number."""
+
+
 class Watched(OutputGraph):
     """An evaluation under a mode. No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError."""
 
@@ -373,7 +373,7 @@ class Watched(OutputGraph):
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
+    if outputs.__class__ is Tensor or isinstance(outputs, Tensor):
         return [outputs]
     return [leaf for leaf in _tree.flatten(outputs)[0] if isinstance(leaf, Tensor)]
 

@@ -197,10 +197,8 @@ def _watch_checkpoints(undo: Undo) -> None:
 
 def lend_module(module: nn.Module, args: Any) -> None:
     running = _call.state.running
-    if running:
-        loan = running[-1].loan
-        if module not in loan.attributes:
-            loan.take((module,))
+    if running and module not in running[-1].borrowed:
+        running[-1].loan.take_called(module)
 
 
 def _watch_hooks(undo: Undo) -> None:

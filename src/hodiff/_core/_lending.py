@@ -111,6 +111,7 @@ class EvaluationContext:
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         nests: Whether `f` makes calls of hodiff itself.
         hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
+        undo: What undoes all that was switched.
     """
 
     __slots__ = (
@@ -120,7 +121,6 @@ class EvaluationContext:
         "_normal",
         "_parameters",
         "_ran",
-        "_undo",
         "_watched",
         "_whole",
         "borrowed",
@@ -132,6 +132,7 @@ class EvaluationContext:
         "loan",
         "nests",
         "random",
+        "undo",
     )
 
     def __init__(
@@ -147,7 +148,7 @@ class EvaluationContext:
         self._evaluation, self._whole = evaluation, whole
         self.leaf_tag = LeafTag()
         self.leaf_tag.detached = not call.create_graph
-        self._undo: list[Callable[[], object]] = []
+        self.undo: list[Callable[[], object]] = []
         self._normal = self.nests = False
         self.by_hand: _hooks.ByHand | None = None
         self.hooks = Hooks()
@@ -155,7 +156,7 @@ class EvaluationContext:
     # --- the state
 
     def __enter__(self) -> EvaluationContext:
-        call, undo = self.call, self._undo
+        call, undo = self.call, self.undo
         self._ran = False
         try:
             # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
@@ -209,16 +210,12 @@ class EvaluationContext:
         """
         try:
             undos = _settings.opened.undos
-            if undos and undos[-1] is not self._undo:
-                _settings.undo_inner(self._undo)
-            _settings.undo_all(self._undo)
+            if undos and undos[-1] is not self.undo:
+                _settings.undo_inner(self.undo)
+            _settings.undo_all(self.undo)
         except BaseException:
-            _settings.undo_all(self._undo)
+            _settings.undo_all(self.undo)
             raise
-
-    def also(self, switch: Callable[[_settings.Undo], T]) -> T:
-        """One more switch, undone with the rest."""
-        return switch(self._undo)
 
     def _set_aside_cache(self) -> None:
         """Let `parametrize.cached()` fill a cache of this evaluation's own; there is one for all threads."""
@@ -229,7 +226,7 @@ class EvaluationContext:
                 parametrize._cache = cache
             _locks.release((parametrize,), self.leaf_tag)
 
-        self._undo += [restore]
+        self.undo += [restore]
         _locks.claim((parametrize,), self.leaf_tag)
         theirs += [parametrize._cache]
         parametrize._cache = {}
@@ -237,7 +234,7 @@ class EvaluationContext:
     def _lend(self) -> None:
         """Borrow the modules of the point, with all their parameters, buffers and attributes."""
         self._parameters = ParameterLoan(self.call.where)
-        self._undo += [self._parameters.close]
+        self.undo += [self._parameters.close]
         # What is not differentiated need not be recorded.
         self._parameters.take(None if self.call.create_graph else self._unrecorded)
         self._borrow_point()
@@ -342,7 +339,7 @@ class EvaluationContext:
         """The run at hand, for what will run a part of it again."""
         if self._evaluation is None:
             self._evaluation = Evaluation(self.call, self.loan)
-            self._undo += [partial(self._evaluation.end, self.loan)]
+            self.undo += [partial(self._evaluation.end, self.loan)]
         return self._evaluation
 
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
@@ -392,12 +389,8 @@ class EvaluationContext:
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
-        now = RandomState(self.random.device)
-        try:
-            self.random.restore()
+        with self.random.replayed():
             return self.at(leaves)
-        finally:
-            now.restore()
 
 
 def _swapped() -> Kept:

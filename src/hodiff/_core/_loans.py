@@ -50,13 +50,13 @@ def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
 
 def aliases(call: Call, copied: Collection[int], *, tangents: bool) -> list[Tensor]:
     """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
-    leaves: list[Tensor] = []
+    leaves, tensors = list[Tensor](), call.where.tensors
     try:
         if call.create_graph:
             torch.empty(0, device="cpu").requires_grad_()  # refused there, as the leaves of a detached result are
-        elif not (tangents or copied or call.cast or any(map(Tensor.is_inference, call.where.tensors))):
-            return [*map(Tensor.requires_grad_, map(Tensor.detach, call.where.tensors))]  # as nearly always
-        for index, tensor in enumerate(call.where.tensors):
+        elif not (tangents or copied or call.cast or any(map(Tensor.is_inference, tensors))):
+            return [*map(Tensor.requires_grad_, map(Tensor.detach, tensors))]  # as nearly always
+        for index, tensor in enumerate(tensors):
             if call.create_graph and tensor.requires_grad:
                 leaf = _connected(tensor, index in copied)
             else:
@@ -157,6 +157,14 @@ class StateLoan:
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
         self.put_back: list[Callable[[], object]] = []
 
+    def take_called(self, module: nn.Module) -> None:
+        """Borrow a module that `f` calls; of most layers without parameters that is nothing."""
+        hooked = module._forward_pre_hooks or module._forward_hooks
+        if module._parameters or module._buffers or hooked or module.__class__ not in _KEEP_NOTHING:
+            self.take((module,))
+        else:
+            self.attributes[module] = None
+
     def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
         """Borrow modules that `f` calls, below a point's `root` or others, from all other threads.
 
@@ -170,13 +178,12 @@ class StateLoan:
             self._claimed += held
             _locks.claim(held, self)
         for module in modules:
-            own = module.__dict__
             known = module.__class__ in _KEEP_NOTHING and module is not root
             plain = known and not (module._forward_pre_hooks or module._forward_hooks)
-            self.attributes[module] = None if plain else own.copy()
+            self.attributes[module] = None if plain else module.__dict__.copy()
             if module._buffers and not isinstance(module, torch.jit.ScriptModule):
                 self._clone_buffers(module)
-            if "max_norm" in own and root is None and own["max_norm"] is not None:
+            if root is None and "max_norm" in module.__dict__ and module.max_norm is not None:
                 self._copy_table(module)
 
     def _clone_buffers(self, module: nn.Module) -> None:
@@ -209,9 +216,9 @@ class StateLoan:
             if before is None:
                 continue
             now = module.__dict__
-            if [*now] == [*before] and [*map(id, now.values())] == [*map(id, before.values())]:
-                continue
-            left = [name for name in now if not (name in before and now[name] is before[name]) and _holds(now[name])]
+            same = [*now] == [*before] and [*map(id, now.values())] == [*map(id, before.values())]
+            names = () if same else now
+            left = [n for n in names if not (n in before and now[n] is before[n]) and _holds(now[n])]
             for name in left:
                 result.setdefault(module, {})[name] = now[name]
                 if name in before:

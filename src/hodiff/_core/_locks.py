@@ -59,11 +59,10 @@ def claim(modules: Iterable[Any], loan: Any) -> None:
             me = _known()  # instead of asking first: this is on the way of every call
         except RuntimeError:
             me = _me()
-        if _claims:
-            for module in modules:
-                if module in _claims and _claims[module][0] != me:
-                    _wait(modules)
-                    break
+        for module in modules:
+            if module in _claims and _claims[module][0] != me:
+                _wait(modules)
+                break
         for module in modules:
             if module in _claims:
                 _claims[module][1][loan] = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -47,11 +47,6 @@ def _leaf_node(leaf: Tensor) -> Node | None:
 
 ACCUMULATE: type = torch._C._functions.AccumulateGrad  # pyright: ignore[reportAttributeAccessIssue]
 """The class of the nodes that stand for leaves."""
-
-
-def is_leaf(node: Node) -> bool:
-    """Whether a node stands for a leaf."""
-    return node.__class__ is ACCUMULATE
 
 
 MANY = 10_000
@@ -102,7 +97,7 @@ class Survey:
         kinds: Their classes.
     """
 
-    __slots__ = ("_by_class", "_ends", "_leaf_ids", "kinds", "nodes", "visited")
+    __slots__ = ("_ends", "_leaf_ids", "kinds", "nodes", "visited")
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
         # Every call pays for this loop once or twice: it calls nothing.
@@ -125,25 +120,19 @@ class Survey:
         if nodes[MANY:]:
             free_one_by_one(tops, nodes)
         self.nodes, self._ends = nodes, ends
-        self.kinds: set[type] = {*map(type, nodes)}
+        self.kinds: Set[type] = dict.fromkeys(map(type, nodes)).keys()
         self.visited = visited
-        self._by_class: dict[type, list[Node]] | None = None
         self._leaf_ids: set[int] | None = None
 
-    @property
-    def by_class(self) -> dict[type, list[Node]]:
-        """The nodes of each class."""
-        if self._by_class is None:
-            self._by_class = {}
-            for node in self.nodes:
-                self._by_class.setdefault(node.__class__, []).append(node)
-        return self._by_class
+    def of(self, kind: type) -> list[Node]:
+        """The nodes of a class."""
+        return [node for node in self.nodes if node.__class__ is kind]
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`, `AccumulateGrad`)."""
-        for kind, nodes in self.by_class.items():
+        for kind in self.kinds:
             if kind.__name__ in names:
-                yield from nodes
+                yield from self.of(kind)
 
     def names(self) -> set[str]:
         """The class names of all nodes."""
@@ -155,9 +144,9 @@ class Survey:
 
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""
-        for kind, nodes in self.by_class.items():
+        for kind in self.kinds:
             if is_function(kind):
-                yield function_of(kind), nodes
+                yield _versions.function_of(kind), self.of(kind)
 
     def variables(self) -> list[Tensor]:
         """The leaf tensors that would accumulate a gradient."""
@@ -230,11 +219,6 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     roots = [node for node in graph.nodes if node not in below]
     results = {node for node in graph.nodes if is_result(node)}
     return any(variable is leaf for variable in Survey(roots, results).variables())
-
-
-function_of = _versions.function_of
-is_once_differentiable = _versions.is_once_differentiable
-reduction = _versions.reduction
 
 
 def is_function(kind: type) -> bool:

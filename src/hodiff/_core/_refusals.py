@@ -65,14 +65,14 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
     """
     unremarkable, recorded = _nodes.UNREMARKABLE[order], False
     _versions.prove()
-    for kind, nodes in graph.by_class.items():
+    for kind in graph.kinds:
         if kind in unremarkable:
             continue
         remark = next((remark for name, least, remark in REMARKS if order >= least and name in kind.__name__), None)
         if remark is not None:
-            recorded |= _said(remark, nodes, leaves)
+            recorded |= _said(remark, graph.of(kind), leaves)
         elif _nodes.is_function(kind):
-            _check_function(_nodes.function_of(kind), nodes, leaves, allow)
+            _check_function(_versions.function_of(kind), graph.of(kind), leaves, allow)
         else:
             unremarkable.add(kind)
     return recorded
@@ -110,7 +110,7 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
     if function.__module__.startswith("hodiff."):  # right, or it says so itself
         return
     _refuse_without_backward(function)
-    if _nodes.is_once_differentiable(function):
+    if _versions.is_once_differentiable(function):
         raise GraphError.about(
             f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
             f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
@@ -508,8 +508,7 @@ WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(nod
 
 WRITTEN = _nodes.Rare(
     "CudnnRnnBackward0", *_messages.WRITTEN_OUT, *_messages.WRITTEN_AT_SOME, of_which=lambda node: True
-)
-"""What may be written out at second order, or done by another kernel."""
+)  # what may be written out at second order, or done by another kernel
 
 
 def wrong_at_once(graph: _nodes.Survey) -> set[str]:

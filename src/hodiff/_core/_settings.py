@@ -165,7 +165,7 @@ class Counted:
 
 
 def enter(switches: Sequence[Counted], undo: Undo) -> None:
-    """Switch all of these that nobody has switched; `undo` is given what leaves them, the last one first."""
+    """Switch all of these that nobody has switched; `undo` is given what leaves them."""
     user = lambda: None  # noqa: E731 - an object of its own, made without a call
 
     def leave() -> None:
@@ -372,7 +372,7 @@ def tracing() -> bool:
 
 
 class RandomState:
-    """The state of the default generators that a function on a device may draw from, as they are now.
+    """The state now of the default generators that a function on a device may draw from.
 
     Attributes:
         device: Where the function runs.
@@ -393,6 +393,15 @@ class RandomState:
         if len(self.states) > 1:
             torch.cuda.set_rng_state(self.states[1], self.device)
 
+    def replayed(self) -> Scope[None]:
+        """A block that draws once more what was drawn from here on; what follows does not notice."""
+
+        def enter(undo: Undo) -> None:
+            undo += [InTime(RandomState(self.device).restore)]
+            self.restore()
+
+        return Scope(enter)
+
     def moved(self) -> bool:
         """Whether anything was drawn since."""
-        return any(not torch.equal(a, b) for a, b in zip(self.states, RandomState(self.device).states, strict=True))
+        return not all(map(torch.equal, self.states, RandomState(self.device).states))

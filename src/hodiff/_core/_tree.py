@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-
 from hodiff.errors import InputError
 
 
@@ -27,7 +25,6 @@ Tree = Branch | None
 """The shape of a container; None is a leaf."""
 
 LEAF: None = None
-_TENSORS = frozenset((Tensor, nn.Parameter))
 
 DEEPEST = 100
 """Containers may be nested so deep; one that holds itself would be walked for ever."""
@@ -66,10 +63,6 @@ def _walk(value: Any, path: str, leaves: list[Any], names: list[str], depth: int
         fields = getattr(value, "_fields", None)
         keys = fields if fields else tuple(range(len(items)))
         paths = [f"{path}.{key}" if fields else f"{path}[{key}]" for key in keys]
-    if _TENSORS.issuperset(map(type, items)):  # as nearly always
-        leaves += items
-        names += paths
-        return Branch(_template(value), keys, (LEAF,) * len(items))
     children = tuple(_walk(item, at, leaves, names, depth + 1) for item, at in zip(items, paths, strict=True))
     return Branch(_template(value), keys, children)
 

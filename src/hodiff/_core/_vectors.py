@@ -8,14 +8,11 @@ either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of num
 from __future__ import annotations
 
 import difflib
-import random
 import re
 import sys
-from array import array
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -200,7 +197,8 @@ class Space:
         if tree is not None and value.__class__ is dict and tree.template is dict and tuple(value) == tree.keys:
             leaves = [*value.values()]
             known = _arguments.TENSORS.issuperset(map(type, leaves))
-            if known and [*map(_form, leaves)] == [*map(_form, self.likes)]:  # as every dict of parameters is
+            # As every dict of parameters is.
+            if known and [*map(_form, leaves)] == [*map(_form, self.likes)]:
                 return leaves, None
         if value is _arguments.MISSING:
             raise InputError(f"{name}: missing. The call is {_arguments.called()}.")
@@ -468,13 +466,7 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
 
 def generic(count: int) -> Tensor:
     """Numbers in [1, 2), always the same ones, that touch nobody's random state."""
-    if count <= len(_FEW):
-        return torch.frombuffer(_FEW, dtype=torch.float32, count=count).clone() if count else torch.ones(0)
     return 1 + torch.rand(count, generator=torch.Generator().manual_seed(0), device="cpu")
-
-
-_FEW = array("f", map(random.Random(0).uniform, repeat(1.0, 1000), repeat(2.0)))
-"""To seed a generator takes longer than to draw so many."""
 
 
 def standard_error(estimates: Tensor) -> Tensor | None:

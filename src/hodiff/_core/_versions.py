@@ -72,8 +72,7 @@ def public(
 
 
 _torch: Any = torch._C
-autocasts = _torch._is_any_autocast_enabled
-"""Whether autocast is on for some kind of device."""
+autocasts = _torch._is_any_autocast_enabled  # for some kind of device
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _ENTRIES = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
 

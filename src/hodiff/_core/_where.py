@@ -45,7 +45,8 @@ class Where:
 
     def __init__(self, value: Any, name: str = "x") -> None:
         self.name = name
-        if value.__class__ is Tensor or isinstance(value, Tensor):  # the commonest point, kept free of any overhead
+        # The commonest point, kept free of any overhead.
+        if value.__class__ is Tensor or isinstance(value, Tensor):
             _arguments.check_real_tensor(value, name)
             self.tensors = [value]
             self.names = [name]
@@ -151,10 +152,7 @@ class Where:
 
     def result(self, leaves: Iterable[Any]) -> Any:
         """`leaves` in the shape of the caller's point; a dict by parameter name for a module."""
-        if self.tree is _tree.LEAF:
-            (leaf,) = leaves
-            return leaf
-        return _tree.rebuild(self.tree, iter(leaves))
+        return next(iter(leaves)) if self.tree is _tree.LEAF else _tree.rebuild(self.tree, iter(leaves))
 
     def space(self) -> Space:
         """The vectors like this point."""

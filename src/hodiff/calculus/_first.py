@@ -14,7 +14,7 @@ from hodiff._core._arguments import Allowed, BatchedOptions, ChunkedBatchedOptio
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Space
+from hodiff._core._vectors import Space, generic
 from hodiff._core._where import Selection, Where
 
 T = TypeVar("T")
@@ -428,7 +428,11 @@ def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int 
     small = MANY_ROWS * columns > rows or rows * sum(output.numel() for output in outputs) < SMALL
     if small or not columns or graph.create_graph or not _is_linear(graph, outputs):
         return None
-    weights = [_generic(output, batch_ndim) for output in outputs]
+    # A cotangent of every sample that no symmetry cancels. Positive, for the backward of
+    # logcumsumexp takes its logarithm.
+    weights = [
+        generic(output.shape[batch_ndim:].numel()).to(output).reshape(output.shape[batch_ndim:]) for output in outputs
+    ]
     cotangents = [
         output.new_empty(output.shape).copy_(w).requires_grad_() for output, w in zip(outputs, weights, strict=True)
     ]
@@ -464,17 +468,6 @@ def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:
         and not graph.context.hooks.registered()
         and _reverse.has_second_derivatives(graph)
     )
-
-
-def _generic(output: Tensor, batch_ndim: int) -> Tensor:
-    """A cotangent of every sample that no symmetry cancels: the same at every call, of numbers between 1 and 2.
-
-    Positive ones, for the backward of logcumsumexp takes their logarithm.
-    """
-    event = output.shape[batch_ndim:]
-    count = event.numel()
-    numbers = torch.linspace(0, 0.6180339887 * count, count, device=output.device).frac_().add_(1)
-    return numbers.to(output.dtype).reshape(event)
 
 
 def _columns_of(

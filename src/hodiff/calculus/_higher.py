@@ -16,7 +16,7 @@ from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, Watched, detached
 from hodiff._core._loans import memory_of
-from hodiff._core._settings import InTime, RandomState, Scope, Undo
+from hodiff._core._settings import RandomState
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _pushforward
 from hodiff.jets._jet import NoConstants, NoDerivative, NoRule
@@ -141,7 +141,7 @@ def derivatives(
     if weights is not None:
 
         def again(weights: Tensor) -> list[Tensor]:
-            with _replayed(state), OutputGraph(call(f, x, passes=n, create_graph=False, **given)) as graph:
+            with state.replayed(), OutputGraph(call(f, x, passes=n, create_graph=False, **given)) as graph:
                 chain = [graph.outputs]
                 for order in range(1, n + 1):
                     chain.append(_along(graph, chain[-1], weights, last=order == n))
@@ -151,16 +151,6 @@ def derivatives(
     if graph.create_graph:
         return tuple(orders)
     return graph.value(), *_reverse.warned_if_not_finite(graph, [part.detach() for part in orders[1:]])
-
-
-def _replayed(state: RandomState) -> Scope[None]:
-    """While f is called again: it draws what it drew, and whoever draws next does not notice."""
-
-    def enter(undo: Undo) -> None:
-        undo += [InTime(RandomState(state.device).restore)]
-        state.restore()
-
-    return Scope(enter)
 
 
 def _weights(like: Tensor) -> Tensor:
@@ -184,15 +174,12 @@ def _check_elementwise(
     knows nothing of f, only there: both are polynomials in w. At the first order, J w = w J 1. Where all cancels but
     rounding errors, they differ, too; but along other multiples of w (by `again`) then by something else.
     """
-    power = weights
     for order, (weighted_derivative, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
-        power = weights if order == 1 else power * weights
-        found, bound = weighted_derivative.detach(), torch.finfo(weighted_derivative.dtype).eps ** 0.5
-        difference = torch.addcmul(found, power, ones.detach(), value=-1)
-        if _reverse.largest(difference) <= bound * _reverse.largest(found) < math.inf:  # as nearly always
+        given, expected = weighted_derivative.detach(), weights**order * ones.detach()
+        difference, bound = given - expected, torch.finfo(given.dtype).eps ** 0.5
+        if _reverse.largest(difference) <= bound * _reverse.largest(given) < math.inf:  # as nearly always
             continue
-        off = _largest(difference)
-        mixed = off > bound * max(_largest(found), _largest(power * ones.detach()))
+        mixed = _largest(difference) > bound * max(_largest(given), _largest(expected))
         if mixed and all(_repeats(difference, order, weights, again, factor) for factor in MULTIPLES):
             raise InputError(
                 f"f: is not elementwise: entries of f(x) depend on other entries of x (seen at order {order}), so that "
@@ -250,7 +237,7 @@ def _by_jets(
     if weights is not None:
 
         def again(weights: Tensor) -> list[Tensor]:
-            with _replayed(state):
+            with state.replayed():
                 output, expansion = _pushforward.push(f, [x], [[weights.unsqueeze(0)]], n, record=False, **given)
             return _orders(_pushforward.coefficients(output, expansion), n, 1)[0]
 

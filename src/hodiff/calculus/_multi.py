@@ -260,28 +260,18 @@ def _whole(graph: OutputGraph, losses: Mapping[Any, Tensor], options: _Options) 
     ]
 
 
-class _Turn(NamedTuple):
-    """One loss's turn in a computation that releases.
+def _turns(losses: Sequence[Tensor]) -> list[tuple[int, set[Node], bool]]:
+    """The losses' numbers in the order of their turns; the nodes of each that no later turn needs.
 
-    Attributes:
-        number: Which loss.
-        nodes: The nodes it reaches that no later turn needs.
-        alone: Whether those are all, but for leaves: then its pass may free them itself.
+    And whether those are all, but for leaves: then its pass may free them itself. The larger its
+    graph, the sooner is the turn of a loss, and so the more can go early.
     """
-
-    number: int
-    nodes: set[Node]
-    alone: bool
-
-
-def _turns(losses: Sequence[Tensor]) -> list[_Turn]:
-    """The losses in the order of their turns: the larger its graph, the sooner, and so the more can go early."""
     reached = [{*_nodes.survey([loss]).nodes} for loss in losses]
-    turns: list[_Turn] = []
+    turns: list[tuple[int, set[Node], bool]] = []
     later: set[Node] = set()
     for index in sorted(range(len(losses)), key=lambda index: len(reached[index])):
         nodes, shared = reached[index] - later, reached[index] & later
-        turns.append(_Turn(index, nodes, all(map(_nodes.is_leaf, shared))))
+        turns.append((index, nodes, {*map(type, shared)} <= {_nodes.ACCUMULATE}))
         later |= nodes
     return turns[::-1]
 
@@ -294,11 +284,11 @@ def _released(graph: OutputGraph, named: Mapping[Any, Tensor], options: _Options
     with _saved.without_modes():
         turns = _turns(losses)
     rows: dict[int, Row] = {}
-    for turn in turns:
-        gradients = _bare(graph, [losses[turn.number]], graph.leaves, None, keep=not turn.alone)
-        rows[turn.number] = options.filled(graph, gradients, losses[turn.number], names[turn.number])
+    for number, nodes, alone in turns:
+        gradients = _bare(graph, [losses[number]], graph.leaves, None, keep=not alone)
+        rows[number] = options.filled(graph, gradients, losses[number], names[number])
         with _saved.without_modes():
-            for node in turn.nodes:
+            for node in nodes:
                 _saved.release(node)
     return [rows[index] for index in range(len(losses))]
 

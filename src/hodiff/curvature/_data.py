@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _nodes, _tree
+from hodiff._core import _arguments, _tree, _versions
 from hodiff._core._arguments import DataReduction
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
@@ -183,7 +183,7 @@ class Weighted:
 
     def _look(self, value: Tensor, weight: float, batch: Any, number: int) -> None:
         """Warn, once, of the two slips that this contract invites, where the last operation shows them."""
-        how, shape = _nodes.reduction(value)
+        how, shape = _versions.reduction(value)
         if how == "mean" and weight > 1:
             self._warn(
                 f"{self._name} returned a mean beside the weight {weight:g}, where the sum over the batch belongs, so "

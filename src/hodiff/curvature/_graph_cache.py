@@ -318,12 +318,9 @@ class GraphCache(Generic[G, B]):
         with first.autocast():
             if not first.random:
                 return make()
-            now = _settings.RandomState(self.device)
-            first.random.get(number, now).restore()
-            try:
+            state = first.random.get(number) or _settings.RandomState(self.device)
+            with state.replayed():
                 return make()
-            finally:
-                now.restore()
 
     def each(self, make: Callable[[Any, int], R]) -> list[R]:
         """What `make` makes of each batch and its number, evaluated as in the first pass, if there was one."""

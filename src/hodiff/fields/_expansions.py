@@ -5,7 +5,6 @@ One expansion along them gives \(C : \nabla^2 f\) as twice its summed second coe
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -364,7 +363,7 @@ def _by_samples(
     parts: list[Curves] = []
     try:
         for rows in blocks:
-            block = dataclasses.replace(call, x=call.x[rows])
+            block = call._replace(x=call.x[rows])
             vectors = _rows(directions.vectors, rows)
             part = by_jets(block, directions._replace(vectors=vectors), None if drift is None else drift[rows])
             if not parts and not rehearsal.agrees(mixed(part), rows):  # most of what fails does so at once

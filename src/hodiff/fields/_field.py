@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypedDict
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +45,7 @@ class SecondOrderOptions(FieldOptions, total=False):
     chunk_size: ChunkSize
 
 
-@dataclasses.dataclass(frozen=True)
-class FieldCall:
+class FieldCall(NamedTuple):
     """What every field operator passes on: the function, its point, and how to evaluate."""
 
     name: str
@@ -95,7 +93,7 @@ class FieldCall:
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
             )
         f = WithExtra(self.f, self.x) if self.has_aux else self.f
-        return dataclasses.replace(self, f=f, record=_call.loss_recorded(self.create_graph))
+        return self._replace(f=f, record=_call.loss_recorded(self.create_graph))
 
     def grad_mode(self) -> Any:
         """The context of everything that the result is computed with, also under the caller's `no_grad`."""

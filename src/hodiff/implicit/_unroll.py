@@ -314,13 +314,12 @@ class Replay:
         mode = SubstituteInputs(self.thetas, aliases[self.number :])
         begin = Progress(start[:count], _replaced(self._state, start[count:]), self._step)
         dtype, enabled = self._autocast
-        drawn = _settings.RandomState(self._random.device)
-        self._random.restore()
-        try:
-            with _settings.grad_mode(True), _settings.autocast(self._device, dtype, enabled=enabled):
-                ends = self._steps.under(mode).run(begin, self._batches, record=True)
-        finally:
-            drawn.restore()
+        with (
+            self._random.replayed(),
+            _settings.grad_mode(True),
+            _settings.autocast(self._device, dtype, enabled=enabled),
+        ):
+            ends = self._steps.under(mode).run(begin, self._batches, record=True)
         outputs = [*ends.params, *_tensors(ends.state)]
         self._compare(outputs)
         self._refuse_unmet(outputs, aliases, mode)

@@ -120,13 +120,12 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
 
 def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     """Apply the operation of that name, by its rule."""
-    expansion = _latest(name, args, kwargs)
-    if not torch.compiler.is_compiling():
+    expansion, traced = _latest(name, args, kwargs), torch.compiler.is_compiling()
+    if not traced:
         if surroundings() != expansion.surroundings:
             raise NoRule(f"a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, here of {name}")
-        expansion.meet(args)
-        expansion.meet(kwargs.values())
-    if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not inside.rules):
+        expansion.meet((*args, *kwargs.values()) if kwargs else args)
+    if not torch.is_grad_enabled() and (traced or not inside.rules):
         return _constant(name, func, args, kwargs)
     if kwargs:
         kwargs = _substitutes.named_by_torch(kwargs)
@@ -140,8 +139,8 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         return _in_place(name, args, kwargs)
     rule = RULES.known.get(name)
     if rule is None:
-        return _without_rule(name, func, expansion, args, kwargs)
-    return _run(rule, name, func, expansion, args, kwargs)
+        return _without_rule(name, func, expansion, args, kwargs, traced=traced)
+    return _run(rule, name, func, expansion, args, kwargs, traced=traced)
 
 
 def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
@@ -157,8 +156,8 @@ def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
     return latest
 
 
-def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
+def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any, *, traced: bool) -> Any:
+    if traced:
         return wrapped(rule.apply(expansion, func, args, kwargs), expansion, name)
     if rule.kind == "composite":  # made of operations on jets, which are counted themselves
         return _with_shares(_applied(rule, name, func, expansion, args, kwargs), args, kwargs)
@@ -185,7 +184,7 @@ _FRESH = frozenset(("elementwise", "bilinear"))
 
 def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
     """The result; it and the arguments are marked where they share memory, as their values do in plain PyTorch."""
-    jets = jets_among((*args, *kwargs.values()))
+    jets = jets_among((*args, *kwargs.values()) if kwargs else args)
     for part in _tree.flatten(result)[0]:
         if isinstance(part, Tensor):
             memory = _memory(part)
@@ -271,7 +270,7 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     return target
 
 
-def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
+def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any, *, traced: bool) -> Any:
     """A Python function of torch runs again, on jets; any other operation goes to the fallback."""
     if isinstance(func, types.FunctionType):
         body = _body(func)
@@ -282,7 +281,7 @@ def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs:
             return body(*args, **kwargs)
         finally:
             inside.bodies.pop()
-    return _run(JetRule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
+    return _run(JetRule("fallback", RULES.fallback), name, func, expansion, args, kwargs, traced=traced)
 
 
 @functools.cache

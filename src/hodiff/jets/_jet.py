@@ -352,7 +352,7 @@ def jets_among(values: Iterable[Any]) -> list[Any]:
     jets = []
     for value in values:
         if isinstance(value, JETS):
-            jets.append(value)
+            jets += [value]
         elif isinstance(value, (tuple, list)):
             jets += jets_among(value)
         elif isinstance(value, dict):

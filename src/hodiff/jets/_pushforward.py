@@ -77,7 +77,7 @@ def push(
     request = call(f, where, passes=order, create_graph=False, unpack_point=len(points) > 1, args=args, kwargs=kwargs)
     with EvaluationContext(request) as context:
         context.remember()
-        expansion = Expansion(context.also(_series.begin), order, rows, **options)
+        expansion = Expansion(_series.begin(context.undo), order, rows, **options)
         jets, bases = _jets(points, seeds, expansion)
         values = [_jet.value_of(point) for point in points]
         loaded = "torch._dynamo" in sys.modules
