@@ -22,12 +22,14 @@ class DampedStep(NamedTuple):
 
     Attributes:
         change: The step, flat.
+        moved: How it changes the residuals, J d; None where J is not kept.
         norm: Its length.
         decrease: By how much the model falls.
         residual: How exactly the damped equations are solved, relatively.
     """
 
     change: Tensor
+    moved: Tensor | None
     norm: float
     decrease: float
     residual: float
@@ -106,7 +108,7 @@ class DampedSystem:
     def _added(self, block: Tensor) -> None:
         r = self.r[self._begin : self._begin + len(block)]
         self.gradient = torch.addmv(self.gradient, block.T, r)
-        self._squares += float(block.square().sum())
+        self._squares += float(torch.linalg.vector_norm(block)) ** 2
         if not self._kept:
             self._matrix.addmm_(block.T, block)
         self._begin += len(block)
@@ -157,31 +159,39 @@ class DampedSystem:
 
     def step(self, damping: float, drift: Tensor | None) -> DampedStep:
         """The minimum of |J d + r|^2 + damping |d - drift|^2."""
-        solve = self._solver(damping)
-        begun = torch.zeros_like(self.gradient) if drift is None else drift
-        if self.in_samples:
-            b = -(self.r if drift is None else self.r + self._J @ drift)
-            y = solve(b)
-            rest = b - self._J @ (self._J.T @ y) - damping * y
-            y = y + solve(rest)
-            rest = b - self._J @ (self._J.T @ y) - damping * y
-            change = begun + self._J.T @ y
+        self._solve = self._solver(damping)
+        if drift is None:
+            change, residual = self._solved(self.r if self.in_samples else self.gradient, damping)
         else:
-            b = -self._normal(begun)
-            change = begun + solve(b)
-            rest = -self._normal(change) - damping * (change - begun)
-            change = change + solve(rest)
-            rest = -self._normal(change) - damping * (change - begun)
-        decrease = -float(change @ (self.gradient + self._normal(change))) / 2
+            b = self.r + self._J @ drift if self.in_samples else self.gradient + self._normal(drift)
+            change, residual = self._solved(b, damping)
+            change = change + drift
+        moved = self._J @ change if self._kept else None
+        square = change @ self._normal(change) if moved is None else moved @ moved
+        decrease = -float(change @ self.gradient + square / 2)
+        return DampedStep(change, moved, float(change.norm()), decrease, residual)
+
+    def bend(self, second: Tensor, damping: float) -> Tensor:
+        """The change that undoes a term of second order in the residuals, as far as `step` would."""
+        return self._solved(second if self.in_samples else self._J.T @ second, damping)[0]
+
+    def _solved(self, b: Tensor, damping: float) -> tuple[Tensor, float]:
+        """The minimum of |J d + b|^2 + damping |d|^2, or where J'd + b, and how exactly it is solved: refined once."""
+        if self.in_samples:
+            y = self._solve(-b)
+            y = y - self._solve(b + self._J @ (self._J.T @ y) + damping * y)
+            change = self._J.T @ y
+            rest = b + self._J @ change + damping * y
+        else:
+            change = self._solve(-b)
+            change = change - self._solve(b + self._normal(change) + damping * change)
+            rest = b + self._normal(change) + damping * change
         size = float(b.norm())
-        residual = float(rest.norm()) / size if size else 0.0
-        return DampedStep(change, float(change.norm()), decrease, residual)
+        return change, float(rest.norm()) / size if size else 0.0
 
     def _normal(self, change: Tensor) -> Tensor:
-        """J'(J d + r)."""
-        if not self._kept:
-            return self._matrix @ change + self.gradient
-        return self._J.T @ (self._J @ change + self.r)
+        """J'J d."""
+        return self._J.T @ (self._J @ change) if self._kept else self._matrix @ change
 
     def _solver(self, damping: float) -> Callable[[Tensor], Tensor]:
         """What solves the damped equations, the diagonal divided out; damped more where it must."""
@@ -191,7 +201,9 @@ class DampedSystem:
             d = damped.diagonal().clamp(min=torch.finfo(DOUBLE).tiny).rsqrt()
             factor, failed = torch.linalg.cholesky_ex(d.unsqueeze(1) * damped * d)
             if not failed:
-                return lambda b: d * torch.cholesky_solve((d * b).unsqueeze(1), factor).squeeze(1)
+                lower = lambda b: torch.linalg.solve_triangular(factor, b, upper=False)
+                upper = lambda b: torch.linalg.solve_triangular(factor.T, b, upper=True)
+                return lambda b: d * upper(lower((d * b).unsqueeze(1))).squeeze(1)
             damping = max(10 * damping, 1e-16 * self.scale, torch.finfo(DOUBLE).tiny)
 
 

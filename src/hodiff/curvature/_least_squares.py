@@ -27,8 +27,10 @@ SHORTER = 0.9
 """Steps below rounding go on while each is shorter than the last by this factor."""
 SUFFICIENT = 1e-4
 """What part of the promised decrease a full step must keep to be taken."""
-LONG, SHORT = 0.25, 0.125
-"""The damping falls after step lengths of at least `LONG`, and grows after those below `SHORT`."""
+SHORT = 0.1
+"""How long the trial is that shows the residuals' term of second order, beside the first of the search."""
+LOWER_FROM, RAISE_BELOW = 0.25, 0.125
+"""The lengths of steps from which the damping falls, and below which it grows."""
 FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
 FREER = 100.0
 """How many times less damping is tried before a minimum is said to be reached."""
@@ -54,7 +56,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     float64, by Cholesky and one refinement, whatever the parameters' dtype is.
 
     Two rules choose \(\lambda\) and the length of the step. By **search**, the length is halved
-    while the loss falls, and a step of any length that lowers it is taken; \(\lambda\) follows the
+    until the loss falls, along a path that bends as the residuals do: a short trial shows what they
+    are of second order, and one more solve with the same matrix undoes it. \(\lambda\) follows the
     lengths, and becomes tiny. That trains networks on differential equations. By the **gain
     ratio**, the full step is taken or refused, and \(\lambda\) follows what came true of the
     promised decrease (Nielsen's rule). That fits curves: close to the minimum it goes on below the
@@ -131,7 +134,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     Reference:
         Nielsen, H. B. (1999). Damping parameter in Marquardt's method. IMM-REP-1999-05. Müller, J.,
         Zeinhofer, M. (2023). arXiv:2302.13163. Guzmán-Cordero, A. et al. (2025). arXiv:2505.12149
-        (sample space, SPRING).
+        (sample space, SPRING). Transtrum, M. K., Sethna, J. P. (2012). arXiv:1201.5885 (the bend,
+        "geodesic acceleration").
     """
 
     def __init__(
@@ -325,30 +329,39 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             drift = None  # which may have led uphill
 
     def _by_search(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
-        """Halve the step while the loss falls, and take the best; damping follows the length."""
+        """Halve the step until the loss falls, along a path that bends with the residuals; damping follows the length.
+
+        A short trial shows what they are of second order, and the bend undoes that, as far as the model can.
+        """
         damping = state["damping"]
         least = LEAST if self._least is None else self._least
         step = system.step(damping * state["scale"], drift)
-        length = min(1.0, 4 * state.get("length", 1.0))
-        best = _Trial([], 0.0, 0.0)
-        while at.number < self._tries:
-            trial = at(length * step.change)
-            polished = self._polished(system, step, trial.gain, at, state) if length == at.number == 1 else None
+        if step.decrease <= at.rounding():
+            trial = at(step.change)
+            polished = self._polished(system, step, trial.gain, at, state)
             if polished:
                 return _outcome(system, step, trial, damping, accepted=True)
             if polished is False:
                 return self._freer(system, step, at, state)
+        length = min(1.0, 4 * state.get("length", 1.0))
+        best = at(SHORT * length * step.change)._replace(length=SHORT * length)
+        bend = torch.zeros_like(step.change)
+        if step.moved is not None and best.gain > -math.inf:
+            second = (best.r - system.r - best.length * step.moved) / best.length**2
+            bend = system.bend(second, damping * state["scale"])
+        if best.gain <= 0:
+            best = _Trial([], 0.0, 0.0)
+        while at.number < self._tries and length > best.length:
+            trial = at(length * (step.change + length * bend))
             if trial.gain > best.gain:
                 best = trial._replace(length=length)
-            elif best.leaves:
-                break
             length /= 2
         if not best.leaves:
             state["damping"], state["length"] = min(MOST, damping * AFTER_FAILURE), 1.0
             return _outcome(system, step, best, damping, accepted=False)
-        if best.length >= LONG:
+        if best.length >= LOWER_FROM:
             state["damping"] = max(least, damping * FALL)
-        elif best.length < SHORT:
+        elif best.length < RAISE_BELOW:
             state["damping"] = min(MOST, damping * GROWTH)
         state["length"], state["norm"] = best.length, step.norm
         return _outcome(system, step, best, damping, accepted=True)
@@ -430,6 +443,7 @@ class _Trial(NamedTuple):
     leaves: list[Tensor]
     gain: float
     length: float = 1.0
+    r: Tensor = torch.empty(0)
 
 
 _Outcome = tuple[LeastSquaresRecord, list[Tensor] | None]
@@ -492,7 +506,7 @@ class _Trials:
         self._graph.context.random.restore()
         r, new = self._system.r, flat(self._graph.context.at(leaves), self._start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
-        return _Trial(leaves, gain if math.isfinite(gain) else -math.inf)
+        return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new)
 
 
 def _check_number(value: Any, name: str, *, above: bool = False, below: float = math.inf) -> None:

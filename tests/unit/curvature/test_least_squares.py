@@ -104,16 +104,42 @@ def test_functions_with_batches_of_their_own(batches):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_search_takes_a_part_of_the_same_step():
-    model, functions, given = equations()
+def put(model, values):
+    model.load_state_dict(
+        {k: v.reshape(model.get_parameter(k).shape) for k, v in zip(
+            model.state_dict(), values.split([p.numel() for p in model.parameters()]), strict=True
+        )}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("batches", [1, 3], ids=["samples", "parameters"])
+def test_the_search_follows_a_path_that_bends_with_the_residuals(batches):
+    model, functions, (x, edge) = equations()
+    given = x.repeat(batches, 1), edge
     r, J = dense(model, functions, given)
     before, scale = flat(model), float(J.square().sum(0).max())
-    optimizer = hodiff.LevenbergMarquardt(functions, model, damping=1e-6)
+    optimizer = hodiff.LevenbergMarquardt(functions, model, damping=1e-4)
     optimizer.step(*given)
-    step = optimizer.last.length * damped(J, r, 1e-6 * scale)
-    torch.testing.assert_close(flat(model) - before, step, rtol=1e-6, atol=1e-9 * float(step.norm()))
-    after, _ = dense(model, functions, given)
-    assert optimizer.last.decrease == pytest.approx(float(r @ r - after @ after) / 2)
+    after = flat(model)
+    d, t = damped(J, r, 1e-4 * scale), optimizer.last.length
+    put(model, before + 0.1 * d)
+    second = (dense(model, functions, given)[0] - r - 0.1 * J @ d) / 0.1**2
+    step = t * d if t == 0.1 else t * d + t**2 * damped(J, second, 1e-4 * scale)
+    torch.testing.assert_close(after - before, step, rtol=1e-6, atol=1e-9 * float(step.norm()))
+    put(model, after)
+    new, _ = dense(model, functions, given)
+    assert optimizer.last.decrease == pytest.approx(float(r @ r - new @ new) / 2)
+
+
+def test_the_bend_takes_a_path_to_its_end():
+    """Of residuals of second order whose J is square, along the path they vanish but for terms of third order."""
+    x = tensor(0.5, 0.5)
+    curved = lambda x: torch.stack([x[0] + 0.3 * x[1] ** 2 - 1, x[1] - 0.3 * x[0] ** 2])
+    first = float(curved(x).norm())
+    optimizer = hodiff.LevenbergMarquardt(curved, x, damping=1e-12, search=True)
+    optimizer.step()
+    straight = first * 0.3  # of second order
+    assert optimizer.last.length == 1 and float(curved(x).norm()) < 0.1 * straight
 
 
 def test_momentum_is_that_of_spring():
