@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _memory, _reverse, _settings
+from hodiff._core import _arguments, _locks, _memory, _reverse, _settings, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._where import TRAINABLE
 from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import Samples
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
@@ -63,9 +62,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     promised decrease (Nielsen's rule). That fits curves: close to the minimum it goes on below the
     rounding of the loss, to the last digits of the parameters.
 
-    No step raises the loss of its batch (but by rounding): one that would is **refused**, and the parameters and the
-    state of the random numbers are as they were. No `.grad` is written, and buffers (BatchNorm
-    statistics) do not change.
+    No step raises the loss of its batch (but by rounding): one that would is **refused**, and the
+    parameters and the state of the random numbers are as they were. No `.grad` is written, and
+    buffers (BatchNorm statistics) do not change.
 
     Args:
         residuals: A function of *where* and a batch that returns residuals `(N,)`, or several for
@@ -101,9 +100,10 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     Cost:
         A step: the rows of \(J\) as by `per_sample_grad`, with one pass over the whole batch, which
         \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\)
-        with itself, a Cholesky decomposition, and an evaluation without a graph for each trial. Without
-        a batch, \(J\) as by `jacobian`. Memory: \(J\) in float64, and three matrices of its shorter
-        side.
+        with itself, a Cholesky decomposition, and an evaluation for each trial, of which the taken one
+        is the first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`.
+        Memory: \(J\) in float64, three matrices of its shorter side, and the graphs of two
+        evaluations.
 
     Examples:
         A curve is fitted; the loss is half the sum of the squares:
@@ -166,6 +166,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._budget = memory_budget
         self._where, self._warned = where, set[int]()
         self.last: LeastSquaresRecord | None = None
+        self._known: _Known | None = None
         tensors = call(lambda where: None, where, passes=1, create_graph=False).where.tensors
         try:
             super().__init__(tensors, {})
@@ -176,7 +177,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         """What a copy, or a pickle, has: PyTorch's own optimisers keep it in the groups."""
         names = ("_functions", "_where", "_damping", "_momentum", "_least")
         names += ("_search", "_tries", "_budget", "_warned", "last")
-        return super().__getstate__() | {name: getattr(self, name) for name in names}
+        return super().__getstate__() | {name: getattr(self, name) for name in names} | {"_known": None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: *where* is one point."""
@@ -209,9 +210,12 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 f"give each one (a batch of several tensors as a tuple), or None."
             )
         with _locks.ThreadClaim(self):  # of several threads one steps
-            return self._stepped(batches)
+            known, self._known = self._known, None
+            value = self._stepped(batches, known)
+            return self._stepped(batches, None) if value is None else value
 
-    def _stepped(self, batches: Sequence[Any]) -> Tensor:
+    def _stepped(self, batches: Sequence[Any], known: _Known | None) -> Tensor | None:
+        """One step, which may begin with what is known; None where that is not what the residuals are now."""
         joint = _Joint(self._functions, batches)
         asked = call(joint, self._where, passes=1, create_graph=False, keep=True)
         tensors = asked.where.tensors
@@ -219,30 +223,35 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         if search is None:
             search = any(batch is not None for batch in batches)
         state: _State = self.state[self.param_groups[0]["params"][0]]
-        state.setdefault("step", 0)
-        state["step"] += 1
-        with OutputGraph(asked) as graph:
-            system = self._system(graph, joint, full=state["step"] in FULL_CHECKS)
+        full = state.get("step", 0) + 1 in FULL_CHECKS
+        joint.known = known if known and not full and known.holds(batches, tensors) else None
+        with OutputGraph(asked, joint.known and joint.known.leaves) as graph:
+            system = self._system(graph, joint, full=full)
+            if system is None:
+                return None
+            state["step"] = state.get("step", 0) + 1
             value = graph.outputs[0].new_tensor(system.loss)
             graph.outputs = None
             state.setdefault("scale", system.scale or 1.0)
             state.setdefault("damping", self._damping)
             rule = self._by_search if search else self._by_gain
             at = _Trials(graph, system)
-            record, leaves = rule(system, at, state, self._drift(tensors))
-            if leaves is None:
+            record, trial = rule(system, at, state, self._drift(tensors))
+            if trial is None:
                 graph.context.random.restore()  # the random numbers will be drawn again
                 for tensor in tensors:
                     self.state[tensor].pop("change", None)
-        if leaves is not None:
-            self._take(tensors, leaves)
+        if trial is not None:
+            self._take(tensors, trial.leaves)
+            if not self._warned and all(isinstance(part, Samples) for part in joint.parts):
+                self._known = _Known(_tree.flatten(batches)[0], trial.leaves, trial.outputs)
         self.last = replace(record, evaluations=at.number)
         return value
 
     # --- the linear model
 
-    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool) -> DampedSystem:
-        """The residuals and their Jacobian, checked."""
+    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool) -> DampedSystem | None:
+        """The residuals and their Jacobian, checked; None where known ones are wrong."""
         outputs: list[Tensor] = []
         for i, given in enumerate(graph.outputs):
             output = _arguments.check_output(given, f"residuals[{i}]")
@@ -262,6 +271,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 joint.only = None
                 if done:
                     continue
+                if joint.known:
+                    return None
+                self._warn(i, output)
             table = tall_jacobian(graph, [output], chunk_size=None)
             system.whole(output, (table or _reverse.blocks(graph, [output], chunk_size=None))[0])
         return system.closed()
@@ -276,7 +288,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         *,
         full: bool,
     ) -> bool:
-        """Whether the rows of one function came sample by sample; a warning, once, where not."""
+        """Whether the rows of one function came sample by sample."""
         if output.ndim not in (1, 2):
             raise InputError(
                 f"residuals[{number}]: returned shape {tuple(output.shape)}, expected one residual for "
@@ -288,8 +300,10 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         if output.numel():  # close to a solution they are what their terms cancel to
             usual = state[name] = max(usual, float(output.detach().abs().median()))
         alone = not graph.context.random.moved()
-        if alone and system.by_samples(graph, samples, output, usual, full=full):
-            return True
+        return alone and system.by_samples(graph, samples, output, usual, full=full)
+
+    def _warn(self, number: int, output: Tensor) -> None:
+        """Say, once, that the rows of one function did not come sample by sample."""
         if number not in self._warned and output.numel():
             self._warned.add(number)
             warnings.warn(
@@ -300,7 +314,6 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 HodiffWarning,
                 stacklevel=_arguments.outside() + 1,  # PyTorch puts a function around `step`
             )
-        return False
 
     # --- the two rules
 
@@ -414,7 +427,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         try:
             with _settings.grad_mode(False):
                 for tensor, leaf in zip(tensors, leaves, strict=True):
-                    tensor.copy_(leaf)
+                    tensor.copy_(leaf.detach())
             if self._momentum:
                 for tensor, old in zip(tensors, before, strict=True):
                     self.state[tensor]["change"] = tensor.detach() - old
@@ -428,13 +441,33 @@ class _Joint:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Any]) -> None:
         self.only: int | None = None
+        self.known: _Known | None = None
+        """What is known of all of them at once, for the first evaluation."""
+        self._begun = False
         pairs = zip(functions, batches, strict=True)
         self.parts = [f if batch is None else Samples(f, batch) for f, batch in pairs]
 
     def __call__(self, where: Any) -> Any:
         if self.only is not None:
             return self.parts[self.only](where)
+        if self.known and not self._begun:
+            self._begun = True
+            return self.known.outputs
         return [part(where) for part in self.parts]
+
+
+class _Known(NamedTuple):
+    """What an accepted trial gave: the next step on the same batch begins with it."""
+
+    batches: list[Any]
+    leaves: list[Tensor]
+    outputs: Any
+
+    def holds(self, batches: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+        """Whether a step is on the same tensors; if their values changed, the samples one by one will tell."""
+        now = _tree.flatten(batches)[0]
+        same = len(now) == len(self.batches) and all(a is b for a, b in zip(now, self.batches, strict=True))
+        return same and all(torch.equal(a, b) for a, b in zip(self.leaves, tensors, strict=True))
 
 
 class _Trial(NamedTuple):
@@ -444,9 +477,10 @@ class _Trial(NamedTuple):
     gain: float
     length: float = 1.0
     r: Tensor = torch.empty(0)
+    outputs: Any = None
 
 
-_Outcome = tuple[LeastSquaresRecord, list[Tensor] | None]
+_Outcome = tuple[LeastSquaresRecord, _Trial | None]
 
 
 def _outcome(
@@ -473,7 +507,7 @@ def _outcome(
         0,
         "samples" if system.in_samples else "parameters",
     )
-    return record, trial.leaves if accepted else None
+    return record, trial if accepted else None
 
 
 class _Trials:
@@ -491,22 +525,21 @@ class _Trials:
         return max(ROUNDING * self._system.loss, parameters)
 
     def __call__(self, change: Tensor) -> _Trial:
-        """What a step leads to: without a graph, in grad mode, for `f` may differentiate by points."""
+        """What a step leads to; recorded, for the next step may begin with it."""
         self.number += 1
         leaves = [
-            part.reshape(leaf.shape).to(leaf)
+            part.reshape(leaf.shape).to(leaf).requires_grad_()
             for part, leaf in zip(
                 (self._start + change).split([leaf.numel() for leaf in self._graph.leaves]),
                 self._graph.leaves,
                 strict=True,
             )
         ]
-        for leaf in leaves:
-            setattr(leaf, TRAINABLE, True)
         self._graph.context.random.restore()
-        r, new = self._system.r, flat(self._graph.context.at(leaves), self._start.device)
+        outputs = self._graph.context.at(leaves)
+        r, new = self._system.r, flat(outputs, self._start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
-        return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new)
+        return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new, outputs=outputs)
 
 
 def _check_number(value: Any, name: str, *, above: bool = False, below: float = math.inf) -> None:

@@ -326,6 +326,57 @@ def test_an_equation_with_a_boundary(search):
     assert losses[-1] < (1e-4 if search is None else 1e-3) * losses[0]
 
 
+def counted(model):
+    """Residuals whose weight is the caller's to change, and how many samples each evaluation saw."""
+    seen, weight = [], [1.0]
+
+    def f(model, x):
+        seen.append(len(x))
+        return weight[0] * (model(x).sinh() - x.sin())
+
+    return f, seen, weight
+
+
+def test_a_step_begins_with_the_residuals_that_the_last_one_ended_with():
+    """On the same batch, while the parameters are the same: no more whole evaluations than there were trials."""
+    model, _, (x, _) = equations()
+    f, seen, _ = counted(model)
+    optimizer = hodiff.LevenbergMarquardt(f, model)
+    other, moved = torch.rand(9, 2, dtype=D), lambda: model[0].bias.data.add_(0.01)
+    for number, (batch, change, first) in enumerate(
+        [(x, None, 1), (x, None, 0), (x, None, 0), (other, None, 1), (other, moved, 1), (other, None, 0), (x, None, 1)]
+    ):
+        if change:
+            change()
+        before = float(f(model, batch).detach().square().sum()) / 2
+        seen.clear()
+        loss = optimizer.step(batch)
+        assert float(loss) == pytest.approx(before, rel=1e-12)
+        assert optimizer.last.accepted
+        assert seen.count(9) == first + optimizer.last.evaluations, number
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("search", [True, False])
+def test_what_changed_outside_between_two_steps_is_seen(search):
+    """A weight that the residuals take from outside: those of the last step are not taken for these."""
+    model, _, (x, _) = equations()
+    f, seen, weight = counted(model)
+    optimizer = hodiff.LevenbergMarquardt(f, model, search=search, damping=0.1)
+    for _ in range(4):
+        weight[0] *= 1.5
+        r, J = dense(model, [f], [x])
+        before = flat(model)
+        seen.clear()
+        loss = optimizer.step(x)
+        assert float(loss) == pytest.approx(float(r @ r) / 2)
+        assert optimizer.last.gradient == pytest.approx(float(((J.T @ r).abs() / J.norm(dim=0) / r.norm()).max()))
+        assert seen.count(9) == 1 + optimizer.last.evaluations
+    if not search:
+        lam = optimizer.last.damping * optimizer.state[model[0].weight]["scale"]
+        torch.testing.assert_close(flat(model) - before, damped(J, r, lam), rtol=1e-8, atol=1e-12)
+
+
 def test_points_of_each_step():
     model, functions, (x, e) = poisson()
     optimizer = hodiff.LevenbergMarquardt(functions, model)
