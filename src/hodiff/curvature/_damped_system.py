@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _memory, _reverse
 from hodiff._core._graph import OutputGraph
-from hodiff.calculus._per_sample import Place, Samples, each_sample, even_weights
+from hodiff.calculus._per_sample import Samples, each_sample, even_weights
 from hodiff.errors import InputError
 
 DOUBLE = torch.float64
@@ -74,20 +74,11 @@ class DampedSystem:
         """Fill in rows, each sample with parameters of its own; False where that is wrong."""
         before = self._begin, self._squares, self.gradient, self._matrix.clone()
         of_sample = output.shape[1:].numel()
-        last = of_sample - 1
         losses = output.reshape(len(output)) if of_sample == 1 else output
         chunk = None if self._kept else max(1, self._block_rows // max(1, of_sample))
-        blocks: list[Tensor] = []
 
-        def collect(place: Place, gradients: list[Tensor]) -> None:
-            part, number = place if isinstance(place, tuple) else (place, last)
-            count = part.stop - part.start
-            if not number or not last:
-                blocks[:] = [self._block(count * of_sample)]
-            rows = blocks[0].unflatten(0, (count, of_sample))[:, number]
-            _write(rows, gradients)
-            if number == last:
-                self._added(blocks[0])
+        def collect(part: slice, gradients: list[Tensor]) -> None:
+            self._fill((part.stop - part.start) * of_sample, gradients, losses.ndim)
 
         good = each_sample(graph, samples, losses, chunk, collect, usual)
         if not (good and self._agrees(graph, output, before, full)):
@@ -97,16 +88,17 @@ class DampedSystem:
 
     def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
         """Fill in the rows of some residuals, from blocks of the whole Jacobian."""
-        block = self._block(output.numel())
-        _write(block, [part.reshape(output.numel(), *part.shape[output.ndim :]) for part in gradients])
-        self._added(block)
+        self._fill(output.numel(), gradients, output.ndim)
 
-    def _block(self, rows: int) -> Tensor:
-        if self._kept:
-            return self._J[self._begin : self._begin + rows]
-        return self._J.new_empty(rows, self._J.shape[1])
-
-    def _added(self, block: Tensor) -> None:
+    def _fill(self, rows: int, gradients: Sequence[Tensor], leading: int) -> None:
+        """Add rows, of gradients whose leading dimensions are those of the residuals."""
+        begin, columns = self._begin, self._J.shape[1]
+        block = self._J[begin : begin + rows] if self._kept else self._J.new_empty(rows, columns)
+        column = 0
+        for part in gradients:
+            width = part.shape[leading:].numel()
+            block[:, column : column + width].view(part.shape).copy_(part)
+            column += width
         r = self.r[self._begin : self._begin + len(block)]
         self.gradient = torch.addmv(self.gradient, block.T, r)
         self._squares += float(torch.linalg.vector_norm(block)) ** 2
@@ -219,16 +211,6 @@ def _lower_product(J: Tensor) -> Tensor:
         stop = min(start + size, len(J))
         torch.mm(J[start:stop], J[:stop].T, out=product[start:stop, :stop])
     return product
-
-
-def _write(rows: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Copy the gradients of some residuals into their rows."""
-    column = 0
-    for part in gradients:
-        shape = part.shape[1:] or (1,)
-        width = math.prod(shape)
-        rows[:, column : column + width].unflatten(1, shape).copy_(part.reshape(len(part), *shape))
-        column += width
 
 
 def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
