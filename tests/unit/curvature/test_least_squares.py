@@ -542,23 +542,25 @@ def test_the_same_random_numbers_at_every_trial():
     assert optimizer.last.ratio == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("call", range(1, 5))
-def test_an_interrupt_loses_nothing(call):
+@pytest.mark.parametrize("batches", [(), (torch.eye(2, dtype=D),)], ids=["no batch", "a batch"])
+@pytest.mark.parametrize("call", range(1, 9))
+def test_an_interrupt_loses_nothing(call, batches):
     x, calls = tensor(1.0, 2.0), []
 
-    def f(x):
+    def f(x, batch=torch.eye(2, dtype=D)):
         calls.append(1)
         if len(calls) == call:
             raise KeyboardInterrupt
-        return x**3 - 1
+        return batch @ x**3 - 1
 
     optimizer = hodiff.LevenbergMarquardt(f, x)
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        for _ in range(3):
+        for _ in range(8):
             before = x.clone()
-            optimizer.step()
+            optimizer.step(*batches)
     assert torch.equal(x, before)
-    optimizer.step()
+    loss = optimizer.step(*batches)
+    assert float(loss) == pytest.approx(float((before**3 - 1).square().sum()) / 2)
     assert optimizer.last.accepted
 
 
