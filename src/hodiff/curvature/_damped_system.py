@@ -10,12 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _memory, _reverse
+from hodiff._core import _reverse
 from hodiff._core._graph import OutputGraph
 from hodiff.calculus._per_sample import Samples, each_sample, even_weights
+from hodiff.curvature._matrix import nystrom_eigenpairs
 from hodiff.errors import InputError
 
 DOUBLE = torch.float64
+RANK = 100
+"""How many directions of J'J are known where it is taken by products."""
+ITERATIONS = 100
+RTOL = 1e-6
+"""Of conjugate gradients; the step is refined once, which squares it."""
 
 
 class DampedStep(NamedTuple):
@@ -54,19 +60,14 @@ class DampedSystem:
         self.loss = float(self.r @ self.r) / 2
         rows = len(self.r)
         self._kept = 8 * rows * columns <= budget
-        if not self._kept and 16 * columns**2 > budget:
-            raise InputError(
-                f"memory_budget: the Jacobian of {rows:,} residuals by {columns:,} parameters "
-                f"takes {_memory.readable(8 * rows * columns)} and J'J "
-                f"{_memory.readable(8 * columns**2)}, of {_memory.readable(budget)}; give a "
-                f"smaller batch, fewer parameters (hodiff.select), or more memory."
-            )
+        self.by_products = not self._kept and 16 * columns**2 > budget
+        self._rank = min(RANK, columns, max(1, int(budget / 24) // columns))
         self.in_samples = rows <= columns and self._kept
         self._J = self.r.new_empty(rows if self._kept else 0, columns)
         self._block_rows = max(1, int(budget / 4) // (8 * columns))
         self._begin, self._squares = 0, 0.0
         self.gradient = self.r.new_zeros(columns)
-        self._matrix = self.r.new_zeros((0, 0) if self._kept else (columns, columns))
+        self._matrix = self.r.new_zeros((0, 0) if self._kept or self.by_products else (columns, columns))
 
     # --- filling J
 
@@ -89,6 +90,27 @@ class DampedSystem:
     def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
         """Fill in the rows of some residuals, from blocks of the whole Jacobian."""
         self._fill(output.numel(), gradients, output.ndim)
+
+    def products(self, graph: OutputGraph, outputs: list[Tensor]) -> None:
+        """Take J'J by products alone, and what is large of it from a sketch, as `hodiff.nystrom` does."""
+        device = self.r.device
+        ones = [torch.ones_like(output, requires_grad=True) for output in outputs]
+        pulled = _reverse.transposed_product(graph, outputs, ones)
+        sizes = [leaf.numel() for leaf in graph.leaves]
+
+        def multiply(change: Tensor) -> Tensor:
+            parts = zip(change.split(sizes), graph.leaves, strict=True)
+            tangents = [part.reshape(leaf.shape).to(leaf) for part, leaf in parts]
+            moved = _reverse.products(graph, pulled, tangents, None, chunk_size=None, inputs=ones)
+            return flat(_reverse.vjp(graph, outputs, moved, more=True), device)
+
+        self._multiply = multiply
+        residuals = [output.detach() for output in outputs]
+        self.gradient = flat(_reverse.vjp(graph, outputs, residuals, more=True), device)
+        drawn = torch.randn(self._rank, sum(sizes), dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+        omega, _ = torch.linalg.qr(drawn.to(device).T)
+        images = torch.stack([multiply(column) for column in omega.T], dim=1)
+        self._sketch = nystrom_eigenpairs(omega, images, graph.leaves[0].dtype)
 
     def _fill(self, rows: int, gradients: Sequence[Tensor], leading: int) -> None:
         """Add rows, of gradients whose leading dimensions are those of the residuals."""
@@ -139,7 +161,11 @@ class DampedSystem:
             self._matrix = self._J.T @ self._J
         elif self._kept:
             self._matrix = _lower_product(self._J)
-        squares = self._J.square().sum(0) if self.in_samples else self._matrix.diagonal()
+        if self.by_products:
+            vectors, values = self._sketch
+            squares = vectors.square() @ values
+        else:
+            squares = self._J.square().sum(0) if self.in_samples else self._matrix.diagonal()
         self.norms, self.scale = squares.sqrt(), float(squares.max()) if len(squares) else 0.0
         return self
 
@@ -184,10 +210,14 @@ class DampedSystem:
 
     def _normal(self, change: Tensor) -> Tensor:
         """J'J d."""
+        if self.by_products:
+            return self._multiply(change)
         return self._J.T @ (self._J @ change) if self._kept else self._matrix @ change
 
     def _solver(self, damping: float) -> Callable[[Tensor], Tensor]:
         """What solves the damped equations, the diagonal divided out; damped more where it must."""
+        if self.by_products:
+            return partial(_by_gradients, self._multiply, *self._sketch, damping)
         while True:
             damped = self._matrix.clone()
             damped.diagonal().add_(damping)
@@ -196,6 +226,25 @@ class DampedSystem:
             if not failed:
                 return partial(_by_factor, factor, d)
             damping = max(10 * damping, 1e-16 * self.scale, torch.finfo(DOUBLE).tiny)
+
+
+def _by_gradients(
+    multiply: Callable[[Tensor], Tensor], vectors: Tensor, values: Tensor, damping: float, b: Tensor
+) -> Tensor:
+    """The solution of (J'J + damping) x = b by conjugate gradients, whose large eigenvalues are divided out."""
+    beyond = (values[-1] + damping) / (values + damping) - 1
+    x, rest, direction, size = torch.zeros_like(b), b, torch.zeros_like(b), math.inf
+    for _ in range(ITERATIONS):
+        if float(rest.norm()) <= RTOL * float(b.norm()):
+            break
+        z = rest + vectors @ (beyond * (vectors.T @ rest))
+        last, size = size, float(rest @ z)
+        direction = z + size / last * direction
+        image = multiply(direction) + damping * direction
+        length = size / float(direction @ image)
+        x = x + length * direction
+        rest = rest - length * image
+    return x
 
 
 def _by_factor(factor: Tensor, d: Tensor, b: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         tries: How often a step may be shortened, or solved again with more damping, before it is
             refused.
         memory_budget: What \(J\) may take: bytes (an int), or a fraction of the memory that is
-            free. Beyond it \(J^\top J\) is summed over chunks of samples, where that fits.
+            free. Beyond it \(J^\top J\) is summed over chunks of samples, where that fits; else the
+            step is taken by products with \(J\), two passes each: some hundred of them.
 
     Attributes:
         last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`,
@@ -93,8 +94,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     Raises:
         InputError: Residuals or their derivatives that are not finite at the parameters as they
-            are; another number of batches than functions; a closure in the manner of `torch.optim`;
-            a Jacobian beyond the memory.
+            are; another number of batches than functions; a closure in the manner of `torch.optim`.
         GraphError: As for `grad`.
 
     Cost:
@@ -243,7 +243,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                     self.state[tensor].pop("change", None)
         if trial is not None:
             self._take(tensors, trial.leaves)
-            if not self._warned and all(isinstance(part, Samples) for part in joint.parts):
+            compared = not self._warned and not system.by_products
+            if compared and all(isinstance(part, Samples) for part in joint.parts):
                 self._known = _Known(_tree.flatten(batches)[0], trial.leaves, trial.outputs)
         self.last = replace(record, evaluations=at.number)
         return value
@@ -264,6 +265,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 )
         budget = _memory.budget(self._budget, outputs[0].device)
         system = DampedSystem(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
+        if system.by_products:
+            system.products(graph, outputs)
+            return system.closed()
         for i, (samples, output) in enumerate(zip(joint.parts, outputs, strict=True)):
             if isinstance(samples, Samples):
                 joint.only = i

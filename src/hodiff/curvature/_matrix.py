@@ -224,11 +224,11 @@ def nystrom(
     like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
     rows = _vectors.draw((rank, size), like, "gaussian", source(operator, generator))
     omega, _ = torch.linalg.qr(rows.T)
-    vectors, values = _approximated(omega, flat_product(operator, omega.T).T, operator.dtype)
+    vectors, values = nystrom_eigenpairs(omega, flat_product(operator, omega.T).T, operator.dtype)
     return NystromOperator(operator._domain, vectors, values, float(shift), operator._live)
 
 
-def _approximated(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def nystrom_eigenpairs(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The eigenvectors, as columns, and eigenvalues of Nyström's approximation, falling."""
     double = images.dtype if images.device.type == "mps" else torch.float64
     unit = power_of_two(images) or 1.0

@@ -154,22 +154,37 @@ def test_momentum_is_that_of_spring():
     torch.testing.assert_close(x - first, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_chunks_within_a_budget_take_the_same_step():
-    steps = []
-    for budget in (0.5, 30_000):
-        model, functions, (x, edge) = equations()
-        optimizer = hodiff.LevenbergMarquardt(functions, model, damping=0.1, search=False, memory_budget=budget)
-        optimizer.step(x.repeat(30, 1), edge)
-        steps.append(flat(model))
-    torch.testing.assert_close(*steps, rtol=1e-9, atol=1e-12)
-
-
-def test_a_jacobian_beyond_the_budget_is_refused():
-    model, functions, given = equations()
+@pytest.mark.parametrize(
+    ("budget", "road"),
+    [(0.5, "J"), (30_000, "J'J, over chunks"), (5_000, "products")],
+    ids=["J", "chunks", "products"],
+)
+def test_within_any_budget_it_is_the_same_step(budget, road):
+    model, functions, (x, edge) = equations()
+    given, seen = (x.repeat(8, 1), edge), []
+    inside = lambda model, x: seen.append(len(x)) or functions[0](model, x)
+    r, J = dense(model, functions, given)
     before = flat(model)
-    with pytest.raises(hodiff.InputError, match=r"memory_budget: the Jacobian of 22 residuals by 27 parameters"):
-        hodiff.LevenbergMarquardt(functions, model, memory_budget=1000).step(*given)
-    assert torch.equal(flat(model), before)
+    optimizer = hodiff.LevenbergMarquardt(
+        [inside, functions[1]], model, damping=0.1, search=False, memory_budget=budget
+    )
+    loss = optimizer.step(*given)
+    scale, true = optimizer.state[model[0].weight]["scale"], float(J.square().sum(0).max())
+    assert float(loss) == pytest.approx(float(r @ r) / 2)
+    assert scale == pytest.approx(true, rel=0.1 if road == "products" else 1e-12)
+    torch.testing.assert_close(flat(model) - before, damped(J, r, 0.1 * scale), rtol=1e-8, atol=1e-11)
+    assert optimizer.last.space == "parameters" and optimizer.last.residual < 1e-10
+    assert seen.count(72) == 1 + optimizer.last.evaluations
+    assert (1 in seen) == (road != "products")  # sample by sample
+    assert optimizer.step(*given) < loss
+    assert seen.count(72) == 2 * (road == "products") + (road != "products") + 2
+
+
+def test_products_serve_momentum_and_the_search():
+    model, functions, (x, edge) = equations()
+    optimizer = hodiff.LevenbergMarquardt(functions, model, memory_budget=5_000, momentum=0.2)
+    losses = [float(optimizer.step(x.repeat(8, 1), edge)) for _ in range(12)]
+    assert all(after <= before for before, after in pairwise(losses)) and losses[-1] < 0.01 * losses[0]
 
 
 # --- curves. Data and certified values: NIST StRD, https://www.itl.nist.gov/div898/strd, a work of the US government.
@@ -547,11 +562,11 @@ def test_the_same_random_numbers_at_every_trial():
 def test_an_interrupt_loses_nothing(call, batches):
     x, calls = tensor(1.0, 2.0), []
 
-    def f(x, batch=torch.eye(2, dtype=D)):
+    def f(x, batch=None):
         calls.append(1)
         if len(calls) == call:
             raise KeyboardInterrupt
-        return batch @ x**3 - 1
+        return (x if batch is None else batch @ x) ** 3 - 1
 
     optimizer = hodiff.LevenbergMarquardt(f, x)
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
