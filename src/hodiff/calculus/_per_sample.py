@@ -239,7 +239,13 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
     orders = [sorted(range(1, row.ndim), key=row.stride, reverse=True) for row in rows]
     lines = [row.permute(0, *order).reshape(len(row), -1) for row, order in zip(rows, orders, strict=True)]
     wide = torch.promote_types(losses.dtype, torch.float32)
-    norms = torch.stack([_norms(line, wide).to(losses.device) for line in lines])
+    types = [None if line.dtype == wide else wide for line in lines]  # named needlessly, it takes twice the time
+    norms = torch.stack(
+        [
+            torch.linalg.vector_norm(line, dim=1, dtype=dtype).to(losses.device)
+            for line, dtype in zip(lines, types, strict=True)
+        ]
+    )
     weights = even_weights(torch.linalg.vector_norm(norms, dim=0))
     total = _reverse.vjp(graph, [losses], [weights.to(losses).reshape(losses.shape)], more=True)
     sizes = torch.linalg.vector_norm(norms * weights, dim=1)  # about as large is a sum whose signs are random
@@ -254,11 +260,6 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
         if not _reverse.agree(added, expected, float(size) / max(1, len(expected)) ** 0.5):
             return False
     return True
-
-
-def _norms(lines: Tensor, dtype: torch.dtype) -> Tensor:
-    """The norm of each line, in that type, which takes twice the time where it is named needlessly."""
-    return torch.linalg.vector_norm(lines, dim=1, dtype=None if lines.dtype == dtype else dtype)
 
 
 def even_weights(norms: Tensor) -> Tensor:

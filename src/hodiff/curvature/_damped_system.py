@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _reverse
 from hodiff._core._graph import OutputGraph
+from hodiff._core._vectors import draw
 from hodiff.calculus._per_sample import Samples, each_sample, even_weights
 from hodiff.curvature._matrix import nystrom_eigenpairs
 from hodiff.errors import InputError
@@ -107,8 +108,8 @@ class DampedSystem:
         self._multiply = multiply
         residuals = [output.detach() for output in outputs]
         self.gradient = flat(_reverse.vjp(graph, outputs, residuals, more=True), device)
-        drawn = torch.randn(self._rank, sum(sizes), dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
-        omega, _ = torch.linalg.qr(drawn.to(device).T)
+        drawn = draw((self._rank, sum(sizes)), self.r, "gaussian", torch.Generator().manual_seed(0))
+        omega, _ = torch.linalg.qr(drawn.T)
         images = torch.stack([multiply(column) for column in omega.T], dim=1)
         self._sketch = nystrom_eigenpairs(omega, images, graph.leaves[0].dtype)
 
@@ -209,7 +210,7 @@ class DampedSystem:
         return change, float(rest.norm()) / size if size else 0.0
 
     def _normal(self, change: Tensor) -> Tensor:
-        """J'J d."""
+        """The product J'J d."""
         if self.by_products:
             return self._multiply(change)
         return self._J.T @ (self._J @ change) if self._kept else self._matrix @ change
@@ -233,7 +234,8 @@ def _by_gradients(
 ) -> Tensor:
     """The solution of (J'J + damping) x = b by conjugate gradients, whose large eigenvalues are divided out."""
     beyond = (values[-1] + damping) / (values + damping) - 1
-    x, rest, direction, size = torch.zeros_like(b), b, torch.zeros_like(b), math.inf
+    x, rest = torch.zeros_like(b), b
+    direction, size = x, math.inf
     for _ in range(ITERATIONS):
         if float(rest.norm()) <= RTOL * float(b.norm()):
             break

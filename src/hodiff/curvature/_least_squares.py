@@ -166,7 +166,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._budget = memory_budget
         self._where, self._warned = where, set[int]()
         self.last: LeastSquaresRecord | None = None
-        self._known: _Known | None = None
+        self._known: _Trial | None = None
         tensors = call(lambda where: None, where, passes=1, create_graph=False).where.tensors
         try:
             super().__init__(tensors, {})
@@ -214,7 +214,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             value = self._stepped(batches, known)
             return self._stepped(batches, None) if value is None else value
 
-    def _stepped(self, batches: Sequence[Any], known: _Known | None) -> Tensor | None:
+    def _stepped(self, batches: Sequence[Any], known: _Trial | None) -> Tensor | None:
         """One step, which may begin with what is known; None where that is not what the residuals are now."""
         joint = _Joint(self._functions, batches)
         asked = call(joint, self._where, passes=1, create_graph=False, keep=True)
@@ -224,9 +224,11 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             search = any(batch is not None for batch in batches)
         state: _State = self.state[self.param_groups[0]["params"][0]]
         full = state.get("step", 0) + 1 in FULL_CHECKS
-        joint.known = known if known and not full and known.holds(batches, tensors) else None
-        with OutputGraph(asked, joint.known and joint.known.leaves) as graph:
-            system = self._system(graph, joint, full=full)
+        if known and (full or not known.holds(batches, tensors)):
+            known = None
+        joint.outputs = known and known.outputs
+        with OutputGraph(asked, known and known.leaves) as graph:
+            system = self._system(graph, joint, full=full, known=bool(known))
             if system is None:
                 return None
             state["step"] = state.get("step", 0) + 1
@@ -245,13 +247,13 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             self._take(tensors, trial.leaves)
             compared = not self._warned and not system.by_products
             if compared and all(isinstance(part, Samples) for part in joint.parts):
-                self._known = _Known(_tree.flatten(batches)[0], trial.leaves, trial.outputs)
+                self._known = trial._replace(batches=_tree.flatten(batches)[0])
         self.last = replace(record, evaluations=at.number)
         return value
 
     # --- the linear model
 
-    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool) -> DampedSystem | None:
+    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool, known: bool) -> DampedSystem | None:
         """The residuals and their Jacobian, checked; None where known ones are wrong."""
         outputs: list[Tensor] = []
         for i, given in enumerate(graph.outputs):
@@ -275,7 +277,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 joint.only = None
                 if done:
                     continue
-                if joint.known:
+                if known:
                     return None
                 self._warn(i, output)
             table = tall_jacobian(graph, [output], chunk_size=None)
@@ -327,11 +329,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             damping = state["damping"]
             step = system.step(damping * state["scale"], drift)
             trial = at(step.change)
-            polished = self._polished(system, step, trial.gain, at, state) if at.number == 1 else None
+            polished = self._polished(system, step, trial, at, state) if at.number == 1 else None
             if polished:
-                return _outcome(system, step, trial, damping, accepted=True)
-            if polished is False:
-                return self._freer(system, step, at, state)
+                return polished
             ratio = trial.gain / step.decrease if step.decrease > 0 else -math.inf
             if ratio > SUFFICIENT:
                 fall = max(1 / 3, 1 - (2 * ratio - 1) ** 3)
@@ -354,12 +354,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         least = LEAST if self._least is None else self._least
         step = system.step(damping * state["scale"], drift)
         if step.decrease <= at.rounding():
-            trial = at(step.change)
-            polished = self._polished(system, step, trial.gain, at, state)
+            polished = self._polished(system, step, at(step.change), at, state)
             if polished:
-                return _outcome(system, step, trial, damping, accepted=True)
-            if polished is False:
-                return self._freer(system, step, at, state)
+                return polished
         length = min(1.0, 4 * state.get("length", 1.0))
         best = at(SHORT * length * step.change)._replace(length=SHORT * length)
         bend = torch.zeros_like(step.change)
@@ -383,15 +380,17 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         state["length"], state["norm"] = best.length, step.norm
         return _outcome(system, step, best, damping, accepted=True)
 
-    def _polished(self, system: DampedSystem, step: DampedStep, gain: float, at: _Trials, state: _State) -> bool | None:
-        """Whether a step below rounding is taken: while steps grow shorter. None of a larger one."""
+    def _polished(
+        self, system: DampedSystem, step: DampedStep, trial: _Trial, at: _Trials, state: _State
+    ) -> _Outcome | None:
+        """What comes of a step below rounding: it is taken while steps grow shorter. None of a larger one."""
         least = at.rounding()
-        if step.decrease > least or abs(gain) > least:
+        if step.decrease > least or abs(trial.gain) > least:
             return None
-        shorter = 0 < step.norm < SHORTER * state.get("norm", math.inf)
-        if shorter:
-            state["norm"] = step.norm
-        return shorter
+        if not 0 < step.norm < SHORTER * state.get("norm", math.inf):
+            return self._freer(system, step, at, state)
+        state["norm"] = step.norm
+        return _outcome(system, step, trial, state["damping"], accepted=True)
 
     def _freer(self, system: DampedSystem, step: DampedStep, at: _Trials, state: _State) -> _Outcome:
         """Take a step of less damping that gains more than rounding; none: the loss is at its minimum.
@@ -445,43 +444,37 @@ class _Joint:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Any]) -> None:
         self.only: int | None = None
-        self.known: _Known | None = None
-        """What is known of all of them at once, for the first evaluation."""
-        self._begun = False
+        self.outputs: Any = None
+        """What is known of all of them, for the first evaluation."""
         pairs = zip(functions, batches, strict=True)
         self.parts = [f if batch is None else Samples(f, batch) for f, batch in pairs]
 
     def __call__(self, where: Any) -> Any:
         if self.only is not None:
             return self.parts[self.only](where)
-        if self.known and not self._begun:
-            self._begun = True
-            return self.known.outputs
+        if self.outputs is not None:
+            outputs, self.outputs = self.outputs, None
+            return outputs
         return [part(where) for part in self.parts]
 
 
-class _Known(NamedTuple):
-    """What an accepted trial gave: the next step on the same batch begins with it."""
-
-    batches: list[Any]
-    leaves: list[Tensor]
-    outputs: Any
-
-    def holds(self, batches: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-        """Whether a step is on the same tensors; if their values changed, the samples one by one will tell."""
-        now = _tree.flatten(batches)[0]
-        same = len(now) == len(self.batches) and all(a is b for a, b in zip(now, self.batches, strict=True))
-        return same and all(torch.equal(a, b) for a, b in zip(self.leaves, tensors, strict=True))
-
-
 class _Trial(NamedTuple):
-    """Parameters after a step, and by how much the loss is smaller there; -inf: not finite."""
+    """Parameters after a step, and by how much the loss is smaller there; -inf: not finite.
+
+    The next step on the same batches begins with the outputs of the one that was taken.
+    """
 
     leaves: list[Tensor]
     gain: float
     length: float = 1.0
     r: Tensor = torch.empty(0)
     outputs: Any = None
+    batches: Sequence[Any] = ()
+
+    def holds(self, batches: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+        """Whether a step is on the same tensors; if their values changed, the samples one by one will tell."""
+        same = [*map(id, _tree.flatten(batches)[0])] == [*map(id, self.batches)]
+        return same and all(map(torch.equal, self.leaves, tensors))
 
 
 _Outcome = tuple[LeastSquaresRecord, _Trial | None]
