@@ -202,7 +202,8 @@ def each_sample(
                 collect(part, _reverse.vjp(graph, [values], [None], inputs=own))
                 continue
             numbers = values.shape[1]
-            each = torch.eye(numbers, dtype=values.dtype, device=values.device).unsqueeze(1).expand(-1, len(values), -1)
+            each = torch.eye(numbers, dtype=values.dtype, device=values.device)
+            each = each.unsqueeze(1).expand(-1, *values.shape)
             [(*_, stacked)] = _reverse.vjps(
                 graph, [values], lambda *_, each=each: [each], numbers, chunk_size=numbers, inputs=own
             )
@@ -239,7 +240,8 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
     orders = [sorted(range(1, row.ndim), key=row.stride, reverse=True) for row in rows]
     lines = [row.permute(0, *order).reshape(len(row), -1) for row, order in zip(rows, orders, strict=True)]
     wide = torch.promote_types(losses.dtype, torch.float32)
-    types = [None if line.dtype == wide else wide for line in lines]  # named needlessly, it takes twice the time
+    # Named needlessly, it takes twice the time.
+    types = [None if line.dtype == wide else wide for line in lines]
     norms = torch.stack(
         [
             torch.linalg.vector_norm(line, dim=1, dtype=dtype).to(losses.device)

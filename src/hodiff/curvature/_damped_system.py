@@ -68,7 +68,8 @@ class DampedSystem:
         self._block_rows = max(1, int(budget / 4) // (8 * columns))
         self._begin, self._squares = 0, 0.0
         self.gradient = self.r.new_zeros(columns)
-        self._matrix = self.r.new_zeros((0, 0) if self._kept or self.by_products else (columns, columns))
+        side = 0 if self._kept or self.by_products else columns
+        self._matrix = self.r.new_zeros(side, side)
 
     # --- filling J
 
@@ -93,7 +94,7 @@ class DampedSystem:
         self._fill(output.numel(), gradients, output.ndim)
 
     def products(self, graph: OutputGraph, outputs: list[Tensor]) -> None:
-        """Take J'J by products alone, and what is large of it from a sketch, as `hodiff.nystrom` does."""
+        """Take J'J by products alone, and what is large of it from a sketch, as `nystrom`."""
         device = self.r.device
         ones = [torch.ones_like(output, requires_grad=True) for output in outputs]
         pulled = _reverse.transposed_product(graph, outputs, ones)
@@ -192,11 +193,14 @@ class DampedSystem:
         return DampedStep(change, moved, float(change.norm()), decrease, residual)
 
     def bend(self, second: Tensor, damping: float) -> Tensor:
-        """The change that undoes a term of second order in the residuals, as far as `step` would."""
+        """The change that undoes a term of second order in the residuals, as far as can be."""
         return self._solved(second if self.in_samples else self._J.T @ second, damping)[0]
 
     def _solved(self, b: Tensor, damping: float) -> tuple[Tensor, float]:
-        """The minimum of |J d + b|^2 + damping |d|^2, or where J'd + b, and how exactly it is solved: refined once."""
+        """The minimum of |J d + b|^2 + damping |d|^2, and how exactly it is solved, refined once.
+
+        In parameter space J'b is given for b.
+        """
         if self.in_samples:
             y = self._solve(-b)
             y = y - self._solve(b + self._J @ (self._J.T @ y) + damping * y)
@@ -232,7 +236,7 @@ class DampedSystem:
 def _by_gradients(
     multiply: Callable[[Tensor], Tensor], vectors: Tensor, values: Tensor, damping: float, b: Tensor
 ) -> Tensor:
-    """The solution of (J'J + damping) x = b by conjugate gradients, whose large eigenvalues are divided out."""
+    """The solution of (J'J + damping) x = b by conjugate gradients, preconditioned."""
     beyond = (values[-1] + damping) / (values + damping) - 1
     x, rest = torch.zeros_like(b), b
     direction, size = x, math.inf

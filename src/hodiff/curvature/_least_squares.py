@@ -27,7 +27,7 @@ SHORTER = 0.9
 SUFFICIENT = 1e-4
 """What part of the promised decrease a full step must keep to be taken."""
 SHORT = 0.1
-"""How long the trial is that shows the residuals' term of second order, beside the first of the search."""
+"""The length of the trial that shows the residuals' second order, beside the first length."""
 LOWER_FROM, RAISE_BELOW = 0.25, 0.125
 """The lengths of steps from which the damping falls, and below which it grows."""
 FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
@@ -100,8 +100,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     Cost:
         A step: the rows of \(J\) as by `per_sample_grad`, with one pass over the whole batch, which
         \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\)
-        with itself, a Cholesky decomposition, and an evaluation for each trial, of which the taken one
-        is the first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`.
+        with itself, a Cholesky decomposition, and an evaluation for each trial. The taken one is the
+        first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`.
         Memory: \(J\) in float64, three matrices of its shorter side, and the graphs of two
         evaluations.
 
@@ -177,7 +177,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         """What a copy, or a pickle, has: PyTorch's own optimisers keep it in the groups."""
         names = ("_functions", "_where", "_damping", "_momentum", "_least")
         names += ("_search", "_tries", "_budget", "_warned", "last")
-        return super().__getstate__() | {name: getattr(self, name) for name in names} | {"_known": None}
+        kept = {name: getattr(self, name) for name in names}
+        return super().__getstate__() | kept | {"_known": None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: *where* is one point."""
@@ -212,10 +213,12 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         with _locks.ThreadClaim(self):  # of several threads one steps
             known, self._known = self._known, None
             value = self._stepped(batches, known)
-            return self._stepped(batches, None) if value is None else value
+            while value is None:
+                value = self._stepped(batches, None)
+            return value
 
     def _stepped(self, batches: Sequence[Any], known: _Trial | None) -> Tensor | None:
-        """One step, which may begin with what is known; None where that is not what the residuals are now."""
+        """One step; None where what is known beforehand is not what the residuals are now."""
         joint = _Joint(self._functions, batches)
         asked = call(joint, self._where, passes=1, create_graph=False, keep=True)
         tensors = asked.where.tensors
@@ -346,9 +349,10 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             drift = None  # which may have led uphill
 
     def _by_search(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
-        """Halve the step until the loss falls, along a path that bends with the residuals; damping follows the length.
+        """Halve the step until the loss falls, along a path that bends as the residuals do.
 
-        A short trial shows what they are of second order, and the bend undoes that, as far as the model can.
+        A short trial shows what they are of second order, and the bend undoes that, as far as the
+        model can. The damping follows the length.
         """
         damping = state["damping"]
         least = LEAST if self._least is None else self._least
@@ -383,7 +387,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     def _polished(
         self, system: DampedSystem, step: DampedStep, trial: _Trial, at: _Trials, state: _State
     ) -> _Outcome | None:
-        """What comes of a step below rounding: it is taken while steps grow shorter. None of a larger one."""
+        """What comes of a step below rounding, taken while steps shorten; None: a larger one."""
         least = at.rounding()
         if step.decrease > least or abs(trial.gain) > least:
             return None
@@ -467,12 +471,12 @@ class _Trial(NamedTuple):
     leaves: list[Tensor]
     gain: float
     length: float = 1.0
-    r: Tensor = torch.empty(0)
+    r: Any = None
     outputs: Any = None
     batches: Sequence[Any] = ()
 
     def holds(self, batches: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-        """Whether a step is on the same tensors; if their values changed, the samples one by one will tell."""
+        """Whether a step is on the same tensors; of other values the samples will tell."""
         same = [*map(id, _tree.flatten(batches)[0])] == [*map(id, self.batches)]
         return same and all(map(torch.equal, self.leaves, tensors))
 
