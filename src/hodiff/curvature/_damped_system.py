@@ -181,25 +181,26 @@ class DampedSystem:
     def step(self, damping: float, drift: Tensor | None) -> DampedStep:
         """The minimum of |J d + r|^2 + damping |d - drift|^2."""
         self._solve = self._solver(damping)
-        if drift is None:
-            change, residual = self._solved(self.r if self.in_samples else self.gradient, damping)
-        else:
-            b = self.r + self._J @ drift if self.in_samples else self.gradient + self._normal(drift)
-            change, residual = self._solved(b, damping)
+        b = self.r if self._kept else self.gradient
+        if drift is not None:
+            b = b + self._J @ drift if self._kept else self._pulled(drift, b)
+        change, residual = self._solved(b, damping)
+        if drift is not None:
             change = change + drift
         moved = self._J @ change if self._kept else None
-        square = change @ self._normal(change) if moved is None else moved @ moved
-        decrease = -float(change @ self.gradient + square / 2)
+        slope = change @ self.gradient
+        square = change @ self._pulled(change, 0.0) if moved is None else moved @ moved
+        decrease = -float(slope + square / 2)
         return DampedStep(change, moved, float(change.norm()), decrease, residual)
 
     def bend(self, second: Tensor, damping: float) -> Tensor:
         """The change that undoes a term of second order in the residuals, as far as can be."""
-        return self._solved(second if self.in_samples else self._J.T @ second, damping)[0]
+        return self._solved(second, damping)[0]
 
     def _solved(self, b: Tensor, damping: float) -> tuple[Tensor, float]:
         """The minimum of |J d + b|^2 + damping |d|^2, and how exactly it is solved, refined once.
 
-        In parameter space J'b is given for b.
+        Where J is not kept, J'b is given for b.
         """
         if self.in_samples:
             y = self._solve(-b)
@@ -207,17 +208,19 @@ class DampedSystem:
             change = self._J.T @ y
             rest = b + self._J @ change + damping * y
         else:
-            change = self._solve(-b)
-            change = change - self._solve(b + self._normal(change) + damping * change)
-            rest = b + self._normal(change) + damping * change
+            slope = self._J.T @ b if self._kept else b
+            change = self._solve(-slope)
+            change = change - self._solve(self._pulled(change, b) + damping * change)
+            rest = self._pulled(change, b) + damping * change
+            b = slope
         size = float(b.norm())
         return change, float(rest.norm()) / size if size else 0.0
 
-    def _normal(self, change: Tensor) -> Tensor:
-        """The product J'J d."""
+    def _pulled(self, change: Tensor, b: Tensor | float) -> Tensor:
+        """J'(J d + b), whose sum comes first, for it is small; where J is not kept, J'J d + b."""
         if self.by_products:
-            return self._multiply(change)
-        return self._J.T @ (self._J @ change) if self._kept else self._matrix @ change
+            return self._multiply(change) + b
+        return self._J.T @ (self._J @ change + b) if self._kept else self._matrix @ change + b
 
     def _solver(self, damping: float) -> Callable[[Tensor], Tensor]:
         """What solves the damped equations, the diagonal divided out; damped more where it must."""

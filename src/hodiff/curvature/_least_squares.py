@@ -102,7 +102,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\)
         with itself, a Cholesky decomposition, and an evaluation for each trial. The taken one is the
         first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`.
-        Memory: \(J\) in float64, three matrices of its shorter side, and the graphs of two
+        Memory: \(J\) in float64, three matrices of its shorter side, and the graphs of three
         evaluations.
 
     Examples:
@@ -478,7 +478,8 @@ class _Trial(NamedTuple):
     def holds(self, batches: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
         """Whether a step is on the same tensors; of other values the samples will tell."""
         same = [*map(id, _tree.flatten(batches)[0])] == [*map(id, self.batches)]
-        return same and all(map(torch.equal, self.leaves, tensors))
+        kinds = [[(t.shape, t.dtype, t.device) for t in each] for each in (self.leaves, tensors)]
+        return same and kinds[0] == kinds[1] and all(map(torch.equal, self.leaves, tensors))
 
 
 _Outcome = tuple[LeastSquaresRecord, _Trial | None]

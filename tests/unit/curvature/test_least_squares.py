@@ -371,6 +371,27 @@ def test_a_step_begins_with_the_residuals_that_the_last_one_ended_with():
         assert seen.count(9) == first + optimizer.last.evaluations, number
 
 
+@pytest.mark.parametrize("change", ["frozen", "single precision", "other modules"])
+def test_a_model_that_changed_between_two_steps(change):
+    model, _, (x, _) = equations()
+    f, seen, _ = counted(model)
+    optimizer = hodiff.LevenbergMarquardt(f, model, damping=0.1)
+    optimizer.step(x)
+    optimizer.step(x)
+    if change == "frozen":
+        model[2].bias.requires_grad_(False)
+    elif change == "single precision":
+        model.float()
+        x.data = x.float()  # it is the same tensor
+    else:
+        model[1] = nn.Sigmoid()
+    before = float(f(model, x).detach().square().sum()) / 2
+    seen.clear()
+    loss = optimizer.step(x)
+    assert float(loss) == pytest.approx(before, rel=1e-6)
+    assert seen.count(9) == 1 + optimizer.last.evaluations and optimizer.last.accepted
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("search", [True, False])
 def test_what_changed_outside_between_two_steps_is_seen(search):
