@@ -230,7 +230,7 @@ class DampedSystem:
             damped = self._matrix.clone()
             damped.diagonal().add_(damping)
             d = damped.diagonal().clamp(min=torch.finfo(DOUBLE).tiny).rsqrt()
-            factor, failed = torch.linalg.cholesky_ex(d.unsqueeze(1) * damped * d)
+            factor, failed = torch.linalg.cholesky_ex(damped.mul_(d).mul_(d.unsqueeze(1)))
             if not failed:
                 return partial(_by_factor, factor, d)
             damping = max(10 * damping, 1e-16 * self.scale, torch.finfo(DOUBLE).tiny)
