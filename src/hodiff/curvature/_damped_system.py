@@ -193,9 +193,11 @@ class DampedSystem:
         decrease = -float(slope + square / 2)
         return DampedStep(change, moved, float(change.norm()), decrease, residual)
 
-    def bend(self, second: Tensor, damping: float) -> Tensor:
-        """The change that undoes a term of second order in the residuals, as far as can be."""
-        return self._solved(second, damping)[0]
+    def bend(self, second: Tensor) -> Tensor:
+        """The change that undoes a term of second order in the residuals, as the last step would."""
+        if self.in_samples:
+            return -self._J.T @ self._solve(second)
+        return -self._solve(self._J.T @ second)
 
     def _solved(self, b: Tensor, damping: float) -> tuple[Tensor, float]:
         """The minimum of |J d + b|^2 + damping |d|^2, and how exactly it is solved, refined once.

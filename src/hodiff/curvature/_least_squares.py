@@ -366,7 +366,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         bend = torch.zeros_like(step.change)
         if step.moved is not None and best.gain > -math.inf:
             second = (best.r - system.r - best.length * step.moved) / best.length**2
-            bend = system.bend(second, damping * state["scale"])
+            bend = system.bend(second)
         if best.gain <= 0:
             best = _Trial([], 0.0, 0.0)
         while at.number < self._tries and length > best.length:
