@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ _COLORS = {
     "Adam": "#66a966",
     "SciPy": "#c99a2e",
 }
-_MORE = ("#9c6bc0", "#5aa0b8")
+_MORE = ("#9c6bc0", "#5aa0b8", "#8d6e63", "#f06292")
 
 
 def stored(problem: str) -> dict[str, Any]:
@@ -30,11 +31,9 @@ def runs(problem: str) -> dict[str, list[list[list[float]]]]:
     return curves
 
 
-def draw(
-    axes: Any, problem: str, *, error: int = 0, over: str = "seconds", names: dict[str, str] | None = None
-) -> None:
-    """A line for each run, in the colour of its method; `names` are other words for methods."""
-    x, more = {"step": 0, "seconds": 1}[over], iter(_MORE)
+def draw(axes: Any, problem: str, *, error: int = 0, over: str = "seconds", leave_out: tuple[str, ...] = ()) -> None:
+    """A line for each run, in the colour of its method."""
+    x, more = {"step": 0, "seconds": 1}[over], cycle(_MORE)
     for method, curves in runs(problem).items():
         color = _COLORS.get(method) or next(more)
         for number, curve in enumerate([] if method in leave_out else curves):
