@@ -210,7 +210,8 @@ def _not_a_tensor(value: Any) -> str:
     if isinstance(value, type):
         return f"is the class {value.__name__}, not an instance; expected {ACCEPTED}."
     if isinstance(value, nn.Module):
-        return f"is the module {type(value).__name__}, in the place of a tensor. Functions come first."
+        name = type(value).__name__
+        return f"is the module {name}, in the place of a tensor. Functions come first."
     if callable(value):
         return f"is a function; the function comes first and the point second. Expected {ACCEPTED}."
     if type(value).__module__ == "numpy":
@@ -229,11 +230,12 @@ def check_integer(value: Any, name: str, *, least: int) -> int:
     return value
 
 
+_SHORT = (str, int, float, tuple, Missing, type(None))
+
+
 def shown(value: Any) -> str:
     """A value for a sentence: as it is written where that is short, else its type."""
-    return (
-        repr(value) if isinstance(value, (str, int, float, tuple, Missing, type(None))) else f"a {type(value).__name__}"
-    )
+    return repr(value) if isinstance(value, _SHORT) else f"a {type(value).__name__}"
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -361,7 +363,8 @@ def called() -> str:
     own, *given = code.co_varnames[: code.co_argcount] or ("",)
     if own == "self":
         return f"hodiff.{type(outer.f_locals[own]).__name__}({', '.join(given)})"
-    package = "hodiff" if hasattr(sys.modules["hodiff"], code.co_name) else outer.f_globals["__package__"]
+    public = hasattr(sys.modules["hodiff"], code.co_name)
+    package = "hodiff" if public else outer.f_globals["__package__"]
     return f"{package}.{code.co_name}({', '.join([own, *given])})"
 
 

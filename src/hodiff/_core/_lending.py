@@ -364,9 +364,8 @@ class EvaluationContext:
             ours = signature_error(error, call.what, points, call.args, call.kwargs)
             if ours is None:
                 if call.where.given_tree is not _tree.LEAF and not call.unpack_point:
-                    error.add_note(
-                        f"hodiff: f is given what x is, as one argument: {_tree.describe(call.where.given_tree)}."
-                    )
+                    given = _tree.describe(call.where.given_tree)
+                    error.add_note(f"hodiff: f is given what x is, as one argument: {given}.")
                 raise
             raise ours from error
         if [*map(_version, watched)] != versions:
@@ -409,7 +408,7 @@ def _swapped() -> Kept:
 def signature_error(
     error: Exception, f: Any, points: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> InputError | None:
-    """The error to raise in the place of another, where the call itself failed; None where `f` raised it.
+    """The error to raise in the place of another, where the call itself failed; else None.
 
     Asked only once a call has failed: looking at a signature takes longer than many a function.
     """

@@ -56,7 +56,8 @@ class Where:
             self.tree = _tree.LEAF
             return
         if value is _arguments.MISSING:
-            raise InputError(f"{name}: missing. hodiff evaluates at a point: {_arguments.called()}.")
+            call = _arguments.called()
+            raise InputError(f"{name}: missing. hodiff evaluates at a point: {call}.")
         self.tensors = []
         self.names = []
         self.module_slices = []

@@ -123,8 +123,8 @@ class NewtonCG(torch.optim.Optimizer):
         """
         if not callable(closure):
             raise InputError(
-                f"closure: {'is missing' if closure is None else f'is a {type(closure).__name__}'}; NewtonCG "
-                f"evaluates the loss: optimizer.step(lambda: loss(model(x), y))."
+                f"closure: {'is missing' if closure is None else f'is a {type(closure).__name__}'}; "
+                f"NewtonCG evaluates the loss: optimizer.step(lambda: loss(model(x), y))."
             )
         with _locks.ThreadClaim(self):  # of several threads one steps
             return self._stepped(closure)

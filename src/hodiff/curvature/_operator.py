@@ -439,8 +439,8 @@ class LinearOperator(ABC):
         def __getitem__(self, index: object) -> NoReturn:
             """Entries are not known; and a loop over rows would ask for them one by one."""
             raise InputError(
-                f"{self!r} has no entries to look up: its matrix is H.dense(), its diagonal hodiff.diagonal(H), and "
-                f"the part of some leaves H.block(pattern)."
+                f"{self!r} has no entries to look up: its matrix is H.dense(), its diagonal "
+                f"hodiff.diagonal(H), and the part of some leaves H.block(pattern)."
             )
 
     def dense(self) -> Tensor:

@@ -247,7 +247,8 @@ _NOT_FINITE = (
 def warn_if_not_finite(value: Tensor, name: str) -> None:
     """Say of a result that it is not finite, where the rest of it is worth having."""
     if not bool(value.isfinite().all()):
-        warnings.warn(f"{name}: the result {_NOT_FINITE}", HodiffWarning, stacklevel=_arguments.outside())
+        text = f"{name}: the result {_NOT_FINITE}"
+        warnings.warn(text, HodiffWarning, stacklevel=_arguments.outside())
 
 
 def power_of_two(product: Tensor) -> float:

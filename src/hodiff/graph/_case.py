@@ -385,7 +385,7 @@ class Evidence:
 
     @property
     def detached(self) -> str:
-        """All shared values, detached, as code; of a compiled call the first loss may read others."""
+        """All shared values, detached, as code; of a compiled call in words: which, is not known."""
         if type(self.first.node).__name__ == "CompiledFunctionBackward":
             return "those outputs of the compiled call that it reads, detached"
         return " and ".join(f"{name}.detach()" for name in self.variables) or "it, detached"

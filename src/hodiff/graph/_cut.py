@@ -337,7 +337,8 @@ def not_scalar(case: FailedPass) -> Explanation | None:
     name = variable or "the value"
     rows = [each for each in case.inputs or () if isinstance(each, Tensor) and each.shape[:1] == loss.shape[:1]]
     fix = (
-        f"differentiate {name}.sum(): each row of {case.names.of(rows[0]) or 'the input'} gets its own derivative, "
+        f"differentiate {name}.sum(): each row of {case.names.of(rows[0]) or 'the input'} gets "
+        "its own derivative, "
         f"where rows are independent\nsamples. {name}.mean() would give 1 / {loss.numel()} of that."
         if rows
         else f"differentiate {name}.mean() or {name}.sum(): the second gives gradients {loss.numel()} times as large."
@@ -448,8 +449,9 @@ def _by_gradient(case: FailedPass, name: str, lost: Lost) -> Explanation:
         created=lost.line,
         reason="it has no graph, and nothing that was computed before it can depend on it.",
         unknown=(
-            f"which derivative is wanted. For a second one take `{name}` with create_graph=True, and differentiate\n"
-            f"what is computed from `{name}` by what `{name}` was taken by; hodiff.hessian(f, x) and\n"
+            f"which derivative is wanted. For a second one take `{name}` with create_graph=True,\n"
+            f"and differentiate what is computed from `{name}` by what `{name}` was taken by;\n"
+            "hodiff.hessian(f, x) and "
             "hodiff.hvp(f, x, v) do both.",
         ),
         certain=True,
@@ -516,7 +518,8 @@ def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | 
             ("gradient at", taken),
             f"that gradient does not depend on `{name}`: what was differentiated there is linear in it.",
             fixes=(
-                "the derivative is zero: pass allow_unused=True, materialize_grads=True, which gives zeros;\n"
+                "the derivative is zero: pass allow_unused=True, materialize_grads=True, "
+                "which gives zeros;\n"
                 "hodiff.hvp, hodiff.hessian and hodiff.nth_derivative return them.",
             ),
         )
@@ -530,8 +533,9 @@ def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | 
         ("made at", case.line),
         "it was made after the loss, which cannot depend on it.",
         unknown=(
-            f"what is wanted. The derivative by `{written}` takes a loss that was computed from it: make it\n"
-            f"before, y = {written}, and compute the loss from y. Else differentiate by what it is made of.",
+            f"what is wanted. The derivative by `{written}` takes a loss that was computed\n"
+            f"from it: make it before, y = {written}, and compute the loss from y.\n"
+            "Else differentiate by what it is made of.",
         ),
     )
 
@@ -557,7 +561,8 @@ def _taken_by(case: FailedPass, record: Record, name: str) -> Line | None:
     """The line of a gradient with a graph, by a variable, that the loss was computed from."""
     built = {call.stack[0] for call in record.passes if call.built and call.path}
     lines = dict.fromkeys(map(record.made, _nodes.walk(case.roots)))
-    return next(filter(lambda line: line in built and name in _source.inputs_of(line), filter(None, lines)), None)
+    taken = [line for line in lines if line is not None and line in built]
+    return next((line for line in taken if name in _source.inputs_of(line)), None)
 
 
 def _made_by(case: FailedPass, record: Record, tensor: Tensor) -> str:
@@ -666,13 +671,15 @@ def reentrant(case: FailedPass) -> Explanation:
     nodes = list(_nodes.walk(case.roots))
     name = "CheckpointFunction"
     line = _line(case, nodes, name, compiled=False)
-    readers = [node for node in nodes if any(type(child).__name__.startswith(name) for child in _saved.children(node))]
-    read = next(filter(None, map(case.record.made, readers)), None) if case.record is not None else None
+    read, record = None, case.record
+    for node in nodes if record is not None and line is None else ():
+        if any(type(child).__name__.startswith(name) for child in _saved.children(node)):
+            read = read or (record.made(node) if record is not None else None)
     return case.explanation(
         "checkpoint",
         "a re-entrant checkpoint is in the way of a gradient by inputs",
         ("computed at", line),
-        ("read at", read if line is None else None),
+        ("read at", read),
         ("failing call", case.line),
         created=line or read,
         reason="it runs its function again in the pass, and knows nothing of the inputs asked for.",

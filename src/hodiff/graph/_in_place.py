@@ -82,8 +82,9 @@ def _advice(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str
     fix = _of_activation(change.call, change.line) or _copied(case, stale, change)
     unknown = (
         f"which value the later lines are to have. Where the change at {change.line} is made to a new tensor\n"
-        "(x = x + 1 for x += 1, torch.where for a masked assignment, torch.stack of a list for rows that a loop\n"
-        "writes), the old one stays as it was saved; whoever else holds the tensor then sees the old values."
+        "(x = x + 1 for x += 1, torch.where for a masked assignment, torch.stack of a list for\n"
+        "rows that a loop writes), the old one stays as it was saved; whoever else holds the\n"
+        "tensor then sees the old values."
     )
     return fix, "" if fix else unknown
 
@@ -120,9 +121,11 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
     term = _of_loop(case, case.record, change) if change is not None else None
     if change is not None and term is not None:
         return "", (
-            f"which values of `{stale.variable or 'the parameter'}` are meant: what {at(term)} computed is of those\n"
+            f"which values of `{stale.variable or 'the parameter'}` are meant: "
+            f"what {at(term)} computed is of those\n"
             f"before {at(change.line)}, in the same loop; computed again after the loop, it\n"
-            "would be of the last. If it is meant as it was, differentiate each term in the loop, before that line:\n"
+            "would be of the last. If it is meant as it was, differentiate each term in the loop, "
+            "before that line:\n"
             "torch.autograd.grad(term, parameters), whose results are added up."
         )
     after = f" after {at(change.line)}" if change is not None else " after the change"
