@@ -3,7 +3,6 @@
 Five are in Python's own words: they are about the signature of the call, before anything of ours runs.
 """
 
-import inspect
 import warnings
 
 import numpy as np
@@ -307,45 +306,7 @@ def test_a_wrong_signature_is_told_by_python(mistake):
         call()
 
 
-# --- what fits all names: an argument that was forgotten, a record where its number is wanted -----
-
-GIVEN = {
-    "solve": M, "nystrom": M, "trace": M, "derivatives_of": g(X), "interpolate": X, "multi_grad": [f],
-    "FisherOperator": lambda model, batch: model(batch[0]), "GaussNewtonOperator": lambda model, batch: model(batch[0]),
-}  # fmt: skip
-SECOND = {"loss": nn.MSELoss(), "n": 2, "rank": 2, "rule": hodiff.rules.SGD(lr=0.1), "where": X, "steps": 3}
-OPTIONS = {"FisherOperator": {"data": data}, "GaussNewtonOperator": {"data": data}}
-MODULES = (hodiff, hodiff.implicit, hodiff.sparse, hodiff.jets)
-
-
-def wanted(function):
-    """The arguments that a call cannot do without, but for the first."""
-    parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if repr(each.default) == "<missing>"]
-
-
-CALLABLES = {name: getattr(module, name) for module in MODULES for name in module.__all__}
-FORGOTTEN = [
-    (name, argument)
-    for name, function in CALLABLES.items()
-    if inspect.isfunction(function) or (inspect.isclass(function) and function.__module__.startswith("hodiff.curv"))
-    for argument in wanted(function)
-]
-
-
-def test_most_names_take_a_second_argument():
-    assert len(FORGOTTEN) > 60 and {"hvp", "HessianOperator", "argmin", "plan_hessian"} <= {
-        name for name, _ in FORGOTTEN
-    }
-
-
-@pytest.mark.parametrize(("name", "argument"), FORGOTTEN)
-def test_a_forgotten_argument_is_named(name, argument):
-    names = wanted(CALLABLES[name])
-    given = [SECOND.get(each, X) for each in names[: names.index(argument)]]
-    with pytest.raises(hodiff.InputError, match=r"missing"):
-        CALLABLES[name](GIVEN.get(name, f), *given, **OPTIONS.get(name, {}))
-
+# --- what fits all names: a record where its number is wanted -------------------------------------
 
 RECORDS = {
     "trace": lambda: hodiff.trace(M),

@@ -200,8 +200,6 @@ class Space:
             # As every dict of parameters is.
             if known and [*map(_form, leaves)] == [*map(_form, self.likes)]:
                 return leaves, None
-        if value is _arguments.MISSING:
-            raise InputError(f"{name}: missing. The call is {_arguments.called()}.")
         expected = f"it must be {self._meaning}" + (f", or flat: ({self.size},)." if self.operator else ".")
         if tree is not None and isinstance(value, Tensor):
             raise self._wrong_shape(value, name)

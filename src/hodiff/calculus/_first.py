@@ -192,8 +192,8 @@ def vjp(f: Any, x: T, u: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 def vjp(
     f: Any,
-    x: Any = _arguments.MISSING,
-    u: Any = _arguments.MISSING,
+    x: Any,
+    u: Any,
     *,
     create_graph: bool | None = None,
     strict: bool | None = None,
@@ -354,8 +354,8 @@ def jvp(f: R, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
 
 def jvp(
     f: Any,
-    x: Any = _arguments.MISSING,
-    v: Any = _arguments.MISSING,
+    x: Any,
+    v: Any,
     *,
     create_graph: bool | None = None,
     strict: bool | None = None,

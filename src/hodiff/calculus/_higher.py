@@ -33,8 +33,8 @@ MULTIPLES = (0.73, 1.37, 1.91)
 
 def nth_derivative(
     f: What,
-    x: Tensor = _arguments.MISSING,
-    n: int = _arguments.MISSING,
+    x: Tensor,
+    n: int,
     *,
     create_graph: bool | None = None,
     allow: Allowed = (),
@@ -83,8 +83,8 @@ def nth_derivative(
 
 def derivatives(
     f: What,
-    x: Tensor = _arguments.MISSING,
-    n: int = _arguments.MISSING,
+    x: Tensor,
+    n: int,
     *,
     create_graph: bool | None = None,
     allow: Allowed = (),

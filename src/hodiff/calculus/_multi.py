@@ -83,7 +83,7 @@ def multi_grad(losses: Any, where: Any, *, return_used: bool, **options: Unpack[
 
 def multi_grad(
     losses: Sequence[What] | Mapping[Any, What],
-    where: Any = _arguments.MISSING,
+    where: Any,
     *,
     shared: Callable[[Any], Any] | None = None,
     create_graph: bool | None = None,

@@ -31,8 +31,8 @@ def per_sample_grad(f: Callable[..., Tensor], where: T, batch: Any, **options: U
 
 def per_sample_grad(
     f: Callable[..., Tensor],
-    where: Any = _arguments.MISSING,
-    batch: Any = _arguments.MISSING,
+    where: Any,
+    batch: Any,
     *,
     create_graph: bool | None = None,
     strict: bool | None = None,
@@ -96,8 +96,6 @@ def per_sample_grad(
             f"f: is a {type(f).__name__}; expected a function f(where, batch) of one loss for each sample. For losses "
             f"already computed: hodiff.jacobian(losses, where)."
         )
-    if batch is _arguments.MISSING:
-        raise InputError(f"batch: missing. The call is {_arguments.called()}.")
     samples = Samples(f, batch)
     with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:
         losses = _losses(graph)

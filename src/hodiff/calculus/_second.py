@@ -35,8 +35,8 @@ def hvp(
 
 def hvp(
     f: What,
-    x: Any = _arguments.MISSING,
-    v: Any = _arguments.MISSING,
+    x: Any,
+    v: Any,
     *,
     has_aux: bool = False,
     batch_ndim: int = 0,
@@ -216,9 +216,9 @@ def cross_hvp(f: What, x: V, y: Any, v: Any, **options: Unpack[ChunkedBatchedOpt
 
 def cross_hvp(
     f: What,
-    x: Any = _arguments.MISSING,
-    y: Any = _arguments.MISSING,
-    v: Any = _arguments.MISSING,
+    x: Any,
+    y: Any,
+    v: Any,
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
@@ -596,8 +596,8 @@ def cross_hessian(f: What, x: Any, y: Any, **options: Unpack[ChunkedBatchedOptio
 
 def cross_hessian(
     f: What,
-    x: Any = _arguments.MISSING,
-    y: Any = _arguments.MISSING,
+    x: Any,
+    y: Any,
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,

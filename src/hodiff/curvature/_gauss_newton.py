@@ -223,8 +223,8 @@ class GaussNewtonOperator(PullbackOperator):
     def __init__(
         self,
         predict: Callable[..., Any],
-        loss: Loss = _arguments.MISSING,
-        where: Any = _arguments.MISSING,
+        loss: Loss,
+        where: Any,
         *,
         data: Any = None,
         batch_weight: BatchWeight = None,
@@ -379,8 +379,8 @@ class FisherOperator(PullbackOperator):
     def __init__(
         self,
         predict: Callable[..., Any],
-        loss: Loss = _arguments.MISSING,
-        where: Any = _arguments.MISSING,
+        loss: Loss,
+        where: Any,
         *,
         data: Any = None,
         kind: Kind | None = None,

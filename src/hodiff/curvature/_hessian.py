@@ -167,7 +167,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
     def __init__(
         self,
         f: Callable[..., Any] | Tensor,
-        where: Any = _arguments.MISSING,
+        where: Any,
         *,
         data: Any = None,
         batch_weight: BatchWeight = None,

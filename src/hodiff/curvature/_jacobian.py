@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _nodes, _tree
+from hodiff._core import _nodes, _tree
 from hodiff._core._call import Allowed
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
@@ -67,7 +67,7 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
     def __init__(
         self,
         predict: Callable[..., Any],
-        where: Any = _arguments.MISSING,
+        where: Any,
         *,
         data: Any = None,
         batch_ndim: int = 0,

@@ -141,7 +141,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     def __init__(
         self,
         residuals: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
-        where: Any = _arguments.MISSING,
+        where: Any,
         *,
         damping: float = 1e-3,
         momentum: float = 0.0,

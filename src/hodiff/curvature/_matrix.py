@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _call, _reverse, _vectors
-from hodiff._core import _arguments
 from hodiff._core._arguments import check_integer, check_positive, check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
@@ -171,8 +170,8 @@ def _is_symmetric(A: Tensor) -> bool:
 
 def nystrom(
     operator: LinearOperator,
-    rank: int = _arguments.MISSING,
-    shift: float = _arguments.MISSING,
+    rank: int,
+    shift: float,
     *,
     generator: torch.Generator | None = None,
 ) -> LinearOperator:

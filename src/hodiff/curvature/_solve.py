@@ -52,7 +52,7 @@ V = TypeVar("V")
 
 def solve(
     operator: LinearOperator,
-    b: V = _arguments.MISSING,
+    b: V,
     *,
     create_graph: bool | None = None,
     method: Method = "cg",

@@ -66,8 +66,6 @@ class FieldCall(NamedTuple):
 
         The result is then differentiable: a field is a loss.
         """
-        if self.x is _arguments.MISSING:
-            raise InputError(f"x: missing. hodiff evaluates at a point: {_arguments.called()}.")
         if not _jet.is_jet(self.x):
             if isinstance(self.x, (tuple, list, dict)):
                 refuse_columns(self.x, self.name)

@@ -41,8 +41,8 @@ def partial(
 @_compiled_callers.traced
 def partial(
     f: What,
-    x: Tensor = _arguments.MISSING,
-    index: int | Sequence[int] = _arguments.MISSING,
+    x: Tensor,
+    index: int | Sequence[int],
     *,
     has_aux: bool = False,
     batch_ndim: int = 1,
@@ -121,8 +121,8 @@ def partials(
 @_compiled_callers.traced
 def partials(
     f: What,
-    x: Tensor = _arguments.MISSING,
-    indices: Sequence[int | Sequence[int]] = _arguments.MISSING,
+    x: Tensor,
+    indices: Sequence[int | Sequence[int]],
     *,
     has_aux: bool = False,
     batch_ndim: int = 1,
@@ -301,8 +301,8 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
 @_compiled_callers.traced
 def jet(
     f: Callable[..., Any],
-    primals: Any = _arguments.MISSING,
-    series: Any = _arguments.MISSING,
+    primals: Any,
+    series: Any,
     *,
     scaled: bool = False,
     create_graph: bool | None = None,
@@ -447,7 +447,7 @@ class Partials(tuple[Tensor, ...]):
 # --- the derivatives of a tensor, computed when they are looked at, and once ------------------------------------------
 
 
-def derivatives_of(u: Tensor, x: Tensor = _arguments.MISSING, *, batch_ndim: int = 1) -> Derivatives:
+def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
     r"""The partial derivatives of a tensor already computed, each computed when it is looked at, and once.
 
     For losses written from pieces, as those of physics-informed networks are: `d[0]` is \(\partial u / \partial x_0\),

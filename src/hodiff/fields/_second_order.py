@@ -340,8 +340,8 @@ def second_order_operator(
 @traced
 def second_order_operator(
     f: What,
-    x: Tensor = _arguments.MISSING,
-    C: Tensor = _arguments.MISSING,
+    x: Tensor,
+    C: Tensor,
     b: Tensor | None = None,
     c: Tensor | float | None = None,
     *,

@@ -57,7 +57,7 @@ def argmin(f: Function, x_star: V, *, method: Method = "cg", **options: Unpack[S
 
 def argmin(
     f: Function,
-    x_star: Any = _arguments.MISSING,
+    x_star: Any,
     *,
     order: int | None = None,
     method: Method = "cg",
@@ -157,7 +157,7 @@ def root(F: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpa
 
 def root(
     F: Function,
-    x_star: Any = _arguments.MISSING,
+    x_star: Any,
     *,
     order: int | None = None,
     method: AnySystem = "gmres",
@@ -241,7 +241,7 @@ def fixed_point(g: Function, x_star: V, *, method: AnySystem = "gmres", **option
 
 def fixed_point(
     g: Function,
-    x_star: Any = _arguments.MISSING,
+    x_star: Any,
     *,
     order: int | None = None,
     method: AnySystem = "gmres",

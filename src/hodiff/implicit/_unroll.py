@@ -100,9 +100,9 @@ def unroll(
 
 def unroll(
     f: Inner,
-    where: Any = _arguments.MISSING,
-    rule: AnyRule = _arguments.MISSING,
-    steps: Count = _arguments.MISSING,
+    where: Any,
+    rule: AnyRule,
+    steps: Count,
     *,
     segments: Segments = None,
     last: int | None = None,

@@ -257,7 +257,7 @@ class RuleCounter:
 
 def report(
     f: Callable[..., Any],
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     order: int = 2,
     batch_ndim: int = 1,

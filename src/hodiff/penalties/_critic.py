@@ -114,7 +114,7 @@ class Critic(NamedTuple):
 @_compiled_callers.traced
 def interpolate(
     a: Any,
-    b: Any = _arguments.MISSING,
+    b: Any,
     *,
     batch_ndim: int = 1,
     detach: bool | None = None,

@@ -52,8 +52,8 @@ def wgan_gp_penalty(
 @traced
 def wgan_gp_penalty(
     critic: Function,
-    real: Any = _arguments.MISSING,
-    fake: Any = _arguments.MISSING,
+    real: Any,
+    fake: Any,
     *,
     weight: float = 10.0,
     target: float = 1.0,
@@ -167,7 +167,7 @@ def dragan_penalty(
 @traced
 def dragan_penalty(
     critic: Function,
-    real: Any = _arguments.MISSING,
+    real: Any,
     *,
     weight: float = 10.0,
     target: float = 1.0,
@@ -295,7 +295,7 @@ def r1_penalty(
 @traced
 def r1_penalty(
     critic: Function,
-    real: Any = _arguments.MISSING,
+    real: Any,
     *,
     gamma: float = 10.0,
     reduction: Reduction = "mean",
@@ -399,7 +399,7 @@ def r2_penalty(
 @traced
 def r2_penalty(
     critic: Function,
-    fake: Any = _arguments.MISSING,
+    fake: Any,
     *,
     gamma: float = 10.0,
     reduction: Reduction = "mean",

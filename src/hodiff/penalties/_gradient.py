@@ -54,7 +54,7 @@ def gradient_penalty(
 @traced
 def gradient_penalty(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     weight: float = 1.0,
     target: float | Tensor = 0.0,
@@ -292,7 +292,7 @@ def eikonal_penalty(
 @traced
 def eikonal_penalty(
     f: What,
-    points: Tensor = _arguments.MISSING,
+    points: Tensor,
     *,
     weight: float = 0.1,
     target: float = 1.0,
@@ -389,7 +389,7 @@ def gradient_norm_penalty(
 @traced
 def gradient_norm_penalty(
     f: What,
-    where: Any = _arguments.MISSING,
+    where: Any,
     *,
     weight: float = 1.0,
     target: float = 0.0,

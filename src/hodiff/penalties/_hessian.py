@@ -43,7 +43,7 @@ def hessian_penalty(
 
 def hessian_penalty(
     f: Function,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     weight: float = 1.0,
     samples: int = 2,
@@ -193,7 +193,7 @@ def _second(at: Evaluation, where: Where, v: Sequence[Tensor]) -> Tensor:
 
 def curvature_penalty(
     f: Function,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     weight: float = 4.0,
     h: float = 1.5,

@@ -39,7 +39,7 @@ def jacobian_penalty(
 
 def jacobian_penalty(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     weight: float = 0.01,
     samples: int | None = 1,

@@ -79,7 +79,7 @@ class PathLengthPenalty(nn.Module):
     def forward(
         self,
         f: Function,
-        w: Tensor = _arguments.MISSING,
+        w: Tensor,
         *,
         vectors: Tensor | None = None,
         reduction: Reduction = "mean",

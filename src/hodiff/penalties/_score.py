@@ -41,7 +41,7 @@ def sliced_score_matching_loss(
 
 def sliced_score_matching_loss(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     log_density: bool = False,
     variance_reduced: bool = True,

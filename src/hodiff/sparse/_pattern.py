@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _reverse, _tree
+from hodiff._core import _reverse, _tree
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import Call, call
 from hodiff._core._graph import OutputGraph
@@ -226,7 +226,7 @@ def scipy_sparse() -> Any:
 
 def sparsity_pattern(
     f: Any,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     order: int = 2,
     allow: Allowed = (),

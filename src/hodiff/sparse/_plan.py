@@ -356,7 +356,7 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
 
 def plan_hessian(
     f: Any,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     pattern: Any = None,
     output: SparseOutput = "torch",
@@ -407,7 +407,7 @@ def plan_hessian(
 
 def plan_jacobian(
     f: Any,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     pattern: Any = None,
     output: SparseOutput = "torch",

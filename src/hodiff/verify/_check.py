@@ -36,7 +36,7 @@ from hodiff.verify._differences import (
 
 def check_derivatives(
     f: Callable[..., Any],
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     order: int = 2,
     allow: Allowed = (),
