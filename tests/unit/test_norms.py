@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hodiff
@@ -136,3 +137,29 @@ def test_an_operation_that_is_right_at_second_order_is_searched_at_third():
     hodiff.hvp(f, x, x)
     with pytest.raises(GraphError, match="third derivative"):
         hodiff.hvp(f, x, x, create_graph=True)
+
+
+ALONE = {
+    "batch": lambda x, bias: F.batch_norm(x, None, None, None, bias, True),
+    "batch, eval": lambda x, bias: F.batch_norm(x, torch.zeros_like(bias), torch.ones_like(bias), None, bias),
+    "layer": lambda x, bias: F.layer_norm(x, (4,), None, bias),
+    "instance": lambda x, bias: F.instance_norm(x[None], None, None, None, bias),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_bias_alone(name):
+    """PyTorch's second derivative by it is zero, and of group norm an error of its own."""
+    torch.manual_seed(0)
+    x, bias, v = torch.randn(4, 4).double(), torch.randn(4).double(), torch.randn(4).double()
+    norm, h = ALONE[name], 1e-5
+    f = lambda bias: norm(x, bias).sin().sum()
+    expected = (hodiff.grad(f, bias + h * v) - hodiff.grad(f, bias - h * v)) / (2 * h)
+    torch.testing.assert_close(hodiff.hvp(f, bias, v), expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(hodiff.hvp(f, bias, v, create_graph=True), expected, rtol=1e-7, atol=1e-8)
+    bias = bias.requires_grad_()
+    with pytest.raises(GraphError, match="a bias and no weight is wrong"):
+        hodiff.hvp(f(bias), bias, v)
+    weight = torch.ones_like(v)
+    both = lambda bias: F.layer_norm(x, (4,), weight, bias).sin().sum()
+    assert hodiff.hvp(both(bias), bias, v).abs().max() > 0.1  # with a weight it is right

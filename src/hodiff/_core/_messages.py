@@ -72,7 +72,8 @@ VIEW = "CopySlices"  # a write to a view, of whatever
 HIDING = {VIEW, "ForeachPowBackward0"}  # powers of lists
 DET = "LinalgDetBackward0"
 # at second order for some arguments, at third for all
-WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW}
+NORMS = {f"{name}NormBackward0" for name in ("NativeLayer", "NativeGroup", "NativeBatch", "CudnnBatch")}
+WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW, *NORMS}
 WRITTEN_OUT = {
     WEIGHT_NORM,
     "ForeachPowBackward0",

@@ -264,6 +264,7 @@ def loses_digits(graph: _nodes.Survey) -> bool:
             or any(_divides(node, 2) or _meets_zeros(node) for node in graph.named(*_versions.PRODUCTS))
             or any(_inverts(node, 2) for node in graph.named(_messages.DET))
             or any(map(_nodes.hides, graph.named(_messages.VIEW)))
+            or any(map(_versions.lacks_weight, graph.named(*_messages.NORMS)))
         )
 
 
@@ -531,6 +532,19 @@ REMARKS: list[tuple[str, int, Remark]] = [
             "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give "
             "hodiff the function instead of its value, which writes the norm out from its definition.",
         ),
+    ),
+    *(
+        (
+            name,
+            2,
+            _refusing(
+                "norm",
+                "a second derivative through a norm with a bias and no weight is wrong by the bias, "
+                "silently. Give hodiff the function instead of its value, or add the bias to the norm.",
+                _versions.lacks_weight,
+            ),
+        )
+        for name in sorted(_messages.NORMS)
     ),
     ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
     ("SparseCompressedTensorBackward0", 2, _refuse_sparse),

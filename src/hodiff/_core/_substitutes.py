@@ -87,6 +87,15 @@ def instance_norm(
     return _affine(_standardise(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input))
 
 
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any, **given: Any
+) -> Tensor:
+    """`torch.nn.functional.group_norm`, with a bias that stands alone added by itself."""
+    alone = weight is None
+    result = torch.group_norm(input, num_groups, weight, None if alone else bias, *rest, **given)
+    return result + _per_channel(bias, input) if alone and bias is not None else result
+
+
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """`torch._weight_norm` from its definition, v g / |v|, with a norm for each index of `dim`."""
     dims = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else list(range(v.ndim))
@@ -160,6 +169,8 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.layer_norm: layer_norm,
     F.batch_norm: batch_norm,
     torch.batch_norm: _kernel(batch_norm),
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
     F.instance_norm: instance_norm,
     torch.instance_norm: _kernel(instance_norm),
 }

@@ -239,6 +239,12 @@ def weight(node: Node) -> Node | None:
     return node.next_functions[1][0]
 
 
+def lacks_weight(node: Node) -> bool:
+    """Whether a norm has a bias, and nothing to multiply by: PyTorch's second derivative by the bias is then zero."""
+    (weight, _), (bias, _) = node.next_functions[1:3]
+    return weight is None and bias is not None and node._saved_weight is None
+
+
 def was_training(node: Node) -> bool:
     """Whether the node of a batch norm's gradient is that of a norm by the statistics of its batch."""
     return node._saved_train
