@@ -151,10 +151,9 @@ class OutputGraph:
             if context.by_hand is None and not compiles:
                 raise
             failure = error
-        if survey is not None and context.by_hand is None and not context.forward_mode:
-            remarkable = _refusals.WRONG_AT_ONCE if self.call.order < 2 else _refusals.WRITTEN
-            if not remarkable.among(survey):  # as nearly always
-                return survey
+        rare = _refusals.WRONG_AT_ONCE if self.call.order < 2 else _refusals.WRITTEN
+        if survey and not (context.by_hand or context.forward_mode or rare.among(survey)):
+            return survey  # as nearly always
         return self._evaluate_otherwise(survey, failure, exact=exact, compiles=compiles)
 
     def _evaluate_otherwise(

@@ -221,6 +221,9 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     return any(variable is leaf for variable in Survey(roots, results).variables())
 
 
+function_of, is_once_differentiable = _versions.function_of, _versions.is_once_differentiable
+
+
 def is_function(kind: type) -> bool:
     """Whether a class of nodes is the backward of a Python `autograd.Function`."""
     return issubclass(kind, BackwardCFunction)

@@ -447,7 +447,7 @@ def densified(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> l
     return dense
 
 
-_DENSE, _layout = {torch.strided}, attrgetter("layout")
+_DENSE, _layout = frozenset((torch.strided,)), attrgetter("layout")
 
 
 def joined_to_leaves(graph: OutputGraph, gradients: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _messages, _nodes, _versions
+from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved
 from hodiff.graph._names import Mark, NamedVariable, Paths, TensorNames, user_frames
@@ -455,8 +455,8 @@ class Record:
     def _note_once(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
             for child in (node, *_saved.children(node)):
-                function = _versions.function_of(type(child)) if _saved.is_function(child) else None
-                if function is not None and _versions.is_once_differentiable(function) and child is not node:
+                function = _nodes.function_of(type(child)) if _saved.is_function(child) else None
+                if function is not None and _nodes.is_once_differentiable(function) and child is not node:
                     self.once[function.__name__, self.made(node)] = None
 
     def path(self, node: Node) -> Path:
