@@ -119,7 +119,7 @@ class DataOperator(LinearOperator, Generic[G]):
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
         if _arguments.check_integer(batch_ndim, "batch_ndim", least=0):
-            _check_stack(point, data, process_group, batch_ndim)
+            check_stack(point, data, process_group, batch_ndim)
         self._space = graphs.where.space().side(batch_ndim)
 
     _passes = 1, 1
@@ -250,7 +250,7 @@ class DataOperator(LinearOperator, Generic[G]):
         return f"{self._route}{batches}, {held}{some}"
 
 
-def _check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) -> None:
+def check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) -> None:
     """Raise unless a point can be of samples, each with a matrix of its own."""
     if where.module_slices:
         raise InputError(

@@ -85,6 +85,7 @@ class ImplicitSystem:
         self._preconditioner = preconditioner
         self._steps = steps
         self._stacked = stacked
+        self._size = operator._domain.size
         self._fatal = {"divergence": GROWS, **fatal}
         # What is differentiated again has the errors of several solves in it.
         default = default_rtol(operator.dtype) * (1 if order == 1 else 1e-2)
@@ -95,11 +96,12 @@ class ImplicitSystem:
         return (
             parts[0].detach()
             if self._stacked
-            else self.operator._domain.join([part.detach() for part in parts], None)[None]
+            else self.operator._domain.join([part.detach() for part in parts], None).reshape(-1, self._size)
         )
 
     def _parts(self, rows: Tensor) -> Leaves:
-        return [rows] if self._stacked else self.operator._domain.split(rows[0])
+        domain = self.operator._domain
+        return [rows] if self._stacked else domain.split(rows.reshape((*domain.batch, self._size)))
 
     def solved(self, v: Sequence[Tensor], *, transposed: bool, least: Tensor | None = None) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v, to a tolerance relative to each |v|, or to a larger `least`."""
@@ -120,24 +122,43 @@ class ImplicitSystem:
             rtol = None if self._steps else (self._rtol * looser).clamp_max(0.5)
             solution, trouble = self._solver(operator, given, preconditioner=preconditioner, rtol=rtol)
         if trouble:
-            self._report(solution)
+            known = known & ~self._report(solution).to(known.device)
         return self._parts(torch.where(known, solution.value, torch.nan))
 
-    def _report(self, record: SolveRecord[Tensor]) -> None:
-        """Raise where there is no solution to speak of; warn where it is less exact than asked for."""
+    def _report(self, record: SolveRecord[Tensor]) -> Tensor:
+        """Warn where solutions are less exact than asked for; raise, or of samples say which, where there is none."""
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
-        residual = float(torch.as_tensor(record.residual, device="cpu").max())
-        lost = record.status != "stagnation" or residual > 1e-2
-        if lost and record.status in self._fatal:
-            raise GraphError(
-                f"{place}: {self._fatal[record.status]} Relative residual {residual:.2g} after "
-                f"{record.products} products."
+        batch = torch.Size() if self._stacked else self.operator._domain.batch
+        residual, fatal = torch.as_tensor(record.residual, device="cpu"), record.status in self._fatal
+        lost = (residual > (1 if self._steps else 1e-2)) & fatal
+        if batch and record.direction is not None:
+            lost |= record.direction.any(1).cpu()
+        if fatal and (record.status != "stagnation" or bool(lost.any())):
+            why = f"{self._fatal[record.status]} Relative residual {float(residual.max()):.2g} after"
+            if not batch:
+                raise GraphError(f"{place}: {why} {record.products} products.")
+            self.line.warn(
+                f"{place}: {why} {record.products} products{told(lost.reshape(batch))}, whose derivatives are nan; those "
+                f"of the others stand."
             )
-        self.line.warn(
-            f"{place}: after {record.products} products the linear system of the derivative has a relative residual of "
-            f"{residual:.2g} (rtol={self._rtol:g}), and derivatives are off by about that times its condition. "
-            f"Allow more by products=, give a preconditioner=, or add damping=."
-        )
+        rest = ~lost if record.converged is None else ~lost & ~torch.as_tensor(record.converged, device="cpu")
+        if bool(rest.any()) and not (fatal and self._steps):
+            self.line.warn(
+                f"{place}: after {record.products} products the linear system of the derivative has a relative "
+                f"residual of {float(residual[rest].max()):.2g} (rtol={self._rtol:g}){told(rest.reshape(batch or -1))}, "
+                f"and derivatives are off by about that times its condition. Allow more by products=, give a "
+                f"preconditioner=, or add damping=."
+            )
+        return lost[:, None]
+
+
+def told(which: Tensor) -> str:
+    """Which samples, in words; nothing, of a single one."""
+    if which.ndim == 0 or which.numel() == 1:
+        return ""
+    numbers = which.nonzero().squeeze(-1).tolist()
+    first = ", ".join(map(str, numbers[:3]))
+    return f" for {len(numbers)} of {which.numel()} samples (number {first}{', ...' if len(numbers) > 3 else ''})"
 
 
 # --- attaching a solution to the graph, so that derivatives of it are those of the implicit function theorem ----------

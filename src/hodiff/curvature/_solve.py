@@ -126,9 +126,10 @@ def solve(
         with all that have not converged. Memory: a few vectors for each; for GMRES, `restart` of
         them.
 
-        Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, a product for
-        each column: the dense matrices are solved, and what fails goes the way of the others. Not
-        with `iterations`, a `preconditioner`, a `start` or a `callback`.
+        Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, for GMRES
+        without `restart` 256, a product for each column: the dense matrices are solved, and what
+        fails goes the way of the others. Not with `iterations`, a `preconditioner`, a `start` or
+        a `callback`.
 
         With `create_graph`, two differentiable products more (of a Hessian an evaluation and two
         passes each), and in the backward pass one more system with the transpose, two for a second
@@ -242,7 +243,7 @@ def attempt(
     x = torch.zeros_like(sides.rows) if start is None else sides.beginning(operator, start)
     inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
     plain = start is None and preconditioner is None
-    dense = plain and iterations is None and callback is None and is_small(operator, limit)
+    dense = plain and iterations is None and callback is None and is_small(operator, limit, method, restart)
     measured = Measured(product, len(x)) if plain and not dense else None
     systems = Systems(measured or product, inverse, torch.finfo(operator.dtype).eps)
     make, units = (
@@ -464,13 +465,17 @@ def _method(method: Method, operator: LinearOperator, restart: int | None, scale
     return functools.partial(GMRES, room=min(room, size))
 
 
-def is_small(operator: LinearOperator, products: int) -> bool:
-    """Whether the matrices of a stack are had for fewer products than systems with them take."""
-    return bool(operator._domain.batch) and operator.shape[-1] <= min(DENSE, products)
+def is_small(operator: LinearOperator, products: int, method: Method, restart: int | None) -> bool:
+    """Whether the matrices of a stack are had for fewer products, or less time, than systems with them take."""
+    most = 4 * DENSE if method == "gmres" and restart is None else DENSE
+    return bool(operator._domain.batch) and operator.shape[-1] <= min(most, products)
 
 
 DENSE = 64
-"""Of systems up to this size side by side, matrices and factors are cheaper than iterations."""
+"""Of systems up to this size side by side, matrices and factors are cheaper than iterations.
+
+GMRES, whose basis is as large as the matrix, takes longer up to four times that.
+"""
 
 
 def _dense_solutions(operator: LinearOperator, damping: float, b: Tensor) -> Tensor:
