@@ -13,7 +13,6 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import near, standard_error, sum_dtype
-from hodiff.curvature._krylov import without
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
@@ -494,9 +493,10 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
         norms = w.norm(dim=1)
         diagonal[:, j], offdiagonal[:, j] = part.double().cpu(), norms.double().cpu()
         scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
-        for previous in overlaps.to_orthogonalise(j, scale):
-            w[previous] = _orthogonalised(w[previous], basis[previous, : j + 1])
-            norms[previous] = w[previous].norm()
+        apart = overlaps.to_orthogonalise(j, scale)
+        for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
+            w[some] = _orthogonalised(w[some], basis[some, : j + 1])
+            norms[some] = w[some].norm(dim=1)
         norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
         offdiagonal[:, j] = norms.double().cpu()
         if j + 1 == steps or not bool(norms.any()):
@@ -566,10 +566,11 @@ class Overlaps:
 
 
 def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
-    """A vector without its parts in the basis; twice where much cancels."""
+    """Vectors without their parts in a basis of each; twice where much cancels."""
     for _ in range(2):
-        before = w.norm()
-        w, _ = without(w, basis)
-        if bool(w.norm() > 0.5 * before):
+        before = w.norm(dim=1)
+        with as_given(w):
+            w = torch.baddbmm(w[:, None], (basis @ w[:, :, None]).mT, basis, alpha=-1)[:, 0]
+        if bool((w.norm(dim=1) > 0.5 * before).all()):
             break
     return w
