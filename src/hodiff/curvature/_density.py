@@ -225,12 +225,14 @@ def logdet(
     _arguments.check_integer(steps, "steps", least=1)
     number = as_float(shift, "shift")
     with EstimatorProgress("logdet", operator, drawn.number * steps, callback, progress) as watch:
-        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch)
+        exact = drawn.exhaust(drawn.number * steps) or not operator._domain.numel
+        rows = operator._domain.units(0, operator.shape[-1]) if exact and recorded else None
+        columns = None if rows is None else operator._recorded_rows(rows)
+        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch, columns)
     if not recorded:
         return made
-    exact = quadrature.exact
-    rows = operator._domain.units(0, operator.shape[-1]) if exact else drawn.kept()[: len(quadrature.nodes)]
-    return replace(made, value=_differentiable_logdet(operator, rows, shift, made.value, exact=exact))
+    rows = drawn.kept()[: len(quadrature.nodes)] if rows is None else rows
+    return replace(made, value=_differentiable_logdet(operator, rows, shift, made.value, columns))
 
 
 def _estimated_logdet(
@@ -240,8 +242,9 @@ def _estimated_logdet(
     steps: int,
     rtol: float | None,
     watch: EstimatorProgress,
+    columns: Tensor | None,
 ) -> tuple[TraceRecord, GaussRules]:
-    """The record, and the rules that it is the mean of."""
+    """The record, and the rules that it is the mean of; by the matrix, where its columns are known."""
     size, dtype, device = operator.shape[-1], sum_dtype(operator.dtype), operator.device
     eps = torch.finfo(operator.dtype).eps
 
@@ -260,7 +263,7 @@ def _estimated_logdet(
         watch(lambda spent: record(so_far, None, spent))
         return rtol is not None and len(so_far.nodes) > 1 and all_reached(record(so_far, rtol, 0).converged)
 
-    quadrature = rules(operator, drawn, steps, "logdet", look)
+    quadrature = rules(operator, drawn, steps, "logdet", look, columns)
     value, spread, rest = estimate(quadrature)
     made = record(quadrature, rtol, watch.spent)
     allowed = 1e-2 * value.abs() if spread is None else spread.maximum(1e2 * eps * value.abs())
@@ -279,13 +282,13 @@ def _estimated_logdet(
 
 
 def _differentiable_logdet(
-    operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, *, exact: bool
+    operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, columns: Tensor | None
 ) -> Tensor:
     """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
     with _settings.recording():
         rows, value = normal(rows.to(operator.dtype)), normal(value)
-        images = operator._recorded_rows(rows) + shift * rows
-        if exact:
+        images = (operator._recorded_rows(rows) if columns is None else columns) + shift * rows
+        if columns is not None:
             matrix = images.to(value.dtype).movedim(0, -1)  # PyTorch has no determinant of half precision
             return torch.logdet((matrix + matrix.mT) / 2)
         return _LogDeterminant.apply(operator, rows, shift, value, images)
@@ -373,16 +376,16 @@ class GaussRules(NamedTuple):
         return fine, last * ratio / (1 - ratio)
 
 
-def exact_rules(operator: LinearOperator) -> GaussRules:
+def exact_rules(operator: LinearOperator, columns: Tensor | None = None) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
-    values = eigenvalues(operator)[None]
+    values = eigenvalues(operator._dense() if columns is None else columns.detach().movedim(0, -1))[None]
     whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
     return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, ())
 
 
-def eigenvalues(operator: LinearOperator) -> Tensor:
-    """All of a symmetric operator, rising, or of each of a stack; in double precision on the CPU."""
-    matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
+def eigenvalues(matrix: Tensor) -> Tensor:
+    """All of a symmetric matrix, rising, or of each of a stack; in double precision on the CPU."""
+    matrix = matrix.to(torch.float64 if matrix.device.type != "mps" else torch.float32).cpu().double()
     check_finite(matrix, "logdet")
     unit = matrix.abs().amax((-2, -1), keepdim=True)
     unit = torch.where(unit > 0, unit, 1.0)
@@ -390,7 +393,12 @@ def eigenvalues(operator: LinearOperator) -> Tensor:
 
 
 def rules(
-    operator: LinearOperator, drawn: RandomVectors, steps: int, name: str, look: Callable[[GaussRules], bool]
+    operator: LinearOperator,
+    drawn: RandomVectors,
+    steps: int,
+    name: str,
+    look: Callable[[GaussRules], bool],
+    columns: Tensor | None = None,
 ) -> GaussRules:
     """All eigenvalues where that costs no more; else the rules of random vectors, some at a time.
 
@@ -398,7 +406,7 @@ def rules(
     """
     size, dtype = operator._domain.numel, sum_dtype(operator.dtype)
     if drawn.exhaust(drawn.number * steps) or not size:
-        return exact_rules(operator)
+        return exact_rules(operator, columns)
     steps = min(steps, operator.shape[-1])
     together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
     count = min(together, 8)
