@@ -78,10 +78,11 @@ def solve(
             stacked in one extra leading dimension: they are solved side by side, and who has
             converged costs no more.
         create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
-            operator is made of: the matrix of a `hodiff.MatrixOperator`, what the function of a
-            `hodiff.HessianOperator` uses; also of their blocks, sums, products and multiples. None: only inside the
-            function of another hodiff call, as often as that takes; elsewhere it warns of a constant that is made of
-            something that requires grad, and False says that a constant is meant.
+            operator is made of: the matrix of a `hodiff.MatrixOperator`, what the functions of a
+            `hodiff.HessianOperator`, `hodiff.GaussNewtonOperator` or `hodiff.JacobianOperator` use; also of their
+            blocks, sums, products, multiples and transposes. None: only inside the function of another hodiff call, as
+            often as that takes; elsewhere it warns of a constant that is made of something that requires grad, and
+            False says that a constant is meant.
         method: `"cg"`, `"minres"` or `"gmres"`; or `"neumann"`, the first terms of the series
             \(\sum_j (I - A / s)^j\, b / s\), inexact on purpose: it goes with `iterations`, and needs all eigenvalues
             of \(A / s\) within the unit circle around 1.
