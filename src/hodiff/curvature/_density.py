@@ -176,9 +176,11 @@ def logdet(
         progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
-        A record: `value` and `stderr`, tensors of shape `()`, of a stack of matrices of the batch's shape, in single
-        precision at least (`stderr` is None where one vector says nothing about it); `converged`, None without `rtol`; and `products`. The standard error holds
-        the spread over random vectors, and the error of their rules, judged by what doubling the steps has changed.
+        A record: `value` and `stderr`, tensors of shape `()`, of a stack of matrices of the batch's
+        shape, in single precision at least (`stderr` is None where one vector says nothing about
+        it); `converged`, None without `rtol`; and `products`. The standard error holds the spread
+        over random vectors, and the error of their rules, judged by what doubling the steps has
+        changed.
 
     Raises:
         InputError: The operator is not symmetric, or has shown an eigenvalue of \(A + \mu I\) that is negative, or zero
@@ -244,24 +246,27 @@ def _estimated_logdet(
     watch: EstimatorProgress,
     columns: Tensor | None,
 ) -> tuple[TraceRecord, GaussRules]:
-    """The record, and the rules that it is the mean of; by the matrix, where its columns are known."""
-    size, dtype, device = operator.shape[-1], sum_dtype(operator.dtype), operator.device
+    """The record, and the rules that it is the mean of; by all columns, where they are known."""
+    size, dtype = operator.shape[-1], sum_dtype(operator.dtype)
     eps = torch.finfo(operator.dtype).eps
 
     def estimate(quadrature: GaussRules) -> tuple[Tensor, Tensor | None, Tensor]:
         """Value, standard error over vectors, and the error of their rules."""
         logs, error = quadrature.means(lambda nodes, weights: _logs(nodes, weights, shift, eps) * size)
-        return logs.mean(0), torch.zeros_like(logs[0]) if quadrature.exact else standard_error(logs), error
+        spread = torch.zeros_like(logs[0]) if quadrature.exact else standard_error(logs)
+        return logs.mean(0), spread, error
 
     def record(quadrature: GaussRules, rtol_asked: float | None, spent: int) -> TraceRecord:
         value, spread, rest = estimate(quadrature)
         error = None if spread is None else torch.hypot(spread, rest)
         converged = reached(value, error, rtol_asked, value.ndim)
-        return TraceRecord(value.to(device, dtype), None if error is None else error.to(device, dtype), converged, spent)
+        value = value.to(operator.device, dtype)
+        return TraceRecord(value, None if error is None else error.to(value), converged, spent)
 
     def look(so_far: GaussRules) -> bool:
         watch(lambda spent: record(so_far, None, spent))
-        return rtol is not None and len(so_far.nodes) > 1 and all_reached(record(so_far, rtol, 0).converged)
+        several = rtol is not None and len(so_far.nodes) > 1
+        return several and all_reached(record(so_far, rtol, 0).converged)
 
     quadrature = rules(operator, drawn, steps, "logdet", look, columns)
     value, spread, rest = estimate(quadrature)
@@ -269,13 +274,14 @@ def _estimated_logdet(
     allowed = 1e-2 * value.abs() if spread is None else spread.maximum(1e2 * eps * value.abs())
     if bool((rest > allowed).any()):
         warn_not_converged(
-            f"logdet: the error of rules of {steps} steps is about {float(rest.max()):.2g}{told(rest > allowed)}, more "
-            f"than the spread over random vectors; allow more steps, or add a shift."
+            f"logdet: the error of rules of {steps} steps is about {float(rest.max()):.2g}"
+            f"{told(rest > allowed)}, more than the spread over random vectors; allow more steps, or "
+            f"add a shift."
         )
     elif not all_reached(made.converged):
         warn_not_converged(
-            f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} of the value"
-            f"{told(~torch.as_tensor(made.converged))}; "
+            f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} of "
+            f"the value{told(~torch.as_tensor(made.converged))}; "
             f"allow more samples."
         )
     return made, quadrature
@@ -306,9 +312,10 @@ class _LogDeterminant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
-        operator, rows, again = ctx.operator, ctx.rows, torch.is_grad_enabled()
-        parts = solve(operator, operator._domain.split(rows), damping=ctx.shift, create_graph=again).value
-        solutions = operator._domain.join(parts, len(rows))
+        operator, rows = ctx.operator, ctx.rows
+        parts = operator._domain.split(rows)
+        record = solve(operator, parts, damping=ctx.shift, create_graph=torch.is_grad_enabled())
+        solutions = operator._domain.join(record.value, len(rows))
         return None, None, None, None, v[0].unsqueeze(-1) * solutions / len(solutions)
 
 
@@ -344,11 +351,12 @@ BASIS_BYTES = 256 * 2**20
 
 
 class GaussRules(NamedTuple):
-    """One Gauss rule for each random vector: nodes and weights `(K, *batch, steps)`, in double precision on the CPU.
+    """One Gauss rule for each random vector: nodes and weights `(K, *batch, steps)`, on the CPU.
 
-    Weights are of the mean over eigenvalues: they add up to 1 in expectation. `coarser` are the rules of half and of a
-    quarter of the steps, by which the error of a rule is judged (none where nodes are the eigenvalues); `whole` says
-    which vectors have no part outside their rule, so that there is no such error.
+    They are in double precision. Weights are of the mean over eigenvalues: they add up to 1 in
+    expectation. `coarser` are the rules of half and of a quarter of the steps, by which the error
+    of a rule is judged (none where nodes are the eigenvalues); `whole` says which vectors have no
+    part outside their rule, so that there is no such error.
     """
 
     nodes: Tensor
@@ -371,21 +379,24 @@ class GaussRules(NamedTuple):
         if self.exact:
             return fine, torch.zeros_like(fine[0])
         half, quarter = (f(*rule) for rule in self.coarser)
-        last, before = (((a - b) * ~self.whole).mean(0).abs() for a, b in ((fine, half), (half, quarter)))
+        pairs = ((fine, half), (half, quarter))
+        last, before = (((a - b) * ~self.whole).mean(0).abs() for a, b in pairs)
         ratio = torch.where(before > 0, last / before, 1).clamp_max(0.75)
         return fine, last * ratio / (1 - ratio)
 
 
 def exact_rules(operator: LinearOperator, columns: Tensor | None = None) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
-    values = eigenvalues(operator._dense() if columns is None else columns.detach().movedim(0, -1))[None]
+    matrix = operator._dense() if columns is None else columns.detach().movedim(0, -1)
+    values = eigenvalues(matrix)[None]
     whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
     return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, ())
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:
     """All of a symmetric matrix, rising, or of each of a stack; in double precision on the CPU."""
-    matrix = matrix.to(torch.float64 if matrix.device.type != "mps" else torch.float32).cpu().double()
+    precise = torch.float64 if matrix.device.type != "mps" else torch.float32
+    matrix = matrix.to(precise).cpu().double()
     check_finite(matrix, "logdet")
     unit = matrix.abs().amax((-2, -1), keepdim=True)
     unit = torch.where(unit > 0, unit, 1.0)
@@ -429,8 +440,7 @@ def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> GaussR
     lead = rows.shape[:-1]
     squares = rows.double().square().sum(-1, keepdim=True).cpu() / rows.shape[-1]
     pairs = [
-        _gauss(diagonal[:, :count], offdiagonal[:, : count - 1])
-        for count in (steps, -(-steps // 2), -(-steps // 4))
+        _gauss(diagonal[:, :count], offdiagonal[:, : count - 1]) for count in (steps, -(-steps // 2), -(-steps // 4))
     ]
     fine, *coarser = (
         ((nodes * unit[:, None]).reshape(*lead, -1), weights.reshape(*lead, -1) * squares) for nodes, weights in pairs
@@ -457,7 +467,7 @@ NOISE = 16
 
 
 class Tridiagonal(NamedTuple):
-    """What K processes have found in so many steps; of a stack of matrices, K times as many as there are.
+    """What K processes have found in so many steps; of a stack, K of each matrix.
 
     Attributes:
         diagonal: The α, `(K, steps)`, in double precision on the CPU.
@@ -493,7 +503,8 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
         return sizes.reshape(shape[0], -1).amax(0).repeat(shape[0])
 
     for j in range(steps):
-        v, image = basis[:, j], flat_product(operator, basis[:, j].reshape(shape)).reshape(count, size)
+        v = basis[:, j]
+        image = flat_product(operator, v.reshape(shape)).reshape(count, size)
         if not j:
             unit = near(largest(image.abs().amax(1)))
         part = check_finite(_dots(v, image) / unit, name)
@@ -510,11 +521,15 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
         if j + 1 == steps or not bool(norms.any()):
             break
         torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
-    return Tridiagonal(diagonal, offdiagonal[:, : steps - 1], (norms == 0).cpu(), unit.double().cpu())
+    whole, unit = (norms == 0).cpu(), unit.double().cpu()
+    return Tridiagonal(diagonal, offdiagonal[:, : steps - 1], whole, unit)
 
 
 FEW = 8
-"""So many rows are taken one by one: a batched product of vectors makes a copy. Of more, that takes less time."""
+"""So many rows are taken one by one: a batched product of vectors makes a copy.
+
+Of more rows that takes less time.
+"""
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
@@ -524,10 +539,11 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _next(images: Tensor, last: Tensor, parts: Tensor, unit: Tensor) -> Tensor:
-    """The images in their units, without their parts along the last vectors `(K, 1 or 2, D)`; memory is read once."""
+    """The images in their units, without their parts along the last vectors `(K, 1 or 2, D)`."""
     with as_given(images):
         if len(images) > FEW:
-            return torch.baddbmm((images / unit[:, None])[:, None], parts[:, None], last, alpha=-1)[:, 0]
+            images = (images / unit[:, None])[:, None]
+            return torch.baddbmm(images, parts[:, None], last, alpha=-1)[:, 0]
         w = torch.empty_like(images)
         for row, image, basis, part, size in zip(w, images, last, parts, unit.tolist(), strict=True):
             torch.addmv(image, basis.T, part, beta=1 / size, alpha=-1, out=row)

@@ -279,15 +279,20 @@ def _radii(
     _vectors.check_generator(generator)
     check_rtol(rtol)
     rtol = default_rtol(operator.dtype) if rtol is None else rtol
-    size, batch, dtype = operator.shape[-1], operator._domain.batch, _vectors.sum_dtype(operator.dtype)
-    room = _room(size, 1, symmetric=False) if basis is None else _arguments.check_integer(basis, "basis", least=3)
-    budget = 1050 if products is None else _arguments.check_integer(products, "products", least=4)
+    size, batch = operator.shape[-1], operator._domain.batch
+    room, budget = _room(size, 1, symmetric=False), 1050
+    if basis is not None:
+        room = _arguments.check_integer(basis, "basis", least=3)
+    if products is not None:
+        budget = _arguments.check_integer(products, "products", least=4)
     radii = Radii(operator, rtol, source(operator, generator))
 
     def record(spent: int, met: Tensor | None) -> RadiusRecord:
         numbers = (radii.value * radii.unit, radii.residual * radii.unit)
+        dtype = _vectors.sum_dtype(operator.dtype)
         value, residual = (part.reshape(batch).to(operator.device, dtype) for part in numbers)
-        return RadiusRecord(value, residual, None if met is None else met.reshape(batch).to(value.device), spent)
+        reached = None if met is None else met.reshape(batch).to(value.device)
+        return RadiusRecord(value, residual, reached, spent)
 
     with EstimatorProgress("spectral_radius", operator, budget, callback, progress) as watch:
         if size <= min(DENSE, budget) or not batch.numel():
@@ -297,8 +302,9 @@ def _radii(
         met = radii.residual <= 2 * rtol * radii.scale
         if not bool(met.all()):
             warn_not_converged(
-                f"spectral_radius: after {watch.spent} products the residual is more than rtol={rtol:g} of the largest "
-                f"entry{told(~met.reshape(batch))}; allow more products, or a larger basis."
+                f"spectral_radius: after {watch.spent} products the residual is more than "
+                f"rtol={rtol:g} of the largest entry{told(~met.reshape(batch))}; allow more "
+                f"products, or a larger basis."
             )
         return record(watch.spent, met)
 
@@ -308,7 +314,7 @@ DENSE = 64
 
 
 class Radii:
-    """The eigenvalues of largest magnitude of a stack of matrices, by Arnoldi iteration side by side.
+    """The eigenvalues of largest magnitude of a stack, by Arnoldi iteration side by side.
 
     Attributes:
         value: Their magnitudes, a line of them in double precision on the CPU; likewise
@@ -318,29 +324,35 @@ class Radii:
     """
 
     def __init__(self, operator: LinearOperator, rtol: float, generator: torch.Generator | None) -> None:
-        self._operator, self._rtol, self._generator = operator, rtol, generator
+        self._operator = operator
+        self._rtol = rtol
+        self._generator = generator
         self.value = torch.zeros(operator._domain.batch.numel(), dtype=torch.float64, device="cpu")
         self.scale, self.unit = torch.zeros_like(self.value), torch.zeros_like(self.value)
         self.residual = torch.full_like(self.value, torch.inf)
 
     def by_matrices(self) -> None:
         """All eigenvalues of each."""
-        matrix = check_finite(self._operator._dense().flatten(0, -3).to("cpu", torch.float64), "spectral_radius")
+        matrix = self._operator._dense().flatten(0, -3).to("cpu", torch.float64)
+        check_finite(matrix, "spectral_radius")
         self.unit = _vectors.near(matrix.abs().amax((-2, -1)))
         matrix = matrix / self.unit[:, None, None]
         value, x = dominant(matrix)
         self.value, self.scale = value.abs(), matrix.norm(dim=(-2, -1))
-        self.residual = ((matrix.to(x.dtype) @ x[..., None])[..., 0] - value[:, None] * x).norm(dim=-1)
+        image = (matrix.to(x.dtype) @ x[..., None])[..., 0]
+        self.residual = (image - value[:, None] * x).norm(dim=-1)
 
     def search(self, room: int, budget: int, look: Callable[[], None]) -> None:
         """In Krylov spaces of up to `room` vectors, each begun by the best vector of the last."""
         operator, numbers = self._operator, torch.arange(len(self.value), device="cpu")
         like = operator._domain.zeros_flat(0).to(_vectors.sum_dtype(operator.dtype))
-        x = _vectors.draw((len(numbers), operator.shape[-1]), like, "gaussian", self._generator)
+        shape = (len(numbers), operator.shape[-1])
+        x = _vectors.draw(shape, like, "gaussian", self._generator)
         while len(numbers) and budget > 3:
             values, pairs, taken = self._best(x, numbers, min(room, budget - 2))
             budget -= taken + 2
-            images = torch.complex(self._images(pairs.real, numbers), self._images(pairs.imag, numbers))
+            parts = (self._images(part, numbers) for part in (pairs.real, pairs.imag))
+            images = torch.complex(*parts)
             rest = torch.linalg.vector_norm(images - values.to(pairs)[:, None] * pairs, dim=1)
             self.value[numbers], self.residual[numbers] = values.abs(), rest.to(self.residual)
             look()
@@ -351,33 +363,36 @@ class Radii:
         """A times a row of each, in units that the first of them gave."""
         images = self._operator._times_some(rows.to(self._operator.dtype), numbers).to(rows.dtype)
         check_finite(images, "spectral_radius")
-        unit = self.unit[numbers]
-        unit = self.unit[numbers] = torch.where(unit > 0, unit, _vectors.near(images.abs().amax(1)).to(unit))
+        unit, largest = self.unit[numbers], _vectors.near(images.abs().amax(1))
+        unit = self.unit[numbers] = torch.where(unit > 0, unit, largest.to(unit))
         return images / spread(unit, images)
 
     def _best(self, start: Tensor, numbers: Tensor, steps: int) -> tuple[Tensor, Tensor, int]:
-        """The dominant pair in the Krylov space of each, and how many steps all took; who has converged takes none."""
+        """The dominant pair in the Krylov space of each, and how many steps the last of them took."""
         basis = start.new_zeros((len(start), steps + 1, start.shape[1]))
         basis[:, 0] = start / spread(norms(start), start)
         H = coefficients(len(start), steps + 1, steps)
         values, x = torch.complex(H[:, 0, 0], H[:, 0, 0]), torch.complex(start, start)
         going, j = torch.arange(len(start), device="cpu"), 0
         while len(going):
-            H[:, : j + 1, j], H[:, j + 1, j], basis[:, j + 1] = self._next(basis[:, : j + 1], numbers[going])
+            column, norm, basis[:, j + 1] = self._next(basis[:, : j + 1], numbers[going])
+            H[:, : j + 1, j] = column
+            H[:, j + 1, j] = norm
             j += 1
             if j % 5 and j < steps:
                 continue
             value, y = dominant(H[:, :j, :j])
-            ended = (H[:, j, j - 1] * y[:, -1].abs() <= self._rtol * self.scale[numbers[going]]) | (j == steps)
+            ended = (norm * y[:, -1].abs() <= self._rtol * self.scale[numbers[going]]) | (j == steps)
             if bool(ended.any()):
                 at, there = going[ended], ended.to(basis.device)
                 parts = (combined(part[ended], basis[there]) for part in (y.real, y.imag))
                 values[at], x[at.to(x.device)] = value[ended], torch.complex(*parts)
-                going, H, basis = going[~ended], H[~ended], basis[~there]
+                going, H = going[~ended], H[~ended]
+                basis = basis[~there]
         return values, x, j
 
     def _next(self, basis: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The image of the last vector: its parts in the basis, what is left, and how long that was."""
+        """The image of the last vector: its parts in the basis, how long the rest is, and that."""
         w = self._images(basis[:, -1], numbers)
         column = coefficients(*basis.shape[:2])
         with as_given(w):
@@ -386,7 +401,8 @@ class Radii:
                 w = torch.baddbmm(w[:, None], part[:, None], basis, alpha=-1)[:, 0]
                 column += part.to(column)
         norm = norms(w)
-        scale = self.scale[numbers] = self.scale[numbers].maximum(column.abs().amax(1)).maximum(norm)
+        scale = self.scale[numbers].maximum(column.abs().amax(1)).maximum(norm)
+        self.scale[numbers] = scale
         norm = torch.where(norm > 10 * torch.finfo(self._operator.dtype).eps * scale, norm, 0.0)
         return column, norm, w * spread(torch.where(norm > 0, 1 / norm, 0.0), w)
 
@@ -395,7 +411,8 @@ def dominant(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """The eigenvalue of largest magnitude of each matrix, and its vector, of length 1."""
     values, vectors = torch.linalg.eig(matrices)
     first = values.abs().argmax(-1, keepdim=True)
-    return values.gather(-1, first)[..., 0], vectors.gather(-1, first[..., None].expand(*vectors.shape[:-1], 1))[..., 0]
+    x = vectors.gather(-1, first[..., None].expand(*vectors.shape[:-1], 1))
+    return values.gather(-1, first)[..., 0], x[..., 0]
 
 
 def _eigenpairs(

@@ -125,23 +125,37 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         return at_outputs.curvature
 
     def recorded(
-        self, where: Where, batch: Any, number: int, vectors: Leaves, count: int, chosen: list[int], chunk: int | None
+        self,
+        where: Where,
+        batch: Any,
+        number: int,
+        vectors: Leaves,
+        count: int,
+        chosen: list[int],
+        chunk: int | None,
     ) -> tuple[Leaves, float | None]:
-        """The products of one batch's sum with `count` vectors, which can be differentiated, and the batch's weight."""
+        """The products of one batch's sum, which can be differentiated, and the batch's weight."""
         with predicted(self.predict, where, batch, self.allow, create_graph=True) as graph:
             outputs = graph.tensors()
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
             if self.curvature(at_outputs, outputs, number) is not at_outputs.curvature:
                 raise InputError(
-                    "create_graph: a Fisher matrix that is no Hessian of the loss cannot be differentiated (labels "
-                    "that are drawn, outer products); hodiff.GaussNewtonOperator, or kind='exact' of cross-entropy or "
-                    "squared error, can."
+                    "create_graph: a Fisher matrix that is no Hessian of the loss cannot be "
+                    "differentiated (labels that are drawn, outer products); "
+                    "hodiff.GaussNewtonOperator, or kind='exact' of cross-entropy or squared "
+                    "error, can."
                 )
             cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
-            pulled, leaves = ([values[index] for index in chosen] for values in (pulled, graph.leaves))
-            tangents = _reverse.products(graph, pulled, vectors, count, chunk_size=chunk, inputs=cotangents)
-            curved = recorded_curvature(self.loss, self.weigh, graph, batch, number, self.allow, tangents, count)
-            products = _reverse.products(graph, outputs, curved, count, chunk_size=chunk, inputs=leaves)
+            own, leaves = ([part[i] for i in chosen] for part in (pulled, graph.leaves))
+            tangents = _reverse.products(
+                graph, own, vectors, count, chunk_size=chunk, inputs=cotangents
+            )  # fmt: skip
+            curved = recorded_curvature(
+                self.loss, self.weigh, graph, batch, number, self.allow, tangents, count
+            )  # fmt: skip
+            products = _reverse.products(
+                graph, outputs, curved, count, chunk_size=chunk, inputs=leaves
+            )  # fmt: skip
         return products, at_outputs.weight
 
 

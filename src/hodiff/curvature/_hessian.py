@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse

@@ -143,7 +143,7 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
 
     def _rows_recorded(self, parts: Leaves, count: int, *, transposed: bool) -> Leaves:
         """The products, or those of the transpose: each batch has its rows."""
-        graphs, chunk, starts = self._graphs, self._chunk_size, [0]
+        graphs, starts = self._graphs, [0]
         lengths = _outputs(graphs).lengths
 
         def made(batch: Any, number: int) -> Leaves:
@@ -151,10 +151,14 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
             own = parts
             if transposed and len(lengths) > 1:
                 own = [part[:, starts[number] : starts[number + 1]] for part in parts]
-            return graphs.builder.recorded(graphs.where, batch, number, own, count, self._chosen, chunk, transposed)
+            return graphs.builder.recorded(
+                graphs.where, batch, number, own, count, self._chosen, self._chunk_size, transposed=transposed
+            )
 
         columns = zip(*graphs.each(made), strict=True)
-        return [torch.stack(column).sum(0) if transposed else torch.cat(column, 1) for column in columns]
+        if transposed:
+            return [torch.stack(column).sum(0) for column in columns]
+        return [torch.cat(column, 1) for column in columns]
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError("block: a Jacobian's rows and columns differ; differentiate at hodiff.select(model, ...).")
@@ -270,17 +274,22 @@ class JacobianBuilder(Builder[Linearised]):
         count: int,
         chosen: list[int],
         chunk: int | None,
+        *,
         transposed: bool,
     ) -> Leaves:
-        """The products of one batch's rows, or of their transpose, with `count` vectors, which can be differentiated."""
-        with predicted(self.predict, where, batch, self.allow, self.batch_ndim, create_graph=True) as graph:
+        """The products of one batch's rows, or of their transpose, which can be differentiated."""
+        evaluation = predicted(
+            self.predict, where, batch, self.allow, self.batch_ndim, create_graph=True
+        )  # fmt: skip
+        with evaluation as graph:
             outputs = self.outputs.noted(number, graph.tensors(), graph.outputs)
             if transposed:
-                leaves = [graph.leaves[index] for index in chosen]
-                return _reverse.products(graph, outputs, vectors, count, chunk_size=chunk, inputs=leaves)
-            cotangents, pulled = linearise(graph, outputs, [torch.ones_like(output) for output in outputs])
-            pulled = [pulled[index] for index in chosen]
-            return _reverse.products(graph, pulled, vectors, count, chunk_size=chunk, inputs=cotangents)
+                roots, inputs = outputs, [graph.leaves[index] for index in chosen]
+            else:
+                ones = [torch.ones_like(output) for output in outputs]
+                inputs, pulled = linearise(graph, outputs, ones)
+                roots = [pulled[index] for index in chosen]
+            return _reverse.products(graph, roots, vectors, count, chunk_size=chunk, inputs=inputs)
 
     def fresh(self, *, begins: bool = False) -> JacobianBuilder:
         """The builder without the outputs that it noted."""

@@ -96,7 +96,7 @@ class ImplicitSystem:
         return (
             parts[0].detach()
             if self._stacked
-            else self.operator._domain.join([part.detach() for part in parts], None).reshape(-1, self._size)
+            else self.operator._domain.join([p.detach() for p in parts], None).reshape(-1, self._size)
         )
 
     def _parts(self, rows: Tensor) -> Leaves:
@@ -126,28 +126,31 @@ class ImplicitSystem:
         return self._parts(torch.where(known, solution.value, torch.nan))
 
     def _report(self, record: SolveRecord[Tensor]) -> Tensor:
-        """Warn where solutions are less exact than asked for; raise, or of samples say which, where there is none."""
+        """Warn where a solution is less exact than asked for; raise, or of samples say which, where there is none."""
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
         batch = torch.Size() if self._stacked else self.operator._domain.batch
-        residual, fatal = torch.as_tensor(record.residual, device="cpu"), record.status in self._fatal
+        residual = torch.as_tensor(record.residual, device="cpu")
+        fatal = record.status in self._fatal
         lost = (residual > (1 if self._steps else 1e-2)) & fatal
         if batch and record.direction is not None:
             lost |= record.direction.any(1).cpu()
         if fatal and (record.status != "stagnation" or bool(lost.any())):
-            why = f"{self._fatal[record.status]} Relative residual {float(residual.max()):.2g} after"
+            why = f"{self._fatal[record.status]} Relative residual {float(residual.max()):.2g}"
+            spent = f"after {record.products} products"
             if not batch:
-                raise GraphError(f"{place}: {why} {record.products} products.")
+                raise GraphError(f"{place}: {why} {spent}.")
             self.line.warn(
-                f"{place}: {why} {record.products} products{told(lost.reshape(batch))}, whose derivatives are nan; those "
-                f"of the others stand."
+                f"{place}: {why} {spent}{told(lost.reshape(batch))}, whose derivatives are nan; "
+                f"those of the others stand."
             )
-        rest = ~lost if record.converged is None else ~lost & ~torch.as_tensor(record.converged, device="cpu")
+        met = False if record.converged is None else record.converged
+        rest = ~(lost | torch.as_tensor(met, device="cpu"))
         if bool(rest.any()) and not (fatal and self._steps):
             self.line.warn(
-                f"{place}: after {record.products} products the linear system of the derivative has a relative "
-                f"residual of {float(residual[rest].max()):.2g} (rtol={self._rtol:g}){told(rest.reshape(batch or -1))}, "
-                f"and derivatives are off by about that times its condition. Allow more by products=, give a "
-                f"preconditioner=, or add damping=."
+                f"{place}: after {record.products} products the linear system of the derivative "
+                f"has a relative residual of {float(residual[rest].max()):.2g} (rtol={self._rtol:g})"
+                f"{told(rest.reshape(batch or -1))}, and derivatives are off by about that times "
+                f"its condition. Allow more by products=, give a preconditioner=, or add damping=."
             )
         return lost[:, None]
 
@@ -158,7 +161,8 @@ def told(which: Tensor) -> str:
         return ""
     numbers = which.nonzero().squeeze(-1).tolist()
     first = ", ".join(map(str, numbers[:3]))
-    return f" for {len(numbers)} of {which.numel()} samples (number {first}{', ...' if len(numbers) > 3 else ''})"
+    more = ", ..." if len(numbers) > 3 else ""
+    return f" for {len(numbers)} of {which.numel()} samples (number {first}{more})"
 
 
 # --- attaching a solution to the graph, so that derivatives of it are those of the implicit function theorem ----------

@@ -238,7 +238,7 @@ def recorded_curvature(
     tangents: Leaves,
     count: int,
 ) -> Leaves:
-    """The products of the output Hessian with tangents, differentiable in them, in the outputs and in the loss."""
+    """The products of the output Hessian with tangents, which can be differentiated."""
     outputs, _, tree = _tree.flatten(graph.outputs)
     summed = copy.copy(loss) if type(loss) in LIKELIHOODS else None
     if summed is not None:
@@ -253,7 +253,8 @@ def recorded_curvature(
 
     point = _tree.rebuild(tree, iter(outputs))
     with OutputGraph(call(total, point, passes=2, create_graph=True, allow=allow)) as at:
-        return _reverse.products(at, _reverse.gradient(at, differentiated=True), tangents, count, chunk_size=count)
+        gradient = _reverse.gradient(at, differentiated=True)
+        return _reverse.products(at, gradient, tangents, count, chunk_size=count)
 
 
 def _refuse_functional(loss: Any, batch: Any) -> None:

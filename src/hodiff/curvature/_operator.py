@@ -146,9 +146,9 @@ class LinearOperator(ABC):
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
         """The products with `count` stacked vectors, differentiable in them and in what the operator is made of."""
         raise InputError(
-            f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those of a "
-            f"hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or MatrixOperator, of their blocks, sums, "
-            f"products, multiples and transposes can."
+            f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those "
+            f"of a hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or MatrixOperator, "
+            f"of their blocks, sums, products, multiples and transposes can."
         )
 
     def _recorded_pull(self, parts: Leaves, count: int) -> Leaves:
@@ -575,8 +575,8 @@ WAYS = {
     "A.gradient": "hodiff.grad with create_graph=True",
     **dict.fromkeys(
         ("trace", "eigsh", "diagonal", "solve", "logdet"),
-        "create_graph=True, of a hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or MatrixOperator, of "
-        "their blocks, sums, products and multiples",
+        "create_graph=True, of a hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or "
+        "MatrixOperator, of their blocks, sums, products and multiples",
     ),
     "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
     "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",

@@ -79,10 +79,11 @@ def solve(
             converged costs no more.
         create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
             operator is made of: the matrix of a `hodiff.MatrixOperator`, what the functions of a
-            `hodiff.HessianOperator`, `hodiff.GaussNewtonOperator` or `hodiff.JacobianOperator` use; also of their
-            blocks, sums, products, multiples and transposes. None: only inside the function of another hodiff call, as
-            often as that takes; elsewhere it warns of a constant that is made of something that requires grad, and
-            False says that a constant is meant.
+            `hodiff.HessianOperator`, `hodiff.GaussNewtonOperator` or `hodiff.JacobianOperator` use;
+            also of their blocks, sums, products, multiples and transposes. None: only inside the
+            function of another hodiff call, as often as that takes; elsewhere it warns of a
+            constant that is made of something that requires grad, and False says that a constant
+            is meant.
         method: `"cg"`, `"minres"` or `"gmres"`; or `"neumann"`, the first terms of the series
             \(\sum_j (I - A / s)^j\, b / s\), inexact on purpose: it goes with `iterations`, and needs all eigenvalues
             of \(A / s\) within the unit circle around 1.
@@ -244,7 +245,8 @@ def attempt(
     x = torch.zeros_like(sides.rows) if start is None else sides.beginning(operator, start)
     inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
     plain = start is None and preconditioner is None
-    dense = plain and iterations is None and callback is None and is_small(operator, limit, method, restart)
+    dense = plain and iterations is None and callback is None
+    dense = dense and is_small(operator, limit, method, restart)
     measured = Measured(product, len(x)) if plain and not dense else None
     systems = Systems(measured or product, inverse, torch.finfo(operator.dtype).eps)
     make, units = (
@@ -467,7 +469,7 @@ def _method(method: Method, operator: LinearOperator, restart: int | None, scale
 
 
 def is_small(operator: LinearOperator, products: int, method: Method, restart: int | None) -> bool:
-    """Whether the matrices of a stack are had for fewer products, or less time, than systems with them take."""
+    """Whether the matrices of a stack take fewer products, or less time, than systems with them."""
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
     return bool(operator._domain.batch) and operator.shape[-1] <= min(most, products)
 

@@ -90,10 +90,11 @@ def argmin(
             besides (closures, arguments, other modules) is what the solution can be differentiated by.
         x_star: The minimum: a tensor, a container of tensors, a module (`f` receives the module), or
             `hodiff.select(module, ...)`. Copied; neither it nor its history is changed.
-        batch_ndim: So many leading dimensions of *x_star* index independent problems: `f` returns one element for
-            each, and one linear system for each is solved, all side by side, as `hodiff.solve` does for stacks. Where
-            the system of a sample has no solution, a warning names it and its derivatives are nan, those of the
-            others stand. Not for modules, whose parameters are no samples.
+        batch_ndim: So many leading dimensions of *x_star* index independent problems: `f` returns
+            one element for each, and a linear system for each is solved, all side by side, as
+            `hodiff.solve` does for stacks. Where the system of a sample has no solution, a warning
+            names it and its derivatives are nan, and those of the others stand. Not for modules,
+            whose parameters are no samples.
         order: How many derivatives the result has. None: as many as the enclosing hodiff call takes; else 1. One
             more raises.
         method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is no minimum); `"gmres"`;
@@ -133,8 +134,8 @@ def argmin(
         Here one gradient (`order + 1` for higher orders), and a product with *H*. In the backward pass a linear system
         (a reverse pass for each product) and one pass; with a product with the Hessian, three systems in all.
         Memory: as many graphs of a gradient, whatever the solver took.
-        Of samples (`batch_ndim`) with up to 64 unknowns each (256 with GMRES, without `restart`), the matrices of all
-        are had by one product for each unknown, and solved.
+        Of samples (`batch_ndim`) with up to 64 unknowns each (256 with GMRES, without `restart`),
+        the matrices of all are had by one product for each unknown, and solved.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
@@ -159,8 +160,8 @@ def argmin(
         differentiation. AISTATS. arXiv:1911.02590.
     """
     given = Given(
-        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish,
-        gradient_tol, check_independence,
+        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
+        scale, polish, gradient_tol, check_independence,
     )  # fmt: skip
     return attached("argmin", f, x_star, args, kwargs, given)
 
@@ -248,8 +249,8 @@ def root(
         Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS. arXiv:2105.15183.
     """
     given = Given(
-        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish,
-        gradient_tol, check_independence,
+        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
+        scale, polish, gradient_tol, check_independence,
     )  # fmt: skip
     return attached("root", F, x_star, args, kwargs, given)
 
@@ -344,8 +345,8 @@ def fixed_point(
         Fung, S. W. et al. (2022). JFB: Jacobian-free backpropagation for implicit networks. AAAI. arXiv:2103.12803.
     """
     given = Given(
-        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish,
-        gradient_tol, check_independence,
+        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
+        scale, polish, gradient_tol, check_independence,
     )  # fmt: skip
     return attached("fixed_point", g, x_star, args, kwargs, given)
 
@@ -523,10 +524,12 @@ class Problem:
         if not bool(size.any()):
             return
         if not bool(r.isfinite().all()):
-            raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star{told(~size.isfinite())}.")
+            lost = told(~size.isfinite())
+            raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star{lost}.")
         x = torch.where(x.any(-1, keepdim=True), x, 1)
         with _settings.grad_mode(False):
-            scale = system.operator._times(x).norm(dim=-1)  # of a linear problem, the residual at zero
+            image = system.operator._times(x)  # of a linear problem, the residual at zero
+        scale = image.norm(dim=-1)
         limit = self._given.gradient_tol
         if limit is None:
             limit = 1e-3 if torch.finfo(r.dtype).bits > 16 else 0.1
@@ -534,9 +537,10 @@ class Problem:
         if bool(far.any()):
             off = float((size / scale)[far].max())
             self._line.warn(
-                f"{self.kind}: x_star is not the solution{told(far)}: {WHAT[self.kind]} has {off:.2g} times its size "
-                f"at zero, and derivatives are off by about as much, relatively, or more. Solve further, take Newton "
-                f"steps by polish=1, or accept it by gradient_tol=."
+                f"{self.kind}: x_star is not the solution{told(far)}: {WHAT[self.kind]} has "
+                f"{off:.2g} times its size at zero, and derivatives are off by about as much, "
+                f"relatively, or more. Solve further, take Newton steps by polish=1, or accept it "
+                f"by gradient_tol=."
             )
 
 

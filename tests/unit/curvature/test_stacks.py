@@ -3,9 +3,9 @@
 import warnings
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -390,7 +390,9 @@ def test_spectral_radii_that_do_not_converge_are_named() -> None:
     A = draw(2, 3, 80, 80)
     A[0, 1] = torch.diag(torch.tensor([1.0] + [0.1] * 79, dtype=D))
     seen: list[hodiff.RadiusRecord] = []
-    with pytest.warns(hodiff.ConvergenceWarning, match=r"for 5 of 6 samples \(number \[0, 0\], \[0, 2\], \[1, 0\], ...\)"):
+    with pytest.warns(
+        hodiff.ConvergenceWarning, match=r"for 5 of 6 samples \(number \[0, 0\], \[0, 2\], \[1, 0\], ...\)"
+    ):
         found = hodiff.spectral_radius(
             hodiff.MatrixOperator(A, batch_ndim=2), products=30, basis=8, callback=seen.append
         )
@@ -398,7 +400,7 @@ def test_spectral_radii_that_do_not_converge_are_named() -> None:
     assert len(seen) == 3 and seen[0].converged is None and bool(torch.equal(seen[-1].value, found.value))
 
 
-@given(st.integers(0, 2**16), st.integers(65, 75), st.booleans())
+@hypothesis.given(st.integers(0, 2**16), st.integers(65, 75), st.booleans())
 def test_flags_of_spectral_radii_never_lie(seed: int, size: int, defective: bool) -> None:
     A = draw(3, size, size, seed=seed)
     if defective:
