@@ -135,7 +135,7 @@ def argmin(
         (a reverse pass for each product) and one pass; with a product with the Hessian, three systems in all.
         Memory: as many graphs of a gradient, whatever the solver took.
         Of samples (`batch_ndim`) with up to 64 unknowns each (256 with GMRES, without `restart`),
-        the matrices of all are had by one product for each unknown, and solved.
+        the matrices of all are had by one product for each unknown, and solved, indefinite ones too.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
@@ -508,7 +508,8 @@ class Problem:
         """A step of Newton's method."""
         graph, residual = self.residual(plain, _leaves(values))
         step = self._system(graph, residual).solved(residual, transposed=False)
-        return [value - part.nan_to_num(0) for value, part in zip(values, step, strict=True)]
+        pairs = zip(values, step, strict=True)  # where a sample has no step, it stays
+        return [torch.where(part.isnan(), value, value - part) for value, part in pairs]
 
     def solved(self, graph: OutputGraph, residual: Leaves, values: Leaves) -> ImplicitSystem:
         """The linear system at a point. Warn where that is not a solution."""
