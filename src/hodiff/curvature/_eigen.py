@@ -373,14 +373,16 @@ class Radii:
         basis[:, 0] = start / spread(norms(start), start)
         H = coefficients(len(start), steps + 1, steps)
         values, x = torch.complex(H[:, 0, 0], H[:, 0, 0]), torch.complex(start, start)
-        going, j = torch.arange(len(start), device="cpu"), 0
+        going = torch.arange(len(start), device="cpu")
+        j, look = 0, 5
         while len(going):
             column, norm, basis[:, j + 1] = self._next(basis[:, : j + 1], numbers[going])
             H[:, : j + 1, j] = column
             H[:, j + 1, j] = norm
             j += 1
-            if j % 5 and j < steps:
+            if j < min(look, steps):
                 continue
+            look += max(5, j // 4)  # all eigenvalues of projections take longer than products, soon
             value, y = dominant(H[:, :j, :j])
             ended = (norm * y[:, -1].abs() <= self._rtol * self.scale[numbers[going]]) | (j == steps)
             if bool(ended.any()):
