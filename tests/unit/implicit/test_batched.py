@@ -172,6 +172,34 @@ def test_inexact_on_purpose_is_so_for_each() -> None:
     assert b.grad is not None and b.grad.isnan().any(1).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("dense", [0, 16], ids=["by products", "dense"])
+def test_a_layer_of_quadratic_programs(dense: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """min z'Qz/2 + p'z under Gz <= h, by its conditions; with the active ones as equations in closed form."""
+    monkeypatch.setattr(_solve, "DENSE", dense)
+    count, n, m = 4, 5, 3
+    Q, G, z = matrices(count), draw(count, m, n, seed=1), draw(count, n, seed=2)
+    active = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
+    multipliers = torch.where(active, draw(count, m, seed=3).abs() + 0.5, 0.0)
+    p = -times(Q, z) - times(G.mT, multipliers)
+    h = times(G, z) + torch.where(active, 0.0, draw(count, m, seed=4).abs() + 0.5)
+    given = [part.requires_grad_() for part in (Q, p, G, h)]
+
+    def conditions(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        forces = times(Q, x["z"]) + p + times(G.mT, x["multipliers"])
+        return {"z": forces, "multipliers": x["multipliers"] * (times(G, x["z"]) - h)}
+
+    found = root(conditions, {"z": z, "multipliers": multipliers}, batch_ndim=1, rtol=1e-12)["z"]
+    at = active.to(D)[:, :, None] * G  # equations of those that are not active say that their multipliers are zero
+    K = torch.cat([torch.cat([Q, at.mT], 2), torch.cat([at, torch.diag_embed(1 - active.to(D))], 2)], 1)
+    right = torch.cat([-p, torch.where(active, h, 0.0)], 1)
+    expected = torch.linalg.solve(K, right.unsqueeze(-1))[:, :n, 0]
+    agree(found.detach(), expected.detach(), 1e-10)
+    for got, true in zip(
+        *(torch.autograd.grad(part.pow(3).sum(), given, retain_graph=True) for part in (found, expected)), strict=True
+    ):
+        agree(got, true, 1e-8)
+
+
 def test_points_of_several_tensors() -> None:
     t = draw(3, seed=5).requires_grad_()
     x = {"a": t.detach().reshape(3, 1, 1).expand(3, 2, 2).clone(), "b": 2 * t.detach()[:, None]}
