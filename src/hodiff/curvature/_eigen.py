@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _vectors
-from hodiff.curvature._krylov import Basis, coefficients, combined, norms, spread
+from hodiff.curvature._krylov import Basis, norms, spread
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given
 from hodiff.curvature._probes import (
@@ -371,7 +371,7 @@ class Radii:
         """The dominant pair in the Krylov space of each, and how many steps the last of them took."""
         basis = start.new_zeros((len(start), steps + 1, start.shape[1]))
         basis[:, 0] = start / spread(norms(start), start)
-        H = coefficients(len(start), steps + 1, steps)
+        H = torch.zeros((len(start), steps + 1, steps), dtype=torch.float64, device="cpu")
         values, x = torch.complex(H[:, 0, 0], H[:, 0, 0]), torch.complex(start, start)
         going = torch.arange(len(start), device="cpu")
         j, look = 0, 5
@@ -387,8 +387,9 @@ class Radii:
             ended = (norm * y[:, -1].abs() <= self._rtol * self.scale[numbers[going]]) | (j == steps)
             if bool(ended.any()):
                 at, there = going[ended], ended.to(basis.device)
-                parts = (combined(part[ended], basis[there]) for part in (y.real, y.imag))
-                values[at], x[at.to(x.device)] = value[ended], torch.complex(*parts)
+                with as_given(start):
+                    y = torch.stack([y.real, y.imag], 1)[ended].to(start) @ basis[there, :j]
+                values[at], x[at.to(x.device)] = value[ended], torch.complex(y[:, 0], y[:, 1])
                 going, H = going[~ended], H[~ended]
                 basis = basis[~there]
         return values, x, j
@@ -396,7 +397,7 @@ class Radii:
     def _next(self, basis: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The image of the last vector: its parts in the basis, how long the rest is, and that."""
         w = self._images(basis[:, -1], numbers)
-        column = coefficients(*basis.shape[:2])
+        column = torch.zeros(basis.shape[:2], dtype=torch.float64, device="cpu")
         with as_given(w):
             for _ in range(2):
                 part = (basis @ w[:, :, None])[:, :, 0]
