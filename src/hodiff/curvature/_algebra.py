@@ -161,6 +161,10 @@ class TransposedOperator(TwoSpaces):
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         return self._made_of[0]._pull(parts, count)
 
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        self._count(count)
+        return self._made_of[0]._recorded_pull(parts, count)
+
     def _transposed(self) -> LinearOperator:
         return self._made_of[0]
 

@@ -14,7 +14,7 @@ from hodiff._core import _arguments, _memory
 from hodiff._core._arguments import DataReduction
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import Batches
+from hodiff.curvature._data import Batches, check_total
 from hodiff.curvature._graph_cache import Builder, G, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
@@ -119,7 +119,7 @@ class DataOperator(LinearOperator, Generic[G]):
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
         self._chosen = list(range(len(graphs.where.tensors)))
         if _arguments.check_integer(batch_ndim, "batch_ndim", least=0):
-            _check_stack(point, data, process_group, batch_ndim)
+            check_stack(point, data, process_group, batch_ndim)
         self._space = graphs.where.space().side(batch_ndim)
 
     _passes = 1, 1
@@ -250,7 +250,7 @@ class DataOperator(LinearOperator, Generic[G]):
         return f"{self._route}{batches}, {held}{some}"
 
 
-def _check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) -> None:
+def check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) -> None:
     """Raise unless a point can be of samples, each with a matrix of its own."""
     if where.module_slices:
         raise InputError(
@@ -290,6 +290,25 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
             part if part.dtype is given.dtype else part.to(given.dtype)
             for part, given in zip(total, parts, strict=True)
         ]
+
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        if self._group_sum is not None:
+            raise InputError(
+                "create_graph: goes without process_group=, since the graph would be that of this rank's data alone. "
+                "Take an operator of them, without process_group=, on each rank, and add up gradients, each times its "
+                "share of the weights, by torch.distributed.all_reduce."
+            )
+        self._count(count)
+        graphs = self._graphs
+        made = graphs.each(
+            lambda batch, number: graphs.builder.recorded(
+                graphs.where, batch, number, parts, count, self._chosen, self._chunk_size
+            )
+        )
+        products, weights = zip(*made, strict=True)
+        total = 1.0 if graphs.undivided or None in weights else sum(weights)
+        check_total(total)
+        return [torch.stack(column).sum(0) / total for column in zip(*products, strict=True)]
 
     def _over_all(
         self, group_sum: ProcessGroupSum, total: Leaves, parts: Leaves, count: int | None, factor: float

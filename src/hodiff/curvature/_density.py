@@ -12,20 +12,20 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
-from hodiff._core._vectors import standard_error, sum_dtype
-from hodiff.curvature._krylov import without
+from hodiff._core._vectors import near, standard_error, sum_dtype
+from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
     RandomVectors,
+    all_reached,
     check_detached,
     check_finite,
     check_rtol,
     check_square,
     flat_product,
     is_recorded,
-    power_of_two,
     reached,
     refuse_live,
     warn_not_converged,
@@ -176,9 +176,11 @@ def logdet(
         progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
 
     Returns:
-        A record: `value` and `stderr`, tensors of shape `()` in single precision at least (`stderr` is None where one
-        vector says nothing about it); `converged`, None without `rtol`; and `products`. The standard error holds
-        the spread over random vectors, and the error of their rules, judged by what doubling the steps has changed.
+        A record: `value` and `stderr`, tensors of shape `()`, of a stack of matrices of the batch's
+        shape, in single precision at least (`stderr` is None where one vector says nothing about
+        it); `converged`, None without `rtol`; and `products`. The standard error holds the spread
+        over random vectors, and the error of their rules, judged by what doubling the steps has
+        changed.
 
     Raises:
         InputError: The operator is not symmetric, or has shown an eigenvalue of \(A + \mu I\) that is negative, or zero
@@ -191,7 +193,7 @@ def logdet(
 
     Cost:
         `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
-        256 MiB. Of a stack of matrices, all eigenvalues of each: a product for each column. With
+        256 MiB. Of a stack of matrices as many for all at once, each with vectors of its own. With
         `create_graph`, a differentiable product with each vector, and in the backward pass a
         linear system for each, all side by side: the derivative is the mean of \((A^{-1} z)^\top\,
         \mathrm{d}A\; z\) over the same vectors, an estimate without bias of the derivative, not
@@ -225,25 +227,14 @@ def logdet(
     _arguments.check_integer(steps, "steps", least=1)
     number = as_float(shift, "shift")
     with EstimatorProgress("logdet", operator, drawn.number * steps, callback, progress) as watch:
-        if operator._domain.batch:
-            made, rows = _logdets(operator, number, rtol, watch), None
-        else:
-            made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch)
-            rows = None if quadrature.exact else drawn.kept()[: len(quadrature.nodes)]
+        exact = drawn.exhaust(drawn.number * steps) or not operator._domain.numel
+        rows = operator._domain.units(0, operator.shape[-1]) if exact and recorded else None
+        columns = None if rows is None else operator._recorded_rows(rows)
+        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch, columns)
     if not recorded:
         return made
-    exact = rows is None
-    rows = operator._domain.units(0, operator.shape[-1]) if rows is None else rows
-    return replace(made, value=_differentiable_logdet(operator, rows, shift, made.value, exact=exact))
-
-
-def _logdets(operator: LinearOperator, shift: float, rtol: float | None, watch: EstimatorProgress) -> TraceRecord:
-    """The record of a stack of matrices, by all eigenvalues of each."""
-    values = eigenvalues(operator)
-    logs = _logs(values, torch.ones_like(values), shift, torch.finfo(operator.dtype).eps)
-    value = logs.to(operator.device, sum_dtype(operator.dtype))
-    met = None if rtol is None else torch.ones_like(value, dtype=torch.bool)
-    return TraceRecord(value, torch.zeros_like(value), met, watch.spent)
+    rows = drawn.kept()[: len(quadrature.nodes)] if rows is None else rows
+    return replace(made, value=_differentiable_logdet(operator, rows, shift, made.value, columns))
 
 
 def _estimated_logdet(
@@ -253,52 +244,57 @@ def _estimated_logdet(
     steps: int,
     rtol: float | None,
     watch: EstimatorProgress,
+    columns: Tensor | None,
 ) -> tuple[TraceRecord, GaussRules]:
-    """The record, and the rules that it is the mean of."""
-    size, dtype = operator.shape[0], sum_dtype(operator.dtype)
+    """The record, and the rules that it is the mean of; by all columns, where they are known."""
+    size, dtype = operator.shape[-1], sum_dtype(operator.dtype)
     eps = torch.finfo(operator.dtype).eps
 
     def estimate(quadrature: GaussRules) -> tuple[Tensor, Tensor | None, Tensor]:
         """Value, standard error over vectors, and the error of their rules."""
         logs, error = quadrature.means(lambda nodes, weights: _logs(nodes, weights, shift, eps) * size)
-        spread = torch.zeros((), dtype=torch.float64, device="cpu") if quadrature.exact else standard_error(logs)
-        return logs.mean(), spread, error
+        spread = torch.zeros_like(logs[0]) if quadrature.exact else standard_error(logs)
+        return logs.mean(0), spread, error
 
     def record(quadrature: GaussRules, rtol_asked: float | None, spent: int) -> TraceRecord:
         value, spread, rest = estimate(quadrature)
         error = None if spread is None else torch.hypot(spread, rest)
-        converged = reached(value, error, rtol_asked)
-        return TraceRecord(value.to(dtype), None if error is None else error.to(dtype), converged, spent)
+        converged = reached(value, error, rtol_asked, value.ndim)
+        value = value.to(operator.device, dtype)
+        return TraceRecord(value, None if error is None else error.to(value), converged, spent)
 
     def look(so_far: GaussRules) -> bool:
         watch(lambda spent: record(so_far, None, spent))
-        return rtol is not None and len(so_far.nodes) > 1 and bool(record(so_far, rtol, 0).converged)
+        several = rtol is not None and len(so_far.nodes) > 1
+        return several and all_reached(record(so_far, rtol, 0).converged)
 
-    quadrature = rules(operator, drawn, steps, "logdet", look)
+    quadrature = rules(operator, drawn, steps, "logdet", look, columns)
     value, spread, rest = estimate(quadrature)
     made = record(quadrature, rtol, watch.spent)
-    allowed = 1e-2 * value.abs() if spread is None else spread.clamp_min(1e2 * eps * float(value.abs()))
-    if rest > allowed:
+    allowed = 1e-2 * value.abs() if spread is None else spread.maximum(1e2 * eps * value.abs())
+    if bool((rest > allowed).any()):
         warn_not_converged(
-            f"logdet: the error of rules of {steps} steps is about {float(rest):.2g}, more than the spread over "
-            f"random vectors; allow more steps, or add a shift."
+            f"logdet: the error of rules of {steps} steps is about {float(rest.max()):.2g}"
+            f"{told(rest > allowed)}, more than the spread over random vectors; allow more steps, or "
+            f"add a shift."
         )
-    elif made.converged is False:
+    elif not all_reached(made.converged):
         warn_not_converged(
-            f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} of the value; "
+            f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} of "
+            f"the value{told(~torch.as_tensor(made.converged))}; "
             f"allow more samples."
         )
     return made, quadrature
 
 
 def _differentiable_logdet(
-    operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, *, exact: bool
+    operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, columns: Tensor | None
 ) -> Tensor:
     """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
     with _settings.recording():
         rows, value = normal(rows.to(operator.dtype)), normal(value)
-        images = operator._recorded_rows(rows) + shift * rows
-        if exact:
+        images = (operator._recorded_rows(rows) if columns is None else columns) + shift * rows
+        if columns is not None:
             matrix = images.to(value.dtype).movedim(0, -1)  # PyTorch has no determinant of half precision
             return torch.logdet((matrix + matrix.mT) / 2)
         return _LogDeterminant.apply(operator, rows, shift, value, images)
@@ -316,9 +312,11 @@ class _LogDeterminant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
-        again = torch.is_grad_enabled()
-        solutions = solve(ctx.operator, ctx.rows.T, damping=ctx.shift, create_graph=again).value.T
-        return None, None, None, None, v[0] * solutions / len(solutions)
+        operator, rows = ctx.operator, ctx.rows
+        parts = operator._domain.split(rows)
+        record = solve(operator, parts, damping=ctx.shift, create_graph=torch.is_grad_enabled())
+        solutions = operator._domain.join(record.value, len(rows))
+        return None, None, None, None, v[0].unsqueeze(-1) * solutions / len(solutions)
 
 
 def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
@@ -353,11 +351,12 @@ BASIS_BYTES = 256 * 2**20
 
 
 class GaussRules(NamedTuple):
-    """One Gauss rule for each random vector: nodes and weights `(K, steps)`, in double precision on the CPU.
+    """One Gauss rule for each random vector: nodes and weights `(K, *batch, steps)`, on the CPU.
 
-    Weights are of the mean over eigenvalues: they add up to 1 in expectation. `coarser` are the rules of half and of a
-    quarter of the steps, by which the error of a rule is judged (none where nodes are the eigenvalues); `whole` says
-    which vectors have no part outside their rule, so that there is no such error.
+    They are in double precision. Weights are of the mean over eigenvalues: they add up to 1 in
+    expectation. `coarser` are the rules of half and of a quarter of the steps, by which the error
+    of a rule is judged (none where nodes are the eigenvalues); `whole` says which vectors have no
+    part outside their rule, so that there is no such error.
     """
 
     nodes: Tensor
@@ -378,24 +377,26 @@ class GaussRules(NamedTuple):
         """
         fine = f(self.nodes, self.weights)
         if self.exact:
-            return fine, torch.zeros((), device="cpu")
+            return fine, torch.zeros_like(fine[0])
         half, quarter = (f(*rule) for rule in self.coarser)
-        last, before = (float(((a - b) * ~self.whole).mean().abs()) for a, b in ((fine, half), (half, quarter)))
-        ratio = min(last / before, 0.75) if before else 0.75
-        return fine, torch.tensor(last * ratio / (1 - ratio), dtype=torch.float64, device="cpu")
+        pairs = ((fine, half), (half, quarter))
+        last, before = (((a - b) * ~self.whole).mean(0).abs() for a, b in pairs)
+        ratio = torch.where(before > 0, last / before, 1).clamp_max(0.75)
+        return fine, last * ratio / (1 - ratio)
 
 
-def exact_rules(operator: LinearOperator) -> GaussRules:
+def exact_rules(operator: LinearOperator, columns: Tensor | None = None) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
-    values = eigenvalues(operator)[None]
-    return GaussRules(
-        values, torch.full_like(values, 1 / values.shape[1]), torch.ones(1, dtype=torch.bool, device="cpu"), ()
-    )
+    matrix = operator._dense() if columns is None else columns.detach().movedim(0, -1)
+    values = eigenvalues(matrix)[None]
+    whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
+    return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, ())
 
 
-def eigenvalues(operator: LinearOperator) -> Tensor:
-    """All of a symmetric operator, rising, or of each of a stack; in double precision on the CPU."""
-    matrix = operator._dense().to(torch.float64 if operator.device.type != "mps" else torch.float32).cpu().double()
+def eigenvalues(matrix: Tensor) -> Tensor:
+    """All of a symmetric matrix, rising, or of each of a stack; in double precision on the CPU."""
+    precise = torch.float64 if matrix.device.type != "mps" else torch.float32
+    matrix = matrix.to(precise).cpu().double()
     check_finite(matrix, "logdet")
     unit = matrix.abs().amax((-2, -1), keepdim=True)
     unit = torch.where(unit > 0, unit, 1.0)
@@ -403,16 +404,21 @@ def eigenvalues(operator: LinearOperator) -> Tensor:
 
 
 def rules(
-    operator: LinearOperator, drawn: RandomVectors, steps: int, name: str, look: Callable[[GaussRules], bool]
+    operator: LinearOperator,
+    drawn: RandomVectors,
+    steps: int,
+    name: str,
+    look: Callable[[GaussRules], bool],
+    columns: Tensor | None = None,
 ) -> GaussRules:
     """All eigenvalues where that costs no more; else the rules of random vectors, some at a time.
 
     What there is so far `look` sees, and may end it.
     """
-    size, dtype = operator.shape[0], sum_dtype(operator.dtype)
-    if drawn.exhaust(drawn.number * steps):
-        return exact_rules(operator)
-    steps = min(steps, size)
+    size, dtype = operator._domain.numel, sum_dtype(operator.dtype)
+    if drawn.exhaust(drawn.number * steps) or not size:
+        return exact_rules(operator, columns)
+    steps = min(steps, operator.shape[-1])
     together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
     count = min(together, 8)
     quadrature = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name)
@@ -431,18 +437,21 @@ def _joined(first: GaussRules, second: GaussRules) -> GaussRules:
 
 def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> GaussRules:
     diagonal, offdiagonal, whole, unit = lanczos(operator, rows, steps, name)
-    squares = rows.double().square().sum(1).cpu() / operator.shape[0]
+    lead = rows.shape[:-1]
+    squares = rows.double().square().sum(-1, keepdim=True).cpu() / rows.shape[-1]
+    pairs = [
+        _gauss(diagonal[:, :count], offdiagonal[:, : count - 1]) for count in (steps, -(-steps // 2), -(-steps // 4))
+    ]
     fine, *coarser = (
-        _gauss(diagonal[:, :count], offdiagonal[:, : count - 1], squares, unit)
-        for count in (steps, -(-steps // 2), -(-steps // 4))
+        ((nodes * unit[:, None]).reshape(*lead, -1), weights.reshape(*lead, -1) * squares) for nodes, weights in pairs
     )
-    return GaussRules(*fine, whole, tuple(coarser))
+    return GaussRules(*fine, whole.reshape(lead), tuple(coarser))
 
 
-def _gauss(diagonal: Tensor, offdiagonal: Tensor, squares: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+def _gauss(diagonal: Tensor, offdiagonal: Tensor) -> tuple[Tensor, Tensor]:
     T = torch.diag_embed(diagonal) + torch.diag_embed(offdiagonal, 1) + torch.diag_embed(offdiagonal, -1)
     nodes, vectors = torch.linalg.eigh(T)
-    return nodes * unit, vectors[:, 0].square() * squares[:, None]
+    return nodes, vectors[:, 0].square()
 
 
 # --- Lanczos processes side by side, each kept as orthogonal as its Gauss rule needs ----------------------------------
@@ -458,23 +467,24 @@ NOISE = 16
 
 
 class Tridiagonal(NamedTuple):
-    """What K processes have found in so many steps.
+    """What K processes have found in so many steps; of a stack, K of each matrix.
 
     Attributes:
         diagonal: The α, `(K, steps)`, in double precision on the CPU.
         offdiagonal: The β between them, `(K, steps - 1)`.
         whole: Whether a process has exhausted its space. It goes on with zeros, to which its rule gives no weight.
-        unit: What α and β are measured in.
+        unit: What α and β of each are measured in.
     """
 
     diagonal: Tensor
     offdiagonal: Tensor
     whole: Tensor
-    unit: float
+    unit: Tensor
 
 
 def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tridiagonal:
-    """The processes that begin with the given rows, `(K, D)`."""
+    """The processes that begin with the given rows, `(K, *batch, D)`."""
+    shape, rows = rows.shape, rows.flatten(0, -2)
     count, size = rows.shape
     eps = torch.finfo(operator.dtype).eps
     basis = rows.new_empty((count, steps, size))
@@ -485,35 +495,58 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     if not bool(lengths.all()):
         raise InputError("vectors: one of them is zero, from which no Lanczos process begins.")
     torch.div(rows, lengths, out=basis[:, 0])
-    norms = rows.new_zeros(count)
-    unit = 0.0  # known with the first product
-    scale = 0.0
+    norms = unit = rows.new_zeros(count)
+    scale = torch.zeros(count, dtype=torch.float64, device="cpu")
+
+    def largest(sizes: Tensor) -> Tensor:
+        """Of all processes with the same matrix."""
+        return sizes.reshape(shape[0], -1).amax(0).repeat(shape[0])
+
     for j in range(steps):
-        v, image = basis[:, j], flat_product(operator, basis[:, j])
-        unit = unit or power_of_two(image) or 1.0
-        # One by one: a batched product of vectors makes a copy.
-        part = check_finite(torch.stack([torch.dot(a, b) for a, b in zip(v, image, strict=True)]) / unit, name)
+        v = basis[:, j]
+        image = flat_product(operator, v.reshape(shape)).reshape(count, size)
+        if not j:
+            unit = near(largest(image.abs().amax(1)))
+        part = check_finite(_dots(v, image) / unit, name)
         w = _next(image, basis[:, max(j - 1, 0) : j + 1], torch.stack([norms, part], 1)[:, 0 if j else 1 :], unit)
         norms = w.norm(dim=1)
-        scale = max(scale, float(part.abs().max()), float(norms.max()))
         diagonal[:, j], offdiagonal[:, j] = part.double().cpu(), norms.double().cpu()
-        for previous in overlaps.to_orthogonalise(j, scale):
-            w[previous] = _orthogonalised(w[previous], basis[previous, : j + 1])
-            norms[previous] = w[previous].norm()
-        norms = norms.where(norms > 10 * eps * scale, 0.0)
+        scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
+        apart = overlaps.to_orthogonalise(j, scale)
+        for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
+            w[some] = _orthogonalised(w[some], basis[some, : j + 1])
+            norms[some] = w[some].norm(dim=1)
+        norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
         offdiagonal[:, j] = norms.double().cpu()
         if j + 1 == steps or not bool(norms.any()):
             break
         torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
-    return Tridiagonal(diagonal, offdiagonal[:, : steps - 1], (norms == 0).cpu(), unit)
+    whole, unit = (norms == 0).cpu(), unit.double().cpu()
+    return Tridiagonal(diagonal, offdiagonal[:, : steps - 1], whole, unit)
 
 
-def _next(images: Tensor, last: Tensor, parts: Tensor, unit: float) -> Tensor:
-    """The images in their unit, without their parts along the last vectors `(K, 1 or 2, D)`; memory is read once."""
-    w = torch.empty_like(images)
+FEW = 8
+"""So many rows are taken one by one: a batched product of vectors makes a copy.
+
+Of more rows that takes less time.
+"""
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    if len(a) > FEW:
+        return (a * b).sum(1)
+    return torch.stack([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
+
+
+def _next(images: Tensor, last: Tensor, parts: Tensor, unit: Tensor) -> Tensor:
+    """The images in their units, without their parts along the last vectors `(K, 1 or 2, D)`."""
     with as_given(images):
-        for row, image, basis, part in zip(w, images, last, parts, strict=True):
-            torch.addmv(image, basis.T, part, beta=1 / unit, alpha=-1, out=row)
+        if len(images) > FEW:
+            images = (images / unit[:, None])[:, None]
+            return torch.baddbmm(images, parts[:, None], last, alpha=-1)[:, 0]
+        w = torch.empty_like(images)
+        for row, image, basis, part, size in zip(w, images, last, parts, unit.tolist(), strict=True):
+            torch.addmv(image, basis.T, part, beta=1 / size, alpha=-1, out=row)
     return w
 
 
@@ -535,7 +568,7 @@ class Overlaps:
         self._before = self._now[:, :0]
         self._again = torch.zeros(len(diagonal), dtype=torch.bool, device="cpu")
 
-    def to_orthogonalise(self, j: int, scale: float) -> list[int]:
+    def to_orthogonalise(self, j: int, scale: Tensor) -> list[int]:
         """The processes whose vector j + 1 has to be made orthogonal to those before; that is taken to be done."""
         alpha = self._diagonal[:, : j + 1]
         beta = self._beside[:, : j + 1]
@@ -546,10 +579,10 @@ class Overlaps:
             inner += beta[:, :j] * now[:, 1:] + (alpha[:, :j] - alpha[:, j:]) * now[:, :j]
             inner -= beta[:, j - 1 : j] * self._before
             inner[:, 1:] += beta[:, : j - 1] * now[:, : j - 1]
-        last = beta[:, j:]
+        last, scale = beta[:, j:], scale[:, None]
         following = (terms + NOISE * self._eps * scale * torch.where(terms < 0, -1, 1)) / last
         worst = following.abs().amax(1) > self._eps**0.5
-        previous = (worst | self._again) & (last[:, 0] > 10 * self._eps * scale)
+        previous = (worst | self._again) & (last > 10 * self._eps * scale)[:, 0]
         self._again = worst & previous  # two vectors in a row, since the next one follows from both
         following[previous] = 0
         self._before, self._now = now, torch.cat([following, torch.ones_like(last)], 1)
@@ -557,10 +590,11 @@ class Overlaps:
 
 
 def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
-    """A vector without its parts in the basis; twice where much cancels."""
+    """Vectors without their parts in a basis of each; twice where much cancels."""
     for _ in range(2):
-        before = w.norm()
-        w, _ = without(w, basis)
-        if bool(w.norm() > 0.5 * before):
+        before = w.norm(dim=1)
+        with as_given(w):
+            w = torch.baddbmm(w[:, None], (basis @ w[:, :, None]).mT, basis, alpha=-1)[:, 0]
+        if bool((w.norm(dim=1) > 0.5 * before).all()):
             break
     return w

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _vectors
-from hodiff.curvature._krylov import Basis
-from hodiff.curvature._operator import LinearOperator
+from hodiff.curvature._krylov import Basis, norms, spread
+from hodiff.curvature._links import told
+from hodiff.curvature._operator import LinearOperator, as_given
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -239,7 +240,8 @@ def spectral_radius(
 
     Cost:
         Often 20 to 100 products; memory for `basis` vectors in double precision. Of a stack of
-        matrices, all eigenvalues of each: a product for each column.
+        matrices as many for all at once; who has converged costs no more, and a callback is called
+        before each restart. Up to 64 columns, all eigenvalues of each: a product for each column.
 
     Examples:
         >>> import torch, hodiff
@@ -253,7 +255,7 @@ def spectral_radius(
     operator = check_square(operator, "spectral_radius", stacks=True)
     check_detached("spectral_radius", operator, create_graph)
     if operator._domain.batch:
-        return _radii(operator, default_rtol(operator.dtype) if rtol is None else rtol)
+        return _radii(operator, rtol, products, basis, generator, callback, progress)
 
     def of(record: EigenRecord) -> RadiusRecord:
         return RadiusRecord(record.value[0].abs(), record.residual[0], record.converged, record.products)
@@ -264,20 +266,156 @@ def spectral_radius(
     )
 
 
-def _radii(operator: LinearOperator, rtol: float) -> RadiusRecord:
-    """The record of a stack of matrices, by all eigenvalues of each."""
-    before = operator.products
-    matrix = check_finite(operator._dense().to(torch.promote_types(operator.dtype, torch.float32)), "spectral_radius")
-    values, vectors = torch.linalg.eig(matrix)
+def _radii(
+    operator: LinearOperator,
+    rtol: float | None,
+    products: int | None,
+    basis: int | None,
+    generator: torch.Generator | None,
+    callback: Callback | None,
+    progress: bool | None,
+) -> RadiusRecord:
+    """The record of a stack of matrices."""
+    _vectors.check_generator(generator)
+    check_rtol(rtol)
+    rtol = default_rtol(operator.dtype) if rtol is None else rtol
+    size, batch = operator.shape[-1], operator._domain.batch
+    room, budget = _room(size, 1, symmetric=False), 1050
+    if basis is not None:
+        room = _arguments.check_integer(basis, "basis", least=3)
+    if products is not None:
+        budget = _arguments.check_integer(products, "products", least=4)
+    radii = Radii(operator, rtol, source(operator, generator))
+
+    def record(spent: int, met: Tensor | None) -> RadiusRecord:
+        numbers = (radii.value * radii.unit, radii.residual * radii.unit)
+        dtype = _vectors.sum_dtype(operator.dtype)
+        value, residual = (part.reshape(batch).to(operator.device, dtype) for part in numbers)
+        reached = None if met is None else met.reshape(batch).to(value.device)
+        return RadiusRecord(value, residual, reached, spent)
+
+    with EstimatorProgress("spectral_radius", operator, budget, callback, progress) as watch:
+        if size <= min(DENSE, budget) or not batch.numel():
+            radii.by_matrices()
+        else:
+            radii.search(min(room, size), budget, lambda: watch(lambda spent: record(spent, None)))
+        met = radii.residual <= 2 * rtol * radii.scale
+        if not bool(met.all()):
+            warn_not_converged(
+                f"spectral_radius: after {watch.spent} products the residual is more than "
+                f"rtol={rtol:g} of the largest entry{told(~met.reshape(batch))}; allow more "
+                f"products, or a larger basis."
+            )
+        return record(watch.spent, met)
+
+
+DENSE = 64
+"""Up to this size all eigenvalues of a stack of matrices take less time than iterations."""
+
+
+class Radii:
+    """The eigenvalues of largest magnitude of a stack, by Arnoldi iteration side by side.
+
+    Attributes:
+        value: Their magnitudes, a line of them in double precision on the CPU; likewise
+        residual: |A x - λ x|;
+        scale: The largest entry of A, or of its projections; and
+        unit: What all these are measured in.
+    """
+
+    def __init__(self, operator: LinearOperator, rtol: float, generator: torch.Generator | None) -> None:
+        self._operator = operator
+        self._rtol = rtol
+        self._generator = generator
+        self.value = torch.zeros(operator._domain.batch.numel(), dtype=torch.float64, device="cpu")
+        self.scale, self.unit = torch.zeros_like(self.value), torch.zeros_like(self.value)
+        self.residual = torch.full_like(self.value, torch.inf)
+
+    def by_matrices(self) -> None:
+        """All eigenvalues of each."""
+        matrix = self._operator._dense().flatten(0, -3).to("cpu", torch.float64)
+        check_finite(matrix, "spectral_radius")
+        self.unit = _vectors.near(matrix.abs().amax((-2, -1)))
+        matrix = matrix / self.unit[:, None, None]
+        value, x = dominant(matrix)
+        self.value, self.scale = value.abs(), matrix.norm(dim=(-2, -1))
+        image = (matrix.to(x.dtype) @ x[..., None])[..., 0]
+        self.residual = (image - value[:, None] * x).norm(dim=-1)
+
+    def search(self, room: int, budget: int, look: Callable[[], None]) -> None:
+        """In Krylov spaces of up to `room` vectors, each begun by the best vector of the last."""
+        operator, numbers = self._operator, torch.arange(len(self.value), device="cpu")
+        like = operator._domain.zeros_flat(0).to(_vectors.sum_dtype(operator.dtype))
+        shape = (len(numbers), operator.shape[-1])
+        x = _vectors.draw(shape, like, "gaussian", self._generator)
+        while len(numbers) and budget > 3:
+            values, pairs, taken = self._best(x, numbers, min(room, budget - 2))
+            budget -= taken + 2
+            parts = (self._images(part, numbers) for part in (pairs.real, pairs.imag))
+            images = torch.complex(*parts)
+            rest = torch.linalg.vector_norm(images - values.to(pairs)[:, None] * pairs, dim=1)
+            self.value[numbers], self.residual[numbers] = values.abs(), rest.to(self.residual)
+            look()
+            going = self.residual[numbers] > 2 * self._rtol * self.scale[numbers]
+            numbers, x = numbers[going], (pairs.real + pairs.imag)[going.to(x.device)]
+
+    def _images(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """A times a row of each, in units that the first of them gave."""
+        images = self._operator._times_some(rows.to(self._operator.dtype), numbers).to(rows.dtype)
+        check_finite(images, "spectral_radius")
+        unit, largest = self.unit[numbers], _vectors.near(images.abs().amax(1))
+        unit = self.unit[numbers] = torch.where(unit > 0, unit, largest.to(unit))
+        return images / spread(unit, images)
+
+    def _best(self, start: Tensor, numbers: Tensor, steps: int) -> tuple[Tensor, Tensor, int]:
+        """The dominant pair in the Krylov space of each, and how many steps the last of them took."""
+        basis = start.new_zeros((len(start), steps + 1, start.shape[1]))
+        basis[:, 0] = start / spread(norms(start), start)
+        H = torch.zeros((len(start), steps + 1, steps), dtype=torch.float64, device="cpu")
+        values, x = torch.complex(H[:, 0, 0], H[:, 0, 0]), torch.complex(start, start)
+        going = torch.arange(len(start), device="cpu")
+        j, look = 0, 5
+        while len(going):
+            column, norm, basis[:, j + 1] = self._next(basis[:, : j + 1], numbers[going])
+            H[:, : j + 1, j] = column
+            H[:, j + 1, j] = norm
+            j += 1
+            if j < min(look, steps):
+                continue
+            look += max(5, j // 4)  # all eigenvalues of projections take longer than products, soon
+            value, y = dominant(H[:, :j, :j])
+            ended = (norm * y[:, -1].abs() <= self._rtol * self.scale[numbers[going]]) | (j == steps)
+            if bool(ended.any()):
+                at, there = going[ended], ended.to(basis.device)
+                with as_given(start):
+                    y = torch.stack([y.real, y.imag], 1)[ended].to(start) @ basis[there, :j]
+                values[at], x[at.to(x.device)] = value[ended], torch.complex(y[:, 0], y[:, 1])
+                going, H = going[~ended], H[~ended]
+                basis = basis[~there]
+        return values, x, j
+
+    def _next(self, basis: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The image of the last vector: its parts in the basis, how long the rest is, and that."""
+        w = self._images(basis[:, -1], numbers)
+        column = torch.zeros(basis.shape[:2], dtype=torch.float64, device="cpu")
+        with as_given(w):
+            for _ in range(2):
+                part = (basis @ w[:, :, None])[:, :, 0]
+                w = torch.baddbmm(w[:, None], part[:, None], basis, alpha=-1)[:, 0]
+                column += part.to(column)
+        norm = norms(w)
+        scale = self.scale[numbers].maximum(column.abs().amax(1)).maximum(norm)
+        self.scale[numbers] = scale
+        norm = torch.where(norm > 10 * torch.finfo(self._operator.dtype).eps * scale, norm, 0.0)
+        return column, norm, w * spread(torch.where(norm > 0, 1 / norm, 0.0), w)
+
+
+def dominant(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvalue of largest magnitude of each matrix, and its vector, of length 1."""
+    values, vectors = torch.linalg.eig(matrices)
     first = values.abs().argmax(-1, keepdim=True)
-    value = values.gather(-1, first)
     x = vectors.gather(-1, first[..., None].expand(*vectors.shape[:-1], 1))
-    residual = (matrix.to(x.dtype) @ x - value[..., None] * x).norm(dim=(-2, -1)) / x.norm(dim=(-2, -1))
-    value = value[..., 0].abs()
-    met = residual <= 2 * rtol * matrix.norm(dim=(-2, -1))
-    if not bool(met.all()):
-        warn_not_converged("spectral_radius: eigenvalues of the dense matrices are less exact than rtol=.")
-    return RadiusRecord(value, residual, met, operator.products - before)
+    return values.gather(-1, first)[..., 0], x[..., 0]
 
 
 def _eigenpairs(

@@ -27,6 +27,7 @@ from hodiff.curvature._losses import (
     check_loss,
     likelihood_names,
     loss_at_outputs,
+    recorded_curvature,
 )
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.errors import InputError
@@ -59,12 +60,19 @@ class Linearised(BatchGraph):
 
 
 def predicted(
-    predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed, batch_ndim: int = 0
+    predict: Callable[..., Any],
+    where: Where,
+    batch: Any,
+    allow: Allowed,
+    batch_ndim: int = 0,
+    *,
+    create_graph: bool = False,
 ) -> OutputGraph:
     """The evaluation of a batch's outputs, not yet entered."""
     given = () if batch is NONE else (batch,)
     return OutputGraph(call(
-        predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow, batch_ndim=batch_ndim
+        predict, where, passes=2, create_graph=create_graph, args=given, keep=not create_graph, allow=allow,
+        batch_ndim=batch_ndim,
     ))  # fmt: skip
 
 
@@ -115,6 +123,40 @@ class PullbackBuilder(Builder[CurvedOutputs]):
     def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> Curvature:
         """The matrix B of batch `number`: the Hessian of the loss by the outputs."""
         return at_outputs.curvature
+
+    def recorded(
+        self,
+        where: Where,
+        batch: Any,
+        number: int,
+        vectors: Leaves,
+        count: int,
+        chosen: list[int],
+        chunk: int | None,
+    ) -> tuple[Leaves, float | None]:
+        """The products of one batch's sum, which can be differentiated, and the batch's weight."""
+        with predicted(self.predict, where, batch, self.allow, create_graph=True) as graph:
+            outputs = graph.tensors()
+            at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
+            if self.curvature(at_outputs, outputs, number) is not at_outputs.curvature:
+                raise InputError(
+                    "create_graph: a Fisher matrix that is no Hessian of the loss cannot be "
+                    "differentiated (labels that are drawn, outer products); "
+                    "hodiff.GaussNewtonOperator, or kind='exact' of cross-entropy or squared "
+                    "error, can."
+                )
+            cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
+            own, leaves = ([part[i] for i in chosen] for part in (pulled, graph.leaves))
+            tangents = _reverse.products(
+                graph, own, vectors, count, chunk_size=chunk, inputs=cotangents
+            )  # fmt: skip
+            curved = recorded_curvature(
+                self.loss, self.weigh, graph, batch, number, self.allow, tangents, count
+            )  # fmt: skip
+            products = _reverse.products(
+                graph, outputs, curved, count, chunk_size=chunk, inputs=leaves
+            )  # fmt: skip
+        return products, at_outputs.weight
 
 
 class PullbackOperator(SummedOperator[CurvedOutputs]):

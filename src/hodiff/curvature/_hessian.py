@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse
@@ -15,7 +14,7 @@ from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import NONE, BatchWeight, Weighted, check_signature, check_total
+from hodiff.curvature._data import NONE, BatchWeight, Weighted, check_signature
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
@@ -192,25 +191,6 @@ class HessianOperator(SummedOperator[BatchGraph]):
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,
         )  # fmt: skip
-
-    def _recorded(self, parts: Leaves, count: int) -> Leaves:
-        if self._group_sum is not None:
-            raise InputError(
-                "create_graph: goes without process_group=, since the graph would be that of this rank's data alone. "
-                "Take an operator of them, without process_group=, on each rank, and add up gradients, each times its "
-                "share of the weights, by torch.distributed.all_reduce."
-            )
-        self._count(count)
-        graphs = self._graphs
-        made = graphs.each(
-            lambda batch, number: graphs.builder.recorded(
-                graphs.where, batch, number, parts, count, self._chosen, self._chunk_size
-            )
-        )
-        products, weights = zip(*made, strict=True)
-        total = 1.0 if graphs.undivided else sum(weights)
-        check_total(total)
-        return [torch.stack(column).sum(0) / total for column in zip(*products, strict=True)]
 
     def _apply(self, graph: BatchGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         ends = (graph.roots, graph.evaluation.leaves)

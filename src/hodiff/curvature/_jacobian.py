@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes, _tree
+from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
@@ -134,6 +134,32 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         leaves = [graphs.where.tensors[index] for index in self._chosen]
         return [part.to(leaf.dtype) for part, leaf in zip(total, leaves, strict=True)]
 
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        self._count(count)
+        return self._rows_recorded(parts, count, transposed=False)
+
+    def _recorded_pull(self, parts: Leaves, count: int) -> Leaves:
+        return self._rows_recorded(parts, count, transposed=True)
+
+    def _rows_recorded(self, parts: Leaves, count: int, *, transposed: bool) -> Leaves:
+        """The products, or those of the transpose: each batch has its rows."""
+        graphs, starts = self._graphs, [0]
+        lengths = _outputs(graphs).lengths
+
+        def made(batch: Any, number: int) -> Leaves:
+            starts.append(starts[-1] + lengths[number])
+            own = parts
+            if transposed and len(lengths) > 1:
+                own = [part[:, starts[number] : starts[number + 1]] for part in parts]
+            return graphs.builder.recorded(
+                graphs.where, batch, number, own, count, self._chosen, self._chunk_size, transposed=transposed
+            )
+
+        columns = zip(*graphs.each(made), strict=True)
+        if transposed:
+            return [torch.stack(column).sum(0) for column in columns]
+        return [torch.cat(column, 1) for column in columns]
+
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError("block: a Jacobian's rows and columns differ; differentiate at hodiff.select(model, ...).")
 
@@ -238,6 +264,32 @@ class JacobianBuilder(Builder[Linearised]):
         )
         gradient = [part.detach() for part in pulled]
         return Linearised(graph, value, None, gradient, pulled, random, calls_back, outputs, cotangents)
+
+    def recorded(
+        self,
+        where: Where,
+        batch: Any,
+        number: int,
+        vectors: Leaves,
+        count: int,
+        chosen: list[int],
+        chunk: int | None,
+        *,
+        transposed: bool,
+    ) -> Leaves:
+        """The products of one batch's rows, or of their transpose, which can be differentiated."""
+        evaluation = predicted(
+            self.predict, where, batch, self.allow, self.batch_ndim, create_graph=True
+        )  # fmt: skip
+        with evaluation as graph:
+            outputs = self.outputs.noted(number, graph.tensors(), graph.outputs)
+            if transposed:
+                roots, inputs = outputs, [graph.leaves[index] for index in chosen]
+            else:
+                ones = [torch.ones_like(output) for output in outputs]
+                inputs, pulled = linearise(graph, outputs, ones)
+                roots = [pulled[index] for index in chosen]
+            return _reverse.products(graph, roots, vectors, count, chunk_size=chunk, inputs=inputs)
 
     def fresh(self, *, begins: bool = False) -> JacobianBuilder:
         """The builder without the outputs that it noted."""

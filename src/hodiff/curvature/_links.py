@@ -85,6 +85,7 @@ class ImplicitSystem:
         self._preconditioner = preconditioner
         self._steps = steps
         self._stacked = stacked
+        self._size = operator._domain.size
         self._fatal = {"divergence": GROWS, **fatal}
         check_rtol(rtol)
         # What is differentiated again has the errors of several solves in it.
@@ -92,12 +93,16 @@ class ImplicitSystem:
         self._rtol = max(default, 4 * torch.finfo(operator.dtype).eps) if rtol is None else rtol
 
     def vectors(self, parts: Sequence[Tensor]) -> Tensor:
-        """The vector of a link, flat; as rows those of several solutions."""
+        """The vector of a link, flat; as rows those of several solutions, or of samples."""
         parts = [part.detach() for part in parts]
-        return parts[0] if self._stacked else self.operator._domain.join(parts, None)
+        if self._stacked:
+            return parts[0]
+        flat = self.operator._domain.join(parts, None)
+        return flat.reshape(-1, self._size) if self.operator._domain.batch else flat
 
     def _parts(self, vectors: Tensor) -> Leaves:
-        return [vectors] if self._stacked else self.operator._domain.split(vectors)
+        domain = self.operator._domain
+        return [vectors] if self._stacked else domain.split(vectors.reshape((*domain.batch, self._size)))
 
     def solved(self, v: Sequence[Tensor], *, transposed: bool, least: list[float] | None = None) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v, to a tolerance relative to each |v|, or to a larger `least`."""
@@ -112,7 +117,8 @@ class ImplicitSystem:
         operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
-        given = Vectors("rows", [right], len(right), operator._domain.tree) if self._stacked else right
+        rows = right.ndim == 2
+        given = Vectors("rows", [right], len(right), operator._domain.tree) if rows else right
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
             looser = [min(0.5, self._rtol * max(1.0, most / (size or 1.0))) for size, most in sizes]
             solution, trouble = self._solver(
@@ -122,24 +128,47 @@ class ImplicitSystem:
                 rtol=None if self._steps else looser,
             )
         if trouble:
-            self._report(solution)
+            known = known & ~self._report(solution).to(known.device)
         return self._parts(torch.where(known, solution.value, torch.nan))
 
-    def _report(self, record: SolveRecord[Tensor]) -> None:
-        """Raise where there is no solution to speak of; warn where it is less exact than asked for."""
+    def _report(self, record: SolveRecord[Tensor]) -> Tensor:
+        """Warn where a solution is less exact than asked for; raise, or of samples say which, where there is none."""
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
-        residual = float(torch.as_tensor(record.residual, device="cpu").max())
-        lost = record.status != "stagnation" or residual > 1e-2
-        if lost and record.status in self._fatal:
-            raise GraphError(
-                f"{place}: {self._fatal[record.status]} Relative residual {residual:.2g} after "
-                f"{record.products} products."
+        batch = torch.Size() if self._stacked else self.operator._domain.batch
+        residual = torch.as_tensor(record.residual, device="cpu")
+        fatal = record.status in self._fatal
+        lost = (residual > (1 if self._steps else 1e-2)) & fatal
+        if batch and record.direction is not None:
+            lost |= record.direction.any(1).cpu()
+        if fatal and (record.status != "stagnation" or bool(lost.any())):
+            why = f"{self._fatal[record.status]} Relative residual {float(residual.max()):.2g}"
+            spent = f"after {record.products} products"
+            if not batch:
+                raise GraphError(f"{place}: {why} {spent}.")
+            self.line.warn(
+                f"{place}: {why} {spent}{told(lost.reshape(batch))}, whose derivatives are nan; "
+                f"those of the others stand."
             )
-        self.line.warn(
-            f"{place}: after {record.products} products the linear system of the derivative has a relative residual of "
-            f"{residual:.2g} (rtol={self._rtol:g}), and derivatives are off by about that times its condition. "
-            f"Allow more by products=, give a preconditioner=, or add damping=."
-        )
+        met = False if record.converged is None else record.converged
+        rest = ~(lost | torch.as_tensor(met, device="cpu"))
+        if bool(rest.any()) and not (fatal and self._steps):
+            self.line.warn(
+                f"{place}: after {record.products} products the linear system of the derivative "
+                f"has a relative residual of {float(residual[rest].max()):.2g} (rtol={self._rtol:g})"
+                f"{told(rest.reshape(batch or -1))}, and derivatives are off by about that times "
+                f"its condition. Allow more by products=, give a preconditioner=, or add damping=."
+            )
+        return lost[..., None]
+
+
+def told(which: Tensor) -> str:
+    """Which samples, in words; nothing, of a single one."""
+    if which.ndim == 0 or which.numel() == 1:
+        return ""
+    numbers = which.nonzero().squeeze(-1).tolist()
+    first = ", ".join(map(str, numbers[:3]))
+    more = ", ..." if len(numbers) > 3 else ""
+    return f" for {len(numbers)} of {which.numel()} samples (number {first}{more})"
 
 
 # --- attaching a solution to the graph, so that derivatives of it are those of the implicit function theorem ----------

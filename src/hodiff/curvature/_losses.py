@@ -6,6 +6,7 @@ twice, which concerns the outputs only and is cheap.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -225,6 +226,35 @@ def loss_at_outputs(
         gradient = _reverse.gradient(at, differentiated=True)
         value = at.scalars().detach().reshape(())
     return LossAtOutputs(value, at.aux, [part.detach() for part in gradient], OutputCurvature(times))
+
+
+def recorded_curvature(
+    loss: Any,
+    weigh: Weighted,
+    graph: OutputGraph,
+    batch: Any,
+    number: int,
+    allow: Allowed,
+    tangents: Leaves,
+    count: int,
+) -> Leaves:
+    """The products of the output Hessian with tangents, which can be differentiated."""
+    outputs, _, tree = _tree.flatten(graph.outputs)
+    summed = copy.copy(loss) if type(loss) in LIKELIHOODS else None
+    if summed is not None:
+        summed.reduction = "sum"
+
+    def total(values: Any) -> Any:
+        if summed is None:
+            return weigh(loss(values) if batch is NONE else loss(values, batch), batch, number)[0]
+        (first, *more), target = _tree.flatten(values)[0], target_of(batch)
+        labels = type(loss) is nn.CrossEntropyLoss and not target.is_floating_point()
+        return summed(first, target if labels else target.to(first), *more)
+
+    point = _tree.rebuild(tree, iter(outputs))
+    with OutputGraph(call(total, point, passes=2, create_graph=True, allow=allow)) as at:
+        gradient = _reverse.gradient(at, differentiated=True)
+        return _reverse.products(at, gradient, tangents, count, chunk_size=count)
 
 
 def _refuse_functional(loss: Any, batch: Any) -> None:

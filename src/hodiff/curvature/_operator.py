@@ -146,9 +146,14 @@ class LinearOperator(ABC):
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
         """The products with `count` stacked vectors, differentiable in them and in what the operator is made of."""
         raise InputError(
-            f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those of a "
-            f"hodiff.HessianOperator, a hodiff.MatrixOperator, of their blocks, sums, products and multiples can."
+            f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those "
+            f"of a hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or MatrixOperator, "
+            f"of their blocks, sums, products, multiples and transposes can."
         )
+
+    def _recorded_pull(self, parts: Leaves, count: int) -> Leaves:
+        """The products of the transpose, likewise."""
+        return LinearOperator._recorded(self, parts, count)
 
     def _recorded_rows(self, rows: Tensor) -> Tensor:
         """The products with flat rows `(K, D)`, as rows, with their graph whatever the caller's modes are."""
@@ -579,8 +584,8 @@ WAYS = {
     "A.gradient": "hodiff.grad with create_graph=True",
     **dict.fromkeys(
         ("trace", "eigsh", "diagonal", "solve", "logdet"),
-        "create_graph=True, of a hodiff.HessianOperator or hodiff.MatrixOperator, of their blocks, sums, products and "
-        "multiples",
+        "create_graph=True, of a hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or "
+        "MatrixOperator, of their blocks, sums, products and multiples",
     ),
     "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
     "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",

@@ -80,10 +80,12 @@ def solve(
             stacked in one extra leading dimension: they are solved side by side, and who has
             converged costs no more.
         create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
-            operator is made of: the matrix of a `hodiff.MatrixOperator`, what the function of a
-            `hodiff.HessianOperator` uses; also of their blocks, sums, products and multiples. None: only inside the
-            function of another hodiff call, as often as that takes; elsewhere it warns of a constant that is made of
-            something that requires grad, and False says that a constant is meant.
+            operator is made of: the matrix of a `hodiff.MatrixOperator`, what the functions of a
+            `hodiff.HessianOperator`, `hodiff.GaussNewtonOperator` or `hodiff.JacobianOperator` use;
+            also of their blocks, sums, products, multiples and transposes. None: only inside the
+            function of another hodiff call, as often as that takes; elsewhere it warns of a
+            constant that is made of something that requires grad, and False says that a constant
+            is meant.
         method: `"cg"`, `"minres"` or `"gmres"`; or `"neumann"`, the first terms of the series
             \(\sum_j (I - A / s)^j\, b / s\), inexact on purpose: it goes with `iterations`, and needs all eigenvalues
             of \(A / s\) within the unit circle around 1.
@@ -128,9 +130,10 @@ def solve(
         with all that have not converged. Memory: a few vectors for each; for GMRES, `restart` of
         them.
 
-        Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, a product for
-        each column: the dense matrices are solved, and what fails goes the way of the others. Not
-        with `iterations`, a `preconditioner`, a `start` or a `callback`.
+        Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, for GMRES
+        without `restart` 256, a product for each column: the dense matrices are solved, and what
+        fails goes the way of the others. Not with `iterations`, a `preconditioner`, a `start` or
+        a `callback`.
 
         With `create_graph`, two differentiable products more (of a Hessian an evaluation and two
         passes each), and in the backward pass one more system with the transpose, two for a second
@@ -247,7 +250,8 @@ def attempt(
     x = None if start is None else sides.beginning(start)
     inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
     plain = start is None and preconditioner is None
-    small = operator._domain.batch and operator.shape[-1] <= min(DENSE, limit)
+    most = 4 * DENSE if method == "gmres" and restart is None else DENSE
+    small = operator._domain.batch and operator.shape[-1] <= min(most, limit)
     dense = small and plain and iterations is None and callback is None
     if plain and not dense:
         product = Measured(product, sides.units)
@@ -498,7 +502,10 @@ METHODS: dict[Method, type[Block]] = {"cg": ConjugateGradients, "minres": MINRES
 
 
 DENSE = 64
-"""Of stacks of matrices up to this size, these and their factors are cheaper than iterations."""
+"""Of stacks of matrices up to this size, these and their factors are cheaper than iterations.
+
+GMRES, whose basis is as large as the matrix, takes longer up to four times that.
+"""
 
 
 def _dense_solutions(operator: LinearOperator, damping: float, b: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def trace(
             ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
             then nothing is drawn. Several that are all the same, up to sign, count as one.
         create_graph: Whether `value` can be differentiated, in the parameters, in *vectors* and all that the operator's
-            function uses: a loss to train with, by `"hutchinson"`, of a `hodiff.HessianOperator`, its blocks, sums and
-            multiples. With one vector of your own it is \(v^\top H v\). None: only inside the function of another
+            function uses: a loss to train with, by `"hutchinson"`, of operators as in `hodiff.solve`.
+            With one vector of your own it is \(v^\top H v\). None: only inside the function of another
             hodiff call.
         method: `"hutchinson"`, the mean of \(z^\top A z\); `"hutch++"`, which takes half of the vectors for
             a sketch of the largest eigenvalues, takes their part exactly, and estimates the rest; `"xtrace"`, which

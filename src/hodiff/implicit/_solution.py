@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, final, 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _independence, _nodes, _reverse, _settings, _tree
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Selection, Where
-from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
+from hodiff.curvature._data_operator import check_stack
+from hodiff.curvature._links import CallSite, Chain, ImplicitSystem, told
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._records import Status
 from hodiff.curvature._solve import Method, attempt
@@ -32,6 +33,7 @@ class SolutionOptions(TypedDict, total=False):
     """What overloads pass on; at run time signatures are spelled out."""
 
     order: int | None
+    batch_ndim: int
     damping: float
     preconditioner: LinearOperator | None
     rtol: float | None
@@ -41,6 +43,7 @@ class SolutionOptions(TypedDict, total=False):
     scale: float
     polish: int
     gradient_tol: float | None
+    check_independence: bool
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
 
@@ -59,6 +62,7 @@ def argmin(
     f: Function,
     x_star: Any,
     *,
+    batch_ndim: int = 0,
     order: int | None = None,
     method: Method = "cg",
     damping: float = 0.0,
@@ -70,6 +74,7 @@ def argmin(
     scale: float = 1.0,
     polish: int = 0,
     gradient_tol: float | None = None,
+    check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -85,6 +90,11 @@ def argmin(
             besides (closures, arguments, other modules) is what the solution can be differentiated by.
         x_star: The minimum: a tensor, a container of tensors, a module (`f` receives the module), or
             `hodiff.select(module, ...)`. Copied; neither it nor its history is changed.
+        batch_ndim: So many leading dimensions of *x_star* index independent problems: `f` returns
+            one element for each, and a linear system for each is solved, all side by side, as
+            `hodiff.solve` does for stacks. Where the system of a sample has no solution, a warning
+            names it and its derivatives are nan, and those of the others stand. Not for modules,
+            whose parameters are no samples.
         order: How many derivatives the result has. None: as many as the enclosing hodiff call takes; else 1. One
             more raises.
         method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is no minimum); `"gmres"`;
@@ -102,6 +112,7 @@ def argmin(
         polish: So many steps of Newton's method before; each squares the error of the solution. The values change.
         gradient_tol: Warn where the gradient at *x_star* is larger than this times its size at zero, as \(H x^*\)
             measures it; None: 1e-3.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -123,6 +134,8 @@ def argmin(
         Here one gradient (`order + 1` for higher orders), and a product with *H*. In the backward pass a linear system
         (a reverse pass for each product) and one pass; with a product with the Hessian, three systems in all.
         Memory: as many graphs of a gradient, whatever the solver took.
+        Of samples (`batch_ndim`) with up to 64 unknowns each (256 with GMRES, without `restart`),
+        the matrices of all are had by one product for each unknown, and solved, indefinite ones too.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
@@ -134,14 +147,22 @@ def argmin(
         >>> torch.autograd.grad(x.sum(), theta)
         (tensor(-2.),)
 
+        Three problems at once:
+
+        >>> f = lambda x: ((x - 8.0) ** 2 + theta * x**2).sum(-1)
+        >>> x = hodiff.implicit.argmin(f, torch.full((3, 1), 4.0), batch_ndim=1)
+        >>> torch.autograd.grad(x[1].sum(), theta)
+        (tensor(-2.),)
+
     Reference:
         Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS. arXiv:2105.15183.
         Lorraine, J., Vicol, P., Duvenaud, D. (2020). Optimizing millions of hyperparameters by implicit
         differentiation. AISTATS. arXiv:1911.02590.
     """
     given = Given(
-        order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish, gradient_tol
-    )
+        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
+        scale, polish, gradient_tol, check_independence,
+    )  # fmt: skip
     return attached("argmin", f, x_star, args, kwargs, given)
 
 
@@ -159,6 +180,7 @@ def root(
     F: Function,
     x_star: Any,
     *,
+    batch_ndim: int = 0,
     order: int | None = None,
     method: AnySystem = "gmres",
     damping: float = 0.0,
@@ -170,6 +192,7 @@ def root(
     scale: float = 1.0,
     polish: int = 0,
     gradient_tol: float | None = None,
+    check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -182,6 +205,7 @@ def root(
         F: The function, with as many equations as unknowns: what it returns is like *x_star* (a dict by parameter
             name for a module).
         x_star: The zero, as for `argmin`.
+        batch_ndim: So many leading dimensions index independent problems, as for `argmin`.
         order: How many derivatives the result has, as for `argmin`.
         method: `"gmres"`, or `"neumann"`, as for `argmin`.
         damping: Added to *J*.
@@ -193,6 +217,7 @@ def root(
         scale: Of a Neumann series, as for `hodiff.solve`.
         polish: So many steps of Newton's method before, as for `argmin`.
         gradient_tol: Warn where \(F(x^*)\) is larger than this times \(J^\top x^*\); None: 1e-3.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `F`.
         kwargs: Keyword arguments for `F`.
 
@@ -224,8 +249,9 @@ def root(
         Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS. arXiv:2105.15183.
     """
     given = Given(
-        order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish, gradient_tol
-    )
+        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
+        scale, polish, gradient_tol, check_independence,
+    )  # fmt: skip
     return attached("root", F, x_star, args, kwargs, given)
 
 
@@ -243,6 +269,7 @@ def fixed_point(
     g: Function,
     x_star: Any,
     *,
+    batch_ndim: int = 0,
     order: int | None = None,
     method: AnySystem = "gmres",
     damping: float = 0.0,
@@ -254,6 +281,7 @@ def fixed_point(
     scale: float = 1.0,
     polish: int = 0,
     gradient_tol: float | None = None,
+    check_independence: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -265,6 +293,7 @@ def fixed_point(
     Args:
         g: The function; what it returns is like *x_star* (a dict by parameter name for a module).
         x_star: The fixed point, as for `argmin`.
+        batch_ndim: So many leading dimensions index independent problems, as for `argmin`.
         order: How many derivatives the result has, as for `argmin`.
         method: `"gmres"`; or `"neumann"`, the first terms of \(\sum_j (\partial g^\top)^j\): with `iterations=0` the
             first alone, \(\partial x^* / \partial \theta \approx \partial_\theta g\), which is called Jacobian-free.
@@ -277,6 +306,7 @@ def fixed_point(
         scale: Of a Neumann series, as for `hodiff.solve`.
         polish: So many steps of Newton's method before, as for `argmin`.
         gradient_tol: Warn where \(x^* - g(x^*)\) is larger than this times its size at zero; None: 1e-3.
+        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
         args: Further positional arguments for `g`.
         kwargs: Keyword arguments for `g`.
 
@@ -315,8 +345,9 @@ def fixed_point(
         Fung, S. W. et al. (2022). JFB: Jacobian-free backpropagation for implicit networks. AAAI. arXiv:2103.12803.
     """
     given = Given(
-        order, method, damping, preconditioner, rtol, products, iterations, restart, scale, polish, gradient_tol
-    )
+        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
+        scale, polish, gradient_tol, check_independence,
+    )  # fmt: skip
     return attached("fixed_point", g, x_star, args, kwargs, given)
 
 
@@ -329,6 +360,7 @@ Kind = Literal["argmin", "root", "fixed_point"]
 class Given(NamedTuple):
     """The options, as they were given."""
 
+    batch_ndim: int
     order: int | None
     method: Method
     damping: float
@@ -340,6 +372,7 @@ class Given(NamedTuple):
     scale: float
     polish: int
     gradient_tol: float | None
+    check_independence: bool
 
 
 def attached(
@@ -356,12 +389,17 @@ def attached(
     _arguments.check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
     order = _call.outer_order() if given.order is None else _arguments.check_integer(given.order, "order", least=1)
     _arguments.check_integer(given.polish, "polish", least=0)
+    if _arguments.check_integer(given.batch_ndim, "batch_ndim", least=0):
+        check_stack(where, None, None, given.batch_ndim)
+    if _arguments.is_set(given.check_independence, "check_independence"):
+        _independence.check(f, where, batch_ndim=given.batch_ndim, args=args, kwargs=kwargs)
     limit = given.gradient_tol
     number = _arguments.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
     if limit is not None and not (number and limit >= 0):
         raise InputError(f"gradient_tol: got {limit!r}, expected a number of 0 or more, or None.")
     # The residual at the values alone; and in a differentiable result with as many derivatives as there are links.
-    linked = _call.call(f, where, passes=1, create_graph=True, args=args, kwargs=kwargs)._replace(order=1 + order)
+    linked = _call.call(f, where, 1, True, args=args, kwargs=kwargs, batch_ndim=given.batch_ndim)
+    linked = linked._replace(order=1 + order)
     plain = linked._replace(create_graph=False, keep=True, order=2)
     problem = Problem(kind, where, given, order, line)
     values = _values(where)
@@ -470,7 +508,8 @@ class Problem:
         """A step of Newton's method."""
         graph, residual = self.residual(plain, _leaves(values))
         step = self._system(graph, residual).solved(residual, transposed=False)
-        return [value - part for value, part in zip(values, step, strict=True)]
+        pairs = zip(values, step, strict=True)  # where a sample has no step, it stays
+        return [torch.where(part.isnan(), value, value - part) for value, part in pairs]
 
     def solved(self, graph: OutputGraph, residual: Leaves, values: Leaves) -> ImplicitSystem:
         """The linear system at a point. Warn where that is not a solution."""
@@ -482,24 +521,27 @@ class Problem:
         """Warn where derivatives are off by about as much as the residual is, relatively."""
         space = system.operator._domain
         r, x = space.join(residual, None), space.join(values, None)
-        size = float(r.norm())
-        if not size:
+        size = r.norm(dim=-1)
+        if not bool(size.any()):
             return
-        if not torch.isfinite(r).all():
-            raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star.")
-        if not bool(x.any()):
-            x = torch.ones_like(x)
+        if not bool(r.isfinite().all()):
+            lost = told(~size.isfinite())
+            raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star{lost}.")
+        x = torch.where(x.any(-1, keepdim=True), x, 1)
         with _settings.grad_mode(False):
-            scale = float(system.operator._times(x).norm())  # of a linear problem, the residual at zero
+            image = system.operator._times(x)  # of a linear problem, the residual at zero
+        scale = image.norm(dim=-1)
         limit = self._given.gradient_tol
         if limit is None:
             limit = 1e-3 if torch.finfo(r.dtype).bits > 16 else 0.1
-        if size > limit * scale:
-            off = size / scale if scale else float("inf")
+        far = size > limit * scale
+        if bool(far.any()):
+            off = float((size / scale)[far].max())
             self._line.warn(
-                f"{self.kind}: x_star is not the solution: {WHAT[self.kind]} has {off:.2g} times its size at zero, and "
-                f"derivatives are off by about as much, relatively, or more. Solve further, take Newton steps by "
-                f"polish=1, or accept it by gradient_tol=."
+                f"{self.kind}: x_star is not the solution{told(far)}: {WHAT[self.kind]} has "
+                f"{off:.2g} times its size at zero, and derivatives are off by about as much, "
+                f"relatively, or more. Solve further, take Newton steps by polish=1, or accept it "
+                f"by gradient_tol=."
             )
 
 
@@ -530,7 +572,7 @@ class Transposed(LinearOperator):
         self._graph = graph
         self._residual = residual
         self._symmetric = symmetric
-        self._space = graph.call.where.space().side()
+        self._space = graph.call.where.space().side(graph.call.batch_ndim)
         self._linear: tuple[Leaves, Leaves] | None = None
         self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
 

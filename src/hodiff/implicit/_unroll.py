@@ -123,7 +123,9 @@ def unroll(
         where: The parameters at the start: a tensor, a container of tensors, a module (`f` receives the module,
             with the parameters of the step), or `hodiff.select(module, ...)`. They are left as they are.
         rule: One of `hodiff.rules`; a function `(params, grads, state, step) -> (params, state)`, where
-            *params* are like the result and the first *state* is None; or a `torch.optim` optimiser, whose
+            *params* are like the result and the first *state* is None (later what it returned, a
+            tensor or any nesting of tuples, lists and dicts, which keeps its graph: a loss of each
+            step, say); or a `torch.optim` optimiser, whose
             class and options are read, and nothing else of it: neither state nor parameters. A rule leaves a parameter
             that `f` does not reach in a step as it is, as `torch.optim` does; a function is given zeros for it.
         steps: How many; or the batches, one for each step.
@@ -135,7 +137,7 @@ def unroll(
         first_order: Take each step's gradient as a constant (first-order MAML).
         state: Where to go on from: what an earlier call returned with `return_state=True`. It fits the same rule and
             parameters of the same names, whose order in a dict is free. A function's state is its own.
-        return_state: Whether to return the optimiser's state as well.
+        return_state: Whether to return `(parameters, (steps taken, the rule's state))`.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
 

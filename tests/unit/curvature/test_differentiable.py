@@ -389,3 +389,135 @@ def test_a_log_determinant_in_few_digits(dtype: torch.dtype) -> None:
     A = (2 * torch.eye(3)).to(dtype).requires_grad_()
     (gradient,) = torch.autograd.grad(hodiff.logdet(hodiff.MatrixOperator(A), create_graph=True).value, A)
     torch.testing.assert_close(gradient, (torch.eye(3) / 2).to(dtype))
+
+
+# --- Jacobian and Gauss-Newton operators ------------------------------------------------------------------------------
+
+
+def mapped(x: Tensor, t: Tensor) -> Tensor:
+    return 3 * x + torch.tanh(x @ MIX + t) * x.flip(-1)
+
+
+MIX = draw(4, 4, seed=11) / 4
+OF_JACOBIANS: dict[str, tuple[Callable[[hodiff.LinearOperator], Tensor], Callable[[Tensor], Tensor]]] = {
+    "solve": (
+        lambda J: hodiff.solve(J, draw(4), method="gmres", rtol=1e-13, create_graph=True).value.sin().sum(),
+        lambda J: torch.linalg.solve(J, draw(4)).sin().sum(),
+    ),
+    "solve, transposed": (
+        lambda J: hodiff.solve(J.T, draw(4), method="gmres", rtol=1e-13, create_graph=True).value.sin().sum(),
+        lambda J: torch.linalg.solve(J.T, draw(4)).sin().sum(),
+    ),
+    "logdet of J'J + 1": (
+        lambda J: hodiff.logdet(J.T @ J + 1.0, create_graph=True).value,
+        lambda J: torch.logdet(J.T @ J + torch.eye(4, dtype=D)),
+    ),
+    "trace": (lambda J: hodiff.trace(J, create_graph=True).value, torch.trace),
+    "diagonal": (
+        lambda J: hodiff.diagonal(J, create_graph=True).value.square() @ draw(4),
+        lambda J: J.diagonal().square() @ draw(4),
+    ),
+}
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("name", OF_JACOBIANS)
+def test_of_jacobians_by_the_point_and_the_function(name: str, batches: int) -> None:
+    ours, dense = OF_JACOBIANS[name]
+    x, t = draw(4, seed=1).requires_grad_(), draw(4, seed=2).requires_grad_()
+    rows = lambda x, t, part: mapped(x, t).reshape(batches, -1)[part]
+    data = {} if batches == 1 else {"data": [0, 1]}
+
+    def loss(x: Tensor, t: Tensor) -> Tensor:
+        predict = (lambda x: mapped(x, t)) if batches == 1 else (lambda x, part: rows(x, t, part))
+        return ours(hodiff.JacobianOperator(predict, x, **data))
+
+    expected = lambda x, t: dense(hodiff.jacobian(mapped, x, args=(t,), create_graph=True))
+    for one, other in zip(
+        *(torch.autograd.grad(f(x, t), (x, t), create_graph=True) for f in (loss, expected)), strict=True
+    ):
+        agree(one.detach(), other.detach(), 1e-9)
+    assert torch.autograd.gradcheck(loss, (x, t), atol=1e-6, fast_mode=True)
+    assert torch.autograd.gradgradcheck(loss, (x, t), atol=1e-5, fast_mode=True)
+
+
+def test_of_the_jacobians_of_samples() -> None:
+    x, t, b = draw(3, 4, seed=1), draw(4, seed=2).requires_grad_(), draw(3, 4, seed=3)
+    J = hodiff.JacobianOperator(lambda x: mapped(x, t), x, batch_ndim=1)
+    K = hodiff.jacobian(mapped, x, batch_ndim=1, args=(t,), create_graph=True)
+    pairs = [
+        (hodiff.solve(J, b, method="gmres", create_graph=True, rtol=1e-13).value, torch.linalg.solve(K, b)),
+        (hodiff.logdet(J.T @ J, create_graph=True).value, torch.logdet(K.mT @ K)),
+    ]
+    for ours, dense in pairs:
+        (got,), (expected,) = (torch.autograd.grad(part.cos().sum(), t, retain_graph=True) for part in (ours, dense))
+        agree(got, expected, 1e-9)
+
+
+LIKELIHOODS: dict[str, object] = {
+    "cross-entropy": nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 0.5, 2.0], dtype=D)),
+    "squared error": nn.MSELoss(),
+    "a sum": nn.MSELoss(reduction="sum"),
+    "binary": nn.BCEWithLogitsLoss(),
+    "Poisson": nn.PoissonNLLLoss(),
+    "a function": lambda outputs, batch: ((outputs - 1).pow(4).sum(), len(outputs)),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_of_gauss_newton_matrices_by_the_point_and_the_function(name: str) -> None:
+    """Evidence of a Laplace approximation, for one: by central differences, and with the detached values."""
+    data = []
+    for rows in (3, 2):
+        inputs, labels = draw(rows, 2, seed=rows), torch.arange(rows) % 3
+        targets = {"squared error": draw(rows, 3), "a sum": draw(rows, 3), "cross-entropy": labels}
+        data.append((inputs, targets.get(name, F.one_hot(labels, 3))))
+    P, w = draw(2, 3, seed=7).requires_grad_(), torch.tensor(1.3, dtype=D, requires_grad=True)
+
+    def operator(P: Tensor, w: Tensor) -> hodiff.GaussNewtonOperator:
+        return hodiff.GaussNewtonOperator(lambda P, b: torch.tanh(b[0] @ P) * w, LIKELIHOODS[name], P, data=data)
+
+    def losses(P: Tensor, w: Tensor, *, graph: bool = True) -> Tensor:
+        G = operator(P, w)
+        options = {"create_graph": graph}
+        return torch.stack([
+            hodiff.logdet(G, shift=w.square() if graph else 1.69, **options).value,
+            hodiff.trace(G, vectors=draw(6, 2), **options).value,
+            hodiff.solve(G, draw(6), damping=0.5, rtol=1e-13, **options).value.sum(),
+            (hodiff.diagonal(G, method="exact", **options).value * draw(2, 3)).sum(),
+        ])  # fmt: skip
+
+    agree(losses(P, w).detach(), losses(P, w, graph=False), 1e-9)
+    one = lambda P, w: losses(P, w) @ torch.tensor([1.0, -0.5, 2.0, 0.3], dtype=D)
+    assert torch.autograd.gradcheck(one, (P, w), atol=1e-6, fast_mode=True)
+    if name in ("cross-entropy", "a function"):
+        evidence = lambda P, w: hodiff.logdet(operator(P, w), shift=w.square(), create_graph=True).value
+        assert torch.autograd.gradgradcheck(evidence, (P, w), atol=1e-5, fast_mode=True)
+
+
+def test_a_gauss_newton_matrix_of_a_module_with_two_outputs() -> None:
+    model, X = nn.Linear(3, 2).double(), draw(6, 3)
+    predict = lambda m, b: (m(b[0])[:, 0], m(b[0])[:, 1].exp())
+    G = hodiff.GaussNewtonOperator(predict, nn.GaussianNLLLoss(), model, data=[(X, draw(6, seed=1))])
+    value = hodiff.trace(G, create_graph=True).value
+    (found,) = torch.autograd.grad(value, model.weight)
+    step = 1e-5
+    for i in range(2):
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                model.weight[i, 1] += sign * step
+            ends.append(float(hodiff.trace(G.refresh(), create_graph=False).value))
+            with torch.no_grad():
+                model.weight[i, 1] -= sign * step
+        assert float(found[i, 1]) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["mc", "empirical"])
+def test_a_fisher_matrix_of_draws_has_no_derivative(kind: str) -> None:
+    data = [(draw(5, 4), torch.arange(5) % 3)]
+    F_ = hodiff.FisherOperator(lambda P, b: b[0] @ P, nn.CrossEntropyLoss(), draw(4, 3), data=data, kind=kind)
+    with pytest.raises(hodiff.InputError, match=r"create_graph: a Fisher matrix that is no Hessian.*kind='exact'"):
+        hodiff.trace(F_, create_graph=True)
+    exact = hodiff.FisherOperator(lambda P, b: b[0] @ P, nn.CrossEntropyLoss(), draw(4, 3), data=data, kind="exact")
+    assert hodiff.trace(exact, create_graph=True).value.requires_grad

@@ -141,7 +141,7 @@ def test_how_far_from_orthogonal_is_foreseen() -> None:
         w = w - alpha * v - beta * before
         beta = w.norm()
         diagonal[:, j], beside[:, j] = alpha, beta
-        (asked,) = (bool(foreseen.to_orthogonalise(j, 1.0)),)
+        (asked,) = (bool(foreseen.to_orthogonalise(j, torch.ones(1, dtype=D))),)
         before, v = v, w / beta
         true = float((torch.stack(basis) @ v).abs().max())
         basis.append(v)

@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hodiff
-from hodiff.curvature import _solve
+from hodiff.curvature import _density, _solve
 from tests.support.operators import D, draw
 from tests.support.properties import agree
 
@@ -304,3 +306,113 @@ def test_an_error_of_each() -> None:
         agree(found.value[i], alone.value, 1e-9)
         agree(found.stderr[i], alone.stderr, 1e-9)
         assert bool(found.converged[i]) == alone.converged
+
+
+# --- beyond what is dense: random vectors and Krylov spaces of each ---------------------------------------------------
+
+
+def large(count: int, size: int, seed: int = 0) -> Tensor:
+    """Definite, of sizes that differ much."""
+    A = draw(count, size, size, seed=seed)
+    A = A @ A.mT / size + torch.eye(size, dtype=D)
+    return A * torch.logspace(-6, 6, count, dtype=D)[:, None, None]
+
+
+@pytest.mark.parametrize("batch", [(3,), (2, 2)])
+def test_log_determinants_by_vectors_are_those_of_each_alone(batch: tuple[int, ...]) -> None:
+    A = large(batch[0] * batch[-1] if len(batch) > 1 else 3, 60).reshape(*batch, 60, 60)
+    operator, Z = hodiff.MatrixOperator(A, batch_ndim=len(batch)), draw(4, *batch, 60, seed=3).sign()
+    found = hodiff.logdet(operator, vectors=Z, steps=12)
+    assert found.products == 4 * 12 and found.stderr.shape == found.value.shape == batch
+    for place in torch.cartesian_prod(*map(torch.arange, batch)).reshape(-1, len(batch)).tolist():
+        at = tuple(place)
+        alone = hodiff.logdet(hodiff.MatrixOperator(A[at]), vectors=Z[:, *at].T, steps=12)
+        agree(found.value[at], alone.value, 1e-10)
+        agree(found.stderr[at], alone.stderr, 1e-6)
+    assert bool(((found.value - torch.logdet(A)).abs() < 6 * found.stderr).all())
+
+
+def test_log_determinants_that_do_not_converge_are_named() -> None:
+    A = large(3, 60)
+    A[1] = torch.eye(60, dtype=D) + 1e-3 * A[1] / A[1].norm()
+    operator = hodiff.MatrixOperator(A, batch_ndim=1)
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"more than rtol=1e-06 of the value for . of 3 samples"):
+        found = hodiff.logdet(operator, vectors=draw(8, 3, 60).sign(), steps=12, rtol=1e-6)
+    assert found.converged.shape == (3,) and not bool(found.converged[[0, 2]].any())
+    A[2, 0, 0] = -1e9
+    with pytest.raises(hodiff.InputError, match="logdet: the operator has an eigenvalue of about -1e"):
+        hodiff.logdet(operator, samples=2, steps=20)
+
+
+@pytest.mark.parametrize("processes", [2, 12], ids=["one by one", "batched"])
+def test_processes_of_each_stay_orthogonal(processes: int) -> None:
+    """Isolated eigenvalues converge at once, and would be found again and again."""
+    q, _ = torch.linalg.qr(draw(3, 80, 80))
+    values = torch.cat([torch.logspace(-6, 1, 77, dtype=D), torch.tensor([3e2, 4e3, 5e4], dtype=D)])
+    A = q @ (values[:, None] * q.mT) * torch.tensor([1.0, 1e-9, 1e9], dtype=D)[:, None, None]
+    operator = hodiff.MatrixOperator((A + A.mT) / 2, batch_ndim=1)
+    diagonal, beside, _, unit = _density.lanczos(operator, draw(processes, 3, 80, seed=1), 60, "test")
+    T = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+    top = torch.linalg.eigvalsh(T)[:, -4:] * unit[:, None]
+    sizes = torch.tensor([1.0, 1e-9, 1e9], dtype=D).repeat(processes)[:, None]
+    agree(top[:, 1:] / sizes, values[-3:].expand(3 * processes, 3), 1e-9)
+    assert bool((top[:, 0] < 11 * sizes[:, 0]).all())
+
+
+def test_the_gradient_of_log_determinants_by_vectors() -> None:
+    """The mean of z' A⁻¹ dA z over the vectors of each."""
+    A, Z = large(3, 30), draw(5, 3, 30, seed=2).sign()
+    scale = torch.tensor([1.0, 2.0, 3.0], dtype=D, requires_grad=True)
+    operator = hodiff.MatrixOperator(A + scale[:, None, None].square() * torch.eye(30, dtype=D), batch_ndim=1)
+    record = hodiff.logdet(operator, vectors=Z, steps=20, create_graph=True)
+    weights = torch.tensor([1.0, -2.0, 0.5], dtype=D)
+    (g,) = torch.autograd.grad((record.value * weights).sum(), scale)
+    inverse = torch.linalg.inv(A + scale.detach()[:, None, None].square() * torch.eye(30, dtype=D))
+    agree(g, weights * 2 * scale.detach() * torch.einsum("kbi,bij,kbj->b", Z, inverse, Z) / 5, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [D, torch.float32])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("basis", [None, 12])
+def test_spectral_radii_by_krylov_spaces(symmetric: bool, basis: int | None, dtype: torch.dtype) -> None:
+    A = draw(5, 80, 80) / 9
+    A[:, 0, 0] += torch.tensor([3.0, 2.0, -4.0, 2.5, 5.0])
+    A = A + A.mT if symmetric else A
+    A[3] = 0
+    A = (A * torch.logspace(-9, 9, 5, dtype=D)[:, None, None]).to(dtype)
+    found = hodiff.spectral_radius(hodiff.MatrixOperator(A, batch_ndim=1), basis=basis, products=3000)
+    true = torch.linalg.eigvals(A.double()).abs().amax(-1)
+    assert bool(found.converged.all()) and found.value.dtype == dtype and found.value[3] == 0
+    agree(found.value[true > 0].double() / true[true > 0], torch.ones(4, dtype=D), 1e-7 if dtype == D else 1e-3)
+
+
+def test_spectral_radii_that_do_not_converge_are_named() -> None:
+    A = draw(2, 3, 80, 80)
+    A[0, 1] = torch.diag(torch.tensor([1.0] + [0.1] * 79, dtype=D))
+    seen: list[hodiff.RadiusRecord] = []
+    with pytest.warns(
+        hodiff.ConvergenceWarning, match=r"for 5 of 6 samples \(number \[0, 0\], \[0, 2\], \[1, 0\], ...\)"
+    ):
+        found = hodiff.spectral_radius(
+            hodiff.MatrixOperator(A, batch_ndim=2), products=30, basis=8, callback=seen.append
+        )
+    assert found.converged.tolist() == [[False, True, False], [False] * 3] and found.products <= 30
+    assert len(seen) == 3 and seen[0].converged is None and bool(torch.equal(seen[-1].value, found.value))
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(st.integers(0, 2**16), st.integers(65, 70), st.booleans())
+def test_flags_of_spectral_radii_never_lie(seed: int, size: int, defective: bool) -> None:
+    A = draw(3, size, size, seed=seed)
+    if defective:
+        A = torch.triu(A, 1) / 3 + torch.eye(size, dtype=D)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = hodiff.spectral_radius(hodiff.MatrixOperator(A, batch_ndim=1), products=40)
+    assert bool(said) == (not bool(found.converged.all()))
+    values, vectors = torch.linalg.eig(A)
+    for i in range(3):
+        if found.converged[i] and not defective:
+            condition = float(torch.linalg.cond(vectors[i]))
+            off = (values[i].abs() - found.value[i]).abs().min()
+            assert off <= 10 * condition * found.residual[i] + 1e-12
