@@ -15,6 +15,7 @@ import hodiff
 from hodiff._core import _kernels
 from hodiff.memory import _attention, _cross_entropy
 from tests.support.laws import law
+from tests.unit.jets.oracle import lean, twice
 
 D = torch.float64
 
@@ -102,6 +103,24 @@ def test_attention(form: tuple[list[Tensor], Any, dict[str, Any]], piece: int) -
     close(found, run(sdpa_kernel(SDPBackend.MATH)))
 
 
+@law("jet", says="attention: its tangent, and reverse mode over it", oracle="PyTorch's math backend")
+@given(form=attentions(), piece=st.sampled_from([1, 13, 2**18]))
+def test_attention_of_first_order(form: tuple[list[Tensor], Any, dict[str, Any]], piece: int) -> None:
+    given, mask, options = form
+    by = given if mask is None or mask.dtype == torch.bool else [*given, mask]
+    v = [x.sin() for x in given] + [x.clamp(-1, 1).sin() for x in by[3:]]
+
+    def loss(*tensors: Tensor) -> Tensor:
+        value = F.scaled_dot_product_attention(*(tensors if len(tensors) == 4 else (*tensors, mask)), **options)
+        return value.sin().sum()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernels, "SIZE", piece)
+        slope, gradients = lean(loss, by, v)
+    expected, others = twice(loss, by, v)
+    close([slope, *gradients], [expected, *others])
+
+
 @st.composite
 def losses(draw: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Logits of some dimensions, targets of either kind, and options."""
@@ -134,3 +153,15 @@ def test_cross_entropy(form: tuple[Tensor, Tensor, dict[str, Any]], piece: int) 
         patch.setattr(_kernels, "SIZE", piece)
         found = run()
     close(found, run())
+
+
+@law("jet", says="cross-entropy: its tangent, and reverse mode over it", oracle="PyTorch's own")
+@given(form=losses(), piece=st.sampled_from([1, 13, 2**18]))
+def test_cross_entropy_of_first_order(form: tuple[Tensor, Tensor, dict[str, Any]], piece: int) -> None:
+    logits, target, options = form
+    loss = lambda z: F.cross_entropy(z, target, **options).sin().sum()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernels, "SIZE", piece)
+        slope, gradients = lean(loss, [logits], [logits.cos()])
+    expected, others = twice(loss, [logits], [logits.cos()])
+    close([slope, *gradients], [expected, *others])

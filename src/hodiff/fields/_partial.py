@@ -353,7 +353,7 @@ def jet(
         if torch.compiler.is_compiling():
             _compiled_callers.check_point([point for point in points if not _jet.is_jet(point)])
         try:
-            output, expansion = _pushforward.push(f, points, seeds, order, record=record)
+            output, expansion = _pushforward.push(f, points, seeds, order, record=record, mixes=True)
         except NoRule as error:
             if error.way_out != OTHER_ROUTE:
                 raise

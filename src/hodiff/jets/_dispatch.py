@@ -27,6 +27,7 @@ from hodiff.jets._jet import (
     JetRule,
     NoRule,
     Several,
+    in_one_direction,
     is_jet,
     jets_among,
     listed,
@@ -137,6 +138,11 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         raise NoRule("assignment to an index (h[...] = value)", "use torch.where or torch.cat")
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(name, args, kwargs)
+    fused = RULES.first.get(name)
+    if fused is not None and in_one_direction(expansion, args, kwargs):
+        result = _run(fused, name, func, expansion, args, kwargs)
+        if result is not NotImplemented:
+            return result
     rule = RULES.known.get(name)
     if rule is None:
         return _without_rule(name, func, expansion, args, kwargs, traced=traced)
@@ -171,14 +177,14 @@ def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, k
     finally:
         inside.rules -= 1
         torch._C._set_grad_enabled(recording)
-    if expansion.counter is not None:
+    if expansion.counter is not None and result is not NotImplemented:
         expansion.counter.count(name, rule.kind, time.perf_counter() - start)
     if rule.kind in _FRESH and name != "einsum":  # of one operand it may be a view
         return wrapped(result, expansion, name)
     return _with_shares(wrapped(result, expansion, name), args, kwargs)
 
 
-_FRESH = frozenset(("elementwise", "bilinear"))
+_FRESH = frozenset(("elementwise", "bilinear", "fused"))
 """The kinds of rules whose results are always new memory."""
 
 

@@ -141,6 +141,7 @@ class JetRules:
 
     Attributes:
         known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
+        first: Those of some operations for first order in one direction, by one formula.
         fallback: The rule for operations without one.
         dispatch: What an operation on jets is handed to; jets know it by this, and it knows the
             jets.
@@ -148,6 +149,7 @@ class JetRules:
 
     def __init__(self) -> None:
         self.known: dict[str, JetRule] = {}
+        self.first: dict[str, JetRule] = {}
         self.fallback: Callable[..., Any] = _none
         self.dispatch: Callable[[Any, Any, Any], Any] = _none
         self._names: dict[Any, str] = {}
@@ -157,8 +159,8 @@ class JetRules:
         """Register a rule under the names of its operations."""
 
         def register(apply: Callable[..., Any]) -> Callable[..., Any]:
-            for name in names:
-                self.known[name] = JetRule(kind, apply)
+            table = self.first if kind == "fused" else self.known
+            table.update(dict.fromkeys(names, JetRule(kind, apply)))
             return apply
 
         return register
@@ -198,6 +200,61 @@ def _none(*args: Any) -> Any:
 RULES = JetRules()
 
 rule = RULES.register
+
+Formula = Callable[..., Any]
+
+
+def first_order(*names: str) -> Callable[[Formula], Formula]:
+    """Register a formula for first order in one direction, of the operation's own arguments.
+
+    It takes these apart by `value_and_tangent`, and gives such a pair; or NotImplemented, where the
+    rule for any order is to be asked.
+    """
+
+    def register(formula: Formula) -> Formula:
+        def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+            kept = {name: kwargs[name] for name in kwargs if name not in OF_NO_EFFECT}
+            return of_first_order(formula(*args, **kept))
+
+        rule("fused", *names)(apply)
+        return formula
+
+    return register
+
+
+def of_first_order(made: Any) -> Any:
+    """The series of a value and its tangent."""
+    if made is NotImplemented:
+        return made
+    value, tangent = made
+    return [value, tangent.to(value.dtype).expand(value.shape).unsqueeze(0)]
+
+
+OF_NO_EFFECT = ("inplace", "out", "_stacklevel")
+"""Arguments that are seen to before a rule is asked, or of no effect on values."""
+
+
+def value_and_tangent(x: Any) -> tuple[Any, Any]:
+    """The value of an argument, and its tangent, whose shape is the value's; None of a constant."""
+    if not isinstance(x, Jet):
+        return x, None
+    value, tangent = x.series
+    return value, tangent.squeeze(0).expand(value.shape)
+
+
+def in_one_direction(expansion: Expansion, args: Any, kwargs: Any) -> bool:
+    """Whether the formulas for first order apply: to plain real tensors, each with one tangent."""
+    if expansion.order > 1 or torch.compiler.is_compiling():
+        return False
+    for jet in jets_among((*args, *kwargs.values())):
+        value, tangent = jet.series
+        if jet.expansion is not expansion or type(tangent) is not Tensor or len(tangent) != 1:
+            return False
+        if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_floating_point():
+            return False
+        if torch.is_autocast_enabled(value.device.type):
+            return False
+    return True
 
 
 def operation(func: Any) -> str:

@@ -41,6 +41,7 @@ def push(
     record: bool = True,
     counter: Any = None,
     max_bytes: float | None = None,
+    mixes: bool = False,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Expansion]:
@@ -58,11 +59,19 @@ def push(
         counter: Where rules are counted.
         max_bytes: How many bytes a coefficient may take; `CoefficientTooLarge` is raised where one
             would take more.
+        mixes: Whether `f` may mix samples, as batch norm in training mode does.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
     """
     rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
-    options = {"groups": groups, "weights": weights, "record": record, "counter": counter, "max_bytes": max_bytes}
+    options = {
+        "groups": groups,
+        "weights": weights,
+        "record": record,
+        "counter": counter,
+        "max_bytes": max_bytes,
+        "mixes": mixes,
+    }
     if torch.compiler.is_compiling():
         undo: _settings.Undo = []
         expansion = Expansion(_series.begin(undo), order, rows, **options)
@@ -190,8 +199,8 @@ class Operation:
 
     Attributes:
         name: Its name in PyTorch.
-        kind: The kind of its rule: elementwise, bilinear, linear, special, constant, or
-            `"fallback"`.
+        kind: The kind of its rule: elementwise, bilinear, linear, special, constant, fused (one
+            formula, at first order), or `"fallback"`.
         calls: How often it was called.
         seconds: The time that its rule took, in all.
     """

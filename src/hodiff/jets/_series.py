@@ -110,6 +110,7 @@ class Expansion:
         max_bytes: How many bytes a coefficient may take, or None for any number.
         widest: The bytes of the largest value met, where there is a limit.
         nests: Whether a later expansion began at a jet of this one.
+        mixes: Whether samples may be mixed (batch norm in training mode): nothing is told of one.
         constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
         surroundings: The transform and the tracer that it began in.
         refused: The operation that was last refused below Python, where another error may take the
@@ -124,6 +125,7 @@ class Expansion:
         "directions",
         "groups",
         "max_bytes",
+        "mixes",
         "nests",
         "number",
         "order",
@@ -146,6 +148,7 @@ class Expansion:
         record: bool = True,
         counter: Any = None,
         max_bytes: float | None = None,
+        mixes: bool = False,
     ) -> None:
         self.number = number
         self.order = order
@@ -158,6 +161,7 @@ class Expansion:
         self.max_bytes = max_bytes
         self.widest = 0
         self.nests = False
+        self.mixes = mixes
         self.constants: dict[int, Tensor] = {}
         self.refused: str | None = None
         self.surroundings = None if torch.compiler.is_compiling() else surroundings()

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,21 @@ class AttentionForm:
     causal: bool
     fused: bool
     mask_varies: bool
+
+    @classmethod
+    def of(
+        cls,
+        given: Sequence[Any],
+        causal: bool,
+        scale: float | None,
+        mask_varies: bool,
+    ) -> AttentionForm:
+        """The form for q, k, v and a mask."""
+        q, _, v, _ = given
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        # PyTorch's kernel multiplies the -inf of a causal mask by the scale, too: NaN if negative.
+        fused = q.device.type == CPU and q.shape[3] == v.shape[3] and factor > 0
+        return cls(factor, causal, fused, mask_varies)
 
 
 @final
@@ -184,37 +199,62 @@ def _first(piece: Piece, *given: Any) -> Tensors:
     return s * (W @ K), s * (W.mT @ Q), P.mT @ G, W, None
 
 
+class _Moved(NamedTuple):
+    """What the second derivative of a piece and its tangent have in common, in the names above."""
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor
+    P: Tensor
+    E: Tensor
+    U: Tensor | None
+    R: Tensor | None
+    L: Tensor | None
+
+    @classmethod
+    def of(cls, piece: Piece, arguments: Sequence[Any], along: Sequence[Any]) -> _Moved:
+        q, k, v, mask = arguments
+        shared, s = k.shape[1], piece.form.scale
+        Q = piece.queries(q, shared)
+        K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
+        P = piece.weights(Q, K, mask, shared)
+        uq, uk, uv, um = along
+        U = None if uq is None else piece.queries(uq, shared) * s
+        R, L = (None if x is None else piece.of_keys(x).to(piece.dtype) for x in (uk, uv))
+        A = None if U is None else U @ K.mT
+        if R is not None:
+            A = (Q * s) @ R.mT if A is None else A + (Q * s) @ R.mT
+        if um is not None:
+            part = piece.of_mask(um, shared).to(piece.dtype)
+            A = part.expand(piece.apart(P).shape) if A is None else piece.apart(A) + part
+            A = A.flatten(2, 3)
+        E = torch.zeros_like(P) if A is None else P * A
+        E = torch.addcmul(E, P, E.sum(-1, keepdim=True), value=-1)
+        return cls(Q, K, V, P, E, U, R, L)
+
+    def along(self) -> Tensor:
+        """The tangent of the piece's result."""
+        tangent = self.E @ self.V
+        return tangent if self.L is None else tangent + self.P @ self.L
+
+
 def _second(piece: Piece, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
     """The gradients of the first ones, of one piece; without `out`, by plain operations."""
-    q, k, v, mask, g, out = arguments
-    shared, s = k.shape[1], piece.form.scale
-    Q, G = piece.queries(q, shared), piece.queries(g, shared)
-    K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
-    P = piece.weights(Q, K, mask, shared)
+    *given, g, out = arguments
+    moved = Q, K, V, P, E, U, R, L = _Moved.of(piece, given, cotangents)
+    shared, s = given[1].shape[1], piece.form.scale
+    G = piece.queries(g, shared)
     D = G @ V.mT
     D = D - (P * D if out is None else G * piece.queries(out, shared)).sum(-1, keepdim=True)
-    uq, uk, uv, um = cotangents
-    U = None if uq is None else piece.queries(uq, shared) * s
-    R, L = (None if x is None else piece.of_keys(x).to(piece.dtype) for x in (uk, uv))
-    A = None if U is None else U @ K.mT
-    if R is not None:
-        A = (Q * s) @ R.mT if A is None else A + (Q * s) @ R.mT
-    if um is not None:
-        part = piece.of_mask(um, shared).to(piece.dtype)
-        A = part.expand(piece.apart(P).shape) if A is None else piece.apart(A) + part
-        A = A.flatten(2, 3)
-    zero = torch.zeros_like(P)
-    E = zero if A is None else P * A
-    E = torch.addcmul(E, P, E.sum(-1, keepdim=True), value=-1)
     X = E * D if L is None else torch.addcmul(E * D, P, G @ L.mT)
     S = torch.addcmul(X, P, X.sum(-1, keepdim=True), value=-1)
     W = P * D
-    by_q, by_k, by_g = S @ K * s, S.mT @ Q * s, E @ V
+    by_q, by_k = S @ K * s, S.mT @ Q * s
     if R is not None:
         by_q = by_q + W @ R * s
     if U is not None:
         by_k = by_k + W.mT @ U
-    return by_q, by_k, E.mT @ G, S, by_g if L is None else by_g + P @ L
+    return by_q, by_k, E.mT @ G, S, moved.along()
 
 
 def _additive(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -379,8 +419,11 @@ class AttentionTangent(Chunked):
     def forward(q: Any, k: Any, v: Any, mask: Any, out: Any, *rest: Any) -> Any:
         """What the second derivative is by the cotangent, which does not depend on that."""
         *tangents, form = rest
-        zero = torch.zeros_like(out)
-        return AttentionCurvature.apply(q, k, v, mask, zero, out, *tangents, form)[4]
+
+        def along(piece: Piece) -> Tensors:
+            return *[None] * 4, _Moved.of(piece, (q, k, v, mask), tangents).along()
+
+        return _summed(along, form, q, k, v, mask)[4]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -392,7 +435,8 @@ class AttentionTangent(Chunked):
         form = replace(ctx.form, fused=False, mask_varies=varies)
         made = AttentionCurvature.apply(q, k, v, mask, cotangents[0], out, *tangents, form)[:4]
         along = AttentionGradient.apply(q, k, v, mask, cotangents[0], out, None, form)
-        return *made, None, *along[:3], None if tangents[3] is None else along[3], None
+        pairs = zip(along, tangents, strict=True)
+        return *made, None, *(None if t is None else by for by, t in pairs), None
 
 
 # --- the kernel -----------------------------------------------------------------------------------
@@ -448,13 +492,35 @@ def attention(
             prepared = _prepared(_cast(given), enable_gqa)
         if prepared is None:
             return _plainly(*given, dropout_p, is_causal, **rest)
-        q, k, v, mask, lead = prepared
-        factor = q.shape[3] ** -0.5 if scale is None else scale
-        # PyTorch's kernel multiplies the -inf of a causal mask by the scale, too: NaN if negative.
-        fused = q.device.type == CPU and q.shape[3] == v.shape[3] and factor > 0
-        form = AttentionForm(factor, is_causal, fused, _kernels.varies(attn_mask))
-        out = Attention.apply(q, k, v, mask, form)[0]
+        *arguments, lead = prepared
+        form = AttentionForm.of(arguments, is_causal, scale, _kernels.varies(attn_mask))
+        out = Attention.apply(*arguments, form)[0]
         return out.reshape(*lead, *out.shape[2:]) if len(lead) != 2 else out
+
+
+def attention_along(
+    given: Sequence[Any],
+    tangents: Sequence[Any],
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The result and its tangent; NotImplemented where plain operations are as good."""
+    if dropout_p or (is_causal and given[3] is not None) or not _kernels.served(*given, *tangents):
+        return NotImplemented
+    prepared = _prepared(given, enable_gqa)
+    if prepared is None:
+        return NotImplemented
+    *arguments, lead = prepared
+    pairs = zip(given, tangents, strict=True)
+    moved = _prepared([x if t is None else t for x, t in pairs], enable_gqa)[:4]
+    form = AttentionForm.of(arguments, is_causal, scale, tangents[3] is not None)
+    with _kernels.without():
+        out = Attention.apply(*arguments, form)[0]
+        along = [None if t is None else x for x, t in zip(moved, tangents, strict=True)]
+        tangent = AttentionTangent.apply(*arguments, out.detach(), *along, form)
+    return tuple(x.reshape(*lead, *x.shape[2:]) for x in (out, tangent))
 
 
 def _first_is_enough(q: Tensor) -> bool:

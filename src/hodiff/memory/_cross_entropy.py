@@ -186,11 +186,40 @@ class CrossEntropy(Chunked):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Its derivative along a tangent, by plain operations."""
-        z, target, weight, _ = ctx.saved_tensors
-        targets = Targets(ctx.form, target, weight, z.dtype)
-        mean = (targets.counted(z).softmax(1) * tangents[0]).sum(1, keepdim=True)
-        return targets.total(z.shape[1]) * mean - targets.along(tangents[0]), None
+        """Its derivative along a tangent, which is differentiable itself."""
+        return CrossEntropyTangent.apply(*ctx.saved_tensors, tangents[0], ctx.form), None
+
+
+@final
+class CrossEntropyTangent(Chunked):
+    """The derivative of each row's loss along a tangent of the logits."""
+
+    @staticmethod
+    def forward(*given: Any) -> Tensor:
+        """What the second derivative is by the cotangent, which does not depend on that."""
+        *arguments, along, form = given
+        result = arguments[0].new_empty(arguments[3][:, :1].shape)
+        for piece in _pieces(arguments[0]):
+            logits, targets, (each, u) = _Rows.of(piece, form, *arguments, along)
+            largest, normal = each.split(1, 1)
+            inner = (torch.sub(logits, largest).exp_() * u).sum(1, keepdim=True) / normal
+            result[piece] = targets.total(logits.shape[1]) * inner - targets.along(u)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """By the logits the second derivative; linear in the tangent."""
+        if cotangents[0] is None:
+            return (None,) * 6
+        *arguments, along = ctx.saved_tensors
+        given = (*arguments, cotangents[0])
+        by_z = CrossEntropyCurvature.apply(*given, along, ctx.form)[0]
+        return by_z, None, None, None, CrossEntropyGradient.apply(*given, ctx.form), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """The tangents of this one, by plain operations."""
+        return _kernels.pushed(_along_whole(ctx.form), ctx.saved_tensors, tangents)[0]
 
 
 @final
@@ -259,6 +288,17 @@ class CrossEntropyCurvature(Chunked):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """By plain operations, too."""
         return _kernels.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
+
+
+def _along_whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
+    """The derivative along a tangent by plain operations, in one piece."""
+
+    def tangent(z: Tensor, target: Tensor, weight: Any, _: Any, u: Any) -> Tensors:
+        targets = Targets(form, target, weight, z.dtype)
+        inner = (targets.counted(z).softmax(1) * u).sum(1, keepdim=True)
+        return (targets.total(z.shape[1]) * inner - targets.along(u),)
+
+    return tangent
 
 
 def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
@@ -337,26 +377,75 @@ def cross_entropy(
     """`F.cross_entropy`, in a thread that has our kernels."""
     with _kernels.without():
         rest = (weight, reduction, ignore_index, label_smoothing)
-        if not _is_ours(logits, target, weight, ignore_index):
+        if not _kernels.varies(logits) or not _is_ours(logits, target, weight, ignore_index):
             return torch.ops.aten.cross_entropy_loss(logits, target, *rest)
         z, t = _three(logits, target)
         form = CrossEntropyForm(label_smoothing, ignore_index)
         loss = CrossEntropy.apply(z, t, weight, form)[0]
-        if reduction == 0:
-            return loss.reshape(_rows_of(logits))
-        if reduction == 2:
-            return loss.sum()
-        if not t.is_floating_point():  # a mean is the last operation, for `_versions.reduction`
-            live = t != ignore_index
-            counted = live if weight is None else weight[torch.where(live, t, 0)] * live
-            wide = torch.promote_types(loss.dtype, torch.float32)
-            loss = loss * (loss.numel() / counted.sum(dtype=wide))
-        return loss.mean()
+        return _reduced(loss, reduction, _rows_of(logits), t, weight, ignore_index)
+
+
+def _reduced(
+    loss: Any,
+    reduction: int,
+    rows: tuple[int, ...],
+    t: Any,
+    weight: Any,
+    ignored: int,
+) -> Any:
+    """The losses of rows as they are asked for."""
+    if reduction == 0:
+        return loss.reshape(rows)
+    if reduction == 2:
+        return loss.sum()
+    if not t.is_floating_point():  # a mean is the last operation, for `_versions.reduction`
+        live = t != ignored
+        counted = live if weight is None else weight[torch.where(live, t, 0)] * live
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        loss = loss * (loss.numel() / counted.sum(dtype=wide))
+    return loss.mean()
+
+
+def written_out(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross-entropy by plain operations, which series pass through; sums in float32 at least."""
+    z, t = _three(logits, target)
+    wide = torch.promote_types(z.dtype, torch.float32)
+    targets = Targets(CrossEntropyForm(label_smoothing, ignore_index), t, weight, wide)
+    loss = -targets.along(torch.log_softmax(targets.counted(z.to(wide)), 1))
+    return _reduced(loss, reduction, _rows_of(logits), t, weight, ignore_index).to(z.dtype)
+
+
+def cross_entropy_along(
+    logits: Tensor,
+    tangent: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """The result and its tangent; NotImplemented where plain operations are as good."""
+    if not _is_ours(logits, target, weight, ignore_index):
+        return NotImplemented
+    (z, t), along = _three(logits, target), tangent.reshape(_three(logits, target)[0].shape)
+    form = CrossEntropyForm(label_smoothing, ignore_index)
+    with _kernels.without():
+        loss, sums = CrossEntropy.apply(z, t, weight, form)
+        parts = loss, CrossEntropyTangent.apply(z, t, weight, sums, along, form)
+    rest = (reduction, _rows_of(logits), t, weight, ignore_index)
+    return tuple(_reduced(part, *rest) for part in parts)
 
 
 def _is_ours(z: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> bool:
     """Whether cross-entropy is computed by us; where an argument is wrong, PyTorch says so."""
-    if not _kernels.varies(z) or _kernels.varies(target) or _kernels.varies(weight):
+    if _kernels.varies(target) or _kernels.varies(weight):
         return False
     if z.numel() < LEAST or not z.is_floating_point() or not _kernels.served(z, target, weight):
         return False

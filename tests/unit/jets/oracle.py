@@ -40,3 +40,21 @@ def pushed(f, x: Tensor, path: list[Tensor], order: int) -> list[Tensor]:
 def error(got: Tensor, expected: Tensor) -> float:
     assert got.shape == expected.shape
     return float(((got - expected).abs().max() / (1 + expected.abs().max())).detach())
+
+
+def lean(loss, points, directions, **options):
+    """The derivative along the directions, and its gradient: Hessian-vector product."""
+    points = [x.detach().requires_grad_() for x in points]
+    seeds = [[v.unsqueeze(0)] for v in directions]
+    output, expansion = _pushforward.push(loss, points, seeds, 1, mixes=True, **options)
+    slope = _pushforward.coefficients(output, expansion)[1].squeeze(0)
+    return slope.detach(), torch.autograd.grad(slope, points, materialize_grads=True, allow_unused=True)
+
+
+def twice(loss, points, directions):
+    """The same by PyTorch's double backward."""
+    points = [x.detach().requires_grad_() for x in points]
+    with sdpa_kernel(SDPBackend.MATH):
+        gradients = torch.autograd.grad(loss(*points), points, create_graph=True)
+    slope = sum((g * v).sum() for g, v in zip(gradients, directions, strict=True))
+    return slope.detach(), torch.autograd.grad(slope, points, materialize_grads=True, allow_unused=True)

@@ -252,6 +252,9 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "jvp": lambda: pushed(q, mask),
     "grad of jvp": lambda: func.grad(lambda x, m: pushed(x, m)[1].sin().sum(), (0, 1))(q, mask),
     "grad of grad of jvp": lambda: func.grad(lambda x: func.grad(lambda y: pushed(y, mask)[1].sin().sum())(x).sum())(q),
+    "grad of jvp, of the queries alone": lambda: func.grad(
+        lambda x: func.jvp(lambda y: attention(y, q.sin(), q, mask), (x,), (q.cos(),))[1].sin().sum()
+    )(q),
     "jvp of grad": lambda: func.jvp(func.grad(loss, (0, 1)), (q, mask), (q.cos(), mask.cos())),
     "grad of jvp of grad": lambda: func.grad(lambda x: func.jvp(func.grad(loss), (x,), (x.cos(),))[1].sin().sum())(q),
     "jvp of grad of grad": lambda: forward(func.grad(lambda x: func.grad(loss)(x).sin().sum()), q),
@@ -261,6 +264,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "cross-entropy, jvp of jvp": lambda: forward(lambda x: forward(entropy, x), q),
     "cross-entropy, jvp of grad of grad": lambda: forward(func.grad(lambda x: func.grad(entropy)(x).exp().sum()), q),
     "cross-entropy, jvp of grad of jvp": lambda: forward(func.grad(lambda x: forward(entropy, x)), q),
+    "cross-entropy, vmap of grad of jvp": lambda: func.vmap(func.grad(lambda x: forward(entropy, x)))(q[:, None]),
     "cross-entropy, hessian": lambda: func.hessian(entropy)(q),
     "cross-entropy, jacrev thrice": lambda: func.jacrev(func.jacrev(func.jacrev(entropy)))(q[:1, :1]),
     "cross-entropy, grad of jvp": lambda: func.grad(lambda x: func.jvp(entropy, (x,), (x.cos(),))[1])(q),

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, belongs, operation, rule, series_of
+from hodiff.jets._jet import (
+    NoRule,
+    belongs,
+    first_order,
+    operation,
+    rule,
+    series_of,
+    value_and_tangent,
+)
 from hodiff.jets._series import (
     Expansion,
     Series,
@@ -118,9 +127,68 @@ def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [F.linear(series[0], weight, bias), *each(wide, lambda c: F.linear(c, weight))]
 
 
+@first_order("linear")
+def linear_along(input: Any, weight: Any, bias: Any = None) -> Any:
+    """The sum with the bias, and with the other product, in the kernel of one product."""
+    (x, t), (w, u), (b, s) = map(value_and_tangent, (input, weight, bias))
+    if w.ndim != 2:
+        return NotImplemented
+    value = F.linear(x, w, b)
+    tangent = s if t is None else F.linear(t, w, s)
+    if u is None:
+        return value, tangent
+    if t is None:
+        return value, F.linear(x, u, s)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    tangent = tangent.expand(value.shape).reshape(len(rows), len(w))
+    return value, torch.addmm(tangent, rows, u.T).reshape(value.shape)
+
+
+@first_order("matmul", "mm", "bmm")
+def matmul_along(a: Any, b: Any) -> Any:
+    """Without a dimension for directions, which would make copies of a stack."""
+    (x, t), (y, u) = value_and_tangent(a), value_and_tangent(b)
+    given = [pair for pair in ((t, y), (x, u)) if pair[0] is not None and pair[1] is not None]
+    return torch.matmul(x, y), sum(starmap(torch.matmul, given[1:]), torch.matmul(*given[0]))
+
+
 def _turned(coefficient: Any, shape: Any) -> Any:
     coefficient = full(coefficient, shape)
     return coefficient.mT if len(shape) > 1 else coefficient
+
+
+@rule("bilinear", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
+def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of constant weights the directions join the batch; those of weights are taken one by one."""
+    names = ("input", "weight", "bias", "stride", "padding")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    behind = _BEHIND[len(args) > 5 and "transpose" in operation(func)]
+    given |= dict(zip(behind, args[5:], strict=False))
+    x, w, bias = (series_of(given.pop(name, None), expansion) for name in names[:3])
+    spatial, shape = w[0].ndim - 2, x[0].shape
+
+    def convolve(a: Any, b: Any) -> Any:
+        """Of values, or of coefficients, which have a dimension for directions in front."""
+        if b.ndim == w[0].ndim:
+            if a.ndim == len(shape):
+                return func(a, b, None, **given)
+            made = func(full(a, shape).flatten(0, -spatial - 2), b, None, **given)
+            return made.unflatten(0, (a.shape[0], *shape[: -spatial - 1]))
+        kernels, apart = full(b, w[0].shape), a.ndim > len(shape)
+        count = max(len(a), len(b)) if apart else len(b)
+        signals = full(a, shape).expand(count, *shape) if apart else [a] * count
+        pairs = zip(signals, kernels.expand(count, *w[0].shape), strict=True)
+        return torch.stack([func(signal, kernel, None, **given) for signal, kernel in pairs])
+
+    x, w = ([s[0], *each(s[1:], lambda c, s=s: aligned(c, s[0].ndim))] for s in (x, w))
+    out = [convolved(expansion, x, w, k, convolve) for k in range(1, expansion.order + 1)]
+    value = func(x[0], w[0], bias[0], **given)
+    along = each(bias[1:], lambda c: full(c, bias[0].shape).reshape(len(c), -1, *[1] * spatial))
+    along = each(along, lambda c: full(c, value.shape))
+    return [value, *map(total, out, along)]
+
+
+_BEHIND = {False: ("dilation", "groups"), True: ("output_padding", "groups", "dilation")}
 
 
 @rule("composite", "addmm", "addbmm", "baddbmm", "addmv", "addr")

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from hodiff._core import _near_zero, _substitutes
+from hodiff._core import _kernels, _near_zero, _substitutes
+from hodiff._core._kernels import Chunked
 from hodiff.jets import _jet
-from hodiff.jets._jet import ByNoRoute, NoRule, operation, rule
-from hodiff.jets._series import Expansion, aligned
+from hodiff.jets._jet import (
+    OF_NO_EFFECT,
+    ByNoRoute,
+    NoRule,
+    first_order,
+    of_first_order,
+    operation,
+    rule,
+    value_and_tangent,
+)
+from hodiff.jets._series import Expansion, aligned, scaled, total
 from hodiff.jets.rules.elementwise import looked
 from hodiff.jets.rules.fallback import fallback
 
 Definition = Callable[..., Any]
 
-_FLAGS = ("inplace", "out", "_stacklevel")
-"""Arguments that are seen to before a rule is asked, or of no effect on values."""
+_ATEN = torch.ops.aten
 
 
 def composite(*names: str) -> Callable[[Definition], Definition]:
@@ -27,7 +38,8 @@ def composite(*names: str) -> Callable[[Definition], Definition]:
 
     def register(definition: Definition) -> Definition:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-            return definition(*args, **{key: kwargs[key] for key in kwargs if key not in _FLAGS})
+            kept = {name: kwargs[name] for name in kwargs if name not in OF_NO_EFFECT}
+            return definition(*args, **kept)
 
         rule("composite", *names)(apply)
         return definition
@@ -103,18 +115,174 @@ def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @rule("composite", "batch_norm")
 def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """With running statistics only; those of the batch mix its samples."""
+    """With the statistics of the batch only where its samples may mix."""
     given = _named(func, args, kwargs, "training")
-    if given.get("training") or given.get("running_mean") is None:
+    if not expansion.mixes and (given.get("training") or given.get("running_mean") is None):
         why, way_out = "it mixes the samples of a batch", "Use model.eval() or another norm."
         raise ByNoRoute("BatchNorm in training mode", why, way_out)
-    return _substitutes.batch_norm(**given)
+    if given.get("training") or given.get("running_mean") is None:
+        return _substitutes.batch_norm(**given)
+    x = given["input"]
+    weight, bias = given.get("weight"), given.get("bias")
+    factor = torch.rsqrt(given["running_var"] + given.get("eps", 1e-5))
+    factor = factor if weight is None else factor * weight
+    mean = given["running_mean"] * factor
+    shift = -mean if bias is None else bias - mean
+    shape = (-1, *[1] * (x.ndim - 2))
+    return (x * factor.reshape(shape) + shift.reshape(shape)).to(x.dtype)
 
 
 @rule("composite", "instance_norm")
 def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Instance norm from its definition."""
     return _substitutes.instance_norm(**_named(func, args, kwargs, "use_input_stats"))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class NormForm:
+    """Over what a norm is taken, and how.
+
+    Attributes:
+        shape: The last dimensions, of a layer norm; None, of batch norm, for all but the second.
+        eps: What is added to the variance.
+    """
+
+    shape: Sequence[int] | None
+    eps: float
+
+    def kernels(self, x: Tensor, moving: Any = (None, None, 0.0)) -> Norm:
+        """By PyTorch's kernels, whose derivatives are wrong at third order."""
+        mask = [True, False, False]
+        if self.shape is not None:
+            normal, mean, scale = _ATEN.native_layer_norm(x, self.shape, None, None, self.eps)
+            rest = (x, self.shape, mean, scale, None, None, mask)
+            return Norm(scale, normal, lambda a: _ATEN.native_layer_norm_backward(a, *rest)[0])
+        *running, momentum = moving
+        given = (x, None, None, *running, True, momentum, self.eps)
+        normal, mean, scale = _ATEN.native_batch_norm(*given)
+        rest = (x, None, None, None, mean, scale, True, self.eps, mask)
+        pulled = lambda a: _ATEN.native_batch_norm_backward(a, *rest)[0]  # noqa: E731
+        return Norm(scale.reshape(-1, *[1] * (x.ndim - 2)), normal, pulled)
+
+    def plain(self, x: Tensor) -> Norm:
+        """By operations that are right at every order."""
+        centred = x - self.mean(x)
+        scale = torch.rsqrt(self.mean(centred.square()) + self.eps)
+        normal = centred * scale
+
+        def pulled(a: Tensor) -> Tensor:
+            across = torch.addcmul(a - self.mean(a), normal, self.mean(normal * a), value=-1)
+            return scale * across
+
+        return Norm(scale, normal, pulled)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over what the norm is taken over."""
+        batch = (0, *range(2, x.ndim))
+        dims = batch if self.shape is None else tuple(range(-len(self.shape), 0))
+        return x.mean(dims, keepdim=True)
+
+
+class Norm(NamedTuple):
+    """A norm without weights of some x: its scale, its value, its Jacobian, which is symmetric."""
+
+    scale: Tensor
+    value: Tensor
+    times: Callable[[Tensor], Tensor]
+
+
+@final
+class Standardised(Chunked):
+    r"""A norm without weights, and its tangent.
+
+    With the scale r, the norm n and its Jacobian J, a mean being \(\langle\cdot\rangle\), the
+    tangent is \(J t\), and for cotangents c of n and d of that the gradients are
+
+    \(J (c - r \langle n t \rangle d) - r (\langle d \cdot J t \rangle n + \langle n d \rangle J
+    t)\) by x, \(J d\) by t.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, t: Tensor, given: Any) -> Any:
+        """By the kernels, which move running statistics."""
+        form, moving = given
+        norm = form.kernels(x, moving)
+        return norm.value, norm.times(t)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """The formula above; in a pass that is recorded in plain operations."""
+        tensors, (form, _) = ctx.saved_tensors, ctx.form
+        dtype = tensors[0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        c, d = (torch.zeros_like(tensors[0]) if each is None else each for each in cotangents)
+        x, t, c, d = (each.to(wide) for each in (*tensors, c, d))
+        scale, normal, times = form.plain(x) if torch.is_grad_enabled() else form.kernels(x)
+        along = times(t)
+        bent = form.mean(normal * d) * along
+        bent = torch.addcmul(bent, form.mean(d * along), normal)
+        turned = times(torch.addcmul(c, scale * form.mean(normal * t), d, value=-1))
+        by_x = torch.addcmul(turned, scale, bent, value=-1)
+        return by_x.to(dtype), times(d).to(dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """The tangents of both, by plain operations."""
+
+        def pair(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+            norm = ctx.form[0].plain(x)
+            return norm.value, norm.times(t)
+
+        return _kernels.pushed(pair, ctx.saved_tensors, tangents)
+
+
+@rule("fused", "batch_norm")
+def batch_norm_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+    """With the statistics of the batch, of more than one value."""
+    given = _named(func, args, kwargs, "training")
+    pairs = [value_and_tangent(given.get(name)) for name in ("input", "weight", "bias")]
+    x = pairs[0][0]
+    if not expansion.mixes or not given.get("training") or x.numel() == x.shape[1]:
+        return NotImplemented
+    names = ("running_mean", "running_var", "momentum")
+    moving = [given.get(name, 0.1 if name == "momentum" else None) for name in names]
+    form, shape = NormForm(None, given.get("eps", 1e-5)), (-1, *[1] * (x.ndim - 2))
+    return of_first_order(_norm_along((form, moving), pairs, shape))
+
+
+@first_order("layer_norm")
+def layer_norm_along(
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    """Over the last dimensions."""
+    pairs = [value_and_tangent(each) for each in (input, weight, bias)]
+    return _norm_along((NormForm(normalized_shape, eps), None), pairs, tuple(normalized_shape))
+
+
+def _norm_along(given: Any, pairs: Sequence[Any], shape: Sequence[int]) -> Any:
+    """A norm with weights, and its tangent."""
+    x, *affine = pairs
+    if x[1] is None:
+        return NotImplemented
+    normal, along = Standardised.apply(*x, given)
+    shaped = ([None if each is None else each.reshape(shape) for each in pair] for pair in affine)
+    (w, u), (b, s) = shaped
+    value = total(scaled(normal, 1 if w is None else w), b)
+    return value.to(normal.dtype), _affine_along(along, w, scaled(normal, u), s)
+
+
+def _affine_along(along: Any, weight: Any, moved: Any, bias: Any) -> Any:
+    """The tangent of weight · norm + bias; of the weight, that times the norm is given."""
+    base = total(moved, bias)
+    if along is None or weight is None or base is None:
+        return total(along if weight is None else scaled(along, weight), base)
+    return torch.addcmul(base.to(along.dtype), along, weight.to(along.dtype))
 
 
 def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
@@ -138,9 +306,7 @@ def group_norm(
 ) -> Any:
     """A layer norm of each group of channels."""
     groups = input.reshape(input.shape[0], num_groups, -1)
-    centred = groups - groups.mean(-1, keepdim=True)
-    normal = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    normal = normal.reshape(input.shape)
+    normal = F.layer_norm(groups, groups.shape[-1:], eps=eps).reshape(input.shape)
     shape = (1, -1, *[1] * (input.ndim - 2))
     normal = normal if weight is None else normal * weight.reshape(shape)
     return normal if bias is None else normal + bias.reshape(shape)
@@ -153,6 +319,27 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
     least = torch.finfo(input.dtype).eps if eps is None else eps
     normal = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + least)
     return normal if weight is None else normal * weight
+
+
+@first_order("rms_norm")
+def rms_norm_along(
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: float | None = None,
+) -> Any:
+    """With sums in float32, as PyTorch has them."""
+    (x, t), (w, u) = value_and_tangent(input), value_and_tangent(weight)
+    if t is None:
+        return NotImplemented
+    dims, dtype = tuple(range(-len(normalized_shape), 0)), x.dtype
+    x, t = (each.to(torch.promote_types(dtype, torch.float32)) for each in (x, t))
+    least = torch.finfo(dtype).eps if eps is None else eps
+    scale = torch.rsqrt(x.square().mean(dims, keepdim=True) + least)
+    normal = x * scale
+    t = torch.addcmul(t, normal, (normal * t).mean(dims, keepdim=True), value=-1) * scale
+    value = normal if w is None else normal * w
+    return value.to(dtype), _affine_along(t, w, None if u is None else normal * u, None)
 
 
 @rule("composite", "var", "std", "var_mean", "std_mean")
@@ -247,6 +434,36 @@ def attention(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = F.softmax(scores, dim=-1) if attn_mask is None else _safe_softmax(scores)
     return (F.dropout(weights, p=dropout_p) if dropout_p else weights) @ value
+
+
+@first_order("scaled_dot_product_attention")
+def attention_along(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In closed form where that is leaner, as outside of Taylor mode."""
+    given = zip(*map(value_and_tangent, (query, key, value, attn_mask)), strict=True)
+    module = _kernels.module_of("scaled_dot_product_attention")
+    return module.attention_along(*given, *args, **kwargs)
+
+
+@composite("cross_entropy_loss")
+def cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    """The targets' mean of the logarithm of `softmax`."""
+    return _kernels.module_of("cross_entropy_loss").written_out(*args, **kwargs)
+
+
+@first_order("cross_entropy_loss")
+def cross_entropy_along(logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """Row by row where that is leaner, as outside of Taylor mode."""
+    if _jet.jets_among((*args, *kwargs.values())):
+        return NotImplemented
+    module = _kernels.module_of("cross_entropy_loss")
+    return module.cross_entropy_along(*value_and_tangent(logits), *args, **kwargs)
 
 
 def _safe_softmax(scores: Any) -> Any:

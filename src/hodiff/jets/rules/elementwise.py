@@ -17,7 +17,14 @@ import torch.nn.functional as F
 
 from hodiff._core import _near_zero, _substitutes
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, operation, rule, series_of
+from hodiff.jets._jet import (
+    NoRule,
+    first_order,
+    operation,
+    rule,
+    series_of,
+    value_and_tangent,
+)
 from hodiff.jets._series import Expansion, Series, added, aligned, composed, scaled, total
 
 Coefficients = Callable[..., Series]
@@ -409,3 +416,60 @@ for _names, _coefficients in {
     **{names: _line(given) for names, given in LINES.items()},
 }.items():
     elementwise(*_names.split())(_coefficients)
+
+
+# --- first order in one direction: PyTorch's backward kernels, where Jacobians are symmetric ------
+
+
+_ATEN = torch.ops.aten
+
+
+def _bent(x: Any, t: Any) -> tuple[Any, Any]:
+    """The SiLU function; PyTorch's kernel of its slope has no derivative."""
+    value, s = F.silu(x), torch.sigmoid(x)
+    return value, t * torch.addcmul(s, value, 1 - s)
+
+
+def _along_softmax(x: Any, t: Any, dim: int | None = None, dtype: Any = None) -> Any:
+    if dim is None:
+        return NotImplemented
+    value = F.softmax(x, dim, dtype=dtype)
+    return value, vars(torch)["_softmax_backward_data"](t.to(value.dtype), value, dim, value.dtype)
+
+
+def _along_log_softmax(x: Any, t: Any, dim: int | None = None, dtype: Any = None) -> Any:
+    if dim is None:
+        return NotImplemented
+    value = F.log_softmax(x, dim, dtype=dtype)
+    wide = torch.promote_types(value.dtype, torch.float32)  # in which PyTorch takes sums
+    return value, t - (F.softmax(x, dim, dtype=wide) * t).sum(dim, keepdim=True)
+
+
+TANGENTS: dict[str, Callable[..., Any]] = {
+    "relu": lambda x, t: (torch.relu(x), _ATEN.threshold_backward(t, x, 0)),
+    "tanh": lambda x, t: (y := torch.tanh(x), _ATEN.tanh_backward(t, y)),
+    "sigmoid expit special_expit": lambda x, t: (
+        y := torch.sigmoid(x),
+        _ATEN.sigmoid_backward(t, y),
+    ),
+    "gelu": lambda x, t, approximate="none": (
+        F.gelu(x, approximate=approximate),
+        _ATEN.gelu_backward(t, x, approximate=approximate),
+    ),
+    "silu": _bent,
+    "softmax special_softmax": _along_softmax,
+    "log_softmax special_log_softmax": _along_log_softmax,
+}
+"""The value and the tangent of an operation of one tensor, from those of that."""
+
+
+def _of_one(along: Callable[..., Any]) -> Callable[..., Any]:
+    def formula(input: Any, *args: Any, **kwargs: Any) -> Any:
+        x, t = value_and_tangent(input)
+        return NotImplemented if t is None else along(x, t, *args, **kwargs)
+
+    return formula
+
+
+for _names, _along in TANGENTS.items():
+    first_order(*_names.split())(_of_one(_along))

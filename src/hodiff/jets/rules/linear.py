@@ -107,41 +107,25 @@ def rows_of(parts: Iterable[Series], k: int) -> int:
     return next((part[k].shape[0] for part in parts if part[k] is not None), 0)
 
 
-@rule("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """With constant weights: the directions join the batch."""
-    names = ("input", "weight", "bias", "stride", "padding")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    given |= dict(zip(_BEHIND[len(args) > 5 and "transpose" in operation(func)], args[5:], strict=False))
-    x = series_of(given.pop("input"), expansion)
-    weight, bias = given.pop("weight"), given.pop("bias", None)
-    if belongs(weight, expansion) or belongs(bias, expansion):
-        raise NoRule(operation(func), "with weights that depend on the variable")
-    spatial, shape = weight.ndim - 2, x[0].shape
-
-    def folded(c: Any) -> Any:
-        """With all leading dimensions of a coefficient as one."""
-        rows = func(full(c, shape).flatten(0, -spatial - 2), weight, None, **given)
-        return rows.unflatten(0, (c.shape[0], *shape[: -spatial - 1]))
-
-    return [func(x[0], weight, bias, **given), *each(x[1:], folded)]
-
-
-_BEHIND = {False: ("dilation", "groups"), True: ("output_padding", "groups", "dilation")}
-
-
 @rule("linear", "embedding")
 def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Rows of a table that may depend on the variable; whole numbers have no derivative."""
     native = func is torch.embedding  # whose first argument is the table, and which has -1 for no padding
     names = ("weight", "indices") if native else ("input", "weight")
     given = named(args, kwargs, *names, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-    padded = given.get("padding_idx", -1 if native else None) not in ((-1,) if native else (None,))
-    if padded or (not native and (given.get("max_norm") is not None or given.get("scale_grad_by_freq"))):
-        raise NoRule("embedding with padding_idx, max_norm or scale_grad_by_freq", "index the table instead")
+    if not native and (given.get("max_norm") is not None or given.get("scale_grad_by_freq")):
+        raise NoRule("embedding with max_norm or scale_grad_by_freq", "index the table instead")
     table, index = given["weight"], given["indices" if native else "input"]
-    x = series_of(table, expansion)
-    return [x[0][index], *each(x[1:], lambda c: full(c, x[0].shape)[:, index])]
+    x, padding = series_of(table, expansion), given.get("padding_idx")
+    padding = None if padding is None or (native and padding < 0) else padding % len(x[0])
+
+    def rows(c: Any) -> Any:
+        """Of one direction by the kernel; a row of padding has no derivative."""
+        chosen = F.embedding(index, c[0]).unsqueeze(0) if len(c) == 1 else c[:, index]
+        padded = None if padding is None else (index == padding).unsqueeze(-1)
+        return chosen if padded is None else chosen.masked_fill(padded, 0)
+
+    return [F.embedding(index, x[0], padding), *each(x[1:], lambda c: rows(full(c, x[0].shape)))]
 
 
 # --- linear operations without a form of their own: the operation itself, batched over the directions -----------------
