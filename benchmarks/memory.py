@@ -3,19 +3,22 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from benchmarks.models import dense, network_of_input
+from benchmarks.models import Problem, deep, dense, network_of_input
 from benchmarks.table import Row
+from benchmarks.timing import race, ratios
 from hodiff._core._memory import LiveBytes
 from hodiff._core._reverse import CHUNK_BYTES
+from hodiff.jets._jet import RULES
 from hodiff.memory import _attention
 
 SIZE = 1000
@@ -50,7 +53,10 @@ def rows(quick: bool) -> Iterator[Row]:
         }.items():
             yield Row(f"peak memory of {route}", case, mib(count(call).peak))
     yield from of_attention(quick)
+    yield from of_long_attention()
+    yield from of_training(quick)
     yield from of_a_vocabulary()
+    yield from of_lean_products(quick)
 
 
 def of_attention(quick: bool) -> Iterator[Row]:
@@ -76,6 +82,91 @@ def of_attention(quick: bool) -> Iterator[Row]:
         share = 0.08 if tokens == 2048 else 0.2
         met = peaks[0] <= share * peaks[1]
         yield Row("peak memory of hvp through attention", case, measured, f"at most {share}", met)
+
+
+def of_long_attention() -> Iterator[Row]:
+    """The same by closed form alone, where matrix products do not fit: its peak grows as the tokens do."""
+    torch.manual_seed(0)
+    layer = Attending(causal=True)
+    v = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+    least = 0
+    for tokens in (2048, 4096, 8192):
+        x = torch.randn(1, tokens, 256)
+        of_one = seconds(lambda x=x: torch.autograd.grad(layer(x).sin().sum(), [*layer.parameters()]))
+        of_ours = seconds(partial(product, layer, x, v, LEAST))
+        taken = peak(partial(product, layer, x, v, LEAST))
+        least = least or taken
+        growth, most = taken / least, 1.05 * tokens / 2048
+        measured = f"{mib(taken)}, {growth:.2f} times; {of_ours / of_one:.1f} gradients"
+        case = f"{tokens} tokens, 4 heads of 64, causal"
+        yield Row("peak memory of hvp through attention", case, measured, f"at most {most:.2f} times", growth <= most)
+
+
+def of_training(quick: bool) -> Iterator[Row]:
+    """A first derivative inside of `twice_differentiable()`, beside one outside."""
+    torch.manual_seed(0)
+    layer = Attending(causal=True)
+
+    def step(x: Tensor, context: Callable[[], AbstractContextManager[None]]) -> None:
+        with context():
+            torch.autograd.grad(layer(x).sin().sum(), [*layer.parameters()])
+
+    for tokens in (64, 1024, 2048):
+        x = torch.randn(1, tokens, 256)
+        calls = {"inside": partial(step, x, hodiff.twice_differentiable), "outside": partial(step, x, nullcontext)}
+        times = race(calls, rounds=5 if quick else 41, least=2e-2)
+        inside, outside = (statistics.median(times[name]) for name in calls)
+        share = statistics.median(ratios(times, "inside", "outside"))
+        measured = f"{share:.3f} of one outside, {1e6 * (inside - outside):.0f} µs more"
+        bar, met = ("at most 1.03", share <= 1.03) if tokens > 64 else ("", None)
+        case = f"{tokens} tokens, 4 heads of 64, causal"
+        yield Row("gradient inside of twice_differentiable()", case, measured, bar, met)
+
+
+def of_lean_products(quick: bool) -> Iterator[Row]:
+    """H v as the gradient of J v, which Taylor mode gives: by formulas for first order, and by its general rules."""
+    for problem in deep():
+        v = [torch.randn_like(p) for p in problem.model.parameters()]
+        calls = {
+            "gradient": lambda p=problem: torch.autograd.grad(p.loss(p.model), [*p.model.parameters()]),
+            "hvp": lambda p=problem, v=v: hodiff.hvp(p.loss, p.model, torch.cat([x.flatten() for x in v])),
+            "general": lambda p=problem, v=v: lean_product(p, v, {}),
+            "fused": lambda p=problem, v=v: lean_product(p, v, FORMULAS),
+        }
+        times = race(calls, rounds=3 if quick else 9)
+        shares = {name: statistics.median(ratios(times, name, "gradient")) for name in [*calls][1:]}
+        peaks = {name: peak(call) for name, call in calls.items()}
+        parts = [f"{name} {share:.2f} gradients, {mib(peaks[name])}" for name, share in shares.items()]
+        met = shares["fused"] <= shares["general"] and peaks["fused"] <= 1.02 * peaks["general"]
+        measured = f"{'; '.join(parts)} (a gradient {mib(peaks['gradient'])})"
+        yield Row("reverse mode over Taylor mode", problem.name, measured, "fused at most general", met)
+
+
+FORMULAS = dict(RULES.first)
+
+
+def lean_product(problem: Problem, v: list[Tensor], formulas: dict[str, Any]) -> Sequence[Tensor]:
+    """A Hessian-vector product by the parameters, with some formulas for first order."""
+    names = [name for name, _ in problem.model.named_parameters()]
+    leaves = tuple(p.detach().requires_grad_() for p in problem.model.parameters())
+
+    def loss(*parameters: Tensor) -> Tensor:
+        state = dict(zip(names, parameters, strict=True))
+        outputs = torch.func.functional_call(problem.model, state, problem.inputs)
+        return F.cross_entropy(outputs, problem.targets)
+
+    RULES.first.clear()
+    RULES.first.update(formulas)
+    try:
+        _, (slope,) = hodiff.jet(loss, leaves, tuple([each] for each in v), create_graph=True)
+        return torch.autograd.grad(slope, leaves)
+    finally:
+        RULES.first.update(FORMULAS)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The median of three."""
+    return statistics.median(race({"": call}, rounds=3)[""])
 
 
 def of_a_vocabulary() -> Iterator[Row]:

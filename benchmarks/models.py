@@ -1,6 +1,7 @@
 """The networks and functions that are measured. A gradient of each network takes a millisecond or more on one core."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,67 @@ def networks() -> list[Problem]:
         Problem("CNN, BatchNorm", cnn, torch.randn(32, 1, 16, 16), torch.randint(10, (32,))),
         Problem("2-layer transformer", Transformer(), torch.randn(16, 16, 64), torch.randint(10, (16,))),
     ]
+
+
+class Block(nn.Module):
+    """A block of a decoder: attention with heads of 64, and a perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.taken, self.given = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.taken(self.norms[0](x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.given(out.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Residual(nn.Module):
+    """A block of a residual network."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)]
+        self.inner = nn.Sequential(
+            convolutions[0], nn.BatchNorm2d(channels), nn.ReLU(), convolutions[1], nn.BatchNorm2d(channels)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.inner(x))
+
+
+def deep() -> list[Problem]:
+    """Networks of which products of second order take their memory."""
+    torch.manual_seed(0)
+    words = torch.randint(256, (8, 65))
+    decoder = nn.Sequential(
+        nn.Embedding(256, 256), *(Block(256) for _ in range(8)), nn.LayerNorm(256), nn.Linear(256, 256)
+    )
+    cnn = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        *(Residual(32) for _ in range(4)),
+        nn.AvgPool2d(32),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+    widths = (256, 1024, 1024, 1024)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.SiLU()) for a, b in pairwise(widths)]
+    mlp = nn.Sequential(*layers, nn.Linear(1024, 10))
+    return [
+        Problem("decoder, 8 blocks, 8 x 64", nn.Sequential(decoder, Words()), words[:, :-1], words[:, 1:]),
+        Problem("ResNet, 4 blocks, 16 images", cnn, torch.randn(16, 3, 32, 32), torch.randint(10, (16,))),
+        Problem("MLP, 3 x 1024", mlp, torch.randn(256, 256), torch.randint(10, (256,))),
+    ]
+
+
+class Words(nn.Module):
+    """Classes before places, as cross-entropy takes them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
 
 
 def tiny(x: Tensor) -> Tensor:
