@@ -23,6 +23,9 @@ Allowed = Sequence[str | type] | str | type
 ChunkSize = int | Literal["auto"]
 """How many vectors one pass takes; `"auto"` bounds its memory."""
 
+Checkpoint = bool | str
+"""Which parts of `f` run again in each pass: none, those that it checkpoints itself, the modules so named."""
+
 Probes = Literal["rademacher", "gaussian"]
 """The law of random vectors v; E[v vᵀ] = I under both."""
 

@@ -334,11 +334,16 @@ class EvaluationContext:
                 if mode not in _settings.those_on(_substitutes.ExactNorms):
                     _settings.push_calls(mode, undo)
 
-        def again(*args: Any) -> None:
+        def again(*args: Any) -> object:
             with _settings.Scope(resume):
-                recompute(*args)
+                return recompute(*args)
 
         return again
+
+    def stand_ins(self) -> list[Tensor]:
+        """What a part of `f` may read without being given it: the leaves, and the parameters of modules."""
+        parameters = [p for module in self.borrowed for p in module._parameters.values() if p is not None]
+        return [*self._watched, *parameters]
 
     def evaluation(self) -> Evaluation:
         """The run at hand, for what will run a part of it again."""

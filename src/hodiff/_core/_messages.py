@@ -73,7 +73,9 @@ HIDING = {VIEW, "ForeachPowBackward0"}  # powers of lists
 DET = "LinalgDetBackward0"
 # at second order for some arguments, at third for all
 WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW}
+DIGITS = "a block loses digits"  # by what is written out at some arguments; no node
 WRITTEN_OUT = {
+    DIGITS,
     WEIGHT_NORM,
     "ForeachPowBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side

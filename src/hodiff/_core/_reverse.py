@@ -35,7 +35,7 @@ Graphs of nothing else need no second search."""
 
 
 _without_functions: set[type] = set()
-"""Classes of nodes that are no Python `autograd.Function`'s."""
+"""Classes of nodes that are no Python `autograd.Function`'s, but of ours."""
 
 
 def vjp(
@@ -115,7 +115,7 @@ def products(
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
     if not graph.kinds <= _without_functions:
-        _without_functions.update(kind for kind in graph.kinds if not _nodes.is_function(kind))
+        _without_functions.update(kind for kind in graph.kinds if not _nodes.is_function(kind) or _is_ours(kind))
     copied = not graph.kinds <= _without_functions
     if not copied and not any(map(Tensor.is_inference, vectors)):
         return vectors
@@ -313,11 +313,17 @@ def _engine_pass(
 
 
 def vjp_between(
-    outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor], *, keep: bool, recorded: bool = False
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    *,
+    keep: bool,
+    build: bool = False,
+    recorded: bool = False,
 ) -> Sequence[Tensor | None]:
-    """One bare pass, between tensors or edges of a graph, for `calculus._multi`, which knows what to keep."""
+    """One bare pass, between tensors or edges of a graph, for who knows what to keep: `calculus._multi`, blocks."""
     device = cotangents[0].device.type
-    return _engine_pass(outputs, cotangents, inputs, keep=keep, build=False, device=device, recorded=recorded)
+    return _engine_pass(outputs, cotangents, inputs, keep=keep, build=build, device=device, recorded=recorded)
 
 
 def _vjps_batched(
@@ -390,18 +396,35 @@ def _search(
     product: bool = False,
 ) -> None:
     """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
-    third = graph.call.order >= 3
+    given = not graph.call.builds_graph
+    hidden = outputs[0] is graph.tensors()[0]
+    _search_below(outputs, gradients, inputs, graph.call.order, graph.kinds, given=given, hidden=hidden, product=product)
+
+
+def search_block(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], order: int) -> None:
+    """The same for a graph that a block hides from its evaluation."""
+    kinds = frozenset(_nodes.survey(outputs).by_class)
+    if not kinds <= _cleared[order >= 3]:
+        _search_below(outputs, gradients, inputs, order, kinds)
+
+
+def _search_below(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    order: int,
+    kinds: frozenset[type],
+    *,
+    given: bool = False,
+    hidden: bool = True,
+    product: bool = False,
+) -> None:
+    third = order >= 3
     _refuse_missing(outputs, gradients, inputs, third=third, product=product)
-    hiding = {kind for kind in graph.kinds if kind.__name__ in _messages.HIDING}
-    if hiding and outputs[0] is graph.tensors()[0]:
-        _refusals.refuse_hidden(
-            _nodes.survey(outputs),
-            _nodes.survey(gradients),
-            inputs,
-            graph.call.order,
-            given=not graph.call.builds_graph,
-        )
-    _cleared[third].update(kind for kind in graph.kinds - hiding if _is_harmless(kind, third=third))
+    hiding = {kind for kind in kinds if kind.__name__ in _messages.HIDING}
+    if hiding and hidden:
+        _refusals.refuse_hidden(_nodes.survey(outputs), _nodes.survey(gradients), inputs, order, given=given)
+    _cleared[third].update(kind for kind in kinds - hiding if _is_harmless(kind, third=third))
 
 
 def _refuse_missing(

@@ -12,11 +12,12 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _independence, _reverse
-from hodiff._core._arguments import Allowed, ChunkedBatchedOptions, ChunkSize, WithoutExtra, is_set
+from hodiff._core import _arguments, _independence, _nodes, _reverse
+from hodiff._core._arguments import Allowed, Checkpoint, ChunkedBatchedOptions, ChunkSize, WithoutExtra, is_set
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
+from hodiff.memory._blocks import in_blocks
 
 V = TypeVar("V")
 What = Callable[..., Any] | Tensor
@@ -41,6 +42,7 @@ def hvp(
     has_aux: bool = False,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    checkpoint: Checkpoint = False,
     check_independence: bool = False,
     strict: bool | None = None,
     allow: Allowed = (),
@@ -101,10 +103,12 @@ def hvp(
     given = where.space().parse(v)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    f = in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
-        gradient = _reverse.gradient(graph, differentiated=True)
+        gradient: Sequence[Any] = _reverse.gradient(graph, differentiated=True)
+        gradient = gradient if checkpoint is False else _nodes.without_values(gradient)
         products = given.like(_reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk))
         return (products, graph.extra()) if has_aux else products
 
@@ -222,6 +226,7 @@ def cross_hvp(
     *,
     batch_ndim: int = 0,
     create_graph: bool | None = None,
+    checkpoint: Checkpoint = False,
     check_independence: bool = False,
     strict: bool | None = None,
     allow: Allowed = (),
@@ -280,13 +285,15 @@ def cross_hvp(
     where = Where.joined(first, second)
     if is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
+    f = in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
         split, output = len(first.tensors), graph.scalars()
-        gradient = _reverse.vjp(
+        gradient: Sequence[Any] = _reverse.vjp(
             graph, [output], [torch.ones_like(output)], differentiated=True, inputs=graph.leaves[split:]
         )
+        gradient = gradient if checkpoint is False else _nodes.without_values(gradient)
         inputs = graph.leaves[:split]
         products = _reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs)
         return given.arranged(products, first.tree)
