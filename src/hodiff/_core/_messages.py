@@ -337,6 +337,11 @@ def engine_error(error: Exception) -> GraphError | None:
     return ours() if ours is not None else None
 
 
+def lacks_forward_mode(error: Exception) -> bool:
+    """Whether an operation or a Function has no derivative in PyTorch's forward mode."""
+    return "forward AD" in str(error) or "forward mode AD" in str(error)
+
+
 def about_inference(error: Exception) -> bool:
     """Whether an operation refused a tensor that was made in inference mode."""
     return kind_of(error).startswith("inference")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import DataReduction
+from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
@@ -30,6 +30,7 @@ from hodiff.curvature._losses import (
 )
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.errors import InputError
+from hodiff.memory._blocks import Tangents, in_blocks
 
 # --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
 
@@ -59,12 +60,12 @@ class Linearised(BatchGraph):
 
 
 def predicted(
-    predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed, batch_ndim: int = 0
+    predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed, batch_ndim: int = 0, *, keep: bool = True
 ) -> OutputGraph:
     """The evaluation of a batch's outputs, not yet entered."""
     given = () if batch is NONE else (batch,)
     return OutputGraph(call(
-        predict, where, passes=2, create_graph=False, args=given, keep=True, allow=allow, batch_ndim=batch_ndim
+        predict, where, passes=2, create_graph=False, args=given, keep=keep, allow=allow, batch_ndim=batch_ndim
     ))  # fmt: skip
 
 
@@ -84,6 +85,36 @@ class CurvedOutputs(Linearised):
     curvature: Curvature
 
 
+@dataclass(frozen=True, eq=False)
+class BlockOutputs(CurvedOutputs):
+    """The same, of blocks that keep only what enters them: J v by forward mode, J' u through the blocks.
+
+    The cotangents are the gradient of the loss by the outputs.
+    """
+
+    tangents: Tangents
+
+    def jvp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
+        """The product J v, one vector after the other."""
+        at = {index: n for n, index in enumerate(chosen)}
+        numbers = range(len(self.evaluation.leaves))
+        rows = [parts] if count is None else [[part[k] for part in parts] for k in range(count)]
+        made = [self.tangents.along([row[at[n]] if n in at else None for n in numbers], self.outputs) for row in rows]
+        return made[0] if count is None else [torch.stack(column) for column in zip(*made, strict=True)]
+
+    def vjp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
+        """The product J' u. One vector's takes the graph apart as it goes, where that is not kept."""
+        taken = self if count is None else replace(self, evaluation=self.evaluation.kept())
+        return super(BlockOutputs, taken).vjp(parts, count, chosen, chunk)
+
+    def slope(self, *, keep: bool = False) -> Leaves:
+        """The gradient, J' of the outputs' gradient."""
+        if self.gradient:
+            return self.gradient
+        graph = self.evaluation.kept() if keep else self.evaluation
+        return _reverse.products(graph, self.outputs, self.cotangents, None, chunk_size=None)
+
+
 @dataclass(frozen=True)
 class PullbackBuilder(Builder[CurvedOutputs]):
     """Evaluates the outputs of a batch and the loss of these; the gradient comes free, as J' of the outputs' gradient.
@@ -93,20 +124,32 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         loss: `loss(outputs, batch)`, or a module whose Hessian is known.
         weigh: Turns what the loss returns into `(sum, weight)`.
         allow: `allow=` of the operator.
+        checkpoint: `checkpoint=` of the operator.
+        keep: Whether graphs are kept for several products.
+        lazily: Whether the gradient can be left for later.
     """
 
     predict: Callable[..., Any]
     loss: Loss
     weigh: Weighted
     allow: Allowed
+    checkpoint: Checkpoint
+    keep: bool
+    lazily: bool
 
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearise it."""
-        with predicted(self.predict, where, batch, self.allow) as graph:
+        predict, keep = in_blocks(self.predict, where, self.checkpoint), self.keep or self.checkpoint is False
+        with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
+            tangents = Tangents(graph)
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
             curvature = self.curvature(at_outputs, outputs, number)
+            if self.checkpoint is not False:
+                traits = (at_outputs.value, at_outputs.weight, [], outputs, random, True)
+                made = BlockOutputs(graph, *traits, outputs, at_outputs.gradient, curvature, tangents)
+                return made if self.lazily else replace(made, gradient=made.slope(keep=True))
             cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
         gradient = [part.detach() for part in pulled]
         traits = (at_outputs.value, at_outputs.weight, gradient, pulled, random, calls_back)
@@ -229,6 +272,7 @@ class GaussNewtonOperator(PullbackOperator):
         data: Any = None,
         batch_weight: BatchWeight = None,
         reduction: DataReduction = "mean",
+        checkpoint: Checkpoint = False,
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -239,8 +283,9 @@ class GaussNewtonOperator(PullbackOperator):
         check_loss(loss, batch_weight)
         super().__init__(
             where, data,
-            lambda batches, _: PullbackBuilder(
-                predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow
+            lambda batches, group: PullbackBuilder(
+                predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow, checkpoint,
+                memory_budget > 0, group is None,
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, reduction=reduction,
@@ -388,6 +433,7 @@ class FisherOperator(PullbackOperator):
         batch_weight: BatchWeight = None,
         reduction: DataReduction = "mean",
         generator: torch.Generator | None = None,
+        checkpoint: Checkpoint = False,
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -402,7 +448,8 @@ class FisherOperator(PullbackOperator):
 
         def builder(batches: Batches, group_sum: ProcessGroupSum | None) -> FisherBuilder:
             weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical", reduction=reduction)
-            return FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum)
+            traits = (checkpoint, memory_budget > 0, group_sum is None, kind or "exact", samples, generator, group_sum)
+            return FisherBuilder(predict, loss, weigh, allow, *traits)
 
         super().__init__(
             where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,

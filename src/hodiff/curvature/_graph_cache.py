@@ -33,7 +33,7 @@ class BatchGraph:
         evaluation: The evaluation; its graph is kept.
         value: The batch's sum, detached.
         weight: What the sums are divided by, its part of it; None: by nothing.
-        gradient: The gradient of the sum by each leaf, detached.
+        gradient: The gradient of the sum by each leaf, detached; empty, where it is left for later.
         roots: The tensors whose graph a product runs through.
         random: Whether the function drew random numbers.
         calls_back: Whether passes over the graph run Python (activation checkpoints do).
@@ -46,6 +46,10 @@ class BatchGraph:
     roots: Leaves
     random: bool
     calls_back: bool
+
+    def slope(self) -> Leaves:
+        """The gradient, made now where it was left for later."""
+        return self.gradient
 
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which a product may run."""
@@ -169,27 +173,30 @@ class GraphCache(Generic[G, B]):
 
     # --- the first pass
 
-    def evaluate(self) -> FirstPass:
-        """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
+    def evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
+        """The first pass over the data, unless it has been made; a check that nobody has touched the point.
+
+        What is to `take` the graphs is shown each as it is made, in a first pass.
+        """
         _call.refuse_transforms(batched=True)
         if self.first is None:
             # Of several threads one evaluates, and those of later caches wait too.
             on_all_ranks = nullcontext if self.group_sum is None else self.group_sum.raise_on_all_ranks
             with _locks.ThreadClaim(self.batches), on_all_ranks():
-                return self.first or self._evaluate()
+                return self.first or self._evaluate(take)
         first = self.first
         self._modules.check()
         first.point.check_versions()
         return first
 
-    def _evaluate(self) -> FirstPass:
+    def _evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         self._modules.check()
         builder = self.builder.fresh(begins=True)
         graphs: dict[int, G] = {}
         try:
-            first = self._first_pass(builder, graphs)
+            first = self._first_pass(builder, graphs, take)
             if self.group_sum is not None:
                 first = self._with_others(first, self.group_sum)
             check_total(first.everywhere.weight)
@@ -201,7 +208,9 @@ class GraphCache(Generic[G, B]):
         self.first = first  # others look here
         return first
 
-    def _first_pass(self, builder: B, graphs: dict[int, G]) -> FirstPass:
+    def _first_pass(
+        self, builder: B, graphs: dict[int, G], take: Callable[[G, int], object] | None = None
+    ) -> FirstPass:
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
         point, kind = Values(self.where), self.device.type
         precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -233,6 +242,9 @@ class GraphCache(Generic[G, B]):
             if keeping:
                 graphs[number] = graph
                 self._bytes += size
+            if take is not None:
+                with graph.ready():
+                    take(graph, number)
             del graph, terms
         if random:
             warn_random(self.where)
@@ -280,11 +292,32 @@ class GraphCache(Generic[G, B]):
     def mean_gradient(self, chosen: Sequence[int]) -> Leaves:
         """The gradient of that by some of the leaves."""
         first, tensors = self.check(), self.where.tensors
-        weight = first.everywhere.weight
-        return [(first.gradient[index] / weight).to(tensors[index].dtype) for index in chosen]
+        weight, gradient = first.everywhere.weight, first.gradient or self._slopes()
+        return [(gradient[index] / weight).to(tensors[index].dtype) for index in chosen]
+
+    def _slopes(self) -> Leaves:
+        """The gradient of the sum, where the first pass has left it for later."""
+        total: Leaves = []
+
+        def add(graph: G, number: int) -> None:
+            own = graph.slope()
+            total[:] = accumulate(total, own) if total else own
+
+        self.each_graph(add)
+        return total
 
     def each_graph(self, take: Callable[[G, int], object]) -> FirstPass:
         """Show the graph of each batch, kept or made again, in the state in which a product may run."""
+        if self.first is None and not self._budget and self.group_sum is None:
+            shown: list[int] = []
+
+            def show(graph: G, number: int) -> None:
+                take(graph, number)
+                shown.append(number)
+
+            first = self.evaluate(show)
+            if shown:  # and not another thread's
+                return first
         first = self.check()
         if first.own.complete:
             for number, graph in self.kept.items():

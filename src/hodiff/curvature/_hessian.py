@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import DataReduction
+from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
@@ -20,6 +20,7 @@ from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError
+from hodiff.memory._blocks import in_blocks
 
 
 @final
@@ -40,6 +41,7 @@ class HessianBuilder(Builder[BatchGraph]):
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
     batch_ndim: int = 0
+    checkpoint: Checkpoint = False
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
@@ -71,7 +73,7 @@ class HessianBuilder(Builder[BatchGraph]):
             return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
         return OutputGraph(call(
-            f if computed else weighed, where, passes=2, create_graph=create_graph, has_aux=not computed,
+            in_blocks(f if computed else weighed, where, self.checkpoint), where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
             batch_ndim=self.batch_ndim,
         ))  # fmt: skip
@@ -173,6 +175,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
         batch_weight: BatchWeight = None,
         reduction: DataReduction = "mean",
         batch_ndim: int = 0,
+        checkpoint: Checkpoint = False,
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -187,7 +190,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
         super().__init__(
             where, data,
             lambda batches, _: HessianBuilder(
-                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args, kwargs, batch_ndim
+                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args, kwargs, batch_ndim, checkpoint
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,

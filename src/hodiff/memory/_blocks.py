@@ -21,10 +21,13 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _checkpoint
 
 from hodiff._core import _call, _kernels, _messages, _nodes, _refusals, _reverse, _settings, _tree
 from hodiff._core._arguments import outside
+from hodiff._core._graph import OutputGraph
 from hodiff._core._kernels import Chunked
 from hodiff._core._loans import memory_of
 from hodiff._core._settings import Counted, RandomState, Scope, Undo
@@ -449,3 +452,76 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
         way_out = f"Its modules: {', '.join(near)}" if near else "Give the model as the point, or checkpoint=True"
         raise InputError(f"checkpoint={checkpoint!r}: names no module of {where.name}. {way_out}.")
     return Blocks(f, checkpoint, named)
+
+
+# --- J v without a graph: PyTorch's forward mode, in an evaluation of its own ---------------------
+
+
+class _NoTangents(TorchFunctionMode):
+    """Without grad mode forward mode goes on in PyTorch, where f means a constant: here it does not."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call it, without grad mode at the values alone."""
+        if not torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled():
+            args, kwargs = _tree.tree_map(_value, args), _tree.tree_map(_value, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _value(x: Any) -> Any:
+    return forward_ad.unpack_dual(x).primal if isinstance(x, Tensor) and _call.carries_tangent(x) else x
+
+
+class Tangents:
+    """J v of a function that has been evaluated in blocks, as often as it is asked for.
+
+    It keeps no graph, and nothing of the evaluation but what an evaluation keeps anyway. Made while that runs.
+    """
+
+    def __init__(self, graph: OutputGraph) -> None:
+        context, kind = graph.context, graph.leaves[0].device.type
+        self._graph, self._random = graph.kept(), context.random
+        precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
+        # What f differentiates itself, forward mode takes for something else.
+        self._forward = context.by_hand is None and not (context.nests or context.forward_mode)
+
+    def along(self, vectors: Sequence[Tensor | None], outputs: Tensors) -> list[Tensor]:
+        """J v, for a vector like each leaf; None is zero."""
+        if self._forward and not _call.tangents():
+            try:
+                return self._pushed(vectors)
+            except RuntimeError as error:
+                if not _messages.lacks_forward_mode(error):
+                    raise
+                self._forward = False
+        pairs = zip(self._graph.leaves, vectors, strict=True)
+        inputs, given = zip(*[(leaf, v) for leaf, v in pairs if v is not None], strict=True)
+        cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
+        pulled = _reverse.transposed_product(self._graph, [*outputs], cotangents)
+        at = [n for n, v in enumerate(vectors) if v is not None]
+        return _reverse.products(
+            self._graph, [pulled[n] for n in at], given, None, chunk_size=None, inputs=cotangents
+        )
+
+    def _pushed(self, vectors: Sequence[Tensor | None]) -> list[Tensor]:
+        leaves, now = self._graph.leaves, RandomState.of(self._random.device)
+        with self._graph.resumed() as context, self._autocast(), _settings.on(_NoTangents()):
+            call = context.call
+            context.call = call._replace(what=call.what.__wrapped__)
+            try:
+                self._random.restore()
+                with Scope(_level):
+                    given = zip((leaf.detach() for leaf in leaves), vectors, strict=True)
+                    duals = [x if v is None else forward_ad.make_dual(x, v) for x, v in given]
+                    outputs = _tree.flatten(context.at(duals))[0]
+                    pairs = [forward_ad.unpack_dual(output) for output in outputs]
+            finally:
+                now.restore()
+        return [torch.zeros_like(x) if t is None else t for x, t in pairs]
+
+
+def _level(undo: Undo) -> None:
+    undo += [partial(forward_ad.exit_dual_level, level=forward_ad._current_level + 1)]
+    forward_ad.enter_dual_level()
