@@ -83,6 +83,18 @@ class ChunkedBatchedOptions(ChunkedOptions, BatchedOptions, total=False):
     """The options of functions of many vectors at independent samples."""
 
 
+class ProductOptions(ChunkedBatchedOptions, total=False):
+    """The options of products, in which parts of `f` may run again."""
+
+    checkpoint: Checkpoint
+
+
+class ProductWithoutExtra(ProductOptions, total=False):
+    """The same where `f` returns the loss alone."""
+
+    has_aux: Literal[False]
+
+
 class WithoutExtra(ChunkedBatchedOptions, total=False):
     """The options of such a function where `f` returns the loss alone."""
 

@@ -147,7 +147,7 @@ class Survey:
     def hiding(self) -> list[Node]:
         """The nodes of blocks, which make a graph of their own in each pass."""
         kinds = HIDING & self.by_class.keys()
-        return [node for kind in kinds for node in self.by_class[kind] if hasattr(node.form, "names")]
+        return [node for kind in kinds for node in self.by_class[kind]]
 
     def is_remarkable(self, order: int) -> bool:
         """Whether something may have to be said of a derivative of that order (see `_refusals.judge`)."""

@@ -398,7 +398,9 @@ def _search(
     """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
     given = not graph.call.builds_graph
     hidden = outputs[0] is graph.tensors()[0]
-    _search_below(outputs, gradients, inputs, graph.call.order, graph.kinds, given=given, hidden=hidden, product=product)
+    _search_below(
+        outputs, gradients, inputs, graph.call.order, graph.kinds, given=given, hidden=hidden, product=product
+    )
 
 
 def search_block(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], order: int) -> None:

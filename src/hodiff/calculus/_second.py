@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _independence, _nodes, _reverse
-from hodiff._core._arguments import Allowed, Checkpoint, ChunkedBatchedOptions, ChunkSize, WithoutExtra, is_set
+from hodiff._core._arguments import (
+    Allowed,
+    Checkpoint,
+    ChunkedBatchedOptions,
+    ChunkSize,
+    ProductOptions,
+    ProductWithoutExtra,
+    WithoutExtra,
+    is_set,
+)
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
@@ -25,13 +34,11 @@ ByName = dict[str, Tensor]
 
 
 @overload
-def hvp(f: What, x: Any, v: V, **options: Unpack[WithoutExtra]) -> V: ...
+def hvp(f: What, x: Any, v: V, **options: Unpack[ProductWithoutExtra]) -> V: ...
 
 
 @overload
-def hvp(
-    f: What, x: Any, v: V, *, has_aux: Literal[True], **options: Unpack[ChunkedBatchedOptions]
-) -> tuple[V, Any]: ...
+def hvp(f: What, x: Any, v: V, *, has_aux: Literal[True], **options: Unpack[ProductOptions]) -> tuple[V, Any]: ...
 
 
 def hvp(
@@ -209,13 +216,11 @@ def _diagonal(graph: OutputGraph, gradient: Tensor, leaf: Tensor, chunk: int | N
 
 
 @overload
-def cross_hvp(
-    f: What, x: nn.Module | Selection, y: Any, v: Any, **options: Unpack[ChunkedBatchedOptions]
-) -> ByName: ...
+def cross_hvp(f: What, x: nn.Module | Selection, y: Any, v: Any, **options: Unpack[ProductOptions]) -> ByName: ...
 
 
 @overload
-def cross_hvp(f: What, x: V, y: Any, v: Any, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
+def cross_hvp(f: What, x: V, y: Any, v: Any, **options: Unpack[ProductOptions]) -> V: ...
 
 
 def cross_hvp(

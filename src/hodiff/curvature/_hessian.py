@@ -72,8 +72,9 @@ class HessianBuilder(Builder[BatchGraph]):
             given = () if batch is NONE else (batch,)
             return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
+        what = in_blocks(f if computed else weighed, where, self.checkpoint)
         return OutputGraph(call(
-            in_blocks(f if computed else weighed, where, self.checkpoint), where, passes=2, create_graph=create_graph, has_aux=not computed,
+            what, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
             batch_ndim=self.batch_ndim,
         ))  # fmt: skip
@@ -190,7 +191,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
         super().__init__(
             where, data,
             lambda batches, _: HessianBuilder(
-                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args, kwargs, batch_ndim, checkpoint
+                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args, kwargs, batch_ndim,
+                checkpoint,
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,

@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Protocol, final
+from operator import attrgetter
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -40,26 +41,6 @@ Values = Sequence[Tensor | None]
 # --- a block, and its derivatives -----------------------------------------------------------------
 
 
-class Form(Protocol):
-    """What a block computes, beside its tensors.
-
-    Attributes:
-        recorded: Whether a pass must be recorded to be right, though its result is detached.
-        order: The highest derivative that is taken.
-    """
-
-    recorded: bool
-    order: int
-
-    def record(self, tensors: Tensors) -> tuple[list[Tensor], Values]:
-        """Run it: what to differentiate by, in the place of the tensors, and its results."""
-        ...
-
-    def values(self, tensors: Tensors) -> Values:
-        """Its results, without a graph."""
-        ...
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class BlockForm:
@@ -71,7 +52,8 @@ class BlockForm:
         first: Its results, until they have been given.
         names: The classes of the nodes of its graph.
         refused: What is to be said of an operation through which a derivative is not right.
-        recorded: And the rest: as for every form.
+        recorded: Whether a pass must be recorded to be right, though its result is detached.
+        order: The highest derivative that is taken.
     """
 
     run: Callable[..., Tensors]
@@ -101,15 +83,10 @@ class Pullback:
     count: int
     given: Sequence[int]
 
-    @property
-    def recorded(self) -> bool:
-        """As of the form."""
-        return self.form.recorded
-
-    @property
-    def order(self) -> int:
-        """As of the form."""
-        return self.form.order
+    names = property(attrgetter("form.names"))
+    refused = property(attrgetter("form.refused"))
+    recorded = property(attrgetter("form.recorded"))
+    order = property(attrgetter("form.order"))
 
     def record(self, tensors: Tensors) -> tuple[list[Tensor], Values]:
         """The gradient in its graph: linear functions give zeros, for cotangents vary too."""
@@ -325,9 +302,7 @@ def _form(run: Callable[..., Tensors], graph: _nodes.Survey, tensors: Tensors, a
 _checkpointed: Any = vars(_checkpoint)["checkpoint"].__wrapped__
 _CALLED = "__dynamo_disable"
 """By this attribute of the function that it wraps, `checkpoint` looks up at each call what to do."""
-_OPTIONS = frozenset(
-    ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
-)
+_OPTIONS = frozenset(("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"))
 
 
 def _watch(undo: Undo) -> None:
@@ -496,14 +471,11 @@ class Tangents:
                 if not _messages.lacks_forward_mode(error):
                     raise
                 self._forward = False
-        pairs = zip(self._graph.leaves, vectors, strict=True)
-        inputs, given = zip(*[(leaf, v) for leaf, v in pairs if v is not None], strict=True)
+        at = [n for n, v in enumerate(vectors) if v is not None]
         cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
         pulled = _reverse.transposed_product(self._graph, [*outputs], cotangents)
-        at = [n for n, v in enumerate(vectors) if v is not None]
-        return _reverse.products(
-            self._graph, [pulled[n] for n in at], given, None, chunk_size=None, inputs=cotangents
-        )
+        chosen, given = [pulled[n] for n in at], [v for v in vectors if v is not None]
+        return _reverse.products(self._graph, chosen, given, None, chunk_size=None, inputs=cotangents)
 
     def _pushed(self, vectors: Sequence[Tensor | None]) -> list[Tensor]:
         leaves, now = self._graph.leaves, RandomState.of(self._random.device)
