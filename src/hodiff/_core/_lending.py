@@ -318,8 +318,12 @@ class EvaluationContext:
         """What runs a checkpointed block again: by the same definitions, and while the modules have what they had."""
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
         modes, begun = _settings.those_on(_substitutes.ExactNorms), self.loan.at_hand()
+        tags = [context.leaf_tag for context in _call.state.running]
 
         def resume(undo: _settings.Undo) -> None:
+            for tag in tags:  # calls in the block meet their leaves, and those are no leftovers
+                undo += [partial(setattr, tag, "open", tag.open)]
+                tag.open = True
             for evaluation in evaluations:
                 if evaluation.over:
                     context = evaluation.resumed()

@@ -347,6 +347,20 @@ def about_inference(error: Exception) -> bool:
     return kind_of(error).startswith("inference")
 
 
+def note_memory(error: BaseException) -> None:
+    """Add to an error of a second derivative that memory has run out for what takes less."""
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        error.add_note(LESS_MEMORY)
+
+
+LESS_MEMORY = (
+    'hodiff: less memory is taken by blocks that run again in each pass: checkpoint="layers.*" names them, or smaller '
+    "ones (checkpoint=True: those that the model checkpoints itself), of hvp, cross_hvp and the operators of "
+    "curvature; by memory_budget=0, which keeps no graph of an operator; by chunk_size=1 of several vectors. "
+    "H.cost().peak_bytes tells what each takes."
+)
+
+
 def advice_for_f(error: Exception) -> str | None:
     """A note for an exception from the user's function that our leaves provoked."""
     kind = kind_of(error)

@@ -170,6 +170,7 @@ class GraphCache(Generic[G, B]):
         self.kept: dict[int, G] = {}
         self._bytes = 0
         self._probed: int | None = None
+        self._one_batch: tuple[int, int] | None = None
 
     # --- the first pass
 
@@ -391,22 +392,37 @@ class GraphCache(Generic[G, B]):
             return self._probed or 1
         return (self.first or self.evaluate()).everywhere.largest or 1
 
+    def keeps(self, size: int) -> bool:
+        """Whether graphs of so many bytes are kept."""
+        return size <= _memory.budget(self._budget, self.device)
+
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
         if self.kept and not (self.batches.given or self._bytes) and self.kept[0].evaluation.call.builds_graph:
             _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self._bytes
 
-    def first_batch_bytes(self) -> int:
-        """Bytes of one batch's graph, by evaluating it."""
-        batch = next(iter(self.batches), None)
-        if batch is None and self.batches.shared:  # an empty share
-            self._probed = self._probed or 1
-            return 0
-        builder = self.builder.fresh()  # it may be another batch than the one that comes first later
-        graph, size = _memory.measured(lambda: builder.build(self.where, batch, 0), self.device)
-        self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
-        return size
+    def one_batch(self, take: Callable[[G, int], object]) -> tuple[int, int]:
+        """Bytes of one batch's graph, and at the peak of making it and a product; by making both, once."""
+        if self._one_batch is None:
+            batch = next(iter(self.batches), None)
+            if batch is None and self.batches.shared:  # an empty share
+                self._probed = self._probed or 1
+                return 0, 0
+            builder = self.builder.fresh()  # it may be another batch than the one that comes first later
+            now = _settings.RandomState.of(self.device)
+            try:
+                with _settings.on(_memory.LiveBytes()) as live:
+                    graph = builder.build(self.where, batch, 0)
+                    size = live.now
+                    self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
+                    _sums = [part.clone() for part in (graph.value, *graph.gradient)]  # which a first pass holds
+                    with graph.ready():
+                        take(graph, 0)
+            finally:
+                now.restore()
+            self._one_batch = size, live.peak
+        return self._one_batch
 
     # --- lifetime
 

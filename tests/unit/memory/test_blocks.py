@@ -577,3 +577,146 @@ def test_a_product_keeps_what_enters_blocks_and_one_block(layers: int) -> None:
     assert lean <= (22 + 2 * layers) * size and plain >= 10 * layers * size
     if layers == 12:
         assert lean <= peak(lambda: hodiff.grad(f, model))
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+
+DATA = [(numbers(4, 6, seed=s), numbers(4, 1, seed=s + 9)) for s in range(3)]
+
+
+class Predicts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.after(h)
+
+
+def predict(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0])
+
+
+def summed(outputs: Tensor, batch: Any) -> tuple[Tensor, float]:
+    return (outputs - batch[1]).cosh().sum(), float(len(outputs))
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "Hessian": lambda model, **o: hodiff.HessianOperator(
+        lambda m, batch: summed(predict(m, batch), batch), model, data=DATA, **o
+    ),
+    "Gauss-Newton": lambda model, **o: hodiff.GaussNewtonOperator(predict, nn.MSELoss(), model, data=DATA, **o),
+    "Gauss-Newton of a function": lambda model, **o: hodiff.GaussNewtonOperator(predict, summed, model, data=DATA, **o),
+    "Fisher": lambda model, **o: hodiff.FisherOperator(
+        predict, nn.MSELoss(), model, data=DATA, kind="mc", samples=2,
+        generator=torch.Generator().manual_seed(1), **o,
+    ),
+    "empirical Fisher": lambda model, **o: hodiff.FisherOperator(
+        predict, nn.MSELoss(), model, data=DATA, kind="empirical", **o
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [0.5, 0], ids=["kept", "not kept"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(name: str, budget: float) -> None:
+    model = made(Predicts([Layer(), Layer(nn.BatchNorm1d(6))]))
+    before = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    plain, lean = (OPERATORS[name](model, memory_budget=budget, checkpoint=b) for b in (False, NAMES))
+    v = like(model)
+    several = {key: torch.stack([x, x.sin()]) for key, x in v.items()}
+    for vector in (v, v, several):  # a first product, one of what is kept, and several
+        agree(lean @ vector, plain @ vector)
+    agree(lean.gradient, plain.gradient)
+    assert torch.equal(lean.value, plain.value)
+    part = {key: x for key, x in v.items() if key.startswith("layers.1.")}
+    agree(lean.block("layers.1.*") @ part, plain.block("layers.1.*") @ part)
+    assert lean.cost().passes == plain.cost().passes
+    assert all(torch.equal(buffer, before[key]) for key, buffer in model.named_buffers())
+
+
+def test_a_matrix_and_the_derivative_of_a_solution() -> None:
+    model = made(Predicts([Layer()]))
+    for name in ("Hessian", "empirical Fisher"):
+        plain, lean = (OPERATORS[name](model, checkpoint=b) for b in (False, NAMES))
+        agree(lean.dense(), plain.dense())
+
+    def trace(s: Tensor, b: Any) -> Tensor:
+        A = hodiff.HessianOperator(lambda m: predict(m, [X * s]).cosh().sum(), model, checkpoint=b)
+        return hodiff.trace(A, vectors=torch.eye(A.shape[0], dtype=D)[:, :2], create_graph=True).value
+
+    s = torch.tensor(0.9, dtype=D)
+    agree(hodiff.grad(lambda s: trace(s, NAMES), s), hodiff.grad(lambda s: trace(s, False), s))
+
+
+class Unknown(torch.autograd.Function):
+    """Without a derivative in forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * ctx.saved_tensors[0].cos()
+
+
+class WithUnknown(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Unknown.apply(x))
+
+
+FORWARD = {
+    "forward mode": (lambda: Layer(), 1),
+    "stop-gradients": (lambda: Cut(), 1),
+    "dropout": (lambda: nn.Sequential(Layer(), nn.Dropout(0.3)), 1),
+    "no forward mode": (lambda: WithUnknown(), 1),
+    "derivatives of its own": (lambda: Inside(), 0),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+def test_both_routes_of_a_jvp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, tried = FORWARD[name]
+    model = made(Predicts([build(), build()]))
+    calls: list[str] = []
+    pushed = _blocks.Tangents._pushed
+    monkeypatch.setattr(_blocks.Tangents, "_pushed", lambda self, v: (calls.append("forward"), pushed(self, v))[1])
+    torch.manual_seed(5)
+    plain = OPERATORS["Gauss-Newton"](model) @ like(model)
+    torch.manual_seed(5)
+    lean = OPERATORS["Gauss-Newton"](model, checkpoint=NAMES)
+    agree(lean @ like(model), plain)
+    assert len(calls) == tried * len(DATA)
+
+
+@pytest.mark.parametrize("checkpoint_", [False, NAMES], ids=["plain", "blocks"])
+@pytest.mark.parametrize("name", ["Hessian", "Gauss-Newton"])
+@pytest.mark.parametrize("budget", [0.5, 0], ids=["kept", "not kept"])
+def test_cost_tells_the_peak(name: str, checkpoint_: Any, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(Predicts([Layer() for _ in range(6)]))
+    monkeypatch.setattr(
+        "tests.unit.memory.test_blocks.DATA", [(numbers(1000, 6, seed=s), numbers(1000, 1)) for s in (1, 2)]
+    )
+    make = lambda: OPERATORS[name](model, checkpoint=checkpoint_, memory_budget=budget)
+    state = torch.get_rng_state()
+    told = make().cost()
+    assert torch.equal(torch.get_rng_state(), state)
+    found = peak(lambda: make() @ like(model))
+    assert abs(told.peak_bytes - found) <= 0.15 * found
+    assert "peak of the first: " in str(told)
+
+
+def test_when_memory_has_run_out() -> None:
+    def f(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for call in (lambda: hodiff.hvp(f, X, X), lambda: hodiff.HessianOperator(f, X) @ X):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            call()
+        assert any("checkpoint=" in note for note in caught.value.__notes__)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        hodiff.grad(f, X)
+    assert not getattr(caught.value, "__notes__", ())
