@@ -90,7 +90,7 @@ class ProductOptions(ChunkedBatchedOptions, total=False):
 
 
 class ProductWithoutExtra(ProductOptions, total=False):
-    """The same where `f` returns the loss alone."""
+    """The options of such a product where `f` returns the loss alone."""
 
     has_aux: Literal[False]
 

@@ -90,7 +90,7 @@ UNREMARKABLE: dict[int, set[type]] = defaultdict(set)
 
 
 HIDING: set[type] = set()
-"""The classes of nodes of blocks (see `memory`)."""
+"""The classes of nodes of blocks, which make a graph of their own in each pass (see `memory`)."""
 
 
 class Survey:
@@ -140,14 +140,11 @@ class Survey:
     def names(self) -> set[str]:
         """The class names of all nodes, and of those that blocks hide."""
         names = {*map(_name, self.by_class)}
-        for node in self.hiding():
-            names |= node.form.names
+        for kind in HIDING:
+            if kind in self.by_class:
+                for node in self.by_class[kind]:
+                    names |= node.form.names
         return names
-
-    def hiding(self) -> list[Node]:
-        """The nodes of blocks, which make a graph of their own in each pass."""
-        kinds = HIDING & self.by_class.keys()
-        return [node for kind in kinds for node in self.by_class[kind]]
 
     def is_remarkable(self, order: int) -> bool:
         """Whether something may have to be said of a derivative of that order (see `_refusals.judge`)."""
@@ -347,7 +344,9 @@ def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
 
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
-    return bool(graph.hiding()) or any(_versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes)
+    return not HIDING.isdisjoint(graph.by_class) or any(
+        _versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes
+    )
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -396,37 +397,27 @@ def _search(
     product: bool = False,
 ) -> None:
     """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
-    given = not graph.call.builds_graph
-    hidden = outputs[0] is graph.tensors()[0]
-    _search_below(
-        outputs, gradients, inputs, graph.call.order, graph.kinds, given=given, hidden=hidden, product=product
-    )
+    third = graph.call.order >= 3
+    _refuse_missing(outputs, gradients, inputs, third=third, product=product)
+    hiding = {kind for kind in graph.kinds if kind.__name__ in _messages.HIDING}
+    if hiding and outputs[0] is graph.tensors()[0]:
+        _refusals.refuse_hidden(
+            _nodes.survey(outputs),
+            _nodes.survey(gradients),
+            inputs,
+            graph.call.order,
+            given=not graph.call.builds_graph,
+        )
+    _cleared[third].update(kind for kind in graph.kinds - hiding if _is_harmless(kind, third=third))
 
 
 def search_block(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], order: int) -> None:
-    """The same for a graph that a block hides from its evaluation."""
+    """Raise where the gradient of a block, in a graph that the evaluation does not see, has no derivative."""
     kinds = frozenset(_nodes.survey(outputs).by_class)
     if not kinds <= _cleared[order >= 3]:
-        _search_below(outputs, gradients, inputs, order, kinds)
-
-
-def _search_below(
-    outputs: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    order: int,
-    kinds: frozenset[type],
-    *,
-    given: bool = False,
-    hidden: bool = True,
-    product: bool = False,
-) -> None:
-    third = order >= 3
-    _refuse_missing(outputs, gradients, inputs, third=third, product=product)
-    hiding = {kind for kind in kinds if kind.__name__ in _messages.HIDING}
-    if hiding and hidden:
-        _refusals.refuse_hidden(_nodes.survey(outputs), _nodes.survey(gradients), inputs, order, given=given)
-    _cleared[third].update(kind for kind in kinds - hiding if _is_harmless(kind, third=third))
+        call = SimpleNamespace(order=order, builds_graph=True)
+        graph: Any = SimpleNamespace(call=call, kinds=kinds, tensors=lambda: outputs)
+        _search(graph, outputs, gradients, inputs)
 
 
 def _refuse_missing(

@@ -219,8 +219,9 @@ class DataOperator(LinearOperator, Generic[G]):
             peak_bytes=peak + (size * (count - 1) if graphs.keeps(size * count) else 0),
         )
 
-    def _try(self, graph: G, number: int) -> object:
-        """One product of one batch, to see what it takes."""
+    def _try(self) -> Callable[[G], object]:
+        """What makes a product of one batch, to see what it takes."""
+        return lambda graph: None
 
     # --- products
 
@@ -280,9 +281,9 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     def _apply(self, graph: G, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         """The product of one batch's sum."""
 
-    def _try(self, graph: G, number: int) -> object:
+    def _try(self) -> Callable[[G], object]:
         zeros = [torch.zeros_like(self._graphs.where.tensors[index]) for index in self._chosen]
-        return self._apply(graph, zeros, None, 1)
+        return lambda graph: self._apply(graph, zeros, None, 1)
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk = 1 if count is None else self._inner_chunk()

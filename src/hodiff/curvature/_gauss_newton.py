@@ -9,7 +9,7 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _nodes, _reverse
+from hodiff._core import _arguments, _kernels, _nodes, _reverse
 from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
@@ -30,7 +30,6 @@ from hodiff.curvature._losses import (
 )
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.errors import InputError
-from hodiff.memory._blocks import Tangents, in_blocks
 
 # --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
 
@@ -87,12 +86,12 @@ class CurvedOutputs(Linearised):
 
 @dataclass(frozen=True, eq=False)
 class BlockOutputs(CurvedOutputs):
-    """The same, of blocks that keep only what enters them: J v by forward mode, J' u through the blocks.
+    """A batch's outputs by blocks that keep only what enters them: J v by forward mode, J' u through the blocks.
 
-    The cotangents are the gradient of the loss by the outputs.
+    The cotangents are the gradient of the loss by the outputs; `tangents` gives J v (see `memory._blocks`).
     """
 
-    tangents: Tangents
+    tangents: Any
 
     def jvp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
         """The product J v, one vector after the other."""
@@ -139,14 +138,16 @@ class PullbackBuilder(Builder[CurvedOutputs]):
 
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearise it."""
-        predict, keep = in_blocks(self.predict, where, self.checkpoint), self.keep or self.checkpoint is False
-        with predicted(predict, where, batch, self.allow, keep=keep) as graph:
+        predict: Any = self.predict
+        if self.checkpoint is not False:
+            predict = _kernels.in_blocks(predict, where, self.checkpoint)
+        with predicted(predict, where, batch, self.allow, keep=self.keep or self.checkpoint is False) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
-            tangents = Tangents(graph)
+            tangents = None if self.checkpoint is False else predict.tangents(graph)
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
             curvature = self.curvature(at_outputs, outputs, number)
-            if self.checkpoint is not False:
+            if tangents is not None:
                 traits = (at_outputs.value, at_outputs.weight, [], outputs, random, True)
                 made = BlockOutputs(graph, *traits, outputs, at_outputs.gradient, curvature, tangents)
                 return made if self.lazily else replace(made, gradient=made.slope(keep=True))
@@ -227,6 +228,8 @@ class GaussNewtonOperator(PullbackOperator):
         batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
         reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own
             reduction is `"sum"` gives the sum in any case.
+        checkpoint: Which parts of `predict` keep only what enters them, and run again in each pass, as for
+            `hodiff.hvp`. J v is then taken by forward mode, without a graph.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -245,7 +248,8 @@ class GaussNewtonOperator(PullbackOperator):
     Cost:
         The first product evaluates `predict` once per batch, and takes one pass to linearise it. Every
         product takes two passes per batch (J v and J' u); a loss that is not written out one more,
-        through the loss alone. Memory as for `hodiff.HessianOperator`.
+        through the loss alone. Memory as for `hodiff.HessianOperator`. With *checkpoint* and `memory_budget=0` about
+        that of a gradient with activation checkpoints, in the time of the plain route; the gradient is a pass more.
 
     Examples:
         For least squares it is the Hessian, 2 X'X / n:
@@ -381,6 +385,7 @@ class FisherOperator(PullbackOperator):
         generator: Where `"mc"` draws from; None is the default generator of its device. Of several processes
             each draws labels of its own, whose seeds come from there, also where all have the same.
         batch_weight: As for `hodiff.GaussNewtonOperator`.
+        checkpoint: Which parts of `predict` run again in each pass, as for `hodiff.GaussNewtonOperator`.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.

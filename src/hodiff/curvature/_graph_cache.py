@@ -402,7 +402,7 @@ class GraphCache(Generic[G, B]):
             _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self._bytes
 
-    def one_batch(self, take: Callable[[G, int], object]) -> tuple[int, int]:
+    def one_batch(self, prepare: Callable[[], Callable[[G], object]]) -> tuple[int, int]:
         """Bytes of one batch's graph, and at the peak of making it and a product; by making both, once."""
         if self._one_batch is None:
             batch = next(iter(self.batches), None)
@@ -410,7 +410,7 @@ class GraphCache(Generic[G, B]):
                 self._probed = self._probed or 1
                 return 0, 0
             builder = self.builder.fresh()  # it may be another batch than the one that comes first later
-            now = _settings.RandomState.of(self.device)
+            take, now = prepare(), _settings.RandomState.of(self.device)
             try:
                 with _settings.on(_memory.LiveBytes()) as live:
                     graph = builder.build(self.where, batch, 0)
@@ -418,7 +418,7 @@ class GraphCache(Generic[G, B]):
                     self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
                     _sums = [part.clone() for part in (graph.value, *graph.gradient)]  # which a first pass holds
                     with graph.ready():
-                        take(graph, 0)
+                        take(graph)
             finally:
                 now.restore()
             self._one_batch = size, live.peak

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _nodes, _reverse
+from hodiff._core import _arguments, _kernels, _nodes, _reverse
 from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
@@ -20,7 +20,6 @@ from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError
-from hodiff.memory._blocks import in_blocks
 
 
 @final
@@ -72,7 +71,9 @@ class HessianBuilder(Builder[BatchGraph]):
             given = () if batch is NONE else (batch,)
             return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
-        what = in_blocks(f if computed else weighed, where, self.checkpoint)
+        what = f if computed else weighed
+        if self.checkpoint is not False:
+            what = _kernels.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
@@ -109,6 +110,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
             each. Not for modules, whose parameters are no samples.
         batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
             says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
+        checkpoint: Which parts of `f` keep only what enters them, and run again in each pass, as for `hodiff.hvp`:
+            `"layers.*"`, modules by name; True, those that `f` checkpoints itself.
         memory_budget: What the graphs may hold: bytes (an int, 0 to keep none), or a fraction of the
             memory that is free (a float).
         chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.

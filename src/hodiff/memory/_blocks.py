@@ -96,7 +96,7 @@ class Pullback:
         return [*variables, *cotangents], gradients
 
     def values(self, tensors: Tensors) -> Values:
-        """The gradient alone."""
+        """The gradient, without its graph."""
         with _settings.grad_mode(True):
             variables, results = self.form.record(tensors[: self.count])
         gradients = self._pass(variables, results, tensors[self.count :], build=False)
@@ -124,7 +124,7 @@ def _dense(gradient: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 @final
-class Block(Chunked):
+class BlockFunction(Chunked):
     """What a form computes. Its gradient is a block."""
 
     @staticmethod
@@ -148,27 +148,27 @@ class Block(Chunked):
         if not given:
             return (None,) * (len(tensors) + 1)
         form = Pullback(ctx.form, len(tensors), given)
-        return (*Block.apply(*tensors, *(cotangents[n] for n in given), form), None)
+        return (*BlockFunction.apply(*tensors, *(cotangents[n] for n in given), form), None)
 
 
-_nodes.HIDING.add(Block._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+_nodes.HIDING.add(BlockFunction._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 
 # --- a block of the user's: what it reads, and how it runs again ----------------------------------
 
 
-class _Open(threading.local):
+class _Met(threading.local):
     blocks: Any = None
     """Whose blocks are met in this thread now."""
 
 
-_open = _Open()
+_met = _Met()
 _INSIDE = object()
 """Met inside of a block is a part of it."""
 
 
 def _within(blocks: Any, undo: Undo) -> None:
-    undo += [partial(setattr, _open, "blocks", _open.blocks)]
-    _open.blocks = blocks
+    undo += [partial(setattr, _met, "blocks", _met.blocks)]
+    _met.blocks = blocks
     watch_calls.enter(undo)
 
 
@@ -224,8 +224,8 @@ class BlockRun:
                 value = self._function(*args, **kwargs)
             finally:
                 now.restore()
-        found = _tree.flatten(value)[0]
-        results = [found[n] for n in self.places if n < len(found) and isinstance(found[n], Tensor)]
+        items = _tree.flatten(value)[0]
+        results = [items[n] for n in self.places if n < len(items) and isinstance(items[n], Tensor)]
         if [x.shape for x in results] != self._shapes:
             raise GraphError(
                 "a block that runs again (checkpoint=) computes something else than at first: it reads what has "
@@ -234,7 +234,7 @@ class BlockRun:
         return results
 
     def returns(self, items: Sequence[Any], arguments: Tensors) -> list[Tensor]:
-        """Those of its results that vary, once each, and are no views of arguments: these keep nothing."""
+        """The results that vary, once each, but views of arguments: these keep nothing."""
         theirs, at = {*map(memory_of, arguments)} - {0}, dict[int, int]()
         for n, x in enumerate(items):
             if _varies(x) and memory_of(x) not in theirs:
@@ -302,7 +302,17 @@ def _form(run: Callable[..., Tensors], graph: _nodes.Survey, tensors: Tensors, a
 _checkpointed: Any = vars(_checkpoint)["checkpoint"].__wrapped__
 _CALLED = "__dynamo_disable"
 """By this attribute of the function that it wraps, `checkpoint` looks up at each call what to do."""
-_OPTIONS = frozenset(("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"))
+_OPTIONS = frozenset(
+    (
+        "use_reentrant",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "preserve_rng_state",
+        "respect_saved_tensors_hooks",
+    )
+)
 
 
 def _watch(undo: Undo) -> None:
@@ -311,7 +321,7 @@ def _watch(undo: Undo) -> None:
     theirs = attributes.get(_CALLED)
 
     def called(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        blocks = _open.blocks
+        blocks = _met.blocks
         if blocks is None or function is None or "context_fn" in kwargs:
             with Scope(partial(_within, None)):
                 return (theirs or _checkpointed)(function, *args, **kwargs)
@@ -344,7 +354,7 @@ class Blocks:
         self.checkpoint, self.named, self.met = checkpoint, named, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function."""
+        """What the function returns."""
         self.met = 0
         with Scope(self._enter):
             result = self.__wrapped__(*args, **kwargs)
@@ -358,6 +368,10 @@ class Blocks:
             )
         return result
 
+    def tangents(self, graph: OutputGraph) -> Tangents:
+        """J v of the function, of which this is an evaluation."""
+        return Tangents(graph)
+
     def _enter(self, undo: Undo) -> None:
         _within(self, undo)
         for module in self.named:
@@ -367,7 +381,7 @@ class Blocks:
             attributes[name] = partial(self._call, module)
 
     def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if _open.blocks is not self:  # inside of a block, or in another thread
+        if _met.blocks is not self:  # inside of a block, or in another thread
             return module._call_impl(*args, **kwargs)
         return self.run(module._call_impl, args, kwargs, self.named[module])
 
@@ -389,7 +403,7 @@ class Blocks:
             return value
         tensors = [*arguments, *read]
         form = _form(again, graph, tensors, len(arguments), outputs)
-        made = dict(zip(map(id, outputs), Block.apply(*tensors, form), strict=True))
+        made = dict(zip(map(id, outputs), BlockFunction.apply(*tensors, form), strict=True))
         results = [made.get(id(x), x) for x in items]
         return results[0] if tree is None else _tree.rebuild(tree, iter(results))
 

@@ -518,7 +518,7 @@ def test_everything_is_put_back_where_f_raises() -> None:
         with pytest.raises(KeyError, match="mine"):
             hodiff.hvp(f, model, like(model), checkpoint=blocks)
     assert all("_compiled_call_impl" not in part.__dict__ for part in model.modules())
-    assert _blocks._open.blocks is None and not _blocks.watch_calls.on
+    assert _blocks._met.blocks is None and not _blocks.watch_calls.on
 
 
 def test_another_threads_checkpoints_are_its_own() -> None:
@@ -527,7 +527,9 @@ def test_another_threads_checkpoints_are_its_own() -> None:
     found: list[Tensor] = []
 
     def f(m: nn.Module) -> Tensor:
-        thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(other(X), other.before.weight)))
+        thread = threading.Thread(
+            target=lambda: found.extend(torch.autograd.grad(other(X), other.before.weight)), daemon=True
+        )
         thread.start()
         thread.join()
         return m(X)
@@ -714,9 +716,9 @@ def test_when_memory_has_run_out() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     for call in (lambda: hodiff.hvp(f, X, X), lambda: hodiff.HessianOperator(f, X) @ X):
-        with pytest.raises(torch.OutOfMemoryError) as caught:
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
             call()
         assert any("checkpoint=" in note for note in caught.value.__notes__)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         hodiff.grad(f, X)
     assert not getattr(caught.value, "__notes__", ())
