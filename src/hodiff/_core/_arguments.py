@@ -24,7 +24,7 @@ ChunkSize = int | Literal["auto"]
 """How many vectors one pass takes; `"auto"` bounds its memory."""
 
 Checkpoint = bool | str
-"""Which parts of `f` run again in each pass: none, those that it checkpoints itself, the modules so named."""
+"""What of `f` runs again in each pass: nothing, its own checkpoints, the modules so named."""
 
 Probes = Literal["rademacher", "gaussian"]
 """The law of random vectors v; E[v vᵀ] = I under both."""

@@ -99,7 +99,7 @@ class OutputGraph:
                     leaf.register_post_accumulate_grad_hook(_forget)
 
     def _note_memory(self, error: object) -> None:
-        if self.call.order >= 2 and isinstance(error, BaseException) and not getattr(error, "__notes__", ()):
+        if self.call.order >= 2 and isinstance(error, BaseException):
             _messages.note_memory(error)
 
     def kept(self) -> OutputGraph:

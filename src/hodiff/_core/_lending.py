@@ -345,9 +345,9 @@ class EvaluationContext:
         return again
 
     def stand_ins(self) -> list[Tensor]:
-        """What a part of `f` may read without being given it: the leaves, and the parameters of modules."""
-        parameters = [p for module in self.borrowed for p in module._parameters.values() if p is not None]
-        return [*self._watched, *parameters]
+        """What a part of `f` may read that it is not given: leaves, and parameters of modules."""
+        slots = [p for module in self.borrowed for p in module._parameters.values()]
+        return [*self._watched, *(p for p in slots if p is not None)]
 
     def evaluation(self) -> Evaluation:
         """The run at hand, for what will run a part of it again."""

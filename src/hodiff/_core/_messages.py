@@ -349,15 +349,17 @@ def about_inference(error: Exception) -> bool:
 
 def note_memory(error: BaseException) -> None:
     """Add to an error of a second derivative that memory has run out for what takes less."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    ran_out = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if ran_out and LESS_MEMORY not in getattr(error, "__notes__", ()):
         error.add_note(LESS_MEMORY)
 
 
 LESS_MEMORY = (
-    'hodiff: less memory is taken by blocks that run again in each pass: checkpoint="layers.*" names them, or smaller '
-    "ones (checkpoint=True: those that the model checkpoints itself), of hvp, cross_hvp and the operators of "
-    "curvature; by memory_budget=0, which keeps no graph of an operator; by chunk_size=1 of several vectors. "
-    "H.cost().peak_bytes tells what each takes."
+    "hodiff: less memory is taken by blocks that run again in each pass, of hvp, cross_hvp and the "
+    'operators of curvature: checkpoint="layers.*" names them, or smaller ones, and '
+    "checkpoint=True means those that the model checkpoints itself; by memory_budget=0, which "
+    "keeps no graph of an operator; by chunk_size=1 of several vectors. H.cost().peak_bytes tells what "
+    "each takes."
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -199,7 +199,8 @@ def without_values(tensors: Iterable[Tensor]) -> list[Any]:
 
 def below(tensor: Tensor) -> Survey:
     """The graph that a tensor was computed in, without the tensor."""
-    return Survey([node for node, _ in tensor.grad_fn.next_functions] if tensor.grad_fn is not None else ())
+    node = tensor.grad_fn
+    return Survey([child for child, _ in node.next_functions] if node is not None else ())
 
 
 def age() -> int:
@@ -208,7 +209,7 @@ def age() -> int:
         return _age(torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn)
 
 
-def made_since(begun: int, outputs: Iterable[Tensor], known: Iterable[Tensor]) -> tuple[Survey, list[Tensor] | None]:
+def made_since(begun: int, outputs: Sequence[Tensor], known: Iterable[Tensor]) -> tuple[Survey, list[Tensor] | None]:
     """The graph that was made since (see `age`), and the tensors that it begins at.
 
     None where it begins at one that is neither a leaf nor known.
@@ -344,9 +345,9 @@ def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
 
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
-    return not HIDING.isdisjoint(graph.by_class) or any(
-        _versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes
-    )
+    if not HIDING.isdisjoint(graph.by_class):
+        return True
+    return any(_versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes)
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:

@@ -116,7 +116,8 @@ def products(
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
     if not graph.kinds <= _without_functions:
-        _without_functions.update(kind for kind in graph.kinds if not _nodes.is_function(kind) or _is_ours(kind))
+        harmless = (k for k in graph.kinds if not _nodes.is_function(k) or _is_ours(k))
+        _without_functions.update(harmless)
     copied = not graph.kinds <= _without_functions
     if not copied and not any(map(Tensor.is_inference, vectors)):
         return vectors
@@ -322,9 +323,10 @@ def vjp_between(
     build: bool = False,
     recorded: bool = False,
 ) -> Sequence[Tensor | None]:
-    """One bare pass, between tensors or edges of a graph, for who knows what to keep: `calculus._multi`, blocks."""
+    """One bare pass, between tensors or edges of a graph, for whoever knows what to keep."""
+    options: Any = {"keep": keep, "build": build, "recorded": recorded}
     device = cotangents[0].device.type
-    return _engine_pass(outputs, cotangents, inputs, keep=keep, build=build, device=device, recorded=recorded)
+    return _engine_pass(outputs, cotangents, inputs, device=device, **options)
 
 
 def _vjps_batched(
@@ -412,7 +414,7 @@ def _search(
 
 
 def search_block(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], order: int) -> None:
-    """Raise where the gradient of a block, in a graph that the evaluation does not see, has no derivative."""
+    """Raise where a block's gradient, in a graph of its own, has no derivative."""
     kinds = frozenset(_nodes.survey(outputs).by_class)
     if not kinds <= _cleared[order >= 3]:
         call = SimpleNamespace(order=order, builds_graph=True)

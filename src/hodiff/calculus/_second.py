@@ -37,7 +37,9 @@ def hvp(f: What, x: Any, v: V, **options: Unpack[ProductWithoutExtra]) -> V: ...
 
 
 @overload
-def hvp(f: What, x: Any, v: V, *, has_aux: Literal[True], **options: Unpack[ProductOptions]) -> tuple[V, Any]: ...
+def hvp(
+    f: What, x: Any, v: V, *, has_aux: Literal[True], **options: Unpack[ProductOptions]
+) -> tuple[V, Any]: ...  # fmt: skip
 
 
 def hvp(
@@ -73,9 +75,10 @@ def hvp(
         create_graph: Whether the product can be differentiated again, as for `grad`. That is a third
             derivative: given a function, layer, batch and instance norm are then computed from their
             definition, since PyTorch's own third derivative of them is wrong.
-        checkpoint: Which parts of `f` keep only what enters them, and run again in each pass: `"layers.*"`, the modules
-            of *x* (or of `f`, where that is a module) with such a name, the outermost; True, what `f` runs under
-            `torch.utils.checkpoint.checkpoint`, which in itself saves nothing in a second derivative.
+        checkpoint: What of `f` keeps only what enters it, and runs again in each pass:
+            `"layers.*"`, the modules of *x* (or of `f`, where that is one) with such names, the
+            outermost; True, what `f` itself runs under `torch.utils.checkpoint.checkpoint` (that
+            alone saves nothing in a second derivative).
         check_independence: Whether to test that samples are independent, as for `grad`.
         strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
             all of it. True: an error. False: zeros, all of it too (isolated atoms).
@@ -93,9 +96,9 @@ def hvp(
 
     Cost:
         One evaluation of `f` and two reverse passes, about three gradients; for K vectors the second
-        pass is batched, chunk by chunk. Memory: about twice that of a gradient. With *checkpoint* a block runs four
-        times: about one and a half of the time, and the memory of one block with what enters all others, less than a
-        gradient keeps.
+        pass is batched, chunk by chunk. Memory: about twice that of a gradient.
+        With *checkpoint* a block runs four times: about one and a half of the time, in the memory
+        of one block and of what enters the others, less than a gradient keeps.
 
     Examples:
         The Hessian of \(\tfrac12 x^\top A x\) is \(A\):

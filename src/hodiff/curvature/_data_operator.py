@@ -39,8 +39,8 @@ class Cost:
         evaluations: Graphs of the function per product.
         passes: Reverse passes per product.
         dense_passes: Reverse passes of `dense()`, batched ones counted once.
-        peak_bytes: What is alive at the most, beside the point and the vector, until the first product is there:
-            measured on one batch, once. It tells what `checkpoint=` and `memory_budget=` save.
+        peak_bytes: The most that is alive until the first product is there, beside the point and
+            the vector; measured on one batch, once. It tells what `checkpoint=` saves.
     """
 
     size: int

@@ -59,12 +59,19 @@ class Linearised(BatchGraph):
 
 
 def predicted(
-    predict: Callable[..., Any], where: Where, batch: Any, allow: Allowed, batch_ndim: int = 0, *, keep: bool = True
+    predict: Callable[..., Any],
+    where: Where,
+    batch: Any,
+    allow: Allowed,
+    batch_ndim: int = 0,
+    *,
+    keep: bool = True,
 ) -> OutputGraph:
     """The evaluation of a batch's outputs, not yet entered."""
     given = () if batch is NONE else (batch,)
     return OutputGraph(call(
-        predict, where, passes=2, create_graph=False, args=given, keep=keep, allow=allow, batch_ndim=batch_ndim
+        predict, where, passes=2, create_graph=False, args=given, keep=keep, allow=allow,
+        batch_ndim=batch_ndim,
     ))  # fmt: skip
 
 
@@ -86,9 +93,12 @@ class CurvedOutputs(Linearised):
 
 @dataclass(frozen=True, eq=False)
 class BlockOutputs(CurvedOutputs):
-    """A batch's outputs by blocks that keep only what enters them: J v by forward mode, J' u through the blocks.
+    """A batch's outputs by blocks that keep only what enters them, and run again for J' u.
 
-    The cotangents are the gradient of the loss by the outputs; `tangents` gives J v (see `memory._blocks`).
+    The cotangents are the gradient of the loss by the outputs.
+
+    Attributes:
+        tangents: What gives J v (see `memory._blocks`).
     """
 
     tangents: Any
@@ -96,13 +106,17 @@ class BlockOutputs(CurvedOutputs):
     def jvp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
         """The product J v, one vector after the other."""
         at = {index: n for n, index in enumerate(chosen)}
-        numbers = range(len(self.evaluation.leaves))
-        rows = [parts] if count is None else [[part[k] for part in parts] for k in range(count)]
-        made = [self.tangents.along([row[at[n]] if n in at else None for n in numbers], self.outputs) for row in rows]
-        return made[0] if count is None else [torch.stack(column) for column in zip(*made, strict=True)]
+        numbers, made = range(len(self.evaluation.leaves)), list[Leaves]()
+        for k in range(count or 1):
+            row = parts if count is None else [part[k] for part in parts]
+            vectors = [row[at[n]] if n in at else None for n in numbers]
+            made += [self.tangents.along(vectors, self.outputs)]
+        if count is None:
+            return made[0]
+        return [torch.stack(column) for column in zip(*made, strict=True)]
 
     def vjp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
-        """The product J' u. One vector's takes the graph apart as it goes, where that is not kept."""
+        """The product J' u. With one vector the graph is freed on the way, where none is kept."""
         taken = self if count is None else replace(self, evaluation=self.evaluation.kept())
         return super(BlockOutputs, taken).vjp(parts, count, chosen, chunk)
 
@@ -141,7 +155,8 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         predict: Any = self.predict
         if self.checkpoint is not False:
             predict = _kernels.in_blocks(predict, where, self.checkpoint)
-        with predicted(predict, where, batch, self.allow, keep=self.keep or self.checkpoint is False) as graph:
+        keep = self.keep or self.checkpoint is False
+        with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
             tangents = None if self.checkpoint is False else predict.tangents(graph)
@@ -149,7 +164,8 @@ class PullbackBuilder(Builder[CurvedOutputs]):
             curvature = self.curvature(at_outputs, outputs, number)
             if tangents is not None:
                 traits = (at_outputs.value, at_outputs.weight, [], outputs, random, True)
-                made = BlockOutputs(graph, *traits, outputs, at_outputs.gradient, curvature, tangents)
+                ends = (outputs, at_outputs.gradient)
+                made = BlockOutputs(graph, *traits, *ends, curvature, tangents)
                 return made if self.lazily else replace(made, gradient=made.slope(keep=True))
             cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
         gradient = [part.detach() for part in pulled]
@@ -228,8 +244,8 @@ class GaussNewtonOperator(PullbackOperator):
         batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
         reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own
             reduction is `"sum"` gives the sum in any case.
-        checkpoint: Which parts of `predict` keep only what enters them, and run again in each pass, as for
-            `hodiff.hvp`. J v is then taken by forward mode, without a graph.
+        checkpoint: What of `predict` keeps only what enters it, and runs again in each pass, as
+            for `hodiff.hvp`. J v is then taken by forward mode, without a graph.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -248,8 +264,9 @@ class GaussNewtonOperator(PullbackOperator):
     Cost:
         The first product evaluates `predict` once per batch, and takes one pass to linearise it. Every
         product takes two passes per batch (J v and J' u); a loss that is not written out one more,
-        through the loss alone. Memory as for `hodiff.HessianOperator`. With *checkpoint* and `memory_budget=0` about
-        that of a gradient with activation checkpoints, in the time of the plain route; the gradient is a pass more.
+        through the loss alone. Memory as for `hodiff.HessianOperator`.
+        With *checkpoint* and `memory_budget=0` it is about that of a gradient with activation
+        checkpoints, in the time of the plain route; the gradient is a pass more.
 
     Examples:
         For least squares it is the Hessian, 2 X'X / n:
@@ -288,8 +305,8 @@ class GaussNewtonOperator(PullbackOperator):
         super().__init__(
             where, data,
             lambda batches, group: PullbackBuilder(
-                predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow, checkpoint,
-                memory_budget > 0, group is None,
+                predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow,
+                checkpoint, memory_budget > 0, group is None,
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, reduction=reduction,
@@ -385,7 +402,7 @@ class FisherOperator(PullbackOperator):
         generator: Where `"mc"` draws from; None is the default generator of its device. Of several processes
             each draws labels of its own, whose seeds come from there, also where all have the same.
         batch_weight: As for `hodiff.GaussNewtonOperator`.
-        checkpoint: Which parts of `predict` run again in each pass, as for `hodiff.GaussNewtonOperator`.
+        checkpoint: What of `predict` runs again, as for `hodiff.GaussNewtonOperator`.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -453,8 +470,9 @@ class FisherOperator(PullbackOperator):
 
         def builder(batches: Batches, group_sum: ProcessGroupSum | None) -> FisherBuilder:
             weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical", reduction=reduction)
-            traits = (checkpoint, memory_budget > 0, group_sum is None, kind or "exact", samples, generator, group_sum)
-            return FisherBuilder(predict, loss, weigh, allow, *traits)
+            traits = (checkpoint, memory_budget > 0, group_sum is None)
+            drawn = (kind or "exact", samples, generator, group_sum)
+            return FisherBuilder(predict, loss, weigh, allow, *traits, *drawn)
 
         super().__init__(
             where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,

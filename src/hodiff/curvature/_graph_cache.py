@@ -175,7 +175,7 @@ class GraphCache(Generic[G, B]):
     # --- the first pass
 
     def evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
-        """The first pass over the data, unless it has been made; a check that nobody has touched the point.
+        """The first pass over the data, unless it has been made; then whether the point is as it was.
 
         What is to `take` the graphs is shown each as it is made, in a first pass.
         """
@@ -403,20 +403,21 @@ class GraphCache(Generic[G, B]):
         return self._bytes
 
     def one_batch(self, prepare: Callable[[], Callable[[G], object]]) -> tuple[int, int]:
-        """Bytes of one batch's graph, and at the peak of making it and a product; by making both, once."""
+        """Bytes of one batch's graph, and at the peak of it and a product: both are made, once."""
         if self._one_batch is None:
             batch = next(iter(self.batches), None)
             if batch is None and self.batches.shared:  # an empty share
                 self._probed = self._probed or 1
                 return 0, 0
-            builder = self.builder.fresh()  # it may be another batch than the one that comes first later
+            builder = self.builder.fresh()  # later another batch may come first
             take, now = prepare(), _settings.RandomState.of(self.device)
             try:
                 with _settings.on(_memory.LiveBytes()) as live:
                     graph = builder.build(self.where, batch, 0)
                     size = live.now
                     self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
-                    _sums = [part.clone() for part in (graph.value, *graph.gradient)]  # which a first pass holds
+                    # Which a first pass holds.
+                    _sums = [part.clone() for part in (graph.value, *graph.gradient)]
                     with graph.ready():
                         take(graph)
             finally:

@@ -110,8 +110,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
             each. Not for modules, whose parameters are no samples.
         batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
             says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
-        checkpoint: Which parts of `f` keep only what enters them, and run again in each pass, as for `hodiff.hvp`:
-            `"layers.*"`, modules by name; True, those that `f` checkpoints itself.
+        checkpoint: What of `f` keeps only what enters it, and runs again in each pass, as for
+            `hodiff.hvp`: `"layers.*"`, modules by name; True, what `f` checkpoints itself.
         memory_budget: What the graphs may hold: bytes (an int, 0 to keep none), or a fraction of the
             memory that is free (a float).
         chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
@@ -194,8 +194,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
         super().__init__(
             where, data,
             lambda batches, _: HessianBuilder(
-                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args, kwargs, batch_ndim,
-                checkpoint,
+                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args,
+                kwargs, batch_ndim, checkpoint,
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,

@@ -129,7 +129,7 @@ class BlockFunction(Chunked):
 
     @staticmethod
     def forward(*given: Any) -> Any:
-        """The values: each a tensor of its own, for two of one would have one place in the graph."""
+        """The values, each a tensor of its own: two of one have one place in the graph."""
         *tensors, form = given
         return tuple(None if x is None else x.detach() for x in form.values(tensors))
 
@@ -209,8 +209,8 @@ class BlockRun:
         """Its results once more."""
         if self._changed():
             raise GraphError(
-                "a block that runs again (checkpoint=) was given a tensor that has been changed in place since. "
-                "Change a copy of it in f."
+                "a block that runs again (checkpoint=) was given a tensor that has been changed in "
+                "place since. Change a copy of it in f."
             )
         items = [*self._items]
         for n, x in zip(self.arguments, arguments, strict=True):
@@ -228,8 +228,9 @@ class BlockRun:
         results = [items[n] for n in self.places if n < len(items) and isinstance(items[n], Tensor)]
         if [x.shape for x in results] != self._shapes:
             raise GraphError(
-                "a block that runs again (checkpoint=) computes something else than at first: it reads what has "
-                "changed since (a counter, a list). Give it that as an argument, or leave checkpoint= out."
+                "a block that runs again (checkpoint=) computes something else than at first: it "
+                "reads what has changed since (a counter, a list). Give it that as an argument, or "
+                "leave checkpoint= out."
             )
         return results
 
@@ -252,7 +253,8 @@ class BlockRun:
         theirs = set(map(id, arguments))
         read = [x for x in begins or () if id(x) not in theirs]
         inner = [x for x in read if x.grad_fn is not None]
-        if begins is None or any(_nodes.below(x).contains(y) for x in inner for y in read if y is not x):
+        pairs = [(x, y) for x in inner for y in read if y is not x]
+        if begins is None or any(_nodes.below(x).contains(y) for x, y in pairs):
             return graph, read, READS
         own, theirs = [*map(memory_of, outputs)], {*map(memory_of, read)}
         shared = any(memory and (own.count(memory) > 1 or memory in theirs) for memory in own)
@@ -282,9 +284,16 @@ def _captured(function: Any) -> Iterator[Tensor]:
                 yield cell.cell_contents
 
 
-def _form(run: Callable[..., Tensors], graph: _nodes.Survey, tensors: Tensors, arguments: int, first: Tensors) -> Any:
+def _form(
+    run: Callable[..., Tensors],
+    graph: _nodes.Survey,
+    tensors: Tensors,
+    arguments: int,
+    first: Tensors,
+) -> Any:
     """The form of a block, with what one look at its graph tells."""
-    call, names, refused, recorded = _call.state.running[-1].call, graph.names(), None, False
+    call, names = _call.state.running[-1].call, graph.names()
+    refused, recorded = None, False
     if names & _messages.WRITTEN_AT_SOME and _refusals.loses_digits(graph):
         names |= {_messages.DIGITS}
     try:
@@ -301,7 +310,7 @@ def _form(run: Callable[..., Tensors], graph: _nodes.Survey, tensors: Tensors, a
 
 _checkpointed: Any = vars(_checkpoint)["checkpoint"].__wrapped__
 _CALLED = "__dynamo_disable"
-"""By this attribute of the function that it wraps, `checkpoint` looks up at each call what to do."""
+"""By this attribute of what it wraps, `checkpoint` looks up at each call what to do."""
 _OPTIONS = frozenset(
     (
         "use_reentrant",
@@ -316,7 +325,7 @@ _OPTIONS = frozenset(
 
 
 def _watch(undo: Undo) -> None:
-    """Let `torch.utils.checkpoint.checkpoint`, by whatever name it is called, meet blocks of ours."""
+    """Let `torch.utils.checkpoint.checkpoint`, by whatever name, meet blocks of ours."""
     attributes = vars(_checkpointed)
     theirs = attributes.get(_CALLED)
 
@@ -351,7 +360,7 @@ class Blocks:
 
     def __init__(self, f: Callable[..., Any], checkpoint: bool | str, named: dict[nn.Module, str]) -> None:
         self.__wrapped__ = f
-        self.checkpoint, self.named, self.met = checkpoint, named, 0
+        self.checkpoint, self.named = checkpoint, named
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
@@ -359,12 +368,14 @@ class Blocks:
         with Scope(self._enter):
             result = self.__wrapped__(*args, **kwargs)
         if not self.met:
+            names = ", ".join([*self.named.values()][:4])
             raise InputError(
-                f"checkpoint={self.checkpoint!r}: f calls none of the modules {', '.join([*self.named.values()][:4])}. "
-                "Name those that it calls, one after the other."
+                f"checkpoint={self.checkpoint!r}: f calls none of the modules {names}. Name those "
+                "that it calls, one after the other."
                 if self.named
-                else "checkpoint=True: f meets no torch.utils.checkpoint.checkpoint (a model may call it in train() "
-                'alone). Name the modules that are its blocks: checkpoint="layers.*".'
+                else "checkpoint=True: f meets no torch.utils.checkpoint.checkpoint (a model may "
+                "call it in train() alone). Name the modules that are its blocks: "
+                'checkpoint="layers.*".'
             )
         return result
 
@@ -409,7 +420,7 @@ class Blocks:
 
 
 def _records_plainly(tensors: Tensors) -> bool:
-    """Whether reverse mode alone records plain tensors here: no forward mode, no `torch.func`, no tracer."""
+    """Whether reverse mode alone records plain tensors: no forward mode, `torch.func`, tracer."""
     levels: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     others = _call.tangents() or _settings.tracing() or levels.maybe_current_level() is not None
     return not others and all(type(x) in _kernels.PLAIN for x in tensors)
@@ -418,18 +429,20 @@ def _records_plainly(tensors: Tensors) -> bool:
 def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
     """A function whose blocks keep only what enters them, as `checkpoint=` says.
 
-    True: those that it checkpoints itself. A pattern: the modules of the point that it names, or of `f`.
+    True: those that it checkpoints itself. A pattern: modules of the point, or of `f`, by name.
     """
     if checkpoint is False:
         return f
     if isinstance(f, Tensor):
-        raise InputError("checkpoint: f is a tensor, whose graph is there already. Give the function.")
+        raise InputError("checkpoint: f is a tensor, whose graph is there. Give the function.")
     if checkpoint is True:
         return Blocks(f, True, {})
     if not isinstance(checkpoint, str):
-        raise InputError(f'checkpoint: is a {type(checkpoint).__name__}, expected True, False, or names: "layers.*".')
+        kind = type(checkpoint).__name__
+        raise InputError(f'checkpoint: is a {kind}, expected True, False, or names: "layers.*".')
     f = plain(f) if isinstance(f, nn.Module) else f
-    roots = [*(each.module for each in where.module_slices), *([f] if isinstance(f, nn.Module) else [])]
+    roots = [each.module for each in where.module_slices]
+    roots += [f] if isinstance(f, nn.Module) else []
     modules = {name: part for root in roots for name, part in plain(root).named_modules() if name}
     named = {part: name for name, part in modules.items() if fnmatchcase(name, checkpoint)}
     lists = [part for part in named if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
@@ -437,8 +450,10 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
         named |= {part: f"{named[each]}.{name}" for name, part in each.named_children()}
         del named[each]
     if not named:
-        near = difflib.get_close_matches(checkpoint.rstrip(".*"), modules, n=3, cutoff=0.4) or [*modules][:4]
-        way_out = f"Its modules: {', '.join(near)}" if near else "Give the model as the point, or checkpoint=True"
+        near = difflib.get_close_matches(checkpoint.rstrip(".*"), modules, n=3, cutoff=0.4)
+        way_out = "Give the model as the point, or checkpoint=True"
+        if modules:
+            way_out = f"Its modules: {', '.join(near or [*modules][:4])}"
         raise InputError(f"checkpoint={checkpoint!r}: names no module of {where.name}. {way_out}.")
     return Blocks(f, checkpoint, named)
 
@@ -447,10 +462,14 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
 
 
 class _NoTangents(TorchFunctionMode):
-    """Without grad mode forward mode goes on in PyTorch, where f means a constant: here it does not."""
+    """Without grad mode forward mode goes on in PyTorch, where f means a constant; not here."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call it, without grad mode at the values alone."""
         if not torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled():
@@ -459,13 +478,15 @@ class _NoTangents(TorchFunctionMode):
 
 
 def _value(x: Any) -> Any:
-    return forward_ad.unpack_dual(x).primal if isinstance(x, Tensor) and _call.carries_tangent(x) else x
+    if isinstance(x, Tensor) and _call.carries_tangent(x):
+        return forward_ad.unpack_dual(x).primal
+    return x
 
 
 class Tangents:
     """J v of a function that has been evaluated in blocks, as often as it is asked for.
 
-    It keeps no graph, and nothing of the evaluation but what an evaluation keeps anyway. Made while that runs.
+    It keeps no graph of its own. It is made while the evaluation runs.
     """
 
     def __init__(self, graph: OutputGraph) -> None:

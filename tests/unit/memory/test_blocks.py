@@ -526,12 +526,13 @@ def test_another_threads_checkpoints_are_its_own() -> None:
     expected = torch.autograd.grad(other(X), other.before.weight)[0]
     found: list[Tensor] = []
 
+    def theirs() -> None:
+        found.extend(torch.autograd.grad(other(X), other.before.weight))
+
     def f(m: nn.Module) -> Tensor:
-        thread = threading.Thread(
-            target=lambda: found.extend(torch.autograd.grad(other(X), other.before.weight)), daemon=True
-        )
+        thread = threading.Thread(target=theirs, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(timeout=60)
         return m(X)
 
     agree(hodiff.hvp(f, model, like(model), checkpoint=True), hodiff.hvp(loss, model, like(model)))
