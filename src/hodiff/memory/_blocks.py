@@ -193,17 +193,27 @@ class BlockRun:
         self._constants = [(x, x._version) for x in plain]
         self._begun = _nodes.age()
 
-    def first(self) -> tuple[Any, list[Tensor], str]:
-        """What it returns, its arguments, and why it cannot run again, in words."""
-        args, kwargs = _tree.rebuild(self._tree, iter(self._items))
-        with Scope(partial(_within, _INSIDE)):
-            value = self._function(*args, **kwargs)
+    def first(self) -> tuple[Any, list[Tensor], list[Tensor], str]:
+        """What it returns, its arguments, what stood for them, and why it cannot run again.
+
+        It is given views: what it reads of the same tensors past its arguments is another path.
+        """
         arguments = [self._items[n] for n in self.arguments]
-        why = CHANGES if self._changed() else ""
+        views = [x.view_as(x) for x in arguments] if torch.is_grad_enabled() else arguments
         for n in self.arguments:  # the graph holds them, until they are not needed
             self._items[n] = None
+        value = self._run(views)
+        why = CHANGES if self._changed() else ""
         self._constants = [(x, version) for x, version in self._constants if not x.requires_grad]
-        return value, arguments, why
+        return value, arguments, views, why
+
+    def _run(self, arguments: Tensors) -> Any:
+        items = [*self._items]
+        for n, x in zip(self.arguments, arguments, strict=True):
+            items[n] = x
+        args, kwargs = _tree.rebuild(self._tree, iter(items))
+        with Scope(partial(_within, _INSIDE)):
+            return self._function(*args, **kwargs)
 
     def again(self, *arguments: Tensor) -> list[Tensor]:
         """Its results once more."""
@@ -212,16 +222,12 @@ class BlockRun:
                 "a block that runs again (checkpoint=) was given a tensor that has been changed in "
                 "place since. Change a copy of it in f."
             )
-        items = [*self._items]
-        for n, x in zip(self.arguments, arguments, strict=True):
-            items[n] = x
-        args, kwargs = _tree.rebuild(self._tree, iter(items))
         kind, dtype, enabled = self._autocast
         now = RandomState.of(self._random.device)
-        with _settings.autocast(kind, dtype, enabled=enabled), Scope(partial(_within, _INSIDE)):
+        with _settings.autocast(kind, dtype, enabled=enabled):
             try:
                 self._random.restore()
-                value = self._function(*args, **kwargs)
+                value = self._run(arguments)
             finally:
                 now.restore()
         items = _tree.flatten(value)[0]
@@ -245,12 +251,12 @@ class BlockRun:
         self._shapes = [x.shape for x in outputs]
         return outputs
 
-    def reads(self, outputs: Tensors, arguments: Tensors) -> tuple[_nodes.Survey, list[Tensor], str]:
+    def reads(self, outputs: Tensors, arguments: Tensors, views: Tensors) -> tuple[_nodes.Survey, list[Tensor], str]:
         """Its graph; what it reads beside its arguments; why it cannot run again."""
         known = [x for context in _call.state.running for x in context.stand_ins()]
-        known = [*arguments, *known, *_captured(self._function)]
+        known = [*views, *arguments, *known, *_captured(self._function)]
         graph, begins = _nodes.made_since(self._begun, outputs, known)
-        theirs = set(map(id, arguments))
+        theirs = set(map(id, views))
         read = [x for x in begins or () if id(x) not in theirs]
         inner = [x for x in read if x.grad_fn is not None]
         pairs = [(x, y) for x in inner for y in read if y is not x]
@@ -278,6 +284,7 @@ def _captured(function: Any) -> Iterator[Tensor]:
     while isinstance(function, partial):
         yield from filter(_varies, (*function.args, *function.keywords.values()))
         function = function.func
+    yield from filter(_varies, getattr(function, "__defaults__", None) or ())
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # it is empty
             if _varies(cell.cell_contents):
@@ -401,12 +408,15 @@ class Blocks:
         self.met += 1
         run = BlockRun(function, args, kwargs)
         again = _kernels.repeatable(_call.state.running[-1].repeatable(run.again))
-        value, arguments, why = run.first()
+        value, arguments, views, why = run.first()
         items, _, tree = _tree.flatten(value)
+        theirs = dict(zip(map(id, views), arguments, strict=True))
+        items = [theirs.get(id(x), x) for x in items]
+        value = items[0] if tree is None else _tree.rebuild(tree, iter(items))
         outputs = run.returns(items, arguments)
         if not outputs or not _records_plainly([*arguments, *outputs]):
             return value
-        graph, read, other = run.reads(outputs, arguments)
+        graph, read, other = run.reads(outputs, arguments, views)
         if why or other:
             name = name or getattr(function, "__qualname__", "a function")
             text = f"checkpoint=: the block {name} keeps its whole graph, for {why or other}."
