@@ -306,11 +306,12 @@ class GaussNewtonOperator(PullbackOperator):
             where, data,
             lambda batches, group: PullbackBuilder(
                 predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow,
-                checkpoint, memory_budget > 0, group is None,
+                checkpoint, memory_budget != 0, group is None,
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, reduction=reduction,
         )  # fmt: skip
+        self._check_blocks(predict, checkpoint)
         form = "closed-form" if type(loss) in LIKELIHOODS else "differentiated"
         self._route = f"linearised outputs, {form} loss"
 
@@ -470,7 +471,7 @@ class FisherOperator(PullbackOperator):
 
         def builder(batches: Batches, group_sum: ProcessGroupSum | None) -> FisherBuilder:
             weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical", reduction=reduction)
-            traits = (checkpoint, memory_budget > 0, group_sum is None)
+            traits = (checkpoint, memory_budget != 0, group_sum is None)
             drawn = (kind or "exact", samples, generator, group_sum)
             return FisherBuilder(predict, loss, weigh, allow, *traits, *drawn)
 
@@ -478,6 +479,7 @@ class FisherOperator(PullbackOperator):
             where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,
             progress=progress, process_group=process_group, keep=kind == "mc", reduction=reduction,
         )  # fmt: skip
+        self._check_blocks(predict, checkpoint)
         self.kind, self._route = kind, f"{kind}, linearised outputs"
 
     def _own_diagonal(self) -> Tensor | None:

@@ -513,7 +513,12 @@ def test_what_names_no_block() -> None:
         hodiff.hvp(loss, model, v, checkpoint=3)  # type: ignore[call-overload]
     with pytest.raises(hodiff.InputError, match="Give the model as the point"):
         hodiff.hvp(lambda x: x.square().sum(), X, X, checkpoint=NAMES)
+    for make in OPERATORS.values():  # before anything is evaluated
+        with pytest.raises(hodiff.InputError, match="names no module"):
+            make(model, checkpoint="layer.*")
     x = X.clone().requires_grad_()
+    with pytest.raises(hodiff.InputError, match="f is a tensor"):
+        hodiff.HessianOperator(model(x), x, checkpoint=True)
     with pytest.raises(hodiff.InputError, match="f is a tensor"):
         hodiff.hvp(model(x), x, X, checkpoint=NAMES)
     agree(hodiff.hvp(loss, model, v, checkpoint="layers"), hodiff.hvp(loss, model, v))  # of a list its items
