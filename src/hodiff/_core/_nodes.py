@@ -89,7 +89,7 @@ UNREMARKABLE: dict[int, set[type]] = defaultdict(set)
 """Classes of nodes of which nothing need be said, by the order of the derivative."""
 
 
-HIDING: set[type] = set()
+HIDING: list[type] = []
 """The classes of nodes of blocks, which make a graph of their own in each pass (see `memory`)."""
 
 
@@ -345,7 +345,7 @@ def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
 
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
-    if not HIDING.isdisjoint(graph.by_class):
+    if any(kind in graph.by_class for kind in HIDING):
         return True
     return any(_versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes)
 

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _checkpoint
 
-from hodiff._core import _call, _kernels, _messages, _nodes, _refusals, _reverse, _settings, _tree
+from hodiff._core import _call, _hooks, _kernels, _messages, _nodes, _refusals, _reverse, _settings, _tree
 from hodiff._core._arguments import outside
 from hodiff._core._graph import OutputGraph
 from hodiff._core._kernels import Chunked
@@ -151,7 +151,7 @@ class BlockFunction(Chunked):
         return (*BlockFunction.apply(*tensors, *(cotangents[n] for n in given), form), None)
 
 
-_nodes.HIDING.add(BlockFunction._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+_nodes.HIDING.append(BlockFunction._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 
 # --- a block of the user's: what it reads, and how it runs again ----------------------------------
 
@@ -392,6 +392,8 @@ class Blocks:
 
     def _enter(self, undo: Undo) -> None:
         _within(self, undo)
+        for part in [part for module in self.named for part in module.modules()]:
+            _hooks.lend_module(part, ())  # and no other thread has it
         for module in self.named:
             attributes, name = module.__dict__, "_compiled_call_impl"
             before = {name: attributes[name]} if name in attributes else {}

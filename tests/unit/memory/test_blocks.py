@@ -559,6 +559,26 @@ def test_another_threads_checkpoints_are_its_own() -> None:
     agree(found[0], expected)
 
 
+def test_two_threads_with_one_model_as_the_function() -> None:
+    model = made(Net([Layer(), nn.Sequential(Layer())]))
+    expected = hodiff.hvp(model, X, X.sin())
+    products: list[Tensor] = []
+
+    def work() -> None:
+        for _ in range(5):
+            products.append(hodiff.hvp(model, X, X.sin(), checkpoint=NAMES))
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(products) == 15
+    for product in products:
+        agree(product, expected)
+    assert all("_compiled_call_impl" not in part.__dict__ for part in model.modules())
+
+
 def test_a_selective_checkpoint_stays_what_it_is() -> None:
     used: list[int] = []
 
