@@ -345,8 +345,9 @@ def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
 
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
-    if any(kind in graph.by_class for kind in HIDING):
-        return True
+    for kind in HIDING:
+        if kind in graph.by_class:
+            return True
     return any(_versions.is_packed(node) for nodes in graph.by_class.values() for node in nodes)
 
 

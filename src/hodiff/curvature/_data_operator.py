@@ -283,8 +283,7 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
 
     def _check_blocks(self, f: Any, checkpoint: Checkpoint) -> None:
         """Raise unless `checkpoint=` says which blocks of `f` there are."""
-        if checkpoint is not False:
-            _kernels.in_blocks(f, self._graphs.where, checkpoint)
+        _kernels.in_blocks(f, self._graphs.where, checkpoint)
 
     def _try(self) -> Callable[[G], object]:
         zeros = [torch.zeros_like(self._graphs.where.tensors[index]) for index in self._chosen]

@@ -311,7 +311,8 @@ class GaussNewtonOperator(PullbackOperator):
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, reduction=reduction,
         )  # fmt: skip
-        self._check_blocks(predict, checkpoint)
+        if checkpoint is not False:
+            self._check_blocks(predict, checkpoint)
         form = "closed-form" if type(loss) in LIKELIHOODS else "differentiated"
         self._route = f"linearised outputs, {form} loss"
 
@@ -479,7 +480,8 @@ class FisherOperator(PullbackOperator):
             where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,
             progress=progress, process_group=process_group, keep=kind == "mc", reduction=reduction,
         )  # fmt: skip
-        self._check_blocks(predict, checkpoint)
+        if checkpoint is not False:
+            self._check_blocks(predict, checkpoint)
         self.kind, self._route = kind, f"{kind}, linearised outputs"
 
     def _own_diagonal(self) -> Tensor | None:

@@ -226,7 +226,8 @@ class GraphCache(Generic[G, B]):
         for number, batch in enumerate(self.batches):
             state = _settings.RandomState.of(self.device)
             build = partial(builder.build, self.where, batch, number)
-            graph, size = _memory.measured(build, self.device) if self.batches.given else (build(), 0)
+            counts = self.batches.given and keeping
+            graph, size = _memory.measured(build, self.device) if counts else (build(), 0)
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]

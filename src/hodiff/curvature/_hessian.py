@@ -200,7 +200,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,
         )  # fmt: skip
-        self._check_blocks(f, checkpoint)
+        if checkpoint is not False:
+            self._check_blocks(f, checkpoint)
 
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
         if self._group_sum is not None:

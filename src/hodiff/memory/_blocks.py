@@ -26,7 +26,17 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _checkpoint
 
-from hodiff._core import _call, _hooks, _kernels, _messages, _nodes, _refusals, _reverse, _settings, _tree
+from hodiff._core import (
+    _call,
+    _hooks,
+    _kernels,
+    _messages,
+    _nodes,
+    _refusals,
+    _reverse,
+    _settings,
+    _tree,
+)
 from hodiff._core._arguments import outside
 from hodiff._core._graph import OutputGraph
 from hodiff._core._kernels import Chunked
