@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from benchmarks.models import Problem, deep, dense, network_of_input
@@ -57,6 +58,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from of_training(quick)
     yield from of_a_vocabulary()
     yield from of_lean_products(quick)
+    yield from of_blocks(quick)
 
 
 def of_attention(quick: bool) -> Iterator[Row]:
@@ -67,13 +69,7 @@ def of_attention(quick: bool) -> Iterator[Row]:
         layer, x = Attending(causal), torch.randn(1, tokens, 256)
         v = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
         routes = {least: partial(product, layer, x, v, least) for least in (LEAST, 2**60)}
-        spent: dict[int, list[float]] = {least: [] for least in routes}
-        for _ in range(3 if quick else 7):
-            for least, call in routes.items():
-                start = time.process_time()
-                call()
-                spent[least].append(time.process_time() - start)
-        ours, plain = (statistics.median(each) for each in spent.values())
+        ours, plain = medians(routes, 3 if quick else 7).values()
         case = f"{tokens} tokens, 4 heads of 64{', causal' if causal else ''}"
         measured = f"{ours / plain:.2f} of matrix products ({ours * 1e3:.0f} ms)"
         yield Row("time of hvp through attention", case, measured, f"at most {bound}", ours <= bound * plain)
@@ -193,6 +189,99 @@ def of_a_vocabulary() -> Iterator[Row]:
             f"at most {bound}",
             share <= bound,
         )
+
+
+def of_blocks(quick: bool) -> Iterator[Row]:
+    """Products with a decoder of 8 blocks that run again in each pass, beside its gradient, plain and checkpointed."""
+    case = "decoder of 8 blocks, width 128, 8 x 64 tokens"
+    model, loss, v = decoder(8)
+    size = sum(p.nbytes for p in model.parameters())
+    predict, data = lambda m, batch: m(batch[0]).transpose(1, 2), [(model.tokens, model.targets)]
+
+    def gauss_newton(**options: Any) -> Any:
+        return hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), model, data=data, **options) @ v
+
+    routes: dict[str, Callable[[], Any]] = {
+        "gradient": lambda: hodiff.grad(loss, model),
+        "checkpointed gradient": lambda: hodiff.grad(lambda m: loss(m, checkpointed=True), model),
+        "hvp": lambda: hodiff.hvp(loss, model, v),
+        "hvp, double backward with checkpoints": lambda: hodiff.hvp(lambda m: loss(m, checkpointed=True), model, v),
+        "hvp, checkpoint=": lambda: hodiff.hvp(loss, model, v, checkpoint="layers.*"),
+        "Gauss-Newton": gauss_newton,
+        "Gauss-Newton, checkpoint=": lambda: gauss_newton(checkpoint="layers.*", memory_budget=0),
+    }
+    peaks = {name: peak(call) for name, call in routes.items()}
+    times = medians(routes, 3 if quick else 9)
+    for name, of, memory, time_of, bound in (
+        ("hvp, checkpoint=", "gradient", 0.9, "gradient", 6.0),
+        ("Gauss-Newton, checkpoint=", "checkpointed gradient", 1.1, "Gauss-Newton", 1.1),
+    ):
+        measured = f"{mib(peaks[name])}: {peaks[name] / peaks[of]:.2f} of a {of}'s"
+        yield Row(f"peak memory of {name}", case, measured, f"at most {memory}", peaks[name] <= memory * peaks[of])
+        share = times[name] / times[time_of]
+        yield Row(f"time of {name}", case, f"{share:.2f} of {time_of}", f"at most {bound}", share <= bound)
+    for name in ("gradient", "checkpointed gradient", "hvp", "hvp, double backward with checkpoints", "Gauss-Newton"):
+        yield Row(f"peak memory of {name}", case, mib(peaks[name]))
+    deep, deep_loss, deep_v = decoder(24)
+    more = peak(lambda: hodiff.hvp(deep_loss, deep, deep_v, checkpoint="layers.*"))
+    # Beside the product itself, and the parameters and the vector, which were there before.
+    beside, beside_deep = peaks["hvp, checkpoint="] - size, more - sum(p.nbytes for p in deep.parameters())
+    growth = beside_deep / beside
+    measured = f"{mib(beside)}, with 24 blocks {mib(beside_deep)}: {growth:.2f}"
+    yield Row("peak memory of hvp, checkpoint=, beside the product", case, measured, "at most 1.7", growth <= 1.7)
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.second(x))))
+
+
+class Decoder(nn.Module):
+    """With its embedding tied to its head."""
+
+    def __init__(self, layers: int, words: int = 64, width: int = 128, tokens: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.position = nn.Parameter(torch.randn(tokens, width) / 50)
+        self.layers = nn.ModuleList([DecoderBlock(width) for _ in range(layers)])
+        self.tokens, self.targets = (torch.randint(0, words, (8, tokens)) for _ in range(2))
+
+    def forward(self, tokens: Tensor, checkpointed: bool = False) -> Tensor:
+        x = self.embedding(tokens) + self.position
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def decoder(layers: int) -> tuple[Decoder, Callable[..., Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Decoder(layers)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+    def loss(m: Decoder, checkpointed: bool = False) -> Tensor:
+        return F.cross_entropy(m(m.tokens, checkpointed).transpose(1, 2), m.targets)
+
+    return model, loss, v
+
+
+def medians(routes: dict[Any, Callable[[], object]], runs: int) -> dict[Any, float]:
+    """Of the processor's time, in runs in turn."""
+    spent: dict[Any, list[float]] = {name: [] for name in routes}
+    for _ in range(runs):
+        for name, call in routes.items():
+            start = time.process_time()
+            call()
+            spent[name].append(time.process_time() - start)
+    return {name: statistics.median(each) for name, each in spent.items()}
 
 
 class Attending(nn.Module):

@@ -120,7 +120,7 @@ ROUTES: dict[str, dict[str, tuple[Callable[[Any], object], Callable[..., Any], i
     "products of an operator": {
         "of kept graphs": (products, loss, 2, 2 + 2 * 2),
         "of new ones": (  # and the value and gradient of both, which tell how large the graphs are
-            lambda f: products(f, memory_budget=0), loss, 2 + 2 * 2, 2 + 2 * 2 * 2),
+            lambda f: products(f, memory_budget=0), loss, 2 * 2, 2 * 2 * 2),
     },
     "nth_derivative": {
         "by Taylor mode": (lambda f: hodiff.nth_derivative(f, X, 4), torch.sin, 1, 0),

@@ -20,6 +20,8 @@ STANDING = {
     ("_core._lending", "signature_error", "(TypeError, ValueError)"): SIGNATURE,
     ("_core._lending", "signature_error", "TypeError"): SIGNATURE,
     ("cli", "main", "BrokenPipeError"): "the reader of a pipe has read enough",
+    ("memory._blocks", "Tangents.along", "RuntimeError"): "raised again, unless forward mode is what is missing",
+    ("memory._blocks", "_captured", "suppress(ValueError)"): "a cell that is empty yet, as Python has it",
     ("_core._locks", "claim", "RuntimeError"): "the identity of a thread that has none yet",
     ("_core._graph", "OutputGraph._evaluate", "RuntimeError"): "raised again unless f is to run once more, otherwise",
     ("_core._loans", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,

@@ -23,6 +23,9 @@ Allowed = Sequence[str | type] | str | type
 ChunkSize = int | Literal["auto"]
 """How many vectors one pass takes; `"auto"` bounds its memory."""
 
+Checkpoint = bool | str
+"""What of `f` runs again in each pass: nothing, its own checkpoints, the modules so named."""
+
 Probes = Literal["rademacher", "gaussian"]
 """The law of random vectors v; E[v vᵀ] = I under both."""
 
@@ -78,6 +81,18 @@ class BatchedOptions(CommonOptions, total=False):
 
 class ChunkedBatchedOptions(ChunkedOptions, BatchedOptions, total=False):
     """The options of functions of many vectors at independent samples."""
+
+
+class ProductOptions(ChunkedBatchedOptions, total=False):
+    """The options of products, in which parts of `f` may run again."""
+
+    checkpoint: Checkpoint
+
+
+class ProductWithoutExtra(ProductOptions, total=False):
+    """The options of such a product where `f` returns the loss alone."""
+
+    has_aux: Literal[False]
 
 
 class WithoutExtra(ChunkedBatchedOptions, total=False):

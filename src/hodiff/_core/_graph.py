@@ -66,7 +66,8 @@ class OutputGraph:
                 self.outputs, self.leaves = self.call.what, self.call.where.tensors
                 survey = self._survey(_tensors(self.outputs))
             self._judge(survey)
-        except BaseException:
+        except BaseException as error:
+            self._note_memory(error)
             self.context.close()
             raise
         return self
@@ -82,6 +83,8 @@ class OutputGraph:
         try:
             if error is not None and isinstance(error, GraphError):
                 self._explain(error)
+            if error is not None:
+                self._note_memory(error)
             context.close()
         except BaseException:
             context.close()
@@ -94,6 +97,10 @@ class OutputGraph:
                 # must go on requiring grad, for an activation checkpoint records as much again as at first.
                 if leaf.is_leaf:
                     leaf.register_post_accumulate_grad_hook(_forget)
+
+    def _note_memory(self, error: object) -> None:
+        if self.call.order >= 2 and isinstance(error, BaseException):
+            _messages.note_memory(error)
 
     def kept(self) -> OutputGraph:
         """A copy of this graph for passes whose results are detached and that leave it as it is."""

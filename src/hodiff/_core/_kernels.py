@@ -69,6 +69,11 @@ def module_of(operation: str) -> Any:
     return import_module(OURS[operation][0])
 
 
+def in_blocks(f: Any, where: Any, checkpoint: Any) -> Any:
+    """`f` whose blocks run again in each pass, as `checkpoint=` says."""
+    return import_module("hodiff.memory._blocks").in_blocks(f, where, checkpoint)
+
+
 def _loaded_late(operation: str) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
         return getattr(module_of(operation), OURS[operation][1])(*args, **kwargs)

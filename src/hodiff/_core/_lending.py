@@ -313,8 +313,12 @@ class EvaluationContext:
         """What runs a checkpointed block again: by the same definitions, and while the modules have what they had."""
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
         modes, begun = _settings.those_on(_substitutes.ExactNorms), self.loan.at_hand()
+        tags = [context.leaf_tag for context in _call.state.running]
 
         def resume(undo: _settings.Undo) -> None:
+            for tag in tags:  # calls in the block meet their leaves, and those are no leftovers
+                undo += [partial(setattr, tag, "open", tag.open)]
+                tag.open = True
             for evaluation in evaluations:
                 if evaluation.over:
                     context = evaluation.resumed()
@@ -329,11 +333,16 @@ class EvaluationContext:
                 if mode not in _settings.those_on(_substitutes.ExactNorms):
                     _settings.push_calls(mode, undo)
 
-        def again(*args: Any) -> None:
+        def again(*args: Any) -> object:
             with _settings.Scope(resume):
-                recompute(*args)
+                return recompute(*args)
 
         return again
+
+    def stand_ins(self) -> list[Tensor]:
+        """What a part of `f` may read that it is not given: leaves, and parameters of modules."""
+        slots = [p for module in self.borrowed for p in module._parameters.values()]
+        return [*self._watched, *(p for p in slots if p is not None)]
 
     def evaluation(self) -> Evaluation:
         """The run at hand, for what will run a part of it again."""

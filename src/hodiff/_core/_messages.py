@@ -74,7 +74,9 @@ DET = "LinalgDetBackward0"
 # at second order for some arguments, at third for all
 NORMS = {f"{name}NormBackward0" for name in ("NativeLayer", "NativeGroup", "NativeBatch", "CudnnBatch")}
 WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW, *NORMS}
+DIGITS = "a block loses digits"  # by what is written out at some arguments; no node
 WRITTEN_OUT = {
+    DIGITS,
     WEIGHT_NORM,
     "ForeachPowBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
@@ -336,9 +338,30 @@ def engine_error(error: Exception) -> GraphError | None:
     return ours() if ours is not None else None
 
 
+def lacks_forward_mode(error: Exception) -> bool:
+    """Whether an operation or a Function has no derivative in PyTorch's forward mode."""
+    return "forward AD" in str(error) or "forward mode AD" in str(error)
+
+
 def about_inference(error: Exception) -> bool:
     """Whether an operation refused a tensor that was made in inference mode."""
     return kind_of(error).startswith("inference")
+
+
+def note_memory(error: BaseException) -> None:
+    """Add to an error of a second derivative that memory has run out for what takes less."""
+    ran_out = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if ran_out and LESS_MEMORY not in getattr(error, "__notes__", ()):
+        error.add_note(LESS_MEMORY)
+
+
+LESS_MEMORY = (
+    "hodiff: less memory is taken by blocks that run again in each pass, of hvp, cross_hvp and the "
+    'operators of curvature: checkpoint="layers.*" names them, or smaller ones, and '
+    "checkpoint=True means those that the model checkpoints itself; by memory_budget=0, which "
+    "keeps no graph of an operator; by chunk_size=1 of several vectors. H.cost().peak_bytes tells what "
+    "each takes."
+)
 
 
 def advice_for_f(error: Exception) -> str | None:

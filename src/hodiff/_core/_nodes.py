@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from hodiff._core import _settings, _versions
 
@@ -88,6 +89,10 @@ UNREMARKABLE: dict[int, set[type]] = defaultdict(set)
 """Classes of nodes of which nothing need be said, by the order of the derivative."""
 
 
+HIDING: list[type] = []
+"""The classes of nodes of blocks, which make a graph of their own in each pass (see `memory`)."""
+
+
 class Survey:
     """The nodes below some roots. Strong references: drop it before a pass that frees.
 
@@ -135,8 +140,13 @@ class Survey:
                 yield from self.of(kind)
 
     def names(self) -> set[str]:
-        """The class names of all nodes."""
-        return {*map(_name, self.kinds)}
+        """The class names of all nodes, and of those that blocks hide."""
+        names = {*map(_name, self.kinds)}
+        for kind in HIDING:
+            if kind in self.kinds:
+                for node in self.of(kind):
+                    names |= node.form.names
+        return names
 
     def is_remarkable(self, order: int) -> bool:
         """Whether something may have to be said of a derivative of that order (see `_refusals.judge`)."""
@@ -175,6 +185,52 @@ class Survey:
 def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
     """Walk the graphs of `tensors`, not below the nodes in `stop`."""
     return Survey([tensor.grad_fn or node_of(tensor) for tensor in tensors], stop)
+
+
+class Edge(GradientEdge):
+    """The place of a tensor in its graph, for a pass that begins there when the tensor has gone."""
+
+    requires_grad = True
+    grad_fn = property(attrgetter("node"))
+
+
+def without_values(tensors: Iterable[Tensor]) -> list[Any]:
+    """Edges in the place of tensors; what has no graph stays."""
+    return [x if x.grad_fn is None else Edge(x.grad_fn, x.output_nr) for x in tensors]
+
+
+def below(tensor: Tensor) -> Survey:
+    """The graph that a tensor was computed in, without the tensor."""
+    node = tensor.grad_fn
+    return Survey([child for child, _ in node.next_functions] if node is not None else ())
+
+
+def age() -> int:
+    """A number that nodes which this thread makes later exceed."""
+    with _settings.grad_mode(True):
+        return _age(torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn)
+
+
+def made_since(begun: int, outputs: Sequence[Tensor], known: Iterable[Tensor]) -> tuple[Survey, list[Tensor] | None]:
+    """The graph that was made since (see `age`), and the tensors that it begins at.
+
+    None where it begins at one that is neither a leaf nor known.
+    """
+    edges = {(x.grad_fn, x.output_nr): x for x in known if x.grad_fn is not None}
+    stop = {node for node, _ in edges}
+    graph = survey(outputs, stop)
+    begins = {id(leaf): leaf for leaf in graph.variables()}
+    for node in graph.nodes:
+        if node.__class__ is ACCUMULATE or node in stop:
+            continue
+        if _age(node) < begun:
+            return graph, None
+        for edge in node.next_functions:
+            if edge[0] in stop:
+                if edge not in edges:
+                    return graph, None
+                begins[id(edges[edge])] = edges[edge]
+    return graph, None if any(x.grad_fn in stop for x in outputs) else [*begins.values()]
 
 
 def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -286,7 +342,7 @@ def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
 
 def runs_hooks(graph: Survey) -> bool:
     """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
-    return any(map(_versions.is_packed, graph.nodes))
+    return not graph.kinds.isdisjoint(HIDING) or any(map(_versions.is_packed, graph.nodes))
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:

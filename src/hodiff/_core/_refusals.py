@@ -108,6 +108,9 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
     if function.__name__ == "BackwardHookFunction":  # PyTorch's own, an identity; what hooks do is watched
         return
     if function.__module__.startswith("hodiff."):  # right, or it says so itself
+        for node in nodes if nodes[0].__class__ in _nodes.HIDING else ():
+            if node.form.refused is not None:
+                raise node.form.refused
         return
     _refuse_without_backward(function)
     if _versions.is_once_differentiable(function):

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ Graphs of nothing else need no second search."""
 
 
 _without_functions: set[type] = set()
-"""Classes of nodes that are no Python `autograd.Function`'s."""
+"""Classes of nodes that are no Python `autograd.Function`'s, but of ours."""
 
 
 def vjp(
@@ -116,7 +117,8 @@ def products(
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
     if not graph.kinds <= _without_functions:
-        _without_functions.update(kind for kind in graph.kinds if not _nodes.is_function(kind))
+        harmless = (k for k in graph.kinds if not _nodes.is_function(k) or _is_ours(k))
+        _without_functions.update(harmless)
     copied = not graph.kinds <= _without_functions
     if not copied and not any(map(Tensor.is_inference, vectors)):
         return vectors
@@ -313,11 +315,18 @@ def _engine_pass(
 
 
 def vjp_between(
-    outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor], *, keep: bool, recorded: bool = False
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    *,
+    keep: bool,
+    build: bool = False,
+    recorded: bool = False,
 ) -> Sequence[Tensor | None]:
-    """One bare pass, between tensors or edges of a graph, for `calculus._multi`, which knows what to keep."""
+    """One bare pass, between tensors or edges of a graph, for whoever knows what to keep."""
+    options: Any = {"keep": keep, "build": build, "recorded": recorded}
     device = cotangents[0].device.type
-    return _engine_pass(outputs, cotangents, inputs, keep=keep, build=False, device=device, recorded=recorded)
+    return _engine_pass(outputs, cotangents, inputs, device=device, **options)
 
 
 def _vjps_batched(
@@ -402,6 +411,15 @@ def _search(
             given=not graph.call.builds_graph,
         )
     _cleared[third].update(kind for kind in graph.kinds - hiding if _is_harmless(kind, third=third))
+
+
+def search_block(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], order: int) -> None:
+    """Raise where a block's gradient, in a graph of its own, has no derivative."""
+    kinds = frozenset(_nodes.survey(outputs).kinds)
+    if not kinds <= _cleared[order >= 3]:
+        call = SimpleNamespace(order=order, builds_graph=True)
+        graph: Any = SimpleNamespace(call=call, kinds=kinds, tensors=lambda: outputs)
+        _search(graph, outputs, gradients, inputs)
 
 
 def _refuse_missing(

@@ -497,6 +497,12 @@ def _repeats_are_told() -> bool:
     return "_CheckpointFrame" in within.__code__.co_names and within.__globals__ is home
 
 
+def _checkpoints_are_told() -> bool:
+    """Whether `checkpoint` looks up at each call, by the name that `memory` takes, what to do."""
+    wrapper = vars(checkpoint)["checkpoint"]
+    return "__dynamo_disable" in wrapper.__code__.co_names and hasattr(wrapper, "__wrapped__")
+
+
 def _swaps_are_told() -> bool:
     """Whether `torch.func.functional_call` runs a module in a frame that says which, swapped by the name we take."""
     code = stateless._functional_call.__code__
@@ -718,6 +724,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether f uses forward mode": lambda x: _levels_are_told(),
     "whether f takes derivatives itself": lambda x: _passes_are_told(),
     "how a checkpoint runs again": lambda x: _repeats_are_told(),
+    "which functions checkpoints run": lambda x: _checkpoints_are_told(),
     "for which module functional_call runs": lambda x: _swaps_are_told(),
     "which hooks a module runs": lambda x: _module_hooks_are_told(),
     **{

@@ -10,8 +10,8 @@ from typing import Any, Generic, Literal, Self
 
 import torch
 
-from hodiff._core import _arguments, _memory
-from hodiff._core._arguments import DataReduction
+from hodiff._core import _arguments, _kernels, _memory, _messages
+from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature._data import Batches, check_total
@@ -39,6 +39,8 @@ class Cost:
         evaluations: Graphs of the function per product.
         passes: Reverse passes per product.
         dense_passes: Reverse passes of `dense()`, batched ones counted once.
+        peak_bytes: The most that is alive until the first product is there, beside the point and
+            the vector; measured on one batch, once. It tells what `checkpoint=` saves.
     """
 
     size: int
@@ -51,6 +53,7 @@ class Cost:
     evaluations: int
     passes: int
     dense_passes: int
+    peak_bytes: int
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the bytes of the matrix, the cache and a product beside what is free; returns matplotlib's axes."""
@@ -66,6 +69,7 @@ class Cost:
             f"dense(): {_memory.readable(self.dense_bytes)}, {self.dense_passes} passes\n"
             f"one product: {_memory.readable(self.product_bytes)}, "
             f"{self.evaluations} evaluations, {self.passes} passes\n"
+            f"peak of the first: {_memory.readable(self.peak_bytes)}\n"
             f"cache: {_memory.readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
             f"free: {_memory.readable(self.free_bytes)}"
         )
@@ -184,17 +188,18 @@ class DataOperator(LinearOperator, Generic[G]):
             A record with bytes, evaluations and passes; `print` shows it as a small table.
 
         Cost:
-            One evaluation of one batch and a pass, where nothing has been evaluated yet.
+            Of one batch an evaluation and a product, the first time.
         """
         graphs = self._graphs
         through, build = self._passes
         batches = graphs.batches.count
         count = 1 if batches is None else batches
         first = graphs.first
+        size, peak = graphs.one_batch(self._try)
         if graphs.kept or (first is not None and first.own.complete):
             cache = graphs.cached_bytes() * count // max(1, len(graphs.kept))
         else:
-            cache = graphs.first_batch_bytes() * count
+            cache = size * count
         again = 0 if first is None else count - len(graphs.kept)
         itemsize = self._domain.dtype.itemsize
         rows, columns = self.shape[-2:]
@@ -211,7 +216,12 @@ class DataOperator(LinearOperator, Generic[G]):
             evaluations=again,
             passes=count * through + again * build,
             dense_passes=count * through * chunks + again * build,
+            peak_bytes=peak + (size * (count - 1) if graphs.keeps(size * count) else 0),
         )
+
+    def _try(self) -> Callable[[G], object]:
+        """What makes a product of one batch, to see what it takes."""
+        return lambda graph: None
 
     # --- products
 
@@ -271,6 +281,14 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     def _apply(self, graph: G, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         """The product of one batch's sum."""
 
+    def _check_blocks(self, f: Any, checkpoint: Checkpoint) -> None:
+        """Raise unless `checkpoint=` says which blocks of `f` there are."""
+        _kernels.in_blocks(f, self._graphs.where, checkpoint)
+
+    def _try(self) -> Callable[[G], object]:
+        zeros = [torch.zeros_like(self._graphs.where.tensors[index]) for index in self._chosen]
+        return lambda graph: self._apply(graph, zeros, None, 1)
+
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk = 1 if count is None else self._inner_chunk()
         total: Leaves = []
@@ -280,7 +298,11 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
             # An expanded result cannot be added to.
             total[:] = accumulate(total, products) if total else [part.contiguous() for part in products]
 
-        factor = 1 / self._graphs.each_graph(add).everywhere.weight
+        try:
+            factor = 1 / self._graphs.each_graph(add).everywhere.weight
+        except RuntimeError as error:
+            _messages.note_memory(error)
+            raise
         if self._group_sum is not None:
             return self._over_all(self._group_sum, total, parts, count, factor)
         if factor != 1:

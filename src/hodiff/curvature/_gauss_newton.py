@@ -9,8 +9,8 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import DataReduction
+from hodiff._core import _arguments, _kernels, _nodes, _reverse
+from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
@@ -67,11 +67,12 @@ def predicted(
     batch_ndim: int = 0,
     *,
     create_graph: bool = False,
+    keep: bool = True,
 ) -> OutputGraph:
     """The evaluation of a batch's outputs, not yet entered."""
     given = () if batch is NONE else (batch,)
     return OutputGraph(call(
-        predict, where, passes=2, create_graph=create_graph, args=given, keep=not create_graph, allow=allow,
+        predict, where, passes=2, create_graph=create_graph, args=given, keep=keep and not create_graph, allow=allow,
         batch_ndim=batch_ndim,
     ))  # fmt: skip
 
@@ -92,6 +93,43 @@ class CurvedOutputs(Linearised):
     curvature: Curvature
 
 
+@dataclass(frozen=True, eq=False)
+class BlockOutputs(CurvedOutputs):
+    """A batch's outputs by blocks that keep only what enters them, and run again for J' u.
+
+    The cotangents are the gradient of the loss by the outputs.
+
+    Attributes:
+        tangents: What gives J v (see `memory._blocks`).
+    """
+
+    tangents: Any
+
+    def jvp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
+        """The product J v, one vector after the other."""
+        at = {index: n for n, index in enumerate(chosen)}
+        numbers, made = range(len(self.evaluation.leaves)), list[Leaves]()
+        for k in range(count or 1):
+            row = parts if count is None else [part[k] for part in parts]
+            vectors = [row[at[n]] if n in at else None for n in numbers]
+            made += [self.tangents.along(vectors, self.outputs)]
+        if count is None:
+            return made[0]
+        return [torch.stack(column) for column in zip(*made, strict=True)]
+
+    def vjp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
+        """The product J' u. With one vector the graph is freed on the way, where none is kept."""
+        taken = self if count is None else replace(self, evaluation=self.evaluation.kept())
+        return super(BlockOutputs, taken).vjp(parts, count, chosen, chunk)
+
+    def slope(self, *, keep: bool = False) -> Leaves:
+        """The gradient, J' of the outputs' gradient."""
+        if self.gradient:
+            return self.gradient
+        graph = self.evaluation.kept() if keep else self.evaluation
+        return _reverse.products(graph, self.outputs, self.cotangents, None, chunk_size=None)
+
+
 @dataclass(frozen=True)
 class PullbackBuilder(Builder[CurvedOutputs]):
     """Evaluates the outputs of a batch and the loss of these; the gradient comes free, as J' of the outputs' gradient.
@@ -101,20 +139,36 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         loss: `loss(outputs, batch)`, or a module whose Hessian is known.
         weigh: Turns what the loss returns into `(sum, weight)`.
         allow: `allow=` of the operator.
+        checkpoint: `checkpoint=` of the operator.
+        keep: Whether graphs are kept for several products.
+        lazily: Whether the gradient can be left for later.
     """
 
     predict: Callable[..., Any]
     loss: Loss
     weigh: Weighted
     allow: Allowed
+    checkpoint: Checkpoint
+    keep: bool
+    lazily: bool
 
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearise it."""
-        with predicted(self.predict, where, batch, self.allow) as graph:
+        predict: Any = self.predict
+        if self.checkpoint is not False:
+            predict = _kernels.in_blocks(predict, where, self.checkpoint)
+        keep = self.keep or self.checkpoint is False
+        with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
+            tangents = None if self.checkpoint is False else predict.tangents(graph)
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
             curvature = self.curvature(at_outputs, outputs, number)
+            if tangents is not None:
+                traits = (at_outputs.value, at_outputs.weight, [], outputs, random, True)
+                ends = (outputs, at_outputs.gradient)
+                made = BlockOutputs(graph, *traits, *ends, curvature, tangents)
+                return made if self.lazily else replace(made, gradient=made.slope(keep=True))
             cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
         gradient = [part.detach() for part in pulled]
         traits = (at_outputs.value, at_outputs.weight, gradient, pulled, random, calls_back)
@@ -226,6 +280,8 @@ class GaussNewtonOperator(PullbackOperator):
         batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
         reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own
             reduction is `"sum"` gives the sum in any case.
+        checkpoint: What of `predict` keeps only what enters it, and runs again in each pass, as
+            for `hodiff.hvp`. J v is then taken by forward mode, without a graph.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -245,6 +301,8 @@ class GaussNewtonOperator(PullbackOperator):
         The first product evaluates `predict` once per batch, and takes one pass to linearise it. Every
         product takes two passes per batch (J v and J' u); a loss that is not written out one more,
         through the loss alone. Memory as for `hodiff.HessianOperator`.
+        With *checkpoint* and `memory_budget=0` it is about that of a gradient with activation
+        checkpoints, in the time of the plain route; the gradient is a pass more.
 
     Examples:
         For least squares it is the Hessian, 2 X'X / n:
@@ -271,6 +329,7 @@ class GaussNewtonOperator(PullbackOperator):
         data: Any = None,
         batch_weight: BatchWeight = None,
         reduction: DataReduction = "mean",
+        checkpoint: Checkpoint = False,
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -281,12 +340,15 @@ class GaussNewtonOperator(PullbackOperator):
         check_loss(loss, batch_weight)
         super().__init__(
             where, data,
-            lambda batches, _: PullbackBuilder(
-                predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow
+            lambda batches, group: PullbackBuilder(
+                predict, loss, Weighted(batches, batch_weight, "loss", reduction=reduction), allow,
+                checkpoint, memory_budget != 0, group is None,
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, reduction=reduction,
         )  # fmt: skip
+        if checkpoint is not False:
+            self._check_blocks(predict, checkpoint)
         form = "closed-form" if type(loss) in LIKELIHOODS else "differentiated"
         self._route = f"linearised outputs, {form} loss"
 
@@ -378,6 +440,7 @@ class FisherOperator(PullbackOperator):
         generator: Where `"mc"` draws from; None is the default generator of its device. Of several processes
             each draws labels of its own, whose seeds come from there, also where all have the same.
         batch_weight: As for `hodiff.GaussNewtonOperator`.
+        checkpoint: What of `predict` runs again, as for `hodiff.GaussNewtonOperator`.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.
@@ -430,6 +493,7 @@ class FisherOperator(PullbackOperator):
         batch_weight: BatchWeight = None,
         reduction: DataReduction = "mean",
         generator: torch.Generator | None = None,
+        checkpoint: Checkpoint = False,
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -444,12 +508,16 @@ class FisherOperator(PullbackOperator):
 
         def builder(batches: Batches, group_sum: ProcessGroupSum | None) -> FisherBuilder:
             weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical", reduction=reduction)
-            return FisherBuilder(predict, loss, weigh, allow, kind or "exact", samples, generator, group_sum)
+            traits = (checkpoint, memory_budget != 0, group_sum is None)
+            drawn = (kind or "exact", samples, generator, group_sum)
+            return FisherBuilder(predict, loss, weigh, allow, *traits, *drawn)
 
         super().__init__(
             where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,
             progress=progress, process_group=process_group, keep=kind == "mc", reduction=reduction,
         )  # fmt: skip
+        if checkpoint is not False:
+            self._check_blocks(predict, checkpoint)
         self.kind, self._route = kind, f"{kind}, linearised outputs"
 
     def _own_diagonal(self) -> Tensor | None:

@@ -33,7 +33,7 @@ class BatchGraph:
         evaluation: The evaluation; its graph is kept.
         value: The batch's sum, detached.
         weight: What the sums are divided by, its part of it; None: by nothing.
-        gradient: The gradient of the sum by each leaf, detached.
+        gradient: The gradient of the sum by each leaf, detached; empty, where it is left for later.
         roots: The tensors whose graph a product runs through.
         random: Whether the function drew random numbers.
         calls_back: Whether passes over the graph run Python (activation checkpoints do).
@@ -46,6 +46,10 @@ class BatchGraph:
     roots: Leaves
     random: bool
     calls_back: bool
+
+    def slope(self) -> Leaves:
+        """The gradient, made now where it was left for later."""
+        return self.gradient
 
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which a product may run."""
@@ -166,30 +170,34 @@ class GraphCache(Generic[G, B]):
         self.kept: dict[int, G] = {}
         self._bytes = 0
         self._probed: int | None = None
+        self._one_batch: tuple[int, int] | None = None
 
     # --- the first pass
 
-    def evaluate(self) -> FirstPass:
-        """The first pass over the data, unless it has been made; a check that nobody has touched the point."""
+    def evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
+        """The first pass over the data, unless it has been made; then whether the point is as it was.
+
+        What is to `take` the graphs is shown each as it is made, in a first pass.
+        """
         _call.refuse_transforms(batched=True)
         if self.first is None:
             # Of several threads one evaluates, and those of later caches wait too.
             on_all_ranks = nullcontext if self.group_sum is None else self.group_sum.raise_on_all_ranks
             with _locks.ThreadClaim(self.batches), on_all_ranks():
-                return self.first or self._evaluate()
+                return self.first or self._evaluate(take)
         first = self.first
         self._modules.check()
         first.point.check_versions()
         return first
 
-    def _evaluate(self) -> FirstPass:
+    def _evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
         self._modules.check()
         builder = self.builder.fresh(begins=True)
         graphs: dict[int, G] = {}
         try:
-            first = self._first_pass(builder, graphs)
+            first = self._first_pass(builder, graphs, take)
             if self.group_sum is not None:
                 first = self._with_others(first, self.group_sum)
             check_total(first.everywhere.weight)
@@ -201,7 +209,9 @@ class GraphCache(Generic[G, B]):
         self.first = first  # others look here
         return first
 
-    def _first_pass(self, builder: B, graphs: dict[int, G]) -> FirstPass:
+    def _first_pass(
+        self, builder: B, graphs: dict[int, G], take: Callable[[G, int], object] | None = None
+    ) -> FirstPass:
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
         point, kind = Values(self.where), self.device.type
         precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -216,7 +226,8 @@ class GraphCache(Generic[G, B]):
         for number, batch in enumerate(self.batches):
             state = _settings.RandomState(self.device)
             build = partial(builder.build, self.where, batch, number)
-            graph, size = _memory.measured(build, self.device) if self.batches.given else (build(), 0)
+            counts = self.batches.given and keeping
+            graph, size = _memory.measured(build, self.device) if counts else (build(), 0)
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
@@ -233,6 +244,9 @@ class GraphCache(Generic[G, B]):
             if keeping:
                 graphs[number] = graph
                 self._bytes += size
+            if take is not None:
+                with graph.ready():
+                    take(graph, number)
             del graph, terms
         if random:
             warn_random(self.where)
@@ -280,11 +294,32 @@ class GraphCache(Generic[G, B]):
     def mean_gradient(self, chosen: Sequence[int]) -> Leaves:
         """The gradient of that by some of the leaves."""
         first, tensors = self.check(), self.where.tensors
-        weight = first.everywhere.weight
-        return [(first.gradient[index] / weight).to(tensors[index].dtype) for index in chosen]
+        weight, gradient = first.everywhere.weight, first.gradient or self._slopes()
+        return [(gradient[index] / weight).to(tensors[index].dtype) for index in chosen]
+
+    def _slopes(self) -> Leaves:
+        """The gradient of the sum, where the first pass has left it for later."""
+        total: Leaves = []
+
+        def add(graph: G, number: int) -> None:
+            own = graph.slope()
+            total[:] = accumulate(total, own) if total else own
+
+        self.each_graph(add)
+        return total
 
     def each_graph(self, take: Callable[[G, int], object]) -> FirstPass:
         """Show the graph of each batch, kept or made again, in the state in which a product may run."""
+        if self.first is None and not self._budget and self.group_sum is None:
+            shown: list[int] = []
+
+            def show(graph: G, number: int) -> None:
+                take(graph, number)
+                shown.append(number)
+
+            first = self.evaluate(show)
+            if shown:  # and not another thread's
+                return first
         first = self.check()
         if first.own.complete:
             for number, graph in self.kept.items():
@@ -355,22 +390,38 @@ class GraphCache(Generic[G, B]):
             return self._probed or 1
         return (self.first or self.evaluate()).everywhere.largest or 1
 
+    def keeps(self, size: int) -> bool:
+        """Whether graphs of so many bytes are kept."""
+        return size <= _memory.budget(self._budget, self.device)
+
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
         if self.kept and not (self.batches.given or self._bytes) and self.kept[0].evaluation.call.builds_graph:
             _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self._bytes
 
-    def first_batch_bytes(self) -> int:
-        """Bytes of one batch's graph, by evaluating it."""
-        batch = next(iter(self.batches), None)
-        if batch is None and self.batches.shared:  # an empty share
-            self._probed = self._probed or 1
-            return 0
-        builder = self.builder.fresh()  # it may be another batch than the one that comes first later
-        graph, size = _memory.measured(lambda: builder.build(self.where, batch, 0), self.device)
-        self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
-        return size
+    def one_batch(self, prepare: Callable[[], Callable[[G], object]]) -> tuple[int, int]:
+        """Bytes of one batch's graph, and at the peak of it and a product: both are made, once."""
+        if self._one_batch is None:
+            batch = next(iter(self.batches), None)
+            if batch is None and self.batches.shared:  # an empty share
+                self._probed = self._probed or 1
+                return 0, 0
+            builder = self.builder.fresh()  # later another batch may come first
+            take, now = prepare(), _settings.RandomState.of(self.device)
+            try:
+                with _settings.on(_memory.LiveBytes()) as live:
+                    graph = builder.build(self.where, batch, 0)
+                    size = live.now
+                    self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
+                    # Which a first pass holds.
+                    _sums = [part.clone() for part in (graph.value, *graph.gradient)]
+                    with graph.ready():
+                        take(graph)
+            finally:
+                now.restore()
+            self._one_batch = size, live.peak
+        return self._one_batch
 
     # --- lifetime
 

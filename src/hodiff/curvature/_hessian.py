@@ -8,8 +8,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import DataReduction
+from hodiff._core import _arguments, _kernels, _nodes, _reverse
+from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
@@ -39,6 +39,7 @@ class HessianBuilder(Builder[BatchGraph]):
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
     batch_ndim: int = 0
+    checkpoint: Checkpoint = False
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
@@ -69,8 +70,11 @@ class HessianBuilder(Builder[BatchGraph]):
             given = () if batch is NONE else (batch,)
             return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
+        what = f if computed else weighed
+        if self.checkpoint is not False:
+            what = _kernels.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
-            f if computed else weighed, where, passes=2, create_graph=create_graph, has_aux=not computed,
+            what, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
             batch_ndim=self.batch_ndim,
         ))  # fmt: skip
@@ -105,6 +109,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
             each. Not for modules, whose parameters are no samples.
         batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
             says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
+        checkpoint: What of `f` keeps only what enters it, and runs again in each pass, as for
+            `hodiff.hvp`: `"layers.*"`, modules by name; True, what `f` checkpoints itself.
         memory_budget: What the graphs may hold: bytes (an int, 0 to keep none), or a fraction of the
             memory that is free (a float).
         chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
@@ -172,6 +178,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
         batch_weight: BatchWeight = None,
         reduction: DataReduction = "mean",
         batch_ndim: int = 0,
+        checkpoint: Checkpoint = False,
         memory_budget: float = 0.5,
         chunk_size: ChunkSize = "auto",
         progress: bool = False,
@@ -186,11 +193,14 @@ class HessianOperator(SummedOperator[BatchGraph]):
         super().__init__(
             where, data,
             lambda batches, _: HessianBuilder(
-                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args, kwargs, batch_ndim
+                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args,
+                kwargs, batch_ndim, checkpoint,
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,
         )  # fmt: skip
+        if checkpoint is not False:
+            self._check_blocks(f, checkpoint)
 
     def _apply(self, graph: BatchGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         ends = (graph.roots, graph.evaluation.leaves)

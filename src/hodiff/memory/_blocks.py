@@ -1,0 +1,556 @@
+"""Blocks that keep what enters them and no more: each derivative runs them again.
+
+A block is a part of a function: tensors in, tensors out. Its gradient, for a cotangent, is a
+function of tensors as well, of what entered and of the cotangent; and so is the gradient of that.
+So each derivative of a block is a block: what it needs is made when it is asked for, and gone when
+it has been given. (An activation checkpoint of PyTorch runs again in the first pass, and the graph
+of that pass holds what it made: it saves nothing in a second one.)
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from operator import attrgetter
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as _checkpoint
+
+from hodiff._core import (
+    _call,
+    _hooks,
+    _kernels,
+    _messages,
+    _nodes,
+    _refusals,
+    _reverse,
+    _settings,
+    _tree,
+)
+from hodiff._core._arguments import outside
+from hodiff._core._graph import OutputGraph
+from hodiff._core._kernels import Chunked
+from hodiff._core._loans import memory_of
+from hodiff._core._settings import Counted, RandomState, Scope, Undo
+from hodiff._core._where import Where, plain
+from hodiff.errors import GraphError, HodiffWarning, InputError
+
+Tensors = Sequence[Tensor]
+Values = Sequence[Tensor | None]
+
+# --- a block, and its derivatives -----------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BlockForm:
+    """The block itself.
+
+    Attributes:
+        run: Runs it again, at arguments; what it reads beside them is as it was.
+        arguments: How many of its tensors are arguments; the rest it reads by itself.
+        first: Its results, until they have been given.
+        names: The classes of the nodes of its graph.
+        refused: What is to be said of an operation through which a derivative is not right.
+        recorded: Whether a pass must be recorded to be right, though its result is detached.
+        order: The highest derivative that is taken.
+    """
+
+    run: Callable[..., Tensors]
+    arguments: int
+    first: list[Tensors]
+    names: frozenset[str]
+    refused: GraphError | None
+    recorded: bool
+    order: int
+
+    def record(self, tensors: Tensors) -> tuple[list[Tensor], Values]:
+        """Run it at leaves."""
+        leaves = [x.detach().requires_grad_() for x in tensors[: self.arguments]]
+        return [*leaves, *tensors[self.arguments :]], self.run(*leaves)
+
+    def values(self, tensors: Tensors) -> Values:
+        """What the first run gave."""
+        return self.first.pop()
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Pullback:
+    """The gradient of a form, of what that takes and of cotangents for some of its results."""
+
+    form: BlockForm | Pullback
+    count: int
+    given: Sequence[int]
+
+    names = property(attrgetter("form.names"))
+    refused = property(attrgetter("form.refused"))
+    recorded = property(attrgetter("form.recorded"))
+    order = property(attrgetter("form.order"))
+
+    def record(self, tensors: Tensors) -> tuple[list[Tensor], Values]:
+        """The gradient in its graph: linear functions give zeros, for cotangents vary too."""
+        variables, results = self.form.record(tensors[: self.count])
+        cotangents = [x.detach().requires_grad_() for x in tensors[self.count :]]
+        gradients = self._pass(variables, results, cotangents, build=True)
+        return [*variables, *cotangents], gradients
+
+    def values(self, tensors: Tensors) -> Values:
+        """The gradient, without its graph."""
+        with _settings.grad_mode(True):
+            variables, results = self.form.record(tensors[: self.count])
+        gradients = self._pass(variables, results, tensors[self.count :], build=False)
+        return [_dense(g, x) for g, x in zip(gradients, variables, strict=True)]
+
+    def _pass(self, inputs: Tensors, results: Values, cotangents: Tensors, *, build: bool) -> Values:
+        pairs = zip((results[n] for n in self.given), cotangents, strict=True)
+        live = [(y, u) for y, u in pairs if y is not None and y.requires_grad]
+        if not live:
+            return [None] * len(inputs)
+        outputs, given = zip(*live, strict=True)
+        options: Any = {"keep": build, "build": build, "recorded": self.recorded}
+        gradients = _reverse.vjp_between(outputs, inputs, given, **options)
+        if build:
+            made = [g for g in gradients if g is not None and g.requires_grad]
+            _reverse.search_block(outputs, made, inputs, self.order)
+        return gradients
+
+
+def _dense(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    """A gradient in the layout of its tensor (an embedding may give a sparse one)."""
+    if gradient is None or (gradient.layout is like.layout and not gradient._is_zerotensor()):
+        return gradient
+    return gradient.to_dense().clone()
+
+
+@final
+class BlockFunction(Chunked):
+    """What a form computes. Its gradient is a block."""
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        """The values, each a tensor of its own: two of one have one place in the graph."""
+        *tensors, form = given
+        return tuple(None if x is None else x.detach() for x in form.values(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep what entered, until a pass that frees."""
+        *tensors, ctx.form = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """The gradient, by a block."""
+        tensors = ctx.saved_tensors
+        given = [number for number, u in enumerate(cotangents) if u is not None]
+        if not given:
+            return (None,) * (len(tensors) + 1)
+        form = Pullback(ctx.form, len(tensors), given)
+        return (*BlockFunction.apply(*tensors, *(cotangents[n] for n in given), form), None)
+
+
+_nodes.HIDING.append(BlockFunction._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+
+# --- a block of the user's: what it reads, and how it runs again ----------------------------------
+
+
+class _Met(threading.local):
+    blocks: Any = None
+    """Whose blocks are met in this thread now."""
+
+
+_met = _Met()
+_INSIDE = object()
+"""Met inside of a block is a part of it."""
+
+
+def _within(blocks: Any, undo: Undo) -> None:
+    undo += [partial(setattr, _met, "blocks", _met.blocks)]
+    _met.blocks = blocks
+    watch_calls.enter(undo)
+
+
+class BlockRun:
+    """A block as it was met, to run again: with its precision, its random numbers, its constants.
+
+    Attributes:
+        arguments: Where among what it was given the tensors are that vary.
+        places: Where among its results.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._function = function
+        self._items, _, self._tree = _tree.flatten((tuple(args), dict(kwargs)))
+        self.arguments = [n for n, x in enumerate(self._items) if _varies(x)]
+        self.places: list[int] = []
+        self._shapes: list[torch.Size] = []
+        device = _call.state.running[-1].random.device
+        kind, self._random = device.type, RandomState.of(device)
+        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        plain = [x for x in self._items if isinstance(x, Tensor) and not x.is_inference()]
+        self._constants = [(x, x._version) for x in plain]
+        self._begun = _nodes.age()
+
+    def first(self) -> tuple[Any, list[Tensor], list[Tensor], str]:
+        """What it returns, its arguments, what stood for them, and why it cannot run again.
+
+        It is given views: what it reads of the same tensors past its arguments is another path.
+        """
+        arguments = [self._items[n] for n in self.arguments]
+        views = [x.view_as(x) for x in arguments] if torch.is_grad_enabled() else arguments
+        for n in self.arguments:  # the graph holds them, until they are not needed
+            self._items[n] = None
+        value = self._run(views)
+        why = CHANGES if self._changed() else ""
+        self._constants = [(x, version) for x, version in self._constants if not x.requires_grad]
+        return value, arguments, views, why
+
+    def _run(self, arguments: Tensors) -> Any:
+        items = [*self._items]
+        for n, x in zip(self.arguments, arguments, strict=True):
+            items[n] = x
+        args, kwargs = _tree.rebuild(self._tree, iter(items))
+        with Scope(partial(_within, _INSIDE)):
+            return self._function(*args, **kwargs)
+
+    def again(self, *arguments: Tensor) -> list[Tensor]:
+        """Its results once more."""
+        if self._changed():
+            raise GraphError(
+                "a block that runs again (checkpoint=) was given a tensor that has been changed in "
+                "place since. Change a copy of it in f."
+            )
+        kind, dtype, enabled = self._autocast
+        now = RandomState.of(self._random.device)
+        with _settings.autocast(kind, dtype, enabled=enabled):
+            try:
+                self._random.restore()
+                value = self._run(arguments)
+            finally:
+                now.restore()
+        items = _tree.flatten(value)[0]
+        results = [items[n] for n in self.places if n < len(items) and isinstance(items[n], Tensor)]
+        if [x.shape for x in results] != self._shapes:
+            raise GraphError(
+                "a block that runs again (checkpoint=) computes something else than at first: it "
+                "reads what has changed since (a counter, a list). Give it that as an argument, or "
+                "leave checkpoint= out."
+            )
+        return results
+
+    def returns(self, items: Sequence[Any], arguments: Tensors) -> list[Tensor]:
+        """The results that vary, once each, but views of arguments: these keep nothing."""
+        theirs, at = {*map(memory_of, arguments)} - {0}, dict[int, int]()
+        for n, x in enumerate(items):
+            if _varies(x) and memory_of(x) not in theirs:
+                at.setdefault(id(x), n)
+        self.places = [*at.values()]
+        outputs = [items[n] for n in self.places]
+        self._shapes = [x.shape for x in outputs]
+        return outputs
+
+    def reads(self, outputs: Tensors, arguments: Tensors, views: Tensors) -> tuple[_nodes.Survey, list[Tensor], str]:
+        """Its graph; what it reads beside its arguments; why it cannot run again."""
+        known = [x for context in _call.state.running for x in context.stand_ins()]
+        known = [*views, *arguments, *known, *_captured(self._function)]
+        graph, begins = _nodes.made_since(self._begun, outputs, known)
+        theirs = set(map(id, views))
+        read = [x for x in begins or () if id(x) not in theirs]
+        inner = [x for x in read if x.grad_fn is not None]
+        pairs = [(x, y) for x in inner for y in read if y is not x]
+        if begins is None or any(_nodes.below(x).contains(y) for x, y in pairs):
+            return graph, read, READS
+        own, theirs = [*map(memory_of, outputs)], {*map(memory_of, read)}
+        shared = any(memory and (own.count(memory) > 1 or memory in theirs) for memory in own)
+        return graph, read, SHARES if shared else ""
+
+    def _changed(self) -> bool:
+        return any(x._version != version for x, version in self._constants)
+
+
+CHANGES = "it changes an argument in place (write x = x + y for x += y)"
+READS = "it reads a tensor that is computed outside of it (give it that as an argument)"
+SHARES = "it returns a part of what it is given, or two tensors of one memory (return a copy)"
+
+
+def _varies(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _captured(function: Any) -> Iterator[Tensor]:
+    """The tensors that a function has beside its arguments."""
+    while isinstance(function, partial):
+        yield from filter(_varies, (*function.args, *function.keywords.values()))
+        function = function.func
+    yield from filter(_varies, getattr(function, "__defaults__", None) or ())
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it is empty
+            if _varies(cell.cell_contents):
+                yield cell.cell_contents
+
+
+def _form(
+    run: Callable[..., Tensors],
+    graph: _nodes.Survey,
+    tensors: Tensors,
+    arguments: int,
+    first: Tensors,
+) -> Any:
+    """The form of a block, with what one look at its graph tells."""
+    call, names = _call.state.running[-1].call, graph.names()
+    refused, recorded = None, False
+    if names & _messages.WRITTEN_AT_SOME and _refusals.loses_digits(graph):
+        names |= {_messages.DIGITS}
+    try:
+        recorded = _refusals.judge(graph, tensors, call.order, call.allow)
+    except GraphError as error:  # which the evaluation raises, if it cannot be mended
+        refused = error
+    if call.batch_ndim and _refusals.MIXING.among(graph):
+        _refusals.warn_of_mixing(call.batch_ndim)
+    return BlockForm(run, arguments, [first], frozenset(names), refused, recorded, call.order)
+
+
+# --- a function whose blocks are met while it runs ------------------------------------------------
+
+
+_checkpointed: Any = vars(_checkpoint)["checkpoint"].__wrapped__
+_CALLED = "__dynamo_disable"
+"""By this attribute of what it wraps, `checkpoint` looks up at each call what to do."""
+_OPTIONS = frozenset(
+    (
+        "use_reentrant",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "preserve_rng_state",
+        "respect_saved_tensors_hooks",
+    )
+)
+
+
+def _watch(undo: Undo) -> None:
+    """Let `torch.utils.checkpoint.checkpoint`, by whatever name, meet blocks of ours."""
+    attributes = vars(_checkpointed)
+    theirs = attributes.get(_CALLED)
+
+    def called(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        blocks = _met.blocks
+        if blocks is None or function is None or "context_fn" in kwargs:
+            with Scope(partial(_within, None)):
+                return (theirs or _checkpointed)(function, *args, **kwargs)
+        rest = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        return function(*args, **rest) if blocks is _INSIDE else blocks.run(function, args, rest)
+
+    def restore() -> None:
+        if attributes.get(_CALLED) is called:
+            attributes.pop(_CALLED)
+            attributes.update({} if theirs is None else {_CALLED: theirs})
+
+    undo += [restore]
+    attributes[_CALLED] = called
+
+
+watch_calls = Counted(_watch)
+
+
+@final
+class Blocks:
+    """A function of the user's; while it runs, its blocks keep only what enters them.
+
+    Attributes:
+        named: The modules that are blocks, with their names; none, where checkpoints are.
+        met: How many blocks have run.
+    """
+
+    def __init__(self, f: Callable[..., Any], checkpoint: bool | str, named: dict[nn.Module, str]) -> None:
+        self.__wrapped__ = f
+        self.checkpoint, self.named = checkpoint, named
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        self.met = 0
+        with Scope(self._enter):
+            result = self.__wrapped__(*args, **kwargs)
+        if not self.met:
+            names = ", ".join([*self.named.values()][:4])
+            raise InputError(
+                f"checkpoint={self.checkpoint!r}: f calls none of the modules {names}. Name those "
+                "that it calls, one after the other."
+                if self.named
+                else "checkpoint=True: f meets no torch.utils.checkpoint.checkpoint (a model may "
+                "call it in train() alone). Name the modules that are its blocks: "
+                'checkpoint="layers.*".'
+            )
+        return result
+
+    def tangents(self, graph: OutputGraph) -> Tangents:
+        """J v of the function, of which this is an evaluation."""
+        return Tangents(graph)
+
+    def _enter(self, undo: Undo) -> None:
+        _within(self, undo)
+        for part in [part for module in self.named for part in module.modules()]:
+            _hooks.lend_module(part, ())  # and no other thread has it
+        for module in self.named:
+            attributes, name = module.__dict__, "_compiled_call_impl"
+            before = {name: attributes[name]} if name in attributes else {}
+            undo += [partial(attributes.update, before), partial(attributes.pop, name, None)]
+            attributes[name] = partial(self._call, module)
+
+    def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if _met.blocks is not self:  # inside of a block, or in another thread
+            return module._call_impl(*args, **kwargs)
+        return self.run(module._call_impl, args, kwargs, self.named[module])
+
+    def run(self, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
+        """What a block returns, in a graph that keeps what enters it; in its own, where it must."""
+        self.met += 1
+        run = BlockRun(function, args, kwargs)
+        again = _kernels.repeatable(_call.state.running[-1].repeatable(run.again))
+        value, arguments, views, why = run.first()
+        items, _, tree = _tree.flatten(value)
+        theirs = dict(zip(map(id, views), arguments, strict=True))
+        items = [theirs.get(id(x), x) for x in items]
+        value = items[0] if tree is None else _tree.rebuild(tree, iter(items))
+        outputs = run.returns(items, arguments)
+        if not outputs or not _records_plainly([*arguments, *outputs]):
+            return value
+        graph, read, other = run.reads(outputs, arguments, views)
+        if why or other:
+            name = name or getattr(function, "__qualname__", "a function")
+            text = f"checkpoint=: the block {name} keeps its whole graph, for {why or other}."
+            warnings.warn(text, HodiffWarning, stacklevel=outside())
+            return value
+        tensors = [*arguments, *read]
+        form = _form(again, graph, tensors, len(arguments), outputs)
+        made = dict(zip(map(id, outputs), BlockFunction.apply(*tensors, form), strict=True))
+        results = [made.get(id(x), x) for x in items]
+        return results[0] if tree is None else _tree.rebuild(tree, iter(results))
+
+
+def _records_plainly(tensors: Tensors) -> bool:
+    """Whether reverse mode alone records plain tensors: no forward mode, `torch.func`, tracer."""
+    levels: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    others = _call.tangents() or _settings.tracing() or levels.maybe_current_level() is not None
+    return not others and all(type(x) in _kernels.PLAIN for x in tensors)
+
+
+def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
+    """A function whose blocks keep only what enters them, as `checkpoint=` says.
+
+    True: those that it checkpoints itself. A pattern: modules of the point, or of `f`, by name.
+    """
+    if checkpoint is False:
+        return f
+    if isinstance(f, Tensor):
+        raise InputError("checkpoint: f is a tensor, whose graph is there. Give the function.")
+    if checkpoint is True:
+        return Blocks(f, True, {})
+    if not isinstance(checkpoint, str):
+        kind = type(checkpoint).__name__
+        raise InputError(f'checkpoint: is a {kind}, expected True, False, or names: "layers.*".')
+    f = plain(f) if isinstance(f, nn.Module) else f
+    roots = [each.module for each in where.module_slices]
+    roots += [f] if isinstance(f, nn.Module) else []
+    modules = {name: part for root in roots for name, part in plain(root).named_modules() if name}
+    named = {part: name for name, part in modules.items() if fnmatchcase(name, checkpoint)}
+    lists = [part for part in named if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
+    for each in lists:  # which is never called; its items are
+        named |= {part: f"{named[each]}.{name}" for name, part in each.named_children()}
+        del named[each]
+    if not named:
+        near = difflib.get_close_matches(checkpoint.rstrip(".*"), modules, n=3, cutoff=0.4)
+        way_out = "Give the model as the point, or checkpoint=True"
+        if modules:
+            way_out = f"Its modules: {', '.join(near or [*modules][:4])}"
+        raise InputError(f"checkpoint={checkpoint!r}: names no module of {where.name}. {way_out}.")
+    return Blocks(f, checkpoint, named)
+
+
+# --- J v without a graph: PyTorch's forward mode, in an evaluation of its own ---------------------
+
+
+class _NoTangents(TorchFunctionMode):
+    """Without grad mode forward mode goes on in PyTorch, where f means a constant; not here."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call it, without grad mode at the values alone."""
+        if not torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled():
+            args, kwargs = _tree.tree_map(_value, args), _tree.tree_map(_value, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _value(x: Any) -> Any:
+    if isinstance(x, Tensor) and _call.carries_tangent(x):
+        return forward_ad.unpack_dual(x).primal
+    return x
+
+
+class Tangents:
+    """J v of a function that has been evaluated in blocks, as often as it is asked for.
+
+    It keeps no graph of its own. It is made while the evaluation runs.
+    """
+
+    def __init__(self, graph: OutputGraph) -> None:
+        context, kind = graph.context, graph.leaves[0].device.type
+        self._graph, self._random = graph.kept(), context.random
+        precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
+        # What f differentiates itself, forward mode takes for something else.
+        self._forward = context.by_hand is None and not (context.nests or context.forward_mode)
+
+    def along(self, vectors: Sequence[Tensor | None], outputs: Tensors) -> list[Tensor]:
+        """J v, for a vector like each leaf; None is zero."""
+        if self._forward and not _call.tangents():
+            try:
+                return self._pushed(vectors)
+            except RuntimeError as error:
+                if not _messages.lacks_forward_mode(error):
+                    raise
+                self._forward = False
+        at = [n for n, v in enumerate(vectors) if v is not None]
+        cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
+        pulled = _reverse.transposed_product(self._graph, [*outputs], cotangents)
+        chosen, given = [pulled[n] for n in at], [v for v in vectors if v is not None]
+        return _reverse.products(self._graph, chosen, given, None, chunk_size=None, inputs=cotangents)
+
+    def _pushed(self, vectors: Sequence[Tensor | None]) -> list[Tensor]:
+        leaves, now = self._graph.leaves, RandomState.of(self._random.device)
+        with self._graph.resumed() as context, self._autocast(), _settings.on(_NoTangents()):
+            call = context.call
+            context.call = call._replace(what=call.what.__wrapped__)
+            try:
+                self._random.restore()
+                with Scope(_level):
+                    given = zip((leaf.detach() for leaf in leaves), vectors, strict=True)
+                    duals = [x if v is None else forward_ad.make_dual(x, v) for x, v in given]
+                    outputs = _tree.flatten(context.at(duals))[0]
+                    pairs = [forward_ad.unpack_dual(output) for output in outputs]
+            finally:
+                now.restore()
+        return [torch.zeros_like(x) if t is None else t for x, t in pairs]
+
+
+def _level(undo: Undo) -> None:
+    undo += [partial(forward_ad.exit_dual_level, level=forward_ad._current_level + 1)]
+    forward_ad.enter_dual_level()
