@@ -72,7 +72,12 @@ VIEW = "CopySlices"  # a write to a view, of whatever
 HIDING = {VIEW, "ForeachPowBackward0"}  # powers of lists
 DET = "LinalgDetBackward0"
 # at second order for some arguments, at third for all
-NORMS = {f"{name}NormBackward0" for name in ("NativeLayer", "NativeGroup", "NativeBatch", "CudnnBatch")}
+NORMS = {
+    "NativeLayerNormBackward0",
+    "NativeGroupNormBackward0",
+    "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+}
 WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW, *NORMS}
 DIGITS = "a block loses digits"  # by what is written out at some arguments; no node
 WRITTEN_OUT = {

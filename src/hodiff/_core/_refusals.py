@@ -511,8 +511,13 @@ WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(nod
 
 
 WRITTEN = _nodes.Rare(
-    "CudnnRnnBackward0", *_messages.WRITTEN_OUT, *_messages.WRITTEN_AT_SOME, of_which=lambda node: True
-)  # what may be written out at second order, or done by another kernel
+    "CudnnRnnBackward0",
+    "BlockFunctionBackward",  # which hides what is below
+    *_messages.WRITTEN_OUT,
+    *_messages.WRITTEN_AT_SOME,
+    of_which=lambda node: type(node).__name__ not in _messages.NORMS or _versions.lacks_weight(node),
+)
+"""What may be written out at second order, or done by another kernel."""
 
 
 def wrong_at_once(graph: _nodes.Survey) -> set[str]:

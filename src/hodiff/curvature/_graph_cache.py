@@ -408,7 +408,7 @@ class GraphCache(Generic[G, B]):
                 self._probed = self._probed or 1
                 return 0, 0
             builder = self.builder.fresh()  # later another batch may come first
-            take, now = prepare(), _settings.RandomState.of(self.device)
+            take, now = prepare(), _settings.RandomState(self.device)
             try:
                 with _settings.on(_memory.LiveBytes()) as live:
                     graph = builder.build(self.where, batch, 0)

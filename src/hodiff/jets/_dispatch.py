@@ -140,7 +140,7 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         return _in_place(name, args, kwargs)
     fused = RULES.first.get(name)
     if fused is not None and in_one_direction(expansion, args, kwargs):
-        result = _run(fused, name, func, expansion, args, kwargs)
+        result = _run(fused, name, func, expansion, args, kwargs, traced=traced)
         if result is not NotImplemented:
             return result
     rule = RULES.known.get(name)

@@ -197,7 +197,7 @@ class BlockRun:
         self.places: list[int] = []
         self._shapes: list[torch.Size] = []
         device = _call.state.running[-1].random.device
-        kind, self._random = device.type, RandomState.of(device)
+        kind, self._random = device.type, RandomState(device)
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         plain = [x for x in self._items if isinstance(x, Tensor) and not x.is_inference()]
         self._constants = [(x, x._version) for x in plain]
@@ -233,7 +233,7 @@ class BlockRun:
                 "place since. Change a copy of it in f."
             )
         kind, dtype, enabled = self._autocast
-        now = RandomState.of(self._random.device)
+        now = RandomState(self._random.device)
         with _settings.autocast(kind, dtype, enabled=enabled):
             try:
                 self._random.restore()
@@ -535,7 +535,7 @@ class Tangents:
         return _reverse.products(self._graph, chosen, given, None, chunk_size=None, inputs=cotangents)
 
     def _pushed(self, vectors: Sequence[Tensor | None]) -> list[Tensor]:
-        leaves, now = self._graph.leaves, RandomState.of(self._random.device)
+        leaves, now = self._graph.leaves, RandomState(self._random.device)
         with self._graph.resumed() as context, self._autocast(), _settings.on(_NoTangents()):
             call = context.call
             context.call = call._replace(what=call.what.__wrapped__)
