@@ -179,7 +179,8 @@ class OutputGraph:
             names = names | by_hand.names
         order = self.call.order + (by_hand.count if by_hand is not None else 0)
         wrong = _refusals.wrong_at_once(survey) if survey is not None and self.call.order < 2 else set()
-        inexact = context.forward_mode or names & _messages.WRITTEN_OUT or (wrong and wrong & _versions.PRODUCTS.keys())
+        inexact = context.forward_mode or names & _messages.WRITTEN_OUT or _messages.DIGITS in names
+        inexact = inexact or (wrong and wrong & _versions.PRODUCTS.keys())
         if names & _messages.WRITTEN_AT_SOME and not exact:
             inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or order >= 3):

@@ -76,12 +76,14 @@ NORMS = {
     "NativeLayerNormBackward0",
     "NativeGroupNormBackward0",
     "NativeBatchNormBackward0",
+    "NativeBatchNormLegitBackward0",
+    "NativeBatchNormLegitBackward1",
+    "BatchNormWithUpdateBackward0",
     "CudnnBatchNormBackward0",
 }
 WRITTEN_AT_SOME = {POWER, ZERO_POWER, *_versions.PRODUCTS, DET, VIEW, *NORMS}
 DIGITS = "a block loses digits"  # by what is written out at some arguments; no node
 WRITTEN_OUT = {
-    DIGITS,
     WEIGHT_NORM,
     "ForeachPowBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side

@@ -541,19 +541,6 @@ REMARKS: list[tuple[str, int, Remark]] = [
             "hodiff the function instead of its value, which writes the norm out from its definition.",
         ),
     ),
-    *(
-        (
-            name,
-            2,
-            _refusing(
-                "norm",
-                "a second derivative through a norm with a bias and no weight is wrong by the bias, "
-                "silently. Give hodiff the function instead of its value, or add the bias to the norm.",
-                _versions.lacks_weight,
-            ),
-        )
-        for name in sorted(_messages.NORMS)
-    ),
     ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
     ("SparseCompressedTensorBackward0", 2, _refuse_sparse),
     (
@@ -601,6 +588,19 @@ REMARKS: list[tuple[str, int, Remark]] = [
             "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use "
             "F.batch_norm, which hodiff writes out from its definition.",
         ),
+    ),
+    *(
+        (
+            name,
+            2,
+            _refusing(
+                "norm",
+                "a second derivative through a norm with a bias and no weight is wrong by the bias, "
+                "silently. Give hodiff the function instead of its value, or add the bias to the norm.",
+                _versions.lacks_weight,
+            ),
+        )
+        for name in sorted(_messages.NORMS)
     ),
 ]
 """A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""

@@ -549,6 +549,7 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "SpecialI1EBackward0": torch.special.i1e,
     "LogcumsumexpBackward0": lambda x: torch.logcumsumexp(x, 0),
     "NativeLayerNormBackward0": lambda x: F.layer_norm(x, (4,)),
+    "NativeGroupNormBackward0": lambda x: F.group_norm(x, 1),
     "NativeBatchNormLegitBackward0": lambda x: torch.ops.aten._native_batch_norm_legit(
         x, None, None, x[0].detach(), x[0].detach(), True, 0.1, 1e-5
     )[0],
