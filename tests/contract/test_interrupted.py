@@ -238,6 +238,21 @@ def _repeated(_: Model) -> torch.Tensor:
     return torch.autograd.grad(value, x)[0]
 
 
+def _in_blocks(model: Model) -> object:
+    """By name; by the checkpoints of the function's own, one of them with a context; a product by forward mode."""
+
+    def own(model: Model) -> torch.Tensor:
+        y = checkpoint(model, X, use_reentrant=False)
+        nothing = lambda: (contextlib.nullcontext(), contextlib.nullcontext())
+        return checkpoint(torch.sin, y, use_reentrant=False, context_fn=nothing).sum()
+
+    v = {name: torch.ones_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    G = hodiff.GaussNewtonOperator(
+        lambda m, batch: m(batch[0]), torch.nn.MSELoss(), model, data=[(X, X)], checkpoint="*", memory_budget=0
+    )
+    return hodiff.hvp(own, model, v, checkpoint=True), G @ v
+
+
 ENTERED: dict[str, Call] = {
     "_core/_locks.py: ThreadClaim": CALLS["NewtonCG"],
     "_core/_graph.py: OutputGraph": CALLS["hvp, module as point"],
@@ -248,6 +263,11 @@ ENTERED: dict[str, Call] = {
     "_core/_lazy.py: Scope(_without_collections)": _entered(_lazy.uncollected),
     "memory/_attention.py: Scope(_by_products)": _plain,
     "memory/__init__.py: Scope(_enter)": _entered(hodiff.twice_differentiable),
+    "memory/_blocks.py: Counted(_watch)": _in_blocks,
+    "memory/_blocks.py: Scope(_level)": _in_blocks,
+    "memory/_blocks.py: Scope(partial(_within, None))": _in_blocks,
+    "memory/_blocks.py: Scope(partial(_within, _INSIDE))": _in_blocks,
+    "memory/_blocks.py: Scope(self._enter)": _in_blocks,
     "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
     "_core/_lending.py: EvaluationContext": _under(torch.inference_mode, CALLS["hvp, module as point"]),
     "_core/_settings.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),

@@ -78,7 +78,7 @@ def call(
     """A `Call`, from arguments as users and the functions above give them."""
     where = where if where.__class__ is Where else Where(where)
     create_graph = recorded(create_graph)
-    plain = what.__class__ is FunctionType
+    plain = type(what) is FunctionType  # as the tracer of `torch.compile` can read it
     builds_graph = plain or (callable(what) and not isinstance(what, Tensor))
     if args is not _NONE or kwargs is not None:
         _arguments.check_arguments(args, kwargs)

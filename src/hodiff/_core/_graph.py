@@ -265,6 +265,8 @@ class OutputGraph:
                 if call.strict:
                     raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
             if call.order >= 2:
+                if _refusals.BIASED.among(survey):
+                    _refusals.refuse_biased(survey, self.leaves)
                 remarkable = survey.is_remarkable(call.order)
                 self.recorded = remarkable and _refusals.judge(survey, self.leaves, call.order, call.allow)
             else:

@@ -520,6 +520,19 @@ WRITTEN = _nodes.Rare(
 """What may be written out at second order, or done by another kernel."""
 
 
+BIASED = _nodes.Rare(*_messages.NORMS, of_which=_versions.lacks_weight)
+
+
+def refuse_biased(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> None:
+    """Raise for a norm with a bias and no weight that is not written out."""
+    if _nodes.reaches(BIASED.among(graph), leaves):
+        raise GraphError.about(
+            "a second derivative through a norm with a bias and no weight is wrong by the bias, "
+            "silently. Give hodiff the function instead of its value, or add the bias to the norm.",
+            operations=["norm"],
+        )
+
+
 def wrong_at_once(graph: _nodes.Survey) -> set[str]:
     """The names of the nodes whose first gradient is wrong, or may be, where that cannot be seen."""
     return {type(node).__name__ for node in WRONG_AT_ONCE.among(graph)}
@@ -588,19 +601,6 @@ REMARKS: list[tuple[str, int, Remark]] = [
             "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use "
             "F.batch_norm, which hodiff writes out from its definition.",
         ),
-    ),
-    *(
-        (
-            name,
-            2,
-            _refusing(
-                "norm",
-                "a second derivative through a norm with a bias and no weight is wrong by the bias, "
-                "silently. Give hodiff the function instead of its value, or add the bias to the norm.",
-                _versions.lacks_weight,
-            ),
-        )
-        for name in sorted(_messages.NORMS)
     ),
 ]
 """A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""
