@@ -305,9 +305,9 @@ def group_norm(
     input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
     """A layer norm of each group of channels."""
-    groups = input.reshape(input.shape[0], num_groups, -1)
+    groups = input.reshape(input.shape[0], num_groups, math.prod(input.shape[1:]) // num_groups)
     normal = F.layer_norm(groups, groups.shape[-1:], eps=eps).reshape(input.shape)
-    shape = (1, -1, *[1] * (input.ndim - 2))
+    shape = (1, input.shape[1], *[1] * (input.ndim - 2))
     normal = normal if weight is None else normal * weight.reshape(shape)
     return normal if bias is None else normal + bias.reshape(shape)
 
