@@ -20,6 +20,9 @@ from hodiff.errors import InputError
 DOUBLE = torch.float64
 RANK = 100
 """How many directions of J'J are known where it is taken by products."""
+LEAST = 10
+"""So many of them whatever the budget."""
+
 ITERATIONS = 100
 RTOL = 1e-6
 """Of conjugate gradients; the step is refined once, which squares it."""
@@ -62,7 +65,7 @@ class DampedSystem:
         rows = len(self.r)
         self._kept = 8 * rows * columns <= budget
         self.by_products = not self._kept and 16 * columns**2 > budget
-        self._rank = min(RANK, columns, max(1, int(budget / 24) // columns))
+        self._rank = min(RANK, columns, max(LEAST, int(budget / 24) // columns))
         self.in_samples = rows <= columns and self._kept
         self._J = self.r.new_empty(rows if self._kept else 0, columns)
         self._block_rows = max(1, int(budget / 4) // (8 * columns))

@@ -73,7 +73,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         where: Where, as for `grad`: usually a module, whose frozen parameters stay; or tensors,
             which are changed in place.
         damping: The first \(\lambda\), as a part of the largest squared norm of a column of the
-            first \(J\).
+            first \(J\); by products (see `memory_budget`), of what is known of it, somewhat less.
         momentum: How much of the last step is added before the linear model is solved (SPRING). It
             may help where each step has other points.
         search: The rule, see above. None: by search where a function has a batch, by the gain ratio
@@ -222,6 +222,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         joint = _Joint(self._functions, batches)
         asked = call(joint, self._where, passes=1, create_graph=False, keep=True)
         tensors = asked.where.tensors
+        _check_apart(asked.where.names, tensors)
         search = self._search
         if search is None:
             search = any(batch is not None for batch in batches)
@@ -542,6 +543,21 @@ class _Trials:
         r, new = self._system.r, flat(outputs, self._start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
         return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new, outputs=outputs)
+
+
+def _check_apart(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise where parameters share memory: what a step adds to one is added to the other as well."""
+    last, end = "", 0
+    for start, name, x in sorted((x.data_ptr(), name, x) for name, x in zip(names, tensors, strict=True) if x.numel()):
+        span = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) + 1
+        if start < end or span < x.numel():
+            other = last if start < end else "itself"
+            raise InputError(
+                f"where: {name} shares memory with {other}, and a step of each would change both. Use "
+                f"one parameter in both places (m.b = m.a; f may transpose it), or give each its own "
+                f"(.clone())."
+            )
+        last, end = name, start + span * x.element_size()
 
 
 def _check_number(value: Any, name: str, *, above: bool = False, below: float = math.inf) -> None:

@@ -432,7 +432,8 @@ class LeastSquaresRecord(Shown):
         length: The part of the full step that was taken.
         accepted: Whether the step was taken; if not, the parameters are as they were.
         converged: Whether rounding allows no better: the step was refused for that.
-        gradient: The largest cosine between the residuals and a column of the Jacobian: 0 at a minimum.
+        gradient: The largest cosine between the residuals and a column of the Jacobian: 0 at a minimum;
+            by products a number from above, for the columns' norms are known in part.
         residual: The relative residual of the damped equations, as they were solved.
         evaluations: How often the residuals were evaluated at other parameters.
         space: In which the equations were solved, `"samples"` or `"parameters"`.

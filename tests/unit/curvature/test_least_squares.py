@@ -676,3 +676,22 @@ def test_bad_places():
         hodiff.LevenbergMarquardt(x * 2, x)
     with pytest.raises(hodiff.InputError, match=r"param_group: LevenbergMarquardt has one"):
         hodiff.LevenbergMarquardt(residual, x).add_param_group({"params": [torch.ones(2)]})
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    """Each would be moved by both steps: the loss rises, and the record says that it fell."""
+    w = torch.full((3,), 3.5, dtype=D)
+    f = lambda p: torch.cat([p["a"] - 2, p["b"] - 5])
+    for shared in (w.view(3), w[1:]):
+        with pytest.raises(hodiff.InputError, match=r"shares memory with"):
+            hodiff.LevenbergMarquardt(f, {"a": w, "b": shared}).step()
+    assert torch.equal(w, torch.full((3,), 3.5, dtype=D))
+    with pytest.raises(hodiff.InputError, match=r"shares memory with itself"):
+        hodiff.LevenbergMarquardt(lambda p: p - 2, torch.ones(1, dtype=D).expand(3)).step()
+    both = torch.zeros(4, dtype=D)
+    apart = {"a": both[:2], "b": both[2:]}  # of one storage, without overlap
+    hodiff.LevenbergMarquardt(f, apart).step()
+    torch.testing.assert_close(both, torch.tensor([2.0, 2.0, 5.0, 5.0], dtype=D), rtol=1e-2, atol=0)
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(D)
+    tied[1].weight = tied[0].weight
+    hodiff.LevenbergMarquardt(lambda m, x: m(x) - 1, tied).step(torch.randn(5, 2, dtype=D))
