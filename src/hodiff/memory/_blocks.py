@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -196,12 +197,15 @@ class BlockRun:
         self.arguments = [n for n, x in enumerate(self._items) if _varies(x)]
         self.places: list[int] = []
         self._shapes: list[torch.Size] = []
+        self._prints: list[Tensor] = []
         device = _call.state.running[-1].random.device
         kind, self._random = device.type, RandomState(device)
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         plain = [x for x in self._items if isinstance(x, Tensor) and not x.is_inference()]
         self._constants = [(x, x._version) for x in plain]
         self._begun = _nodes.age()
+        self._inner: list[Tensor] = []
+        self._looked = False
 
     def first(self) -> tuple[Any, list[Tensor], list[Tensor], str]:
         """What it returns, its arguments, what stood for them, and why it cannot run again.
@@ -212,18 +216,24 @@ class BlockRun:
         views = [x.view_as(x) for x in arguments] if torch.is_grad_enabled() else arguments
         for n in self.arguments:  # the graph holds them, until they are not needed
             self._items[n] = None
-        value = self._run(views)
+        value = self._run(views, check=True)
         why = CHANGES if self._changed() else ""
         self._constants = [(x, version) for x, version in self._constants if not x.requires_grad]
         return value, arguments, views, why
 
-    def _run(self, arguments: Tensors) -> Any:
+    def _run(self, arguments: Tensors, *, check: bool = False) -> Any:
         items = [*self._items]
         for n, x in zip(self.arguments, arguments, strict=True):
             items[n] = x
         args, kwargs = _tree.rebuild(self._tree, iter(items))
         with Scope(partial(_within, _INSIDE)):
-            return self._function(*args, **kwargs)
+            value = self._function(*args, **kwargs)
+        if check and [*map(id, _tree.flatten((args, kwargs))[0])] != [*map(id, items)]:
+            raise GraphError(
+                "a block that runs again (checkpoint=) changes a list or a dict that it is given. Let "
+                "it return what it computes, or leave checkpoint= out."
+            )
+        return value
 
     def again(self, *arguments: Tensor) -> list[Tensor]:
         """Its results once more."""
@@ -233,7 +243,8 @@ class BlockRun:
                 "place since. Change a copy of it in f."
             )
         kind, dtype, enabled = self._autocast
-        now = RandomState(self._random.device)
+        now, looks = RandomState(self._random.device), not self._looked and torch.is_grad_enabled()
+        begun, self._looked = _nodes.age() if looks else 0, self._looked or looks
         with _settings.autocast(kind, dtype, enabled=enabled):
             try:
                 self._random.restore()
@@ -242,11 +253,14 @@ class BlockRun:
                 now.restore()
         items = _tree.flatten(value)[0]
         results = [items[n] for n in self.places if n < len(items) and isinstance(items[n], Tensor)]
-        if [x.shape for x in results] != self._shapes:
+        same = [x.shape for x in results] == self._shapes
+        if looks and any(map(_varies, results)):  # of the first run, which an object may have kept
+            same = same and _nodes.made_since(begun, results, [*arguments, *self._inner])[1] is not None
+        if not same or not all(map(_alike, results, self._prints)):
             raise GraphError(
                 "a block that runs again (checkpoint=) computes something else than at first: it "
-                "reads what has changed since (a counter, a list). Give it that as an argument, or "
-                "leave checkpoint= out."
+                "reads what has changed since (a counter, a cache, a generator of its own, NumPy's "
+                "random numbers). Give it that as an argument, or leave checkpoint= out."
             )
         return results
 
@@ -259,6 +273,7 @@ class BlockRun:
         self.places = [*at.values()]
         outputs = [items[n] for n in self.places]
         self._shapes = [x.shape for x in outputs]
+        self._prints = [*map(_print, outputs)]
         return outputs
 
     def reads(self, outputs: Tensors, arguments: Tensors, views: Tensors) -> tuple[_nodes.Survey, list[Tensor], str]:
@@ -268,7 +283,7 @@ class BlockRun:
         graph, begins = _nodes.made_since(self._begun, outputs, known)
         theirs = set(map(id, views))
         read = [x for x in begins or () if id(x) not in theirs]
-        inner = [x for x in read if x.grad_fn is not None]
+        self._inner = inner = [x for x in read if x.grad_fn is not None]
         pairs = [(x, y) for x in inner for y in read if y is not x]
         if begins is None or any(_nodes.below(x).contains(y) for x, y in pairs):
             return graph, read, READS
@@ -278,6 +293,23 @@ class BlockRun:
 
     def _changed(self) -> bool:
         return any(x._version != version for x, version in self._constants)
+
+
+def _print(x: Tensor) -> Tensor:
+    """Some sums by which a tensor is known again."""
+    flat = x.detach().reshape(-1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = [flat.abs().sum(dtype=wide), flat.sum(dtype=wide), flat[::2].sum(dtype=wide), flat[::3].sum(dtype=wide)]
+    return torch.stack(sums)
+
+
+def _alike(x: Tensor, sums: Tensor) -> bool:
+    """Whether a tensor is the one of these sums, up to what kernels may differ in from run to run."""
+    if _call.is_wrapped(x) or x.is_complex():
+        return True
+    now = _print(x)
+    slack = torch.finfo(x.dtype).eps ** 0.5 * sums[0].abs()
+    return bool(((now - sums).abs() <= slack).all()) or not bool(sums.isfinite().all())
 
 
 CHANGES = "it changes an argument in place (write x = x + y for x += y)"
@@ -496,7 +528,19 @@ class _NoTangents(TorchFunctionMode):
         """Call it, without grad mode at the values alone."""
         if not torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled():
             args, kwargs = _tree.tree_map(_value, args), _tree.tree_map(_value, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return _without_padding(result, *args, **(kwargs or {})) if func is F.embedding else result
+
+
+def _without_padding(
+    result: Tensor, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **given: Any
+) -> Tensor:
+    """Rows of an embedding, of which that of the padding is a constant, as in reverse mode."""
+    value, tangent = forward_ad.unpack_dual(result)
+    if padding_idx is None or tangent is None:
+        return result
+    varies = (input != padding_idx % len(weight)).unsqueeze(-1)
+    return forward_ad.make_dual(value, tangent * varies)
 
 
 def _value(x: Any) -> Any:
@@ -523,7 +567,7 @@ class Tangents:
         """J v, for a vector like each leaf; None is zero."""
         if self._forward and not _call.tangents():
             try:
-                return self._pushed(vectors)
+                return self._pushed(vectors, outputs)
             except RuntimeError as error:
                 if not _messages.lacks_forward_mode(error):
                     raise
@@ -534,7 +578,7 @@ class Tangents:
         chosen, given = [pulled[n] for n in at], [v for v in vectors if v is not None]
         return _reverse.products(self._graph, chosen, given, None, chunk_size=None, inputs=cotangents)
 
-    def _pushed(self, vectors: Sequence[Tensor | None]) -> list[Tensor]:
+    def _pushed(self, vectors: Sequence[Tensor | None], first: Tensors) -> list[Tensor]:
         leaves, now = self._graph.leaves, RandomState(self._random.device)
         with self._graph.resumed() as context, self._autocast(), _settings.on(_NoTangents()):
             call = context.call
@@ -548,6 +592,11 @@ class Tangents:
                     pairs = [forward_ad.unpack_dual(output) for output in outputs]
             finally:
                 now.restore()
+        if not all(map(_alike, (value for value, _ in pairs), map(_print, first))):
+            raise GraphError(
+                "checkpoint=: f computes something else when it runs again: it reads what has changed "
+                "since (a buffer that is replaced, a counter, a cache). Leave checkpoint= out."
+            )
         return [torch.zeros_like(x) if t is None else t for x, t in pairs]
 
 

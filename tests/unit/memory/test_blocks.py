@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -726,7 +727,9 @@ def test_both_routes_of_a_jvp(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     model = made(Predicts([build(), build()]))
     calls: list[str] = []
     pushed = _blocks.Tangents._pushed
-    monkeypatch.setattr(_blocks.Tangents, "_pushed", lambda self, v: (calls.append("forward"), pushed(self, v))[1])
+    monkeypatch.setattr(
+        _blocks.Tangents, "_pushed", lambda self, v, first: (calls.append("forward"), pushed(self, v, first))[1]
+    )
     torch.manual_seed(5)
     plain = OPERATORS["Gauss-Newton"](model) @ like(model)
     torch.manual_seed(5)
@@ -763,3 +766,99 @@ def test_when_memory_has_run_out() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         hodiff.grad(f, X)
     assert not getattr(caught.value, "__notes__", ())
+
+
+# --- what is not the same when it runs again ---
+
+
+class Cache:
+    """An object that keeps what it is given, as a key-value cache."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def update(self, x: Tensor) -> Tensor:
+        self.kept.append(x)
+        return torch.cat(self.kept)
+
+
+class Changing(nn.Module):
+    """A layer that reads something that changes between two runs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind, self.count = nn.Linear(6, 6), kind, [0]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.kind == "generator":
+            return y * torch.rand(6, generator=self.generator, dtype=D)
+        if self.kind == "NumPy":
+            return y * float(np.random.default_rng(self.count[0]).random()) if self.step() else y
+        if self.kind == "counter":
+            self.step()
+            return torch.tanh(self.linear(x) * self.count[0])
+        if self.kind == "dict":
+            beside["n"] = beside.get("n", 0) + 1
+            return y * beside["n"]
+        if self.kind == "list":
+            beside.append(y)
+            return y
+        kept = beside.update(y)
+        return x + torch.softmax(x @ kept.T, -1) @ kept
+
+    def step(self) -> int:
+        self.count[0] += 1
+        return self.count[0]
+
+
+@pytest.mark.parametrize("kind", ["generator", "NumPy", "counter", "dict", "list", "cache"])
+def test_a_block_that_is_another_when_it_runs_again_is_refused(kind: str) -> None:
+    model = nn.ModuleList([Changing(kind)]).to(D)
+    beside: Any = {"dict": {}, "list": [], "cache": Cache()}.get(kind)
+
+    def f(model: nn.ModuleList) -> Tensor:
+        return model[0](X, beside).square().sum()
+
+    v = like(model)
+    words = "changes a list or a dict" if kind in ("dict", "list") else "computes something else than at first"
+    with pytest.raises(hodiff.GraphError, match=words):
+        hodiff.hvp(f, model, v, checkpoint="*")
+    G = hodiff.GaussNewtonOperator(
+        lambda m, batch: m[0](batch[0], Cache() if kind == "cache" else beside), nn.MSELoss(), model, data=[(X, X)],
+        checkpoint="*",
+    )  # fmt: skip
+    with pytest.raises(hodiff.GraphError, match=f"{words}|when it runs again"):
+        G @ v
+
+
+def test_a_buffer_that_is_replaced_by_each_run_is_refused_where_it_matters() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("mean", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+            return torch.tanh(y * self.mean)
+
+    model = nn.Sequential(Layer()).to(D)
+    G = hodiff.GaussNewtonOperator(lambda m, batch: m(batch[0]), nn.MSELoss(), model, data=[(X, X)], checkpoint="*")
+    with pytest.raises(hodiff.GraphError, match="something else when it runs again"):
+        G @ like(model)
+
+
+def test_the_padding_of_an_embedding_is_a_constant_in_both_directions() -> None:
+    """The matrix is symmetric, and that without blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 2, padding_idx=0), nn.Tanh(), nn.Linear(2, 2)).to(D)
+    nn.init.normal_(model[0].weight)
+    data = [(torch.tensor([0, 1, 2]), torch.zeros(3, 2, dtype=D))]
+    made = [
+        hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.MSELoss(), model, data=data, checkpoint=blocks).dense()
+        for blocks in (False, "*")
+    ]
+    torch.testing.assert_close(*made, rtol=1e-12, atol=1e-14)
