@@ -606,7 +606,9 @@ ALL: dict[str, tuple[Given, int]] = {
     "det": (lambda x: (MATRIX + x * torch.eye(2, dtype=D),), 3),
 }
 """What each is given, of which an entry is x, and an order to which PyTorch's own is wrong."""
-ELSEWHERE = "slogdet logdet solve solve_ex tensorsolve orgqr householder_product weight_norm batch_norm layer_norm "
+ELSEWHERE = (
+    "slogdet logdet solve solve_ex tensorsolve orgqr householder_product weight_norm batch_norm layer_norm group_norm "
+)
 ELSEWHERE += "instance_norm cond switch while_loop map_impl scan associative_scan flex_attention rpow"
 """Right near 0, and written out for another reason."""
 

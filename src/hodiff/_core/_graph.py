@@ -181,8 +181,10 @@ class OutputGraph:
         wrong = _refusals.wrong_at_once(survey) if survey is not None and self.call.order < 2 else set()
         inexact = context.forward_mode or names & _messages.WRITTEN_OUT or _messages.DIGITS in names
         inexact = inexact or (wrong and wrong & _versions.PRODUCTS.keys())
-        if names & _messages.WRITTEN_AT_SOME and not exact:
-            inexact = inexact or by_hand is not None or survey is None or _refusals.loses_digits(survey)
+        some = names & _messages.WRITTEN_AT_SOME
+        if some and not exact:
+            inexact = inexact or (by_hand is not None and not some <= _messages.NORMS)
+            inexact = inexact or survey is None or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
         if self.call.order < 2 and _messages.fused(names | wrong):
