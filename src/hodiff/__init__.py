@@ -6,7 +6,7 @@ A map of the library:
 * second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `cross_hvp`,
   `hessian_diagonal`
 * any order, elementwise: `nth_derivative`, `derivatives`
-* gradient penalties: `gradient_penalty`, on which `wgan_gp_penalty`, `r1_penalty`, `eikonal_penalty` and their kin
+* gradient penalties: `gradient_penalty`, on which `wgan_gp_penalty`, `r1_penalty`, `eikonal_penalty` and the like
   stand; `jacobian_penalty`, `hessian_penalty`, `curvature_penalty`, `sliced_score_matching_loss`, `PathLengthPenalty`
 * fields, by Taylor mode: `laplacian`, `value_grad_and_laplacian`, `second_order_operator`, `biharmonic`, `divergence`,
   `value_and_divergence`, `curl`, `partial`, `partials`, `derivatives_of`, `jet`; `hodiff.jets.report`
@@ -22,7 +22,7 @@ A map of the library:
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * memory: `twice_differentiable`, for loops of your own through attention and cross-entropy
 * verification: `check_derivatives`
-* errors and warnings: `HodiffError` and its kin
+* errors and warnings: `HodiffError` and the like
 
 Every function takes *what* (a function, or a tensor already computed) and *where* (the point). Given a
 function, hodiff builds the graph and frees it; given a tensor, the graph is yours and stays.

@@ -385,7 +385,7 @@ def present(a: Any) -> bool:
     return isinstance(a, Tensor) or a != 0
 
 
-# --- Adam and its kin -------------------------------------------------------------------------------------------------
+# --- Adam and the like ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -568,7 +568,7 @@ class RAdam(_Moments):
 @final
 @dataclass(frozen=True)
 class Adamax(_Moments):
-    r"""Adam with the largest decayed gradient in the place of the mean square, as `torch.optim.Adamax`.
+    r"""Adam with the largest decayed gradient in place of the mean square, as `torch.optim.Adamax`.
 
     Args:
         lr: The step.

@@ -324,7 +324,7 @@ def test_unused_parameter_gives_zeros_and_its_name_under_strict() -> None:
 
 
 def test_strict_accepts_a_linear_dependence() -> None:
-    """A zero second derivative is no missing dependence."""
+    """A zero second derivative is not a missing dependence."""
     f = lambda t: cubes(t["a"]) + t["b"].sum()
     got = hodiff.hvp(f, {"a": X, "b": X}, {"a": V, "b": V}, strict=True)
     torch.testing.assert_close(got, {"a": 6 * X * V, "b": torch.zeros_like(X)})
@@ -349,7 +349,7 @@ def test_bypassed_parameters() -> None:
         hodiff.hvp(lambda p: weighted_sum(model(data)), p, [torch.ones_like(q) for q in p])
     with pytest.raises(GraphError, match=r"(?is)argument"):
         hodiff.jacobian(lambda w: model(data), model[0].weight)
-    torch.testing.assert_close(  # through the module it is the same object, so this is no mistake
+    torch.testing.assert_close(  # through the module it is the same object, so this is not a mistake
         hodiff.grad(lambda m: weighted_sum(model(data)), model), hodiff.grad(lambda m: weighted_sum(m(data)), model)
     )
 
@@ -689,7 +689,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hodiff.GaussNewtonOperator(nn.MSELoss(), predict, NET, data=[BATCH]) @ torch.ones(8, dtype=D),
         "(?i)predict|loss",
     ),
-    "Gauss-Newton, a functional loss in the place of predict": (
+    "Gauss-Newton, a functional loss in place of predict": (
         lambda: hodiff.GaussNewtonOperator(F.mse_loss, predict, NET, data=[BATCH]),
         "predict, loss, where: in this order",
     ),
@@ -736,7 +736,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hodiff.interpolate(torch.ones(4, 3), torch.ones(4, 5)),
         r"^(?!.*\[:n\]).*\(4, 5\)",
     ),
-    "Fisher, a loss that is no likelihood": (
+    "Fisher, a loss that is not a likelihood": (
         lambda: hodiff.FisherOperator(predict, nn.HuberLoss(), NET, data=[BATCH], kind="exact")
         @ torch.ones(8, dtype=D),
         "(?i)HuberLoss",

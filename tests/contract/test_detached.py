@@ -1,4 +1,4 @@
-"""Never a constant without a word: detached results of what requires grad warn, once for each line that calls."""
+"""Never a constant silently: detached results of what requires grad warn, once for each line that calls."""
 
 import inspect
 import warnings

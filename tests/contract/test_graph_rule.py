@@ -483,7 +483,7 @@ def test_ledger_counts_what_a_careless_call_keeps() -> None:
         return torch.autograd.grad(y, x, create_graph=True)[0].detach()
 
     left, _, ledger = leftovers(careless)
-    assert left >= 3 * X.nbytes, ledger.makers()  # cumsum, tanh and their kin are saved for the backward pass
+    assert left >= 3 * X.nbytes, ledger.makers()  # cumsum, tanh and the like are saved for the backward pass
 
 
 POINT = torch.tensor([0.5, -1.5, 2.0], dtype=D)

@@ -189,11 +189,11 @@ TAUGHT = {
     "H[0, 0]": (lambda: H[0, 0], r"HessianOperator\(3 x 3, float64, double backward, not evaluated\) has no entr"),
     "float(trace record)": (
         lambda: float(hodiff.trace(M)),
-        r"a TraceRecord is no number but a record of \.value, \.stderr, \.converged, \.pr",
+        r"a TraceRecord is not a number but a record of \.value, \.stderr, \.converged, \.pr",
     ),
     "solve(...) @ x": (
         lambda: hodiff.solve(M, v) * 2,
-        r"a SolveRecord is no number but a record of \.value, \.residual, \.converged, \.",
+        r"a SolveRecord is not a number but a record of \.value, \.residual, \.converged, \.",
     ),
     "samples=1.5": (lambda: hodiff.trace(M, samples=1.5), r"samples: got 1\.5"),
     "generator=seed": (lambda: hodiff.trace(M, samples=1, generator=0), r"generator: is a int"),
@@ -222,7 +222,7 @@ TAUGHT = {
     ),
     "wgan_gp(real, fake, critic)": (
         lambda: hodiff.wgan_gp_penalty(X, X, m),
-        r"fake: is the module Sequential, in the place of a tensor",
+        r"fake: is the module Sequential, in place of a tensor",
     ),
     "sample_norm of a float": (lambda: hodiff.sample_norm(1.0), r"grads: is the float 1\.0"),
     "score of scalar": (lambda: hodiff.sliced_score_matching_loss(g, X), r"f\(x\): has shape \(5,\)"),
@@ -324,7 +324,7 @@ def test_a_record_where_its_number_is_wanted(name, use):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         record = RECORDS[name]()
-    with pytest.raises(hodiff.InputError, match=r"is no number but a record of \.value"):
+    with pytest.raises(hodiff.InputError, match=r"is not a number but a record of \.value"):
         USES[use](record)
 
 
@@ -333,7 +333,7 @@ def test_an_error_of_f_says_what_f_was_given(call):
     """The exception is the user's; that f is given a container is of hodiff's calling convention."""
     with pytest.raises((TypeError, AttributeError), match="'dict'") as caught:
         hodiff.grad(call, {"a": x})
-    assert caught.value.__notes__ == ["hodiff: f is given what x is, as one argument: a dict with keys ['a']."]
+    assert caught.value.__notes__ == ["hodiff: f receives x as one argument: a dict with keys ['a']."]
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         hodiff.grad(lambda z: z @ "a", x)
     assert not hasattr(caught.value, "__notes__")

@@ -205,7 +205,7 @@ def test_in_place(caller: Caller) -> None:
 
 @every
 def test_state_met_again(caller: Caller) -> None:
-    """Kept from one call to the next, without a word of it: refused, or right."""
+    """Kept from one call to the next, unknown to it: refused, or right."""
     skip("cached", caller)
     kept: list[Tensor] = []
 

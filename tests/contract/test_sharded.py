@@ -1,6 +1,6 @@
 """Parameters, points and vectors that are sharded over processes: refused under every public name, with a way out.
 
-Stock PyTorch's gradient by such parameters is None without a word, and a second pass finds them freed.
+Stock PyTorch's gradient by such parameters is None silently, and a second pass finds them freed.
 """
 
 import warnings

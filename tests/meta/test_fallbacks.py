@@ -56,7 +56,7 @@ STANDING = {
     ("penalties._critic", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
     ("sparse._tracer", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
-    ("verify._evaluation", "_variables", "TypeError"): "`inspect` knows no closure of what is no function",
+    ("verify._evaluation", "_variables", "TypeError"): "`inspect` knows no closure of what is not a function",
 }
 
 

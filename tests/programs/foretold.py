@@ -12,9 +12,9 @@ the program; `rights` are patches that make the program right (a fix must train 
     changed in place    an activation was changed in place after it was saved
     refused in place    PyTorch refuses the in-place operation itself (a leaf, a view of one, one of several views)
     hook                a full backward hook, and an in-place operation behind it
-    copied              a tensor that is no leaf is in what deepcopy() copies
+    copied              a tensor that is not a leaf is in what deepcopy() copies
     inference tensor    made under inference mode
-    discrete            argmax and its kin
+    discrete            argmax and the like
     constant            nothing in it requires gradients
     function            gradients are off inside a custom Function, or a hook
     no create_graph     the gradient was computed without its graph

@@ -1,7 +1,7 @@
 """Each architecture's derivatives, to the third order, in inputs and in parameters, along random directions.
 
 Order k of hodiff is compared with Richardson differences of its order k - 1, once that was found right; order 1 with
-differences of values. Where a model is no function of its point alone (straight-through), its ``oracle`` is moved.
+differences of values. Where a model is not a function of its point alone (straight-through), its ``oracle`` is moved.
 """
 
 import os

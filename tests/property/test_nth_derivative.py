@@ -97,7 +97,7 @@ def test_no_order_of_an_elementwise_function_is_taken_for_mixed(n: int) -> None:
     x = torch.tensor([0.0, 1e-3, 1.0, 30.0], dtype=torch.float32)
     agree(hodiff.nth_derivative(torch.exp, x, n), torch.exp(x), 1e-5)
     agree(hodiff.nth_derivative(lambda t: 3 * t, x, n), torch.full_like(x, 3.0 * (n == 1)))
-    scaled = hodiff.nth_derivative(lambda t: t**2 / t.detach().sum(), x, n)  # a constant is no dependence
+    scaled = hodiff.nth_derivative(lambda t: t**2 / t.detach().sum(), x, n)  # a constant is not a dependence
     agree(scaled, {1: 2 * x, 2: torch.full_like(x, 2.0)}.get(n, torch.zeros_like(x)) / x.sum(), 1e-6)
 
 
@@ -115,7 +115,7 @@ def test_the_check_draws_what_f_drew() -> None:
 @pytest.mark.parametrize("n", range(1, 5))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_errors_are_not_taken_for_mixed_entries(n: int, dtype: torch.dtype) -> None:
-    """Where everything cancels, what is left differs along weights, but is no dependence."""
+    """Where everything cancels, what is left differs along weights, but is not a dependence."""
     gauss = lambda t: torch.exp(-t.square())
     for f in (
         lambda t: gauss(t) - gauss(t),

@@ -76,7 +76,7 @@ class Estimate(NamedTuple):
 def estimated(curve: Curve, step: float = 1e-2, levels: int = 5) -> Estimate:
     """The derivative of ``curve`` at 0, with an error from the last extrapolations, and a look for kinks.
 
-    At a kink the central difference is the mean of two slopes and converges to a number that is no derivative. So
+    At a kink the central difference is the mean of two slopes and converges to a number that is not a derivative. So
     the slopes from the right and from the left must approach each other as the step halves.
     """
     middle, sides = curve(0.0), [(curve(h), curve(-h)) for h in (step / 2**level for level in range(levels))]

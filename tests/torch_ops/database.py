@@ -34,7 +34,7 @@ LEFT_OUT = {
 
 
 OVERWRITTEN = "entries of the result that several entries are written to hold one of them, and each gets the gradient"
-DEFINED = {  # gradients that are no derivatives of PyTorch's values, by definition or by rounding, in some samples
+DEFINED = {  # gradients that are not derivatives of PyTorch's values, by definition or by rounding, in some samples
     "normal": "PyTorch has no derivative of what it draws by the mean or the deviation, and says that it is zero",
     "nn.functional.max_unpool1d": OVERWRITTEN,
     "nn.functional.max_unpool2d": OVERWRITTEN,

@@ -87,7 +87,7 @@ def _defined(runs: dict[str, Any]) -> str:
                     why[verdict.removeprefix("defined: ").partition(" (in ")[0]] |= {name}
     told = "; ".join(f"{_names(sorted(names))}: {reason}" for reason, names in sorted(why.items()))
     return (
-        "Not counted, since PyTorch's gradient is no derivative of its values, by definition or by rounding, and "
+        "Not counted, since PyTorch's gradient is not a derivative of its values, by definition or by rounding, and "
         f"hodiff passes it on: {told}."
     )
 
@@ -119,7 +119,7 @@ def _stock(runs: dict[str, Any]) -> str:
     """Where plain PyTorch gives a wrong number, and by how much."""
     stock = [route for route in ROUTES if not route.ours]
     lines = [
-        "## Where plain PyTorch is wrong, without a word\n",
+        "## Where plain PyTorch is silently wrong\n",
         "The largest relative error; `not finite` is a NaN or an infinity where the derivative is finite. "
         "What hodiff does by its routes of the same order stands beside it. "
         "[What stock PyTorch gets wrong](stock-pytorch.md) has short programs for the most important.\n",

@@ -42,7 +42,7 @@ def _refusal(routes: dict[str, str]) -> dict[str, str]:
 
 
 def _wrong(routes: dict[str, str]) -> dict[str, str]:
-    """Plain PyTorch's routes that give a wrong number without a word, and how wrong."""
+    """Plain PyTorch's routes that give a wrong number silently, and how wrong."""
     if _definition(routes):
         return {}
     verdicts = {route.name.replace("`", ""): routes.get(route.name, "right") for route in ROUTES if not route.ours}
@@ -54,6 +54,6 @@ def _wrong(routes: dict[str, str]) -> dict[str, str]:
 
 
 def _definition(routes: dict[str, str]) -> str:
-    """Why PyTorch's gradient is no derivative, where that is on purpose."""
+    """Why PyTorch's gradient is not a derivative, where that is on purpose."""
     found = [verdict for verdict in routes.values() if kind(verdict) == "defined"]
     return found[0].removeprefix("defined: ").partition(" (in ")[0] if found else ""

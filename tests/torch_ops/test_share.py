@@ -109,7 +109,7 @@ def test_the_page_is_that_of_the_results() -> None:
 
 
 def test_a_kink_is_no_oracle() -> None:
-    """Its central difference converges, to a number that is no derivative."""
+    """Its central difference converges, to a number that is not a derivative."""
     for kinked in (torch.abs, torch.relu, lambda t: torch.maximum(t, -3 * t)):
         truth = estimated(lambda t, f=kinked: f(torch.tensor([t], dtype=torch.float64)) + 5)
         assert compare(torch.zeros(1, dtype=torch.float64), truth, told=False) == "unsure"

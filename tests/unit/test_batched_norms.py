@@ -1,7 +1,7 @@
 """Passes for several vectors that are differentiated again, through norms whose weights are in the point.
 
 The batching rule of the norms' backward takes the statistics for constants in the gradient by a weight, so that the
-second derivative of a batched pass is wrong in PyTorch, without a word. The oracle are central differences.
+second derivative of a batched pass is silently wrong in PyTorch. The oracle are central differences.
 """
 
 from collections.abc import Callable

@@ -74,7 +74,7 @@ def test_the_largest_tensor_of_a_graph():
 
 
 def test_outputs_of_one_operation_are_told_apart():
-    """q and v come from one chunk: to close over v while differentiating by q is no bypass of q."""
+    """q and v come from one chunk: to close over v while differentiating by q is not a bypass of q."""
     x = torch.tensor([0.3, 0.7, -1.1, 0.4], dtype=torch.float64)
 
     def loss(x):

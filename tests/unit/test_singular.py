@@ -97,7 +97,7 @@ def test_others_are_as_they_were() -> None:
 
 V = torch.tensor([[0.5, -0.3], [0.8, 0.2]], dtype=D)
 W = torch.linspace(-1, 1.3, 9, dtype=D).reshape(3, 3).cos()
-REFUSED = r"det has few right digits, or none, at a matrix that is singular or nearly singular"
+REFUSED = r"det has few correct digits, or none, at a matrix that is singular or nearly singular"
 
 
 def cofactors(a: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def is_set(value: Any, name: str) -> bool:
     try:
         if bool(value == bool(value)):
             return bool(value)
-    except Exception as error:  # it is no flag then, whatever it is
+    except Exception as error:  # it is not a flag then, whatever it is
         if interrupts(error):
             raise
     shown = f"{value!r}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
@@ -144,14 +144,14 @@ class NoNumber:
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         """NumPy would make an array that holds the record, and fail later and elsewhere."""
-        raise TypeError(f"a {type(self).__name__} is no array but {self._parts}")
+        raise TypeError(f"a {type(self).__name__} is not an array but {self._parts}")
 
     @property
     def _parts(self) -> str:
         return f"a record of .{', .'.join(vars(self))}."
 
     def _refuse(self, *others: object) -> NoReturn:
-        raise InputError(f"a {type(self).__name__} is no number but {self._parts}")
+        raise InputError(f"a {type(self).__name__} is not a number but {self._parts}")
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
@@ -217,7 +217,7 @@ def _not_a_tensor(value: Any) -> str:
             "Pass the module itself; f then receives the module, and results are a dict by parameter name."
         )
     if value is MISSING:
-        return f"missing. hodiff evaluates, and returns no function: {called()}."
+        return f"missing. hodiff returns values, not functions: {called()}."
     if isinstance(value, (bool, int, float)):
         return (
             f"is the {type(value).__name__} {value!r}, expected a floating point tensor: torch.tensor({float(value)})."
@@ -226,7 +226,7 @@ def _not_a_tensor(value: Any) -> str:
         return f"is the class {value.__name__}, not an instance; expected {ACCEPTED}."
     if isinstance(value, nn.Module):
         name = type(value).__name__
-        return f"is the module {name}, in the place of a tensor. Functions come first."
+        return f"is the module {name}, in place of a tensor: the function comes first."
     if callable(value):
         return f"is a function; the function comes first and the point second. Expected {ACCEPTED}."
     if type(value).__module__ == "numpy":
@@ -348,7 +348,7 @@ def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> tor
             raise InputError(
                 f"{name}: has batch shape {tuple(tensor.shape[:batch_ndim])}, {names[0]} has {tuple(first)}; "
                 f"with batch_ndim={batch_ndim} all must agree. The function comes first and the samples second; "
-                f"parameters are no samples, for them batch_ndim=0."
+                f"parameters are not samples: use batch_ndim=0 for them."
             )
     return first
 

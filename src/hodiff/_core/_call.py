@@ -185,7 +185,7 @@ def refuse_transforms(*, batched: bool = False) -> None:
 
 
 def inside_vmap() -> bool:
-    """Whether this code runs inside `torch.vmap`, which `torch.func.jacrev` and its kin call as well."""
+    """Whether this code runs inside `torch.vmap`, which `torch.func.jacrev` and the like call as well."""
     stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
     return any(level.key().name == "Vmap" for level in stack or ())
 

@@ -25,7 +25,7 @@ TRACED: set[Callable[..., Any]] = set()
 REASON = (
     "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. Leave out fullgraph=True: the "
     "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. Inside one "
-    "graph run the functions of a field by Taylor mode (hodiff.laplacian and its kin), and of the penalties "
+    "graph run the functions of a field by Taylor mode (hodiff.laplacian and the like), and of the penalties "
     "only gradient_penalty and its recipes, with a function and tensors"
 )
 

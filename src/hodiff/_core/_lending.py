@@ -143,7 +143,7 @@ class EvaluationContext:
         evaluation: Evaluation | None = None,
         whole: bool = False,
     ) -> None:
-        """With `leaves`, those stand at once in the place of the parameters of the point; or what an evaluation had."""
+        """With `leaves`, those stand at once in place of the parameters of the point; or what an evaluation had."""
         self.call, self._leaves = call, leaves
         self._evaluation, self._whole = evaluation, whole
         self.leaf_tag = LeafTag()
@@ -288,7 +288,7 @@ class EvaluationContext:
         return {index for table in tables for index, tensor in enumerate(tensors) if tensor is table} if tables else ()
 
     def at(self, arguments: Sequence[Any]) -> Any:
-        """What `f` returns when `arguments` stand in the place of the point's tensors. Nothing is checked."""
+        """What `f` returns when `arguments` stand in place of the point's tensors. Nothing is checked."""
         if self._ran:
             self._afresh()
         self._ran = True
@@ -316,7 +316,7 @@ class EvaluationContext:
         tags = [context.leaf_tag for context in _call.state.running]
 
         def resume(undo: _settings.Undo) -> None:
-            for tag in tags:  # calls in the block meet their leaves, and those are no leftovers
+            for tag in tags:  # calls in the block meet their leaves, and those are not leftovers
                 undo += [partial(setattr, tag, "open", tag.open)]
                 tag.open = True
             for evaluation in evaluations:
@@ -374,7 +374,7 @@ class EvaluationContext:
             if ours is None:
                 if call.where.given_tree is not _tree.LEAF and not call.unpack_point:
                     given = _tree.describe(call.where.given_tree)
-                    error.add_note(f"hodiff: f is given what x is, as one argument: {given}.")
+                    error.add_note(f"hodiff: f receives x as one argument: {given}.")
                 raise
             raise ours from error
         if [*map(_version, watched)] != versions:
@@ -417,7 +417,7 @@ def _swapped() -> Kept:
 def signature_error(
     error: Exception, f: Any, points: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> InputError | None:
-    """The error to raise in the place of another, where the call itself failed; else None.
+    """The error to raise in place of another, where the call itself failed; else None.
 
     Asked only once a call has failed: looking at a signature takes longer than many a function.
     """

@@ -25,7 +25,7 @@ from hodiff._core._call import Call
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 
-# --- leaves in the place of tensors -----------------------------------------------------------------------------------
+# --- leaves in place of tensors -----------------------------------------------------------------------------------
 
 LEAF_TAG = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""

@@ -173,7 +173,7 @@ def wrong_tangent(name: str) -> GraphError:
     """The error for one of them."""
     return GraphError.about(
         f"f uses PyTorch's forward mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad) through {name}, and the "
-        f"derivative of that tangent is wrong in PyTorch, silently. Instead of forward mode, use hodiff.jvp inside f "
+        f"derivative of that tangent is silently wrong in PyTorch. Instead of forward mode, use hodiff.jvp inside f "
         f"(or torch.func.vjp, jacrev), or write {WRONG_TANGENTS[name]} in place of {name}."
     )
 
@@ -228,10 +228,10 @@ _REENTRANT = (
     "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 _RECOMPUTED = (
-    "an activation checkpoint recomputed something else than its forward pass: its block reads something that has "
+    "an activation checkpoint recomputed something different from its forward pass: its block reads something that has "
     "changed since (an attribute, a global), or its graph was made under other modes than it is differentiated in. "
     "Give the block what it reads as an argument, or switch checkpointing off for this call; "
-    "for a checkpoint inside another one, in a Laplacian or its kin that is differentiated, "
+    "for a checkpoint inside another one, in a Laplacian or the like that is differentiated, "
     'choose method="reverse".'
 )
 _SINGULAR = (
@@ -263,7 +263,7 @@ _ODD_PLACE = (
 )
 _UNUSED_RESULT = (
     "PyTorch's derivative of an operation with several results fails where only some of them are used. Write it with "
-    "another one: torch.nn.functional.layer_norm for torch.native_layer_norm, and its kin."
+    "another one: torch.nn.functional.layer_norm for torch.native_layer_norm, and the like."
 )
 
 

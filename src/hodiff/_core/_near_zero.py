@@ -2,7 +2,7 @@
 
 PyTorch differentiates `sinc` and the Bessel functions J and I by formulas that divide by x: their second, third or
 fourth derivatives lose all digits near 0 (the second of sinc at 1e-7 is 176882 where it should be 6e-7) and are NaN or
-a wrong constant at 0, without a word: here they are their series there.
+a wrong constant at 0, silently: here they are their series there.
 Determinants are differentiated by dividing by pivots, or by differences of singular values.
 Products are differentiated by dividing the result by each entry, so that the derivative of order n
 loses digits as eps / x^(n - 1). Norms of an even power p are taken of |x|, and |x|^p has lost its
@@ -42,7 +42,7 @@ def warn_of_near(order: int) -> None:
     """Say that a derivative of that order is lost there."""
     warnings.warn(
         f"a derivative of order {order} through a norm or a square root that is near 0, as one is here, "
-        f"has few right digits, or none, where f is smooth there: norm(x) ** 2, whose parts cancel. Write "
+        f"has few correct digits, or none, where f is smooth there: norm(x) ** 2, whose parts cancel. Write "
         f"x.square().sum() for that. (Where f has a kink or a cusp, its derivatives are as they are.)",
         HodiffWarning,
         stacklevel=outside(),

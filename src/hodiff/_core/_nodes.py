@@ -179,7 +179,7 @@ class Survey:
             return False
         edges = [edge for each in self.nodes for edge in each.next_functions]
         used = {output for child, output in edges if child is node}
-        return not used or number in used  # a root's own outputs are no edge of any node
+        return not used or number in used  # a root's own outputs are not an edge of any node
 
 
 def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
@@ -195,7 +195,7 @@ class Edge(GradientEdge):
 
 
 def without_values(tensors: Iterable[Tensor]) -> list[Any]:
-    """Edges in the place of tensors; what has no graph stays."""
+    """Edges in place of tensors; what has no graph stays."""
     return [x if x.grad_fn is None else Edge(x.grad_fn, x.output_nr) for x in tensors]
 
 

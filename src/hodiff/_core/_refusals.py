@@ -180,7 +180,7 @@ def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
             )
         raise GraphError.about(
             f"a second derivative through {what} is wrong: PyTorch takes the backward of that constructor for a "
-            f"constant, without a word. {way_out}.",
+            f"constant, silently. {way_out}.",
             operations=["sparsecompressedtensor" if csr else "sparsecootensor"],
         )
 
@@ -225,7 +225,7 @@ def batched_norm() -> GraphError:
     """The error for a batched pass of `f`'s own through such a norm, where that is not written out."""
     return GraphError.about(
         "f takes derivatives in a batched pass (torch.vmap, torch.func.jacrev) through a norm by PyTorch's kernel, "
-        "by its weights among others, and their derivative is wrong, silently: PyTorch takes the statistics for "
+        "by its weights among others, and their derivative is silently wrong: PyTorch takes the statistics for "
         "constants there. In place of torch.native_layer_norm or native_batch_norm call F.layer_norm or F.batch_norm, "
         "which hodiff writes out, or take the derivatives by hodiff.jacobian.",
         operations=["nativelayernorm", "nativebatchnorm"],
@@ -318,7 +318,7 @@ def _inverts(node: Any, order: int) -> bool:
 def _refuse_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
     if _nodes.reaches([node for node in nodes if _inverts(node, order)], leaves):
         raise GraphError.about(
-            f"a derivative of order {order} through PyTorch's det has few right digits, or none, at a "
+            f"a derivative of order {order} through PyTorch's det has few correct digits, or none, at a "
             f"matrix that is singular or nearly singular (it divides by pivots, or by differences of "
             f"singular values), and here is one. Give hodiff the function instead of its value, which "
             f"multiplies determinants of up to three rows out; or expand a larger one along a row: "
@@ -491,7 +491,7 @@ def _refusing(operation: str, text: str, matters: Callable[[Any], object] = bool
 
 _refuse_strided_scatter = _refusing(
     "asstridedscatter",
-    "the gradient of PyTorch's as_strided_scatter is wrong, silently: it goes to the entries that are "
+    "the gradient of PyTorch's as_strided_scatter is silently wrong: it goes to the entries that are "
     "overwritten, and not to those that stay. Write y = x.clone() and then "
     "y.as_strided(size, stride, offset).copy_(source), or use slice_scatter, select_scatter, "
     "diagonal_scatter or index_put.",
@@ -550,7 +550,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         2,
         _refusing(
             "weightnorm",
-            "a second derivative through PyTorch's weight_norm is wrong (by 30-120 %), silently. Give "
+            "a second derivative through PyTorch's weight_norm is silently wrong (by 30-120 %). Give "
             "hodiff the function instead of its value, which writes the norm out from its definition.",
         ),
     ),
@@ -563,7 +563,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
             "embedding",
             "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its "
             "second backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients, and "
-            "is no property of the function).",
+            "is not a property of the function).",
             _versions.scales_by_frequency,
         ),
     ),
@@ -573,7 +573,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         _refusing(
             "linearcrossentropy",
             "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: "
-            "PyTorch takes its gradient for a constant, without a word. Call it without options, or write "
+            "PyTorch takes its gradient for a constant, silently. Call it without options, or write "
             "F.cross_entropy(F.linear(x, weight), target).",
         ),
     ),
@@ -598,7 +598,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         3,
         _refusing(
             "batchnormwithupdate",
-            "a third derivative through torch's _batch_norm_with_update is wrong, silently. Use "
+            "a third derivative through torch's _batch_norm_with_update is silently wrong. Use "
             "F.batch_norm, which hodiff writes out from its definition.",
         ),
     ),
@@ -720,7 +720,7 @@ def _warn_once(function: type) -> None:
     warnings.warn(
         f"{function.__name__} is a Python autograd.Function: a second derivative through it is whatever its backward "
         f"makes it, which PyTorch cannot verify. Check it once: hodiff.check_derivatives(f, x). "
-        f"(This is said once per class.)",
+        f"(This warning appears once per class.)",
         CustomFunctionWarning,
         stacklevel=outside(),
     )

@@ -575,7 +575,7 @@ _SMALL = 2**15
 _is_cpu, _nbytes = attrgetter("is_cpu"), attrgetter("nbytes")
 
 
-# --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and their kin -------------------
+# --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and the like -------------------
 
 
 def blocks(

@@ -191,7 +191,7 @@ TAKEN_FOR_CONSTANTS: dict[Callable[..., Tensor], str] = {
     getattr(torch.special if name.startswith("special_") else torch, name.removeprefix("special_")): name
     for name in _messages.CONSTANTS
 }
-"""Smooth functions that PyTorch takes for constants without a word, and their names."""
+"""Smooth functions that PyTorch takes for constants silently, and their names."""
 
 _REPLACED |= {function: _refusing(name, function) for function, name in TAKEN_FOR_CONSTANTS.items()}
 
@@ -411,7 +411,7 @@ _NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
 # --- control flow in operators (`torch.cond`, `scan`), run as the Python that it is defined to be ---------------------
 # PyTorch traces what such an operator runs, to lift what its functions capture into arguments. Where nothing is
 # traced (compiled functions run as they are, or a mode sees each operation) it takes what they capture for constants,
-# without a word; and where it is right, its derivative has none. PyTorch defines each by a few lines of Python: those
+# silently; and where it is right, its derivative has none. PyTorch defines each by a few lines of Python: those
 # have derivatives of every order, in whatever differentiates them.
 #
 # They stand in the operators' way from import on, which costs no call anything, and are passed by unless a call of

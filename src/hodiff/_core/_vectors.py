@@ -363,7 +363,7 @@ class Space:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern selects a leaf: by its name, or that of a module or container around it."""
-    if name == pattern:  # names like x[0] are no patterns
+    if name == pattern:  # names like x[0] are not patterns
         return True
     keys = re.findall(r"\['?([^\]]*?)'?\]|\.(\w+)", name) if "[" in name else []
     name = ".".join(key or field for key, field in keys) or name  # x['a'][0] may be called a.0

@@ -137,14 +137,14 @@ DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2
 # From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had slope 1 at either.
 CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
 
-# All: their backward has a batching rule that is wrong without a word, so vectors pass them one at a time.
+# All: their backward has a batching rule that is wrong silently, so vectors pass them one at a time.
 # (masked_select: where its argument is broadcast to the mask.)
 BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "MaskedSelectBackward0")
 
 # 2.13, 2.14: Bessel functions, too, are constants to autograd; see `_messages.CONSTANTS`.
 BESSEL_IS_CONSTANT = RELEASE < (2, 15)
 
-# 2.13, 2.14: to forward mode the LU factors that solve, det and their kin keep are constants.
+# 2.13, 2.14: to forward mode the LU factors that solve, det and the like keep are constants.
 LU_IS_CONSTANT = RELEASE < (2, 15)
 
 

@@ -377,11 +377,11 @@ class Assembly(NamedTuple):
 
 
 TRAINABLE = "_hodiff_trainable"
-"""An attribute of what stands, unrecorded, in the place of a parameter that requires grad."""
+"""An attribute of what stands, unrecorded, in place of a parameter that requires grad."""
 
 
 def is_trainable(parameter: Tensor) -> bool:
-    """Whether a parameter requires grad, or stands in the place of one that does."""
+    """Whether a parameter requires grad, or stands in place of one that does."""
     return parameter.requires_grad or hasattr(parameter, TRAINABLE)
 
 

@@ -116,10 +116,10 @@ def multi_grad(
     Returns:
         One result per loss, in a list or in a dict by the same names; each like `where`, with its shapes.
         What a loss does not depend on is zeros. The results carry no graph, unless `create_graph`. With *return_used*
-        `(gradients, used)`, the second alike, with True or False in the place of each tensor.
+        `(gradients, used)`, the second alike, with True or False in place of each tensor.
 
     Raises:
-        InputError: No losses, a loss that is no scalar, or tensors and functions mixed; `shared` for
+        InputError: No losses, a loss that is not a scalar, or tensors and functions mixed; `shared` for
             tensors; `release` for a result that keeps its graph.
         GraphError: One of the losses does not depend on `where` (unless `strict=False`), or the graph was
             freed before.

@@ -120,8 +120,8 @@ class Sweep(NamedTuple):
         operations: How many were judged.
         samples: Of them all.
         refused: Operation -> the order from which hodiff refuses it, and why.
-        defined: Operation -> why its gradient is no derivative, on purpose.
-        wrong: Operation -> the routes of plain PyTorch that are wrong without a word, and how
+        defined: Operation -> why its gradient is not a derivative, on purpose.
+        wrong: Operation -> the routes of plain PyTorch that are wrong silently, and how
             wrong.
     """
 
@@ -242,10 +242,10 @@ def lines(sweep: Sweep) -> Iterator[str]:
     yield "operations without a further derivative, or without a right one (hodiff refuses them):"
     yield from _grouped({name: (f"order {each['order']}", each["why"]) for name, each in sweep.refused.items()})
     yield ""
-    yield "operations whose gradient is no derivative by PyTorch's definition (hodiff passes it on):"
+    yield "operations whose gradient is not a derivative by PyTorch's definition (hodiff passes it on):"
     yield from _grouped({name: ("", why) for name, why in sweep.defined.items()})
     yield ""
-    yield "operations with a wrong derivative in plain PyTorch, without a word (hodiff is right, or refuses):"
+    yield "operations with a wrong derivative in plain PyTorch, silently (hodiff is right, or refuses):"
     routes: dict[str, list[str]] = {}
     for name, result in sorted(sweep.wrong.items()):
         for route in result:

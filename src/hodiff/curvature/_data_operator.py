@@ -264,7 +264,7 @@ def check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) ->
     """Raise unless a point can be of samples, each with a matrix of its own."""
     if where.module_slices:
         raise InputError(
-            f"where: is a module, whose parameters are no samples; batch_ndim={batch_ndim} gives each "
+            f"where: is a module, whose parameters are not samples; batch_ndim={batch_ndim} gives each "
             f"sample a matrix of its own, at a point like (N, ...). Take batch_ndim=0 for the parameters."
         )
     if data is not None or process_group is not None:

@@ -493,7 +493,7 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     overlaps = Overlaps(diagonal, offdiagonal, eps)
     lengths = rows.norm(dim=1, keepdim=True)
     if not bool(lengths.all()):
-        raise InputError("vectors: one of them is zero, from which no Lanczos process begins.")
+        raise InputError("vectors: one of them is zero, and a Lanczos process cannot start from it.")
     torch.div(rows, lengths, out=basis[:, 0])
     norms = unit = rows.new_zeros(count)
     scale = torch.zeros(count, dtype=torch.float64, device="cpu")

@@ -456,7 +456,7 @@ class FisherOperator(PullbackOperator):
     `(kl(outputs detached, outputs).sum(), weight)` is it, exactly.
 
     Raises:
-        InputError: A loss that is no likelihood for `"exact"` or `"mc"`: any function, class weights,
+        InputError: A loss that is not a likelihood for `"exact"` or `"mc"`: any function, class weights,
             label smoothing, probabilities as targets. (Use `hodiff.GaussNewtonOperator` there.)
         GraphError: As for `hodiff.HessianOperator`.
 
@@ -571,7 +571,7 @@ def _check_kind(kind: Any, loss: Any) -> None:
     weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
     if weighted or getattr(loss, "label_smoothing", 0.0):
         raise InputError(
-            f"loss: with class weights or label smoothing it is no likelihood, so its Fisher information is not "
+            f"loss: with class weights or label smoothing it is not a likelihood, so its Fisher information is not "
             f"defined (kind={kind!r}). Use hodiff.GaussNewtonOperator, which accounts for them."
         )
 

@@ -106,7 +106,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
             `hodiff.grad`: `f` returns one element for each, and each has a Hessian of its own. A
             vector is like *where*, or flat `(*batch, D)`; products are for all at once, and
             `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet` have a result for
-            each. Not for modules, whose parameters are no samples.
+            each. Not for modules, whose parameters are not samples.
         batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
             says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
         checkpoint: What of `f` keeps only what enters it, and runs again in each pass, as for

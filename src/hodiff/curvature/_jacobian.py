@@ -39,7 +39,7 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
             samples, as for `hodiff.jacobian`: each has a Jacobian of its own. A vector is like
             *where*, or flat `(*batch, D)`; products are for all at once, and `hodiff.solve`,
             `hodiff.trace`, `hodiff.diagonal`, `hodiff.spectral_radius` have a result for each. Not
-            for modules, whose parameters are no samples.
+            for modules, whose parameters are not samples.
         memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
         chunk_size: How many of several vectors one pass takes.
         progress: Whether to show a bar over the batches.

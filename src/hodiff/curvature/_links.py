@@ -24,7 +24,7 @@ Solver = Callable[..., tuple[SolveRecord[Tensor], "str | None"]]
 
 
 GROWS = (
-    "the terms of the Neumann series grow, so that they add up to nothing: an eigenvalue of J / scale is not within "
+    "the terms of the Neumann series grow, so that the series diverges: an eigenvalue of J / scale is not within "
     "the unit circle around 1. Give a larger scale=, damping=, or method='gmres'."
 )
 
@@ -177,7 +177,7 @@ def told(which: Tensor) -> str:
 # \[ x_j = x_{j-1} - J^{-1} F(x_{j-1}, \theta), \qquad x_0 = x^* \text{ without a graph} \]
 #
 # all have the value \(x^*\), and the j-th has its first j derivatives: each link is a step of Newton's iteration with a
-# frozen Jacobian, which gains an order. (One link is the usual surrogate; its second derivative is wrong, silently.)
+# frozen Jacobian, which gains an order. (One link is the usual surrogate; its second derivative is silently wrong.)
 
 
 class Chain:

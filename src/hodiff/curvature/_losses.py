@@ -194,7 +194,7 @@ def target_of(batch: Any) -> Tensor:
     if isinstance(batch, (tuple, list)) and len(batch) >= 2 and isinstance(batch[1], Tensor):
         return batch[1]
     raise InputError(
-        "loss: a loss module takes its targets from batch[1], and this batch is no pair (inputs, targets); give a "
+        "loss: a loss module takes its targets from batch[1], and this batch is not a pair (inputs, targets); give a "
         "function loss(outputs, batch) -> (sum, weight)."
     )
 

@@ -435,8 +435,8 @@ class LinearOperator(ABC):
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         """NumPy would make an array without dimensions that holds the operator, and fail later and elsewhere."""
         raise TypeError(
-            f"{self!r} is no array: its entries are not known. Its matrix is H.dense().numpy(); for SciPy's routines, "
-            f"which take products, H.to_scipy()."
+            f"{self!r} is not an array: it does not store its entries. Its matrix is H.dense().numpy(); for SciPy's "
+            f"routines, which take products, H.to_scipy()."
         )
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs

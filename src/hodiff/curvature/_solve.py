@@ -1,4 +1,4 @@
-"""`solve`: linear systems, never unconverged without a word."""
+"""`solve`: linear systems, never unconverged silently."""
 
 from __future__ import annotations
 
@@ -524,12 +524,12 @@ def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, i
     """How many products, or steps, there may be."""
     if iterations is None:
         if method == "neumann":
-            raise InputError("method='neumann': is a number of terms, not a tolerance; say how many by iterations=.")
+            raise InputError("method='neumann': sums a fixed number of terms; give that number as iterations=.")
         default = min(10 * operator.shape[-1] + 10, 1000)
         return default if products is None else _arguments.check_integer(products, "products", least=2)
     if rtol is not None or products is not None:
         other = "products" if rtol is None else "rtol"
-        raise InputError(f"iterations: are taken whatever they reach, so there is no {other} beside them; give one.")
+        raise InputError(f"iterations: exactly so many are taken, so there is no {other} with it; give one of the two.")
     return _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1)
 
 

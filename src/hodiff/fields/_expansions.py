@@ -262,8 +262,9 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -
         curves = _by_directions(call, directions, drift, size)
         if curves is None:
             raise GraphError(
-                "f gave another value when it was evaluated again (does it keep a state, or draw random numbers that "
-                'are not PyTorch\'s?), so its directions cannot be expanded in chunks. Use chunk_size="auto".'
+                "f returned a different value when it was evaluated again (does it keep a state, or draw random "
+                "numbers that are not PyTorch's?), so that its directions cannot be expanded in chunks. "
+                'Use chunk_size="auto".'
             )
         return curves
     if call.record or _jet.is_jet(call.x) or len(directions.vectors) < WORTHWHILE:
@@ -356,7 +357,7 @@ def _truth(condition: Tensor) -> bool:
 def _by_samples(
     call: FieldCall, directions: Directions, drift: Any, max_bytes: float, rehearsal: Rehearsal
 ) -> Curves | None:
-    """Block after block; None where `f` takes them for something else than parts of the batch."""
+    """Block after block; None where `f` takes them for something different from parts of the batch."""
     size = int(max_bytes * len(call.x) // (len(directions.vectors) * rehearsal.bytes))
     blocks = _slices(len(call.x), size)
     mixed = lambda part: [part.value, torch.tensordot(rehearsal.mix, part.first, 1)]  # noqa: E731

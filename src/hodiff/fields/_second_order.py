@@ -130,7 +130,7 @@ def laplacian(
         samples: Estimate it from so many random directions instead of D.
         probes: Those directions: `"rademacher"` (signs) or `"gaussian"`, drawn for each sample of the
             batch on its own; or `"coordinates"`, drawn without replacement, the same for the batch.
-        vectors: Directions of your own in the place of `samples`, like *x*, or K of them with one extra leading
+        vectors: Directions of your own in place of `samples`, like *x*, or K of them with one extra leading
             dimension, whose entries are independent, of mean 0 and variance 1; then nothing is drawn, and the result,
             a tensor, is a fixed function of *x*.
         has_aux: Whether `f` returns `(value, extra)`; the result is then a pair too, with the extra of the same

@@ -87,7 +87,7 @@ def divergence(
         x: The points, `(*batch, *event)`.
         samples: Estimate it from so many random directions, \(v^\top J v\), instead of all D.
         probes: `"rademacher"`, `"gaussian"` or `"coordinates"`, as for `laplacian`.
-        vectors: Directions of your own in the place of `samples`, as for `laplacian`: for an ODE solver, whose
+        vectors: Directions of your own in place of `samples`, as for `laplacian`: for an ODE solver, whose
             right-hand side must stay the same function from stage to stage.
         has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
         batch_ndim: Leading dimensions of *x* that index independent samples.

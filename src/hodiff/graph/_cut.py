@@ -311,7 +311,7 @@ def _inputs_within(case: FailedPass) -> Explanation | None:
     fix = "pass allow_unused=True there: the gradient is then None, which a Function's backward may return."
     alone = (
         "take the gradient by those that require grad alone, [p for p in inputs if p.requires_grad], and return None\n"
-        "in the places of the others."
+        "in place of the others."
     )
     return case.explanation(
         "not used",
@@ -319,7 +319,7 @@ def _inputs_within(case: FailedPass) -> Explanation | None:
         ("failing call", case.line),
         variable=next(iter(names), ""),
         reason="a hook or a Function's backward asks for a pass by inputs of which some "
-        + ("do not require grad." if untracked else "are no part of what it differentiates."),
+        + ("do not require grad." if untracked else "are not part of what it differentiates."),
         fixes=(alone if untracked else fix,),
         certain=True,
     )
@@ -631,7 +631,7 @@ def second_derivative(case: FailedPass) -> Explanation | None:
         ("recorded at", line),
         ("failing call", case.line),
         created=line,
-        reason="PyTorch can differentiate it once, and not once more.",
+        reason="PyTorch can differentiate it only once.",
         fixes=(f"{where}{way.instead}." if way is not None else "",),
         unknown=(unknown if way is None else "",),
     )
@@ -677,7 +677,7 @@ def reentrant(case: FailedPass) -> Explanation:
             read = read or (record.made(node) if record is not None else None)
     return case.explanation(
         "checkpoint",
-        "a re-entrant checkpoint is in the way of a gradient by inputs",
+        "a re-entrant checkpoint prevents a gradient by inputs",
         ("computed at", line),
         ("read at", read),
         ("failing call", case.line),
@@ -694,7 +694,7 @@ def recomputed(case: FailedPass) -> Explanation | None:
     outer, changes = _checkpointed(case)
     return case.explanation(
         "recomputed otherwise",
-        "a checkpointed function computes otherwise the second time",
+        "a checkpointed function computes something different the second time",
         ("at", outer),
         *(("it changes", line) for line in changes[:CHANGES_SHOWN]),
         ("failing call", case.call or case.line),

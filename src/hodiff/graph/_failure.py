@@ -252,7 +252,7 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, rec
                 lines[labelled("recorded at", line)] = None
             elif node in names.nodes:
                 lines[labelled("recorded as", _inspect.label(node, names))] = None
-        # `Function.apply` is no torch function, which a watch could see: but what is done with its
+        # `Function.apply` is not a torch function, which a watch could see: but what is done with its
         # result is.
         elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
             lines[labelled("its result is used at ", line)] = None

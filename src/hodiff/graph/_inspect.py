@@ -201,7 +201,7 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
         tensor is kept alive by them.
 
     Raises:
-        InputError: An output that is no tensor.
+        InputError: An output that is not a tensor.
 
     Cost:
         No pass, no memory of tensors; linear, some 10 µs a node (40, where it was freed). Nothing
@@ -374,7 +374,7 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
         yours are not run, so an exception of their own is not foreseen.
 
     Raises:
-        InputError: `loss` or `inputs` that are no tensors.
+        InputError: `loss` or `inputs` that are not tensors.
 
     Cost:
         No pass; some 4 µs per node that would run; of a graph that was freed, some 10. No memory of
@@ -631,7 +631,7 @@ def shared(*losses: Tensor) -> Shared:
         A record; it prints as a few lines.
 
     Raises:
-        InputError: Fewer than two, or something that is no tensor.
+        InputError: Fewer than two, or something that is not a tensor.
 
     Cost:
         No pass; linear in the nodes, some 10 µs each. No memory of tensors; nothing is changed.

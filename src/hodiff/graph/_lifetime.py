@@ -268,7 +268,7 @@ def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = (
         How many nodes had something released, and its bytes.
 
     Raises:
-        InputError: Something that is no tensor.
+        InputError: Something that is not a tensor.
 
     Cost:
         No pass; some 10 µs per node. What is packed (checkpoints, `save_on_cpu`) or cannot be seen

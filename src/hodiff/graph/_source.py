@@ -474,7 +474,7 @@ _READ = {"data": "detached", "grad": "gradient"}
 def cuts(name: str, line: Line, values: Mapping[str, Any]) -> list[tuple[Line, str]]:
     """Lines before `line`, among those that `name` is computed from, that look as if they cut the graph.
 
-    `values` are the variables in sight: `batch.data` cuts nothing where `batch` is no tensor.
+    `values` are the variables in sight: `batch.data` cuts nothing where `batch` is not a tensor.
     """
     wanted, places = {base(name)}, []
     blocks = _no_grad_blocks(line)

@@ -94,10 +94,10 @@ def argmin(
             one element for each, and a linear system for each is solved, all side by side, as
             `hodiff.solve` does for stacks. Where the system of a sample has no solution, a warning
             names it and its derivatives are nan, and those of the others stand. Not for modules,
-            whose parameters are no samples.
+            whose parameters are not samples.
         order: How many derivatives the result has. None: as many as the enclosing hodiff call takes; else 1. One
             more raises.
-        method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is no minimum); `"gmres"`;
+        method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is not a minimum); `"gmres"`;
             `"neumann"`, the first terms of a series, with `iterations`, as for `hodiff.solve`.
         damping: Added to *H*: another derivative, of a solution that is held near where it is (by the gradient of
             half *damping* times its squared distance from there).
@@ -432,7 +432,7 @@ def _values(where: Where) -> Leaves:
     """Copies of the solution's tensors, checked to be numbers."""
     for name, tensor in zip(where.names, where.tensors, strict=True):
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"{name}: has entries that are not finite, so it is no solution.")
+            raise InputError(f"{name}: has entries that are not finite, so it is not a solution.")
     return [tensor.detach().clone() for tensor in where.tensors]
 
 
@@ -548,9 +548,9 @@ class Problem:
 WHAT: dict[Kind, str] = {"argmin": "the gradient of f", "root": "F(x)", "fixed_point": "x - g(x)"}
 NO_DERIVATIVE: dict[Status, str] = {
     "negative curvature": (
-        "the second derivative of f at x_star has a direction of negative or zero curvature, so x_star is no isolated "
-        "minimum: a saddle point (method='minres' differentiates it as a stationary point), or a flat direction "
-        "(damping= adds to the curvature)."
+        "the second derivative of f at x_star has a direction of negative or zero curvature, so x_star is not an "
+        "isolated minimum: a saddle point (method='minres' differentiates it as a stationary point), or a flat "
+        "direction (damping= adds to the curvature)."
     ),
     "stagnation": (
         "the linear system of the derivative is singular: the solution is not isolated, so that its derivative does "

@@ -331,14 +331,14 @@ class Replay:
         return [next(gradients) if alias.requires_grad else None for alias in aliases]
 
     def _compare(self, outputs: Sequence[Tensor]) -> None:
-        """Raise where the steps led elsewhere than the first time."""
+        """Raise where the steps ended elsewhere than the first time."""
         for output, (end, version) in zip(outputs, self.ends, strict=True):
             if end._version != version or not end.is_floating_point() or not end.numel():
                 continue
             off = float((output - end).abs().max())
             if off > torch.finfo(end.dtype).eps ** 0.5 * float(end.abs().max()):
                 raise GraphError(
-                    f"segments: the steps, taken again in the backward pass, led elsewhere (by {off:.2g}): something "
+                    f"segments: the steps, taken again in the backward pass, ended elsewhere (by {off:.2g}): something "
                     f"that f uses has changed since, or it draws random numbers that PyTorch's default generators "
                     f"do not give. Call backward before anything is changed (data, buffers, train() and eval()), or "
                     f"use segments=None."
@@ -392,7 +392,7 @@ def _tensors(state: Any) -> list[Tensor]:
 
 
 def _replaced(state: Any, tensors: Sequence[Tensor]) -> Any:
-    """A state with other tensors in the place of its own."""
+    """A state with other tensors in place of its own."""
     leaves, _, tree = _tree.flatten(state)
     new = iter(tensors)
     return _tree.rebuild(tree, iter([next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))

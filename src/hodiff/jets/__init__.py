@@ -1,6 +1,6 @@
 """Taylor mode: truncated power series through a function, by rules for its operations.
 
-`hodiff.laplacian` and its kin stand on it; `report` tells which operations of a function have a
+`hodiff.laplacian` and the like stand on it; `report` tells which operations of a function have a
 rule.
 """
 

@@ -254,7 +254,7 @@ def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
-    """`x += y` and its kin: the jet gets another series. Not where memory may be shared: others would not see it."""
+    """`x += y` and the like: the jet gets another series. Not where memory may be shared: others would not see it."""
     target = args[0]
     if torch.compiler.is_compiling():
         raise NoRule(f"{name} under torch.compile", "write a = a + b instead of a += b")

@@ -46,7 +46,7 @@ class ByNoRoute(NoRule):
 
 
 class NoDerivative(ByNoRoute):
-    """An operation that PyTorch cannot differentiate, and takes for a constant without a word."""
+    """An operation that PyTorch cannot differentiate, and takes for a constant silently."""
 
     def __init__(self, operation: str) -> None:
         super().__init__(

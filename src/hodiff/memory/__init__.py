@@ -35,10 +35,10 @@ def twice_differentiable() -> AbstractContextManager[None]:
     that your function starts enters it by itself. A graph keeps its derivatives when the context
     is left. Blocks under `torch.utils.checkpoint` that were made inside run again with what they
     ran with, whenever the pass comes; those made outside want their pass outside. Compiled
-    functions stay what PyTorch makes them: their second derivative raises. Not mended: third
+    functions stay what PyTorch makes them: their second derivative raises. Not fixed: third
     derivatives through PyTorch's layer, batch and instance norm, which hodiff's own calls write
     out (for a tensor made here they raise), nested tensors, and `flex_attention`. A release of
-    PyTorch that has no place for such kernels is given plain operations instead.
+    PyTorch that cannot hold such kernels is given plain operations instead.
 
     Returns:
         A context manager.

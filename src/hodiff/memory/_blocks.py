@@ -258,7 +258,7 @@ class BlockRun:
             same = same and _nodes.made_since(begun, results, [*arguments, *self._inner])[1] is not None
         if not same or not all(map(_alike, results, self._prints)):
             raise GraphError(
-                "a block that runs again (checkpoint=) computes something else than at first: it "
+                "a block that runs again (checkpoint=) computes something different from its first run: it "
                 "reads what has changed since (a counter, a cache, a generator of its own, NumPy's "
                 "random numbers). Give it that as an argument, or leave checkpoint= out."
             )
@@ -347,7 +347,7 @@ def _form(
         names |= {_messages.DIGITS}
     try:
         recorded = _refusals.judge(graph, tensors, call.order, call.allow)
-    except GraphError as error:  # which the evaluation raises, if it cannot be mended
+    except GraphError as error:  # which the evaluation raises, if it cannot be fixed
         refused = error
     if call.batch_ndim and _refusals.MIXING.among(graph):
         _refusals.warn_of_mixing(call.batch_ndim)

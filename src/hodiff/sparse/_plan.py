@@ -98,7 +98,7 @@ class Plan:
             output: Its form, as for `sparse_hessian`; None: as when the plan was made.
             check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern
                 may not hold, since Python read values that follow from the point
-                (`pattern.values_read`), or *args* or *kwargs* hold others of what is no dense
+                (`pattern.values_read`), or *args* or *kwargs* hold others of what is not a dense
                 tensor (an index, a flag, a sparse matrix) than when the plan was made.
             create_graph: Whether the entries can be differentiated again, as for `grad`.
             chunk_size: How many products one pass takes.

@@ -502,7 +502,7 @@ class Tracer(DispatchMode):
 
 
 def exits(tracer: Tracer) -> Scope[None]:
-    """While this context is open, values that leave PyTorch by a way that is no operation are noticed.
+    """While this context is open, values that leave PyTorch by a way that is not an operation are noticed.
 
     By replacing methods of `Tensor`: a `TorchFunctionMode` is not asked inside of a backward pass,
     where it matters.

@@ -220,7 +220,7 @@ def _of_function(kind: type, used: Line, wrong: Check) -> Cause:
     called = f", called at {used}" if used.file else ""
     fix = (
         "write its backward in differentiable operations, on inputs and outputs that ctx.save_for_backward was given; "
-        "a gradient that is no derivative on purpose (straight-through) is right as it is, and cannot be checked."
+        "a gradient that is not a derivative on purpose (straight-through) is right as it is, and cannot be checked."
     )
     reason = (
         f"the backward of autograd.Function {kind.__name__}{called} is wrong at order {wrong.order}, alone as well: "
@@ -314,7 +314,7 @@ def _varies(value: Any) -> bool:
 
 
 def _put(value: Any, given: Iterator[Tensor]) -> Any:
-    """An argument with the leaves in the place of the tensors that vary, in the order of `tensors_in`."""
+    """An argument with the leaves in place of the tensors that vary, in the order of `tensors_in`."""
 
     def put(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

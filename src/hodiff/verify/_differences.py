@@ -19,7 +19,7 @@ Point = tuple[Tensor, ...]
 Scalar = Callable[[Point], Tensor]
 
 FINER = 1 / 64
-"""How much smaller the second try's steps are: a kink that only the first reached is no fault."""
+"""How much smaller the second try's steps are: a kink that only the first reached is not a fault."""
 
 
 def derived(function: Scalar, path: Sequence[Point], allow: Allowed) -> Scalar:

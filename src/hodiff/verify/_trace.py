@@ -227,7 +227,7 @@ class HeldValues(_Counting):
         self._held, self._hooks = held, hooks
 
     def see(self, func: Function, args: Any, kwargs: Any, kind: int, frame: FrameType) -> Any:
-        """Run one call, and put the value in the place of its result."""
+        """Run one call, and put the value in place of its result."""
         key, name = self.key(func, frame), getattr(func, "__name__", "")
         result = func(*args, **kwargs)
         if not self._hooks and name == "register_hook":

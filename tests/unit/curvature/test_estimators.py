@@ -248,7 +248,7 @@ def test_positive_definite_systems(method: str, damping: float) -> None:
 
 @pytest.mark.parametrize("damping", [1e-1, 1e-2, 1e-3])
 def test_the_tolerance_is_kept_on_an_ill_conditioned_gauss_newton_matrix(damping: float) -> None:
-    """A peer stops after ten iterations without a word, at residuals of 1e-5, 2e-3 and 0.14."""
+    """A peer stops after ten iterations silently, at residuals of 1e-5, 2e-3 and 0.14."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
     data = [(draw(30, 5), torch.arange(30) % 3)]

@@ -376,7 +376,7 @@ def test_the_process_is_left_as_it_was():
         return x.square().sum()
 
     hodiff.NewtonCG([x]).step(closure)
-    assert seen == [(True, True), (True, False)]  # attention is no reason to switch its kernels off
+    assert seen == [(True, True), (True, False)]  # attention is not a reason to switch its kernels off
     assert torch.backends.cuda.flash_sdp_enabled()
 
 

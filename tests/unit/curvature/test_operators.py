@@ -169,7 +169,7 @@ def test_other_misuse() -> None:
     model = network()
     with pytest.raises(hodiff.InputError, match="None; expected an iterable"):
         hodiff.GaussNewtonOperator(predict, nn.MSELoss(), model, data=None)
-    with pytest.raises(hodiff.InputError, match="no pair"):
+    with pytest.raises(hodiff.InputError, match="is not a pair"):
         hodiff.GaussNewtonOperator(lambda m, b: m(b), nn.MSELoss(), model, data=[X]) @ draw(39)
     with pytest.raises(hodiff.InputError, match=r"targets have shape \(10,\), the outputs \(10, 3\)"):
         hodiff.GaussNewtonOperator(predict, nn.MSELoss(), model, data=[(X, LABELS.double())]) @ draw(39)
@@ -386,7 +386,7 @@ def test_an_error_of_the_loss_says_what_it_was_given() -> None:
 
 
 def test_complex_parameters_are_refused_by_name() -> None:
-    """Left out, they would make every number another one, without a word."""
+    """Left out, they would make every number another one, silently."""
     model = nn.Linear(3, 1, dtype=D)
     model.c = nn.Parameter(torch.ones(2, dtype=torch.cdouble))
     f = lambda m: m(X).square().sum() * m.c.abs().square().sum()

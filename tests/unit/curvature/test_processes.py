@@ -333,7 +333,7 @@ def differentiated(rank: int) -> list[str]:
 
 
 def test_a_graph_of_this_ranks_data_alone_is_refused(three: Ranks) -> None:
-    """Its value would be the trace of one share, without a word."""
+    """Its value would be the trace of one share, silently."""
     for outcome in three(differentiated):
         assert not outcome.error, outcome
         assert all("create_graph: goes without process_group=" in message for message in outcome.value), outcome

@@ -281,7 +281,7 @@ def test_too_few_steps_are_told_from_too_few_vectors(steps: int) -> None:
 
 
 def test_an_exhausted_space_has_no_error_of_its_rule() -> None:
-    """Three eigenvalues: the fourth step finds nothing, and what it changed of the third's rule is no error."""
+    """Three eigenvalues: the fourth step finds nothing, and what it changed of the third's rule is not an error."""
     values = torch.cat(
         [torch.full((90,), 1.0, dtype=D), torch.full((50,), 5.0, dtype=D), torch.full((10,), 30.0, dtype=D)]
     )

@@ -132,7 +132,7 @@ def test_a_line_a_sentence_and_a_table(case):
     record = make()
     assert re.fullmatch(line, repr(record)), repr(record)
     assert re.search(sentence, record.message), record.message
-    with pytest.raises(TypeError, match=rf"a {type(record).__name__} is no array but a record of \.\w+, "):
+    with pytest.raises(TypeError, match=rf"a {type(record).__name__} is not an array but a record of \.\w+, "):
         np.asarray(record)
     table = record._repr_html_()
     assert table.count("<tr>") == len(record._facts()) and "<caption>" in table and "<script" not in table

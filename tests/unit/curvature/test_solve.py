@@ -297,8 +297,8 @@ def test_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BAD = {
-    "iterations: are taken whatever they reach, so there is no rtol": {"iterations": 3, "rtol": 1e-3},
-    "iterations: are taken whatever they reach, so there is no products": {"iterations": 3, "products": 8},
+    "iterations: exactly so many are taken, so there is no rtol": {"iterations": 3, "rtol": 1e-3},
+    "iterations: exactly so many are taken, so there is no products": {"iterations": 3, "products": 8},
     "iterations: got 0": {"iterations": 0},
     "restart: is an option of method='gmres', not of 'cg'": {"restart": 5},
     "restart: got 0": {"restart": 0, "method": "gmres"},
@@ -377,7 +377,7 @@ def test_a_neumann_series_that_diverges_says_so() -> None:
 
 
 NEUMANN = {
-    "method='neumann': is a number of terms": {"method": "neumann"},
+    "method='neumann': sums a fixed number of terms": {"method": "neumann"},
     "scale: got 2.0; it is a positive number, an option of method='neumann'": {"scale": 2.0},
     "scale: got 0": {"method": "neumann", "iterations": 1, "scale": 0},
     "iterations: got 0, expected an integer of at least 1": {"iterations": 0},

@@ -244,7 +244,7 @@ def stack(*batch: int) -> hodiff.MatrixOperator:
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    r"where: is a module, whose parameters are no samples": lambda: hodiff.HessianOperator(
+    r"where: is a module, whose parameters are not samples": lambda: hodiff.HessianOperator(
         lambda m: m(draw(1, 2)).sum(), nn.Linear(2, 1).double(), batch_ndim=1
     ),
     r"batch_ndim=1: goes without data=": lambda: hodiff.JacobianOperator(

@@ -346,7 +346,7 @@ def test_refresh_of_a_point_with_other_leaves() -> None:
 
 
 def test_products_inside_a_loan_of_the_model() -> None:
-    """Inside another call's f the parameters are lent, which is no change of the model."""
+    """Inside another call's f the parameters are lent, which is not a change of the model."""
     model = layer()
     H = hodiff.HessianOperator(lambda m: m(SAMPLES).pow(3).mean(), model)
     expected = H @ torch.ones(15, dtype=D)

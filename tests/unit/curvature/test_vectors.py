@@ -64,7 +64,7 @@ def test_an_operator_is_no_array(case: Case) -> None:
     """NumPy would wrap it in an array without dimensions, and fail later and elsewhere."""
     H, dense = case.build()
     for convert in (np.asarray, np.array, lambda H: np.array([H, H]), lambda H: np.linalg.norm(H)):
-        with pytest.raises(TypeError, match=r"is no array.*H\.dense\(\)\.numpy\(\).*H\.to_scipy\(\)"):
+        with pytest.raises(TypeError, match=r"is not an array.*H\.dense\(\)\.numpy\(\).*H\.to_scipy\(\)"):
             convert(H)
     for convert in (float, torch.as_tensor):
         with pytest.raises((TypeError, RuntimeError), match=type(H).__name__):

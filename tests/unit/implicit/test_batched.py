@@ -212,7 +212,7 @@ def test_points_of_several_tensors() -> None:
 
 def test_what_is_refused() -> None:
     x = draw(3, 2)
-    with pytest.raises(InputError, match="where: is a module, whose parameters are no samples"):
+    with pytest.raises(InputError, match="where: is a module, whose parameters are not samples"):
         argmin(lambda m: m(x).sum(), nn.Linear(2, 1).double(), batch_ndim=1)
     with pytest.raises(InputError, match=r"f: returned shape \(\).*expected one element per sample"):
         argmin(lambda x: x.square().sum(), x, batch_ndim=1)

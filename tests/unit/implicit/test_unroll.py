@@ -283,7 +283,7 @@ def test_segments_draw_the_same_random_numbers() -> None:
 
 
 def test_segments_with_a_call_inside_f() -> None:
-    """What it computes of the parameters is no matter from outside, which would be kept with its graph."""
+    """What it computes of the parameters is not a matter from outside, which would be kept with its graph."""
     theta, seen = torch.tensor([0.3, -0.2], dtype=D, requires_grad=True), []
 
     def inner(p: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def test_segments_notice_that_f_has_changed() -> None:
     f = lambda m: (m(data) - Y).square().mean()
     final = hodiff.unroll(f, problem.model, problem.rule, 4, segments=2)
     data.mul_(1.1)
-    with pytest.raises(GraphError, match=r"segments: the steps, taken again.*led elsewhere"):
+    with pytest.raises(GraphError, match=r"segments: the steps, taken again.*ended elsewhere"):
         sum(p.sum() for p in final.values()).backward()
 
 
@@ -365,7 +365,7 @@ def test_how_far_segments_may_lead_elsewhere(share: float, largest: float, dtype
     if abs(share) < 1 or not largest:
         final.sum().backward()
     else:
-        with pytest.raises(GraphError, match=r"segments: the steps, taken again.*led elsewhere \(by [\d.e+-]+\)"):
+        with pytest.raises(GraphError, match=r"segments: the steps, taken again.*ended elsewhere \(by [\d.e+-]+\)"):
             final.sum().backward()
 
 

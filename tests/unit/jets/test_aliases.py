@@ -1,4 +1,4 @@
-"""What an operation in place changes beside its result, and what PyTorch gets wrong or leaves out without a word."""
+"""What an operation in place changes beside its result, and what PyTorch gets wrong or leaves out silently."""
 
 import pytest
 import torch

@@ -237,7 +237,7 @@ def several_arrows(n: int, heads: list[int]) -> Pattern:
 
 
 def test_crowded_vertices_have_their_own_colours() -> None:
-    """Three heads that are no neighbours of each other: in one colour, they would make all others differ."""
+    """Three heads that are not neighbours of each other: in one colour, they would make all others differ."""
     pattern = several_arrows(300, [0, 100, 299])
     colors = color(pattern).tolist()
     assert len(set(colors)) == 4

@@ -115,7 +115,7 @@ def test_an_index_that_stays_a_tensor_is_followed(name: str) -> None:
 
 
 def test_a_number_that_comes_back_in_a_tensor_leads_anywhere() -> None:
-    """What was read may stand in any later tensor: its zeros and its indices are no constants."""
+    """What was read may stand in any later tensor: its zeros and its indices are not constants."""
     for f in (READ["back in a tensor"], lambda x: (x * torch.tensor([float(v) - 3 for v in x.detach()])).sum() ** 2):
         plan = plan_hessian(f, PLANNED_AT)
         for point in ELSEWHERE:

@@ -362,7 +362,7 @@ for _names, _function in LIFTED.items():
 
 # --- Fourier transforms, and the little of complex arithmetic that stands between one and its inverse -----------------
 # The variable is real, so the coefficients of a complex value are complex, and the rules of sums,
-# products and shapes hold for them as they are. What is no holomorphic function of a complex value
+# products and shapes hold for them as they are. What is not a holomorphic function of a complex value
 # (its absolute value) is refused.
 
 

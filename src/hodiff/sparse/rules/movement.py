@@ -153,7 +153,7 @@ def moved(op: OperatorCall) -> OutputSets:
     args, kwargs = _tree.tree_map(numbered, list(op.args)), _tree.tree_map(numbered, dict(op.kwargs))
     for name in ("dtype", "layout", "device", "pin_memory", "memory_format"):
         kwargs.pop(name, None)
-    if op.name == "constant_pad_nd":  # what it pads with is no number of an entry
+    if op.name == "constant_pad_nd":  # what it pads with is not a number of an entry
         args, kwargs = args[:2], {}
     function = op.function
     if function._schema.is_mutable:
