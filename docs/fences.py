@@ -2,12 +2,15 @@
 
 import html
 import linecache
+import re
 from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 _numbers = count(1)
 NAME = "page"  # what stands before the number of a line, where a program has its file
+WIDEST = 88  # columns of a block that a desktop shows whole
+_OUTPUT = re.compile(r'<div class="language-text highlight">(?=<pre>(.*?)</pre>)', re.DOTALL)
 
 
 def readable(formatter: Callable[..., str]) -> Callable[..., str]:
@@ -19,6 +22,13 @@ def readable(formatter: Callable[..., str]) -> Callable[..., str]:
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         prefix = options["id_prefix"]
         options = {**options, "id": number, "id_prefix": f"{number.replace(' ', '-')}-" if prefix is None else prefix}
-        return formatter(source, language, css_class, options, md, **more).replace(html.escape(name), NAME)
+        text = formatter(source, language, css_class, options, md, **more).replace(html.escape(name), NAME)
+        return _OUTPUT.sub(_wrapped, text)
 
     return shown
+
+
+def _wrapped(output: re.Match[str]) -> str:
+    """What was printed in lines of prose, as messages of errors are, is wrapped rather than scrolled."""
+    lines = html.unescape(re.sub("<[^>]+>", "", output[1])).splitlines()
+    return output[0].replace("highlight", "highlight prose") if max(map(len, lines), default=0) > WIDEST else output[0]

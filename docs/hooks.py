@@ -16,20 +16,34 @@ def on_startup(*, command: str, dirty: bool) -> None:
 
 
 def on_config(config: Any) -> None:
-    """Explanations quote the lines of the pages' own code."""
+    """Explanations quote the lines of the pages' own code; the navigation knows the pages of functions."""
     from docs import fences
 
     (fence,) = config.mdx_configs["pymdownx.superfences"]["custom_fences"]
     fence["format"] = fences.readable(fence["format"])
+    for section in config.nav or []:
+        for title, pages in section.items():
+            if isinstance(pages, list):
+                section[title] = [_with_functions(page, config) for page in pages]
 
 
 def on_files(files: Any, *, config: Any) -> None:
-    """Notebooks beside the pages that they are made of."""
-    from docs import notebooks
+    """Notebooks beside the pages that they are made of, and a page for each function of the reference."""
+    from docs import notebooks, reference
 
+    for group in [each for each in files.documentation_pages() if each.src_uri.startswith("api/")]:
+        for name, text in reference.split(group.src_uri, group.content_string)[1].items():
+            files.append(File.generated(config, name, content=text))
     for page in (each for each in notebooks.PAGES if files.get_file_from_path(f"{each}.md")):
         name = f"notebooks/{Path(page).name}.ipynb"
         files.append(File.generated(config, name, content=notebooks.notebook(page)))
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Of a group of the reference what its functions' own pages do not say."""
+    from docs import reference
+
+    return reference.split(page.file.src_uri, markdown)[0]
 
 
 def on_nav(nav: Any, *, config: Any, files: Any) -> None:
@@ -52,3 +66,16 @@ def on_post_build(*, config: Any) -> None:
     words = glossary.read_text("utf-8") if glossary.exists() else ""
     search.improve(site / "search" / "search_index.json", words)
     formulas.set_all(site)
+
+
+def _with_functions(entry: Any, config: Any) -> Any:
+    """An entry of the navigation; that of a group of the reference is a section, with the pages of its functions."""
+    from docs import reference
+
+    if not isinstance(entry, dict):
+        return entry
+    ((title, page),) = entry.items()
+    if not isinstance(page, str):
+        return entry
+    below = reference.split(page, (Path(config.docs_dir) / page).read_text("utf-8"))[1]
+    return {title: [{f"{title}: overview": page}, *({Path(each).stem: each} for each in below)]} if below else entry

@@ -34,10 +34,10 @@ def improve(path: Path, glossary: str) -> None:
     for part in index["docs"]:
         location = part["location"]
         page, _, anchor = location.partition("#")
-        part["title"] = _title(part["title"], anchor)
+        part["title"] = _title(part["title"], anchor or part["title"])
         if location in words:
             part["tags"] = words[location]
-        aside = page.startswith("api/") and (not anchor or "._" in anchor)
+        aside = page.startswith("api/") and ("hodiff." not in (anchor or part["title"]) or "._" in anchor)
         part["boost"] = _ASIDE if aside else _SHARES.get(page, 1.0)
     index["config"]["fields"]["tags"]["boost"] = _KEYWORD
     path.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), "utf-8")
