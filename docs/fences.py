@@ -10,19 +10,39 @@ from typing import Any
 _numbers = count(1)
 NAME = "page"  # what stands before the number of a line, where a program has its file
 WIDEST = 88  # columns of a block that a desktop shows whole
-_OUTPUT = re.compile(r'<div class="language-text highlight">(?=<pre>(.*?)</pre>)', re.DOTALL)
+_OUTPUT = re.compile(
+    r'<div class="(?:language-text )?highlight">(?=<pre[^>]*>(?:<span></span>)?<code>([^<]*)</code>)'
+)
 
 
 def readable(formatter: Callable[..., str]) -> Callable[..., str]:
     """A formatter of fences like `formatter`, for code that is known by its lines."""
 
-    def shown(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **more: Any) -> str:
+    def shown(
+        source: str,
+        language: str,
+        css_class: str,
+        options: dict[str, Any],
+        md: Any,
+        **more: Any,
+    ) -> str:
         number = f"{NAME} {next(_numbers)}"
         name = f"<code block: id {number}>"  # as markdown-exec calls a block that has an id
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        linecache.cache[name] = (
+            len(source),
+            None,
+            source.splitlines(keepends=True),
+            name,
+        )
         prefix = options["id_prefix"]
-        options = {**options, "id": number, "id_prefix": f"{number.replace(' ', '-')}-" if prefix is None else prefix}
-        text = formatter(source, language, css_class, options, md, **more).replace(html.escape(name), NAME)
+        options = {
+            **options,
+            "id": number,
+            "id_prefix": f"{number.replace(' ', '-')}-" if prefix is None else prefix,
+        }
+        text = formatter(source, language, css_class, options, md, **more).replace(
+            html.escape(name), NAME
+        )
         return _OUTPUT.sub(_wrapped, text)
 
     return shown
@@ -30,5 +50,6 @@ def readable(formatter: Callable[..., str]) -> Callable[..., str]:
 
 def _wrapped(output: re.Match[str]) -> str:
     """What was printed in lines of prose, as messages of errors are, is wrapped rather than scrolled."""
-    lines = html.unescape(re.sub("<[^>]+>", "", output[1])).splitlines()
-    return output[0].replace("highlight", "highlight prose") if max(map(len, lines), default=0) > WIDEST else output[0]
+    lines = html.unescape(output[1]).splitlines()
+    wide = max(map(len, lines), default=0) > WIDEST
+    return output[0].replace('highlight"', 'highlight prose"') if wide else output[0]

@@ -34,7 +34,13 @@ def subplots(*args: object, **kwargs: object) -> tuple:
 def svg(figure: Figure, *, says: str) -> str:
     """The figure as a scalable element of a page; `says` is read to those who cannot see it."""
     file = io.StringIO()
-    figure.savefig(file, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+    figure.savefig(
+        file,
+        format="svg",
+        bbox_inches="tight",
+        transparent=True,
+        metadata={"Date": None},
+    )
     plt.close(figure)
     picture = file.getvalue()
     picture = picture[picture.index("<svg") :].replace(INK, "currentColor")
@@ -43,7 +49,9 @@ def svg(figure: Figure, *, says: str) -> str:
         raise ValueError("matplotlib wrote an SVG without a size in points")
     width = float(size[1]) / 0.75
     style = f"--least: {min(width, 560):.0f}px; width: 100%; max-width: {width:.0f}px; height: auto"
-    picture = picture.replace(size[0], f' style="{style}" role="img" aria-label="{says}"', 1)
+    picture = picture.replace(
+        size[0], f' style="{style}" role="img" aria-label="{says}"', 1
+    )
     return f'<div class="picture">{picture}</div>'
 
 

@@ -11,7 +11,8 @@ from mkdocs.exceptions import PluginError
 
 _KATEX = Path(__file__).parent / "assets" / "katex"
 _FORMULA = re.compile(
-    r'(<(span|div) class="arithmatex">)(?:\\\((?P<inline>.*?)\\\)|\\\[(?P<display>.*?)\\\])(</\2>)', re.DOTALL
+    r'(<(span|div) class="arithmatex">)(?:\\\((?P<inline>.*?)\\\)|\\\[(?P<display>.*?)\\\])(</\2>)',
+    re.DOTALL,
 )
 _SET = r"""
 const katex = require(process.argv[1]);
@@ -21,16 +22,30 @@ const set = ([tex, displayMode]) => {
 };
 console.log(JSON.stringify(JSON.parse(require("fs").readFileSync(0, "utf-8")).map(set)));
 """
-_COMMON = ("Main-Regular", "Math-Italic", "Size1-Regular", "Size2-Regular", "Size3-Regular", "Size4-Regular")
+_COMMON = (
+    "Main-Regular",
+    "Math-Italic",
+    "Size1-Regular",
+    "Size2-Regular",
+    "Size3-Regular",
+    "Size4-Regular",
+)
 
 
 def set_all(site: Path) -> None:
     """Sets every formula of a built site; one that KaTeX cannot read ends the build."""
     pages = {path: path.read_text("utf-8") for path in site.rglob("*.html")}
-    formulas = sorted({_source(found) for page in pages.values() for found in _FORMULA.finditer(page)})
+    formulas = sorted(
+        {_source(found) for page in pages.values() for found in _FORMULA.finditer(page)}
+    )
     done = dict(zip(formulas, _html(formulas), strict=True))
     for path, page in pages.items():
-        path.write_text(_FORMULA.sub(lambda found: found[1] + done[_source(found)] + found[5], page), "utf-8")
+        path.write_text(
+            _FORMULA.sub(
+                lambda found: found[1] + done[_source(found)] + found[5], page
+            ),
+            "utf-8",
+        )
     embed_fonts(site / "assets" / "katex" / "katex.min.css")
 
 
@@ -38,8 +53,12 @@ def embed_fonts(sheet: Path) -> None:
     """Puts the fonts of most formulas into their style sheet: one that comes later moves what stands below it."""
     css = sheet.read_text("utf-8")
     for name in _COMMON:
-        font = base64.b64encode((_KATEX / "fonts" / f"KaTeX_{name}.woff2").read_bytes()).decode()
-        css = css.replace(f"url(fonts/KaTeX_{name}.woff2)", f"url(data:font/woff2;base64,{font})")
+        font = base64.b64encode(
+            (_KATEX / "fonts" / f"KaTeX_{name}.woff2").read_bytes()
+        ).decode()
+        css = css.replace(
+            f"url(fonts/KaTeX_{name}.woff2)", f"url(data:font/woff2;base64,{font})"
+        )
     sheet.write_text(css, "utf-8")
 
 

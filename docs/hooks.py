@@ -31,10 +31,16 @@ def on_files(files: Any, *, config: Any) -> None:
     """Notebooks beside the pages that they are made of, and a page for each function of the reference."""
     from docs import notebooks, reference
 
-    for group in [each for each in files.documentation_pages() if each.src_uri.startswith("api/")]:
-        for name, text in reference.split(group.src_uri, group.content_string)[1].items():
+    for group in [
+        each for each in files.documentation_pages() if each.src_uri.startswith("api/")
+    ]:
+        for name, text in reference.split(group.src_uri, group.content_string)[
+            1
+        ].items():
             files.append(File.generated(config, name, content=text))
-    for page in (each for each in notebooks.PAGES if files.get_file_from_path(f"{each}.md")):
+    for page in (
+        each for each in notebooks.PAGES if files.get_file_from_path(f"{each}.md")
+    ):
         name = f"notebooks/{Path(page).name}.ipynb"
         files.append(File.generated(config, name, content=notebooks.notebook(page)))
 
@@ -52,7 +58,9 @@ def on_nav(nav: Any, *, config: Any, files: Any) -> None:
     for page in nav.pages:
         section = " / ".join(above.title for above in reversed(page.ancestors))
         title = page.title or Path(page.file.src_uri).stem
-        lines.append(f"- [{f'{section}: ' if section else ''}{title}]({config.site_url}{page.url})")
+        lines.append(
+            f"- [{f'{section}: ' if section else ''}{title}]({config.site_url}{page.url})"
+        )
     config.extra["llms"] = "\n".join(lines) + "\n"
 
 
@@ -78,4 +86,13 @@ def _with_functions(entry: Any, config: Any) -> Any:
     if not isinstance(page, str):
         return entry
     below = reference.split(page, (Path(config.docs_dir) / page).read_text("utf-8"))[1]
-    return {title: [{f"{title}: overview": page}, *({Path(each).stem: each} for each in below)]} if below else entry
+    return (
+        {
+            title: [
+                {f"{title}: overview": page},
+                *({Path(each).stem: each} for each in below),
+            ]
+        }
+        if below
+        else entry
+    )

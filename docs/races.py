@@ -16,23 +16,59 @@ def measured() -> dict[str, Any]:
     return json.loads(_FILE.read_text("utf-8"))
 
 
-def chart(subject: str, start: str | tuple[str, ...], *, says: str, leave_out: tuple[str, ...] = ()) -> str:
+def chart(
+    subject: str,
+    start: str | tuple[str, ...],
+    *,
+    says: str,
+    leave_out: tuple[str, ...] = (),
+) -> str:
     """Times of a subject's rows whose name starts so: a line for each case, a dot at each contender's median."""
-    rows = [row for row in measured()[subject]["rows"] if row["subject"].startswith(start) and row["times"]]
-    names = list(dict.fromkeys(name for row in rows for name in row["times"] if name not in leave_out))
+    rows = [
+        row
+        for row in measured()[subject]["rows"]
+        if row["subject"].startswith(start) and row["times"]
+    ]
+    names = list(
+        dict.fromkeys(
+            name for row in rows for name in row["times"] if name not in leave_out
+        )
+    )
     figure, axes = subplots(figsize=(7.5, 0.9 + 0.42 * len(rows)))
     for place, row in enumerate(rows):
         axes.axhline(place, color=INK, linewidth=0.3, alpha=0.4)
         for name, color in zip(names, _COLORS, strict=False):
             if name in row["times"]:
                 least, median, most = row["times"][name]
-                axes.plot([least, most], [place, place], color=color, linewidth=1.2, alpha=0.6)
-                label = name if place == next(i for i, r in enumerate(rows) if name in r["times"]) else None
-                axes.plot(median, place, "o", color=color, markersize=7 if name == "hodiff" else 5, label=label)
+                axes.plot(
+                    [least, most], [place, place], color=color, linewidth=1.2, alpha=0.6
+                )
+                label = (
+                    name
+                    if place
+                    == next(i for i, r in enumerate(rows) if name in r["times"])
+                    else None
+                )
+                axes.plot(
+                    median,
+                    place,
+                    "o",
+                    color=color,
+                    markersize=7 if name == "hodiff" else 5,
+                    label=label,
+                )
     labels = [
-        row["case"] if len({r["subject"] for r in rows}) == 1 else f"{row['subject']}: {row['case']}" for row in rows
+        row["case"]
+        if len({r["subject"] for r in rows}) == 1
+        else f"{row['subject']}: {row['case']}"
+        for row in rows
     ]
-    axes.set(xscale="log", xlabel="milliseconds, CPU time", yticks=range(len(rows)), yticklabels=labels)
+    axes.set(
+        xscale="log",
+        xlabel="milliseconds, CPU time",
+        yticks=range(len(rows)),
+        yticklabels=labels,
+    )
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -43,7 +79,12 @@ def chart(subject: str, start: str | tuple[str, ...], *, says: str, leave_out: t
 
 def verdicts() -> tuple[int, int]:
     """How many bars are met, and how many there are."""
-    met = [row["met"] for subject in measured().values() for row in subject["rows"] if row["met"] is not None]
+    met = [
+        row["met"]
+        for subject in measured().values()
+        for row in subject["rows"]
+        if row["met"] is not None
+    ]
     return sum(met), len(met)
 
 
@@ -54,18 +95,34 @@ def table(*, missed: bool = False) -> str:
         for row in subject["rows"]:
             if not (missed and row["met"] is not False):
                 verdict = {True: "yes", False: "**no**", None: ""}[row["met"]]
-                cells = (row["subject"], row["case"], row["measured"], row["bar"], verdict)
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+                cells = (
+                    row["subject"],
+                    row["case"],
+                    row["measured"],
+                    row["bar"],
+                    verdict,
+                )
+                lines.append(
+                    "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+                )
     return "\n".join(lines)
 
 
 def machine() -> str:
     """Where each subject was measured."""
-    lines = ["| subject | date | processor | PyTorch | peers | rounds | load |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| subject | date | processor | PyTorch | peers | rounds | load |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, subject in measured().items():
         at = subject["where"]
-        peers = ", ".join(f"{peer} {release}" for peer, release in at["peers"].items()) or "none"
+        peers = (
+            ", ".join(f"{peer} {release}" for peer, release in at["peers"].items())
+            or "none"
+        )
         rounds = "few (`--quick`)" if at["quick"] else "all"
         processor = f"{at['processor']} ({at['device']})"
-        lines.append(f"| {name} | {at['date']} | {processor} | {at['torch']} | {peers} | {rounds} | {at['load']} |")
+        lines.append(
+            f"| {name} | {at['date']} | {processor} | {at['torch']} | {peers} | {rounds} | {at['load']} |"
+        )
     return "\n".join(lines)

@@ -14,8 +14,17 @@ _ENTRY = re.compile(r"^::: (\S+)$|^## (.+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^::: (?P<name>\S+)\n(?:    .*\n)*\n?", re.MULTILINE)
 _EMPTY = re.compile(r"^##+ .+\n+(?=## |\Z)", re.MULTILINE)
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-_FAMILIES = {"What they return": "records", "The records": "records", "What Taylor mode did": "report"}
-_WHOLE = ("errors", "memory", "verify", "where")  # groups that are one page: few functions, or one
+_FAMILIES = {
+    "What they return": "records",
+    "The records": "records",
+    "What Taylor mode did": "report",
+}
+_WHOLE = (
+    "errors",
+    "memory",
+    "verify",
+    "where",
+)  # groups that are one page: few functions, or one
 
 
 def summary(page: str) -> str:
@@ -34,8 +43,14 @@ def summary(page: str) -> str:
         module, _, name = entry.rpartition(".")
         document = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
         first = document.partition("\n\n")[0]
-        (folder,) = [f"{Path(each).stem}/" for each, shown in own.items() if f"::: {entry}\n" in shown] or [""]
-        rows.append(f"| [`{name}`]({folder}#{entry}) | {_cell(first)} | {_cell(_cost(document))} |")
+        (folder,) = [
+            f"{Path(each).stem}/"
+            for each, shown in own.items()
+            if f"::: {entry}\n" in shown
+        ] or [""]
+        rows.append(
+            f"| [`{name}`]({folder}#{entry}) | {_cell(first)} | {_cell(_cost(document))} |"
+        )
     table = "\n".join(rows)
     return f'<div class="summary" markdown>\n\n{table}\n\n</div>'
 
@@ -55,7 +70,8 @@ def split(page: str, text: str) -> tuple[str, dict[str, str]]:
         pages.setdefault(name or found["name"].rpartition(".")[2], []).append(found[0])
     below = f"\n[{title}](../{group}.md) lists the functions of this group and the keywords that they share.\n"
     written = {
-        posixpath.join("api", group, f"{name}.md"): _page(name, title, parts) + below for name, parts in pages.items()
+        posixpath.join("api", group, f"{name}.md"): _page(name, title, parts) + below
+        for name, parts in pages.items()
     }
     return _EMPTY.sub("", _BLOCK.sub("", text)), written
 

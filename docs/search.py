@@ -11,7 +11,9 @@ from mkdocs.exceptions import PluginError
 
 _WORDS = re.compile(r"^\*\*(?P<words>.+)\*\*\n:   (?P<text>.+)$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\](?:\((?P<address>[^)]+)\)|\[(?P<name>[^\]]+)\])")
-_FORMULA = re.compile(r"(?:[\s,:]|\b(?:and|by|for|from|in|is|of|or|over|to|with)\b)*\\\(.*")  # and what follows it
+_FORMULA = re.compile(
+    r"(?:[\s,:]|\b(?:and|by|for|from|in|is|of|or|over|to|with)\b)*\\\(.*"
+)  # and what follows it
 _KEYWORD = 1000.0  # what a keyword counts for: as a word of a title does in the theme
 _ASIDE = 0.3  # a page of the reference as a whole, and the records that its functions return: rather the function
 _SHARES = {  # pages that hold a little of everything, or figures, are found after those that explain; first words first
@@ -37,10 +39,14 @@ def improve(path: Path, glossary: str) -> None:
         part["title"] = _title(part["title"], anchor or part["title"])
         if location in words:
             part["tags"] = words[location]
-        aside = page.startswith("api/") and ("hodiff." not in (anchor or part["title"]) or "._" in anchor)
+        aside = page.startswith("api/") and (
+            "hodiff." not in (anchor or part["title"]) or "._" in anchor
+        )
         part["boost"] = _ASIDE if aside else _SHARES.get(page, 1.0)
     index["config"]["fields"]["tags"]["boost"] = _KEYWORD
-    path.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), "utf-8")
+    path.write_text(
+        json.dumps(index, ensure_ascii=False, separators=(",", ":")), "utf-8"
+    )
 
 
 def keywords(glossary: str, locations: set[str]) -> dict[str, list[str]]:
@@ -51,14 +57,22 @@ def keywords(glossary: str, locations: set[str]) -> dict[str, list[str]]:
         link = _LINK.search(entry["text"])
         if link is None:
             raise PluginError(f"the glossary's {entry['words']!r} leads nowhere")
-        address = re.sub(r"\.md(?=#|$)", "/", link["address"]) if link["address"] else ""
+        address = (
+            re.sub(r"\.md(?=#|$)", "/", link["address"]) if link["address"] else ""
+        )
         anchor = f"#{link['name']}"
-        places = [address] if address else [place for place in locations if place.endswith(anchor)]
+        places = (
+            [address]
+            if address
+            else [place for place in locations if place.endswith(anchor)]
+        )
         if len(places) != 1 or places[0] not in locations:
             raise PluginError(
                 f"the glossary's {entry['words']!r} leads to {address or link['name']!r}, not in the index"
             )
-        found.setdefault(places[0], []).extend(word.strip() for word in entry["words"].split(","))
+        found.setdefault(places[0], []).extend(
+            word.strip() for word in entry["words"].split(",")
+        )
     return found
 
 
@@ -73,7 +87,11 @@ def _title(title: str, anchor: str) -> str:
         return title
     first = " ".join((document or "").partition("\n\n")[0].split())
     shown = name if "._" in anchor else anchor
-    return f"{shown}: {_FORMULA.sub('', first).rstrip('.').replace('`', '')}" if first else title
+    return (
+        f"{shown}: {_FORMULA.sub('', first).rstrip('.').replace('`', '')}"
+        if first
+        else title
+    )
 
 
 def _object(module: str, name: str) -> Any:

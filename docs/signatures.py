@@ -19,12 +19,16 @@ class Signatures(griffe.Extension):
             if str(parameter.default).rpartition(".")[2] == "MISSING":
                 parameter.default = None
 
-    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+    def on_package(
+        self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any
+    ) -> None:
         """Writes types out, once all modules are known."""
         _write_out(pkg, pkg.path, loader.modules_collection)
 
 
-def _write_out(inside: griffe.Object, package: str, known: griffe.ModulesCollection) -> None:
+def _write_out(
+    inside: griffe.Object, package: str, known: griffe.ModulesCollection
+) -> None:
     for member in inside.members.values():
         if isinstance(member, griffe.Function):
             member.returns = _spelt(member.returns, package, known)
@@ -45,11 +49,19 @@ def _spelt(type_: Any, package: str, known: griffe.ModulesCollection) -> Any:
         return type_ if meant is None else _spelt(meant, package, known)
     if not isinstance(type_, griffe.Expr):
         return type_
-    parts = {field.name: getattr(type_, field.name) for field in dataclasses.fields(type_) if field.init}
-    return dataclasses.replace(type_, **{name: _spelt(part, package, known) for name, part in parts.items()})
+    parts = {
+        field.name: getattr(type_, field.name)
+        for field in dataclasses.fields(type_)
+        if field.init
+    }
+    return dataclasses.replace(
+        type_, **{name: _spelt(part, package, known) for name, part in parts.items()}
+    )
 
 
-def _meaning(name: griffe.ExprName, package: str, known: griffe.ModulesCollection) -> griffe.Expr | None:
+def _meaning(
+    name: griffe.ExprName, package: str, known: griffe.ModulesCollection
+) -> griffe.Expr | None:
     """What a name stands for, where it is an alias of a type."""
     path = name.canonical_path
     if not path.startswith(f"{package}."):
@@ -61,4 +73,6 @@ def _meaning(name: griffe.ExprName, package: str, known: griffe.ModulesCollectio
     except (KeyError, griffe.AliasResolutionError):  # of another package
         return None
     alias = isinstance(named, griffe.Attribute) and isinstance(named.value, griffe.Expr)
-    return named.value if alias and not isinstance(named.value, griffe.ExprCall) else None  # TypeVar("T") stays T
+    return (
+        named.value if alias and not isinstance(named.value, griffe.ExprCall) else None
+    )  # TypeVar("T") stays T

@@ -31,19 +31,33 @@ def runs(problem: str) -> dict[str, list[list[list[float]]]]:
     return curves
 
 
-def draw(axes: Any, problem: str, *, error: int = 0, over: str = "seconds", leave_out: tuple[str, ...] = ()) -> None:
+def draw(
+    axes: Any,
+    problem: str,
+    *,
+    error: int = 0,
+    over: str = "seconds",
+    leave_out: tuple[str, ...] = (),
+) -> None:
     """A line for each run, in the colour of its method."""
     x, more = {"step": 0, "seconds": 1}[over], cycle(_MORE)
     for method, curves in runs(problem).items():
         color = _COLORS.get(method) or next(more)
         for number, curve in enumerate([] if method in leave_out else curves):
             label = method if number == 0 else None
-            at, errors = [point[x] for point in curve], [point[2 + error] for point in curve]
-            axes.semilogy(at, errors, color=color, linewidth=1.1, alpha=0.8, label=label)
+            at, errors = (
+                [point[x] for point in curve],
+                [point[2 + error] for point in curve],
+            )
+            axes.semilogy(
+                at, errors, color=color, linewidth=1.1, alpha=0.8, label=label
+            )
     axes.set_xlabel({"step": "step", "seconds": "seconds of one core"}[over])
 
 
-def chart(problem: str, *, says: str, title: str = "relative error", log: bool = False) -> str:
+def chart(
+    problem: str, *, says: str, title: str = "relative error", log: bool = False
+) -> str:
     """A problem alone."""
     figure, axes = subplots(figsize=(5.6, 2.7))
     draw(axes, problem)
@@ -56,13 +70,19 @@ def chart(problem: str, *, says: str, title: str = "relative error", log: bool =
 
 def errors(problem: str, method: str, seconds: float, error: int = 0) -> list[float]:
     """What the runs of a method had reached by then."""
-    return [[point for point in curve if point[1] <= 1.03 * seconds][-1][2 + error] for curve in runs(problem)[method]]
+    return [
+        [point for point in curve if point[1] <= 1.03 * seconds][-1][2 + error]
+        for curve in runs(problem)[method]
+    ]
 
 
 def table(problem: str, at: tuple[float, ...], *, error: int = 0) -> str:
     """The median and the worst of each method's runs, by then."""
     head = " | ".join(f"{seconds:g} s" for seconds in at)
-    lines = [f"| median (worst) of the runs | runs | {head} |", "|---" * (len(at) + 2) + "|"]
+    lines = [
+        f"| median (worst) of the runs | runs | {head} |",
+        "|---" * (len(at) + 2) + "|",
+    ]
     for method, curves in runs(problem).items():
         cells = [f"| {method} | {len(curves)} |"]
         for seconds in at:

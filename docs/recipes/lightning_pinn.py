@@ -1,4 +1,4 @@
-"""A physics-informed network trained by Lightning, and the sharpness of its loss watched."""
+"""A physics-informed network trained by Lightning, and the sharpness of its loss."""
 
 import lightning as L
 import torch
@@ -13,21 +13,29 @@ class Poisson(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+            torch.nn.Linear(2, 16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 1),
         )
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         x, y = z[:, 0], z[:, 1]
-        return 16 * x * (1 - x) * y * (1 - y) * self.net(z).squeeze(-1)  # the factor is at most 1
+        # the factor is at most 1
+        return 16 * x * (1 - x) * y * (1 - y) * self.net(z).squeeze(-1)
 
     def residual(self, z: torch.Tensor) -> torch.Tensor:
-        return hodiff.laplacian(self, z) + 2 * torch.pi**2 * torch.sin(torch.pi * z).prod(-1)
+        return hodiff.laplacian(self, z) + 2 * torch.pi**2 * torch.sin(
+            torch.pi * z
+        ).prod(-1)
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        return self.residual(batch).square().mean()  # Lightning calls backward: nothing else is needed
+        # Lightning calls backward: nothing else is needed
+        return self.residual(batch).square().mean()
 
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
-        # Lightning validates under inference_mode, where autograd by hand fails; this works.
+        # Lightning validates under inference_mode, where autograd.grad fails.
         self.log("residual", self.residual(batch).abs().max())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -35,7 +43,7 @@ class Poisson(L.LightningModule):
 
 
 class Sharpness(L.Callback):
-    """The largest eigenvalue of the Hessian over the training data, after every so many epochs."""
+    """The largest eigenvalue of the Hessian over the training data, now and then."""
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if (trainer.current_epoch + 1) % 10:
@@ -47,7 +55,9 @@ class Sharpness(L.Callback):
 
         H = hodiff.HessianOperator(loss, module.net, data=trainer.train_dataloader)
         top = hodiff.eigsh(H, 1, rtol=1e-2)
-        print(f"epoch {trainer.current_epoch + 1}: loss {H.value.item():.2f}, sharpness {top.value.item():.0f}")
+        loss, sharpness = H.value.item(), top.value.item()
+        epoch = trainer.current_epoch + 1
+        print(f"epoch {epoch}: loss {loss:.2f}, sharpness {sharpness:.0f}")
 
 
 def main() -> None:
@@ -63,8 +73,13 @@ def main() -> None:
         callbacks=[Sharpness()],
     )
     model = Poisson()
-    trainer.fit(model, DataLoader(points, batch_size=64, shuffle=True), DataLoader(torch.rand(64, 2), batch_size=64))
-    print(f"largest residual in validation: {trainer.callback_metrics['residual'].item():.1f} of {2 * torch.pi**2:.1f}")
+    trainer.fit(
+        model,
+        DataLoader(points, batch_size=64, shuffle=True),
+        DataLoader(torch.rand(64, 2), batch_size=64),
+    )
+    largest = trainer.callback_metrics["residual"].item()
+    print(f"largest residual in validation: {largest:.1f} of {2 * torch.pi**2:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A model under `fully_shard`: two ways to its curvature. `torchrun --nproc-per-node 2 sharded_parameters.py`."""
+"""A model under `fully_shard`: two ways to its curvature.
+
+torchrun --nproc-per-node 2 sharded_parameters.py
+"""
 
 import torch
 import torch.distributed as dist
@@ -20,29 +23,38 @@ def loss(model, batch):
 def plain_copy(sharded, build_model):
     """All parameters, gathered once into a model of its own on every rank."""
     plain = build_model()
-    plain.load_state_dict({name: value.full_tensor() for name, value in sharded.state_dict().items()})
+    plain.load_state_dict(
+        {name: value.full_tensor() for name, value in sharded.state_dict().items()}
+    )
     return plain
 
 
 def like(parameter, shard):
     """A local shard as a part of a tensor that is sharded as a parameter is."""
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    return DTensor.from_local(
+        shard, mesh, placements, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def product_by_shards(sharded, shell, batches, v):
-    """The Hessian of the sum over the data of all ranks, times v: its local shards, from those of v."""
+    """The Hessian of the sum over all ranks' data, times v, in local shards."""
     named = dict(sharded.named_parameters())
 
     def summed(shards):
         whole = {
-            name: like(p, shards[name]).full_tensor(grad_placements=[Partial()])  # ranks' gradients are added up
+            # ranks' gradients are added up
+            name: like(p, shards[name]).full_tensor(grad_placements=[Partial()])
             for name, p in named.items()
         }
-        return sum(loss(lambda inputs: functional_call(shell, whole, (inputs,)), batch)[0] for batch in batches)
+        return sum(
+            loss(lambda inputs: functional_call(shell, whole, (inputs,)), batch)[0]
+            for batch in batches
+        )
 
     shards = {name: p.to_local().detach() for name, p in named.items()}
-    pytorchs_own = ("_FromTorchTensor", "Redistribute", "_ToTorchTensor")  # which hodiff would warn of, once
+    # hodiff would warn of these, once
+    pytorchs_own = ("_FromTorchTensor", "Redistribute", "_ToTorchTensor")
     return hodiff.hvp(summed, shards, v, allow=pytorchs_own)
 
 
@@ -51,12 +63,18 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
-    inputs, targets = torch.tensor(digits.data[:150] / 16), torch.tensor(digits.target[:150])
-    share = list(zip(inputs.split(50), targets.split(50), strict=True))[rank::world]  # two batches, and one
+    inputs, targets = (
+        torch.tensor(digits.data[:150] / 16),
+        torch.tensor(digits.target[:150]),
+    )
+    # two batches, and one
+    share = list(zip(inputs.split(50), targets.split(50), strict=True))[rank::world]
 
     def build_model():
         torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)).double()
+        return torch.nn.Sequential(
+            torch.nn.Linear(64, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)
+        ).double()
 
     sharded = build_model()
     mesh = init_device_mesh("cpu", (world,))
@@ -65,13 +83,20 @@ def main() -> None:
     plain = plain_copy(sharded, build_model)
     H = hodiff.HessianOperator(loss, plain, data=share, process_group=dist.group.WORLD)
     top = hodiff.eigsh(H, 1, generator=torch.Generator().manual_seed(0)).value.item()
-    v = {name: torch.randn_like(p) for name, p in plain.named_parameters()}  # the seed is the same on every rank
+    # the seed is the same on every rank
+    v = {name: torch.randn_like(p) for name, p in plain.named_parameters()}
     expected = H @ v
 
-    shards = {name: distribute_tensor(v[name], mesh, p.placements).to_local() for name, p in sharded.named_parameters()}
+    shards = {
+        name: distribute_tensor(v[name], mesh, p.placements).to_local()
+        for name, p in sharded.named_parameters()
+    }
     found = product_by_shards(sharded, build_model(), share, shards)
     error = max(
-        (like(p, found[name]).full_tensor() / len(inputs) - expected[name]).abs().max().item()
+        (like(p, found[name]).full_tensor() / len(inputs) - expected[name])
+        .abs()
+        .max()
+        .item()
         for name, p in sharded.named_parameters()
     )
     if rank == 0:

@@ -34,9 +34,10 @@ COMMANDS = """\
 ## How to run it
 
 ```bash
-python -m tests.torch_ops build/2.13.0.jsonl            # all; continues where it was stopped
+python -m tests.torch_ops build/2.13.0.jsonl  # all; continues where it was stopped
 python -m tests.torch_ops build/2.13.0.jsonl --only linalg.det
-python -m tests.torch_ops build/2.13.0.jsonl --publish  # the results in short, and this page
+# the results in short, and this page
+python -m tests.torch_ops build/2.13.0.jsonl --publish
 ```
 
 The test suite runs a fixed share, and compares it with what is published here.
