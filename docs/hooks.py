@@ -58,9 +58,7 @@ def on_nav(nav: Any, *, config: Any, files: Any) -> None:
     for page in nav.pages:
         section = " / ".join(above.title for above in reversed(page.ancestors))
         title = page.title or Path(page.file.src_uri).stem
-        lines.append(
-            f"- [{f'{section}: ' if section else ''}{title}]({config.site_url}{page.url})"
-        )
+        lines.append(f"- [{f'{section}: ' if section else ''}{title}]({page.url})")
     config.extra["llms"] = "\n".join(lines) + "\n"
 
 

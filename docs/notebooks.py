@@ -15,7 +15,6 @@ PAGES = (
     "recipes/spectrum-dataloader",
     "recipes/which-buffers",
 )  # one per pillar
-SITE = "https://hodiff.github.io/hodiff/"
 _DOCS = Path(__file__).parent
 _FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FIGURES = re.compile(r"^from docs\.figures import (.*)$", re.MULTILINE)
@@ -26,7 +25,7 @@ def notebook(page: str) -> str:
     """The notebook of a page such as `recipes/burgers`."""
     parts = _FENCE.split((_DOCS / f"{page}.md").read_text("utf-8"))
     cells = [
-        _code(part) if place % 2 else _prose(part, page)
+        _code(part) if place % 2 else _prose(part)
         for place, part in enumerate(parts)
         if part.strip()
     ]
@@ -63,13 +62,11 @@ def _code(text: str) -> dict:
     }
 
 
-def _prose(text: str, page: str) -> dict:
-    def absolute(link: re.Match) -> str:
-        where = posixpath.normpath(posixpath.join(posixpath.dirname(page), link[1]))
-        return f"]({SITE}{where}/{link[2] or ''})"
-
+def _prose(text: str) -> dict:
     text = re.sub(r"\[(`[^`]+`)\]\[[^\]]+\]", r"\1", text)
-    text = re.sub(r"\]\(([\w./-]+)\.md(#[\w-]+)?\)", absolute, text)
+    text = re.sub(
+        r"\[([^\]]+)\]\([\w./-]+\.md(?:#[\w-]+)?\)", r"\1", text
+    )  # no page is beside it
     text = (
         text.replace(r"\(", "$")
         .replace(r"\)", "$")
