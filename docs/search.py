@@ -17,6 +17,7 @@ _FORMULA = re.compile(
 _KEYWORD = 1000.0  # what a keyword counts for: as a word of a title does in the theme
 _ASIDE = 0.3  # a page of the reference as a whole, and the records that its functions return: rather the function
 _SHARES = {  # pages that hold a little of everything, or figures, are found after those that explain; first words first
+    "api/calculus/hessian/": 4.0,
     "api/calculus/": 2.0,
     "api/cli/": 0.1,
     "benchmarks/": 0.1,
@@ -42,10 +43,17 @@ def improve(path: Path, glossary: str) -> None:
         aside = page.startswith("api/") and (
             "hodiff." not in (anchor or part["title"]) or "._" in anchor
         )
-        part["boost"] = _ASIDE if aside else _SHARES.get(page, 1.0)
+        part["boost"] = _ASIDE if aside else _share(page)
     index["config"]["fields"]["tags"]["boost"] = _KEYWORD
     path.write_text(
         json.dumps(index, ensure_ascii=False, separators=(",", ":")), "utf-8"
+    )
+
+
+def _share(page: str) -> float:
+    """That of the page, or of the group of the reference that it belongs to."""
+    return next(
+        (share for start, share in _SHARES.items() if page.startswith(start)), 1.0
     )
 
 

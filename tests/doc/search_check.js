@@ -1,4 +1,4 @@
-// The theme's own worker, outside of a browser: the address of the first hit of each query.
+// The theme's own worker, outside of a browser: the addresses of the first two hits of each query.
 const fs = require("fs"), path = require("path"), vm = require("vm");
 const [site, ...queries] = process.argv.slice(1);
 const folder = path.join(site, "assets/javascripts/workers");
@@ -18,6 +18,6 @@ const ask = (type, data) => new Promise(done => { answer = done; hear({data: {ty
   const index = JSON.parse(fs.readFileSync(path.join(site, "search/search_index.json"), "utf-8"));
   await ask(0, {...index, options: {suggest: false}});
   const first = [];
-  for (const query of queries) first.push((await ask(2, query)).data.items[0]?.[0].location ?? "");
+  for (const query of queries) first.push((await ask(2, query)).data.items.slice(0, 2).map(hit => hit[0].location));
   console.log(JSON.stringify(first));
 })();
