@@ -17,7 +17,7 @@ _FORMULA = re.compile(
 _KEYWORD = 1000.0  # what a keyword counts for: as a word of a title does in the theme
 _ASIDE = 0.3  # a page of the reference as a whole, and the records that its functions return: rather the function
 _SHARES = {  # pages that hold a little of everything, or figures, are found after those that explain; first words first
-    "api/calculus/hessian/": 4.0,
+    "api/calculus/hessian/": 2.5,
     "api/calculus/": 2.0,
     "api/cli/": 0.1,
     "benchmarks/": 0.1,
