@@ -431,6 +431,7 @@ DISCIPLINE = {
     "_core._call.state": OWN,
     "_core._arguments.WHOLE": GROWS,
     "_core._refusals._warned": LOCKED,
+    "_core._refusals.said": OWN,
     "_core._reverse._cleared": GROWS,
     "_core._reverse._without_functions": GROWS,
     "_core._settings._entered": ONE_STEP,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse, _settings, _tree, _vectors
+from hodiff._core import _arguments, _call, _refusals, _reverse, _settings, _tree, _vectors
 from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
@@ -244,13 +244,6 @@ _NOT_FINITE = (
 )
 
 
-def warn_if_not_finite(value: Tensor, name: str) -> None:
-    """Say of a result that it is not finite, where the rest of it is worth having."""
-    if not bool(value.isfinite().all()):
-        text = f"{name}: the result {_NOT_FINITE}"
-        warnings.warn(text, HodiffWarning, stacklevel=_arguments.outside())
-
-
 def power_of_two(product: Tensor) -> float:
     """One near the largest entry, to measure products in: squares of very large or small ones have no place; or 0."""
     largest, room = float(product.abs().max()), 1000 if product.dtype is torch.float64 else 120
@@ -315,12 +308,12 @@ class EstimatorProgress:
                 f"callback: is a {type(callback).__name__}; expected a function of the record as it stands."
             )
         self._operator = operator
-        self._before = operator.products
+        self._before, self._said = operator.products, vars(_refusals.said).copy()
         self._callback = callback
         self._bar: Any = None
         self._name, self._total = name, total
         self._show_at = time.monotonic() + WAIT if progress is None and _a_terminal_waits() else math.inf
-        if progress:
+        if progress is not None and _arguments.is_set(progress, "progress"):
             self._show()
         self._raise_on_all_ranks = operator._raise_on_all_ranks()
 
@@ -336,6 +329,12 @@ class EstimatorProgress:
             self._bar.update(self.spent - self._bar.n)
         if self._callback is not None:
             self._callback(record(self.spent))
+
+    def warn_if_not_finite(self, value: Tensor) -> None:
+        """Say of a result that it is not finite, where the rest of it is worth having; unless a product has said so."""
+        if self._said == vars(_refusals.said) and not bool(value.isfinite().all()):
+            text = f"{self._name}: the result {_NOT_FINITE}"
+            warnings.warn(text, HodiffWarning, stacklevel=_arguments.outside())
 
     def _show(self) -> None:
         from tqdm import tqdm

@@ -25,7 +25,6 @@ from hodiff.curvature._probes import (
     flat_product,
     is_recorded,
     reached,
-    warn_if_not_finite,
     warn_not_converged,
 )
 from hodiff.curvature._records import DiagonalRecord, TraceRecord
@@ -140,7 +139,7 @@ def trace(
             record = _made(operator, value, error, rtol, watch)
         else:
             record = _hutchinson(operator, drawn, method == "hutch++", leaves, rtol, watch)
-        warn_if_not_finite(record.value, "trace")
+        watch.warn_if_not_finite(record.value)
         if not all_reached(record.converged):
             error = "unknown"
             if record.stderr is not None:
@@ -360,7 +359,7 @@ def diagonal(
                 operator, drawn, rtol, lambda mean, error: watch(lambda spent: record(mean, error, None, spent))
             )
         made = record(value, stderr, rtol, watch.spent)
-        warn_if_not_finite(value, "diagonal")
+        watch.warn_if_not_finite(value)
         if not all_reached(made.converged):
             error = float("nan") if stderr is None else float(stderr.norm() / value.norm())
             warn_not_converged(

@@ -664,3 +664,12 @@ def test_an_entry_that_is_none_is_said(name: str, samples: int) -> None:
     with pytest.warns(hodiff.HodiffWarning, match=rf"{name}: the result is not finite, so the operator has NaN"):
         value = getattr(hodiff, name)(A, samples=samples).value
     assert value.isnan().any()
+
+
+@pytest.mark.parametrize("name", ["trace", "diagonal"])
+def test_an_entry_that_is_none_is_said_once(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """By the product, which knows the operations; and not in other words by the estimator."""
+    H = hodiff.HessianOperator(lambda z: (z.abs() ** 1.5).sum(), torch.tensor([0.0, 1.0, 2.0]))
+    assert getattr(hodiff, name)(H).value.isnan().any()
+    [warned] = recwarn
+    assert "Operations in f with such points: a power of 0" in str(warned.message)
