@@ -62,3 +62,11 @@ def test_half_precision_is_drawn_in_single():
         half = _vectors.draw((50,), like, law, given[0])
         single = _vectors.draw((50,), like.float(), law, given[1])
         assert torch.equal(half, single.half())
+
+
+@pytest.mark.parametrize("count", [5, 2**12, 2**12 + 1])
+def test_generic_numbers_are_the_same_whoever_wrote_into_those_given_before(count):
+    """The same whatever the default dtype is, and however many are asked for."""
+    expected = 1 + torch.rand(2**13, generator=torch.Generator().manual_seed(0), dtype=torch.float32)[:count]
+    _vectors.generic(count).zero_()
+    assert torch.equal(_vectors.generic(count), expected)

@@ -463,8 +463,15 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
 
 
 def generic(count: int) -> Tensor:
-    """Numbers in [1, 2), always the same ones, that touch nobody's random state."""
-    return 1 + torch.rand(count, generator=torch.Generator().manual_seed(0), device="cpu")
+    """Numbers in [1, 2), always the same ones, that touch nobody's random state. Each caller has its own."""
+    return 1 + (_SOME[:count] if count <= 2**12 else _uniform(count))
+
+
+def _uniform(count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+
+
+_SOME = _uniform(2**12)  # to seed a generator takes as long as a pass over a small graph
 
 
 def standard_error(estimates: Tensor) -> Tensor | None:
