@@ -69,7 +69,6 @@ def push(
         "weights": weights,
         "record": record,
         "counter": counter,
-        "max_bytes": max_bytes,
         "mixes": mixes,
     }
     if torch.compiler.is_compiling():
@@ -87,7 +86,10 @@ def push(
     with EvaluationContext(request) as context:
         context.remember()
         expansion = Expansion(_series.begin(context.undo), order, rows, **options)
+        if seeds[0][0] is None or seeds[0][0].shape[1:] == points[0].shape:  # else it is small: that of all samples
+            expansion.max_bytes = max_bytes
         jets, bases = _jets(points, seeds, expansion)
+        expansion.max_bytes = max_bytes
         values = [_jet.value_of(point) for point in points]
         loaded = "torch._dynamo" in sys.modules
         try:
