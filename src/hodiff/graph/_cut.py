@@ -111,11 +111,18 @@ CUTS = {
 }
 
 
+_COPY = r"^\s*(\w+) *= *(\w+)\.(?:detach\(\)|data)\s*(?:#|$)"
+
+
 def fix_of(kind: str, line: Line | None, call: str) -> str:
     """What can be done where the graph was cut."""
     where = f" at {at(line)}" if line is not None else ""
     cut = CUTS[kind]
-    return cut.by_call.get(call, cut.fix).replace("{where}", where).replace("{call}", call or "that")
+    fix = cut.by_call.get(call, cut.fix).replace("{where}", where).replace("{call}", call or "that")
+    copied = re.search(_COPY, line.text) if kind == "detached" and line is not None else None
+    if copied is not None and copied[1] != copied[2]:  # left out, what is kept would hold the graph
+        fix += f"\nIf {copied[1]} is for what is kept (statistics), leave it, and return or use {copied[2]} after it."
+    return fix
 
 
 def no_graph(case: FailedPass) -> Explanation | None:

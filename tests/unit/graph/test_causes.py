@@ -109,6 +109,22 @@ def test_a_frozen_network_of_features_is_not_the_cause(explained):
     assert "frozen" not in note
 
 
+def test_of_a_detached_copy_for_statistics_the_value_itself_is_to_be_used(explained):
+    """Without the detach() the buffers of an observer would hold the graphs of all steps."""
+    note = explained("""
+class Observer(nn.Module):
+    def forward(self, x_orig):
+        x = x_orig.detach()
+        self.least = x.min()
+        return x
+net, observer = nn.Linear(3, 1), Observer()
+loss = observer(net(torch.randn(4, 3))).mean()
+loss.backward()
+""")
+    assert "fix 1: leave out the detach() or .data at program.py:" in note
+    assert "If x is for what is kept (statistics), leave it, and return or use x_orig after it." in note
+
+
 def test_a_cut_that_leads_to_nothing_that_is_trained_is_left_out(explained):
     note = explained("""
 net, teacher = nn.Linear(3, 1), nn.Linear(3, 1)
