@@ -236,6 +236,8 @@ TAUGHT = {
         r"pattern: is a list",
     ),
     "multi_grad(loss, m)": (lambda: hodiff.multi_grad(loss(m), m), r"losses: is a Tensor"),
+    "per_sample_grad, a number of samples": (lambda: hodiff.per_sample_grad(lf, m, 5), r"batch: is a int; expected"),
+    "progress= by a word": (lambda: hodiff.trace(H, progress="no"), r"progress: .*'no'"),
     "per_sample_grad mean loss": (lambda: hodiff.per_sample_grad(lf, m, batch), r"f: returned shape \(\)"),
     "select typo": (lambda: hodiff.select(m, "0.wieght"), r"pattern '0\.wieght': matches no parameter of Sequential"),
     "check_derivatives(f(x), x)": (

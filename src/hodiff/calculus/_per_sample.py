@@ -97,6 +97,8 @@ def per_sample_grad(
             f"already computed: hodiff.jacobian(losses, where)."
         )
     samples = Samples(f, batch)
+    if not any(isinstance(leaf, Tensor) for leaf in _tree.flatten(batch)[0]):
+        raise InputError(f"batch: is a {type(batch).__name__}; expected a tensor, or a container of them.")
     with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:
         losses = _losses(graph)
         gradients = None
@@ -279,5 +281,5 @@ def _auto(graph: OutputGraph, losses: Tensor) -> int:
     itemsize = max(leaf.element_size() for leaf in graph.leaves)
     if 8 * largest * itemsize <= _reverse.CHUNK_BYTES:
         return count  # the pass writes the result itself: chunks would be copied into it
-    elements = sum(leaf.numel() for leaf in graph.leaves) * losses.shape[1:].numel()
-    return max(1, _reverse.CHUNK_BYTES // max(1, (8 * largest // count + 4 * elements) * itemsize))
+    each = 8 * largest // count + 4 * sum(leaf.numel() for leaf in graph.leaves) * losses.shape[1:].numel()
+    return max(1, _reverse.CHUNK_BYTES // max(1, each * itemsize))
