@@ -30,7 +30,7 @@ from tests.support.ledger import Ledger, storages_of, without_collector
 from tests.support.limits import in_threads
 
 REMEMBERED = {
-    "MIXING", "WRONG_AT_ONCE", "_STATISTICS", "UNREMARKABLE", "_cleared", "_without_functions",
+    "MIXING", "WRONG_AT_ONCE", "WRITTEN", "BIASED", "_STATISTICS", "UNREMARKABLE", "_cleared", "_without_functions",
     "_RAW_SAVED", "_LAYOUTS",  # classes of nodes
     "WHOLE",  # classes of tensors and modules
     "_warned", "_state",  # what was said
