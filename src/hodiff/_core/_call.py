@@ -56,7 +56,7 @@ class Call(NamedTuple):
     cast: torch.dtype | None
 
 
-_NONE = ()
+_NONE, _NO_BATCH = (), torch.Size()
 
 
 def call(
@@ -89,14 +89,14 @@ def call(
         raise InputError(COMPUTED)
     if not plain and isinstance(what, (nn.Module, type)):
         what = _module(what)
-    return Call(
+    return tuple.__new__(Call, (  # past the function that the class has for it, as in each call of every function
         what,
         where,
         builds_graph,
         create_graph,
         passes + outer_order() if create_graph else passes,
         batch_ndim,
-        torch.Size()
+        _NO_BATCH
         if batch_ndim.__class__ is int and batch_ndim == 0
         else _arguments.check_batch(where.tensors, where.names, batch_ndim),
         args,
@@ -107,7 +107,7 @@ def call(
         unpack_point,
         keep,
         cast,
-    )
+    ))  # fmt: skip
 
 
 COMPUTED = (

@@ -209,8 +209,7 @@ class OutputGraph:
         else:
             outputs = self.context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
-        single = self.outputs.__class__ is Tensor
-        return self._survey([self.outputs] if single else _tensors(self.outputs))
+        return self._survey([self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs))
 
     # --- what came out
 
@@ -299,7 +298,7 @@ class OutputGraph:
         if not self._first and not self._starts and {*map(id, variables)} == {*map(id, self.leaves)}:
             return []  # as nearly always: these, and no others
         mine, reached = self.context.leaf_tag, set[int]()
-        others: list[Tensor] = []
+        theirs, own = list[Tensor](), 0
         if self._first:  # it has been moved
             past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
             if any(leaf.grad_fn in survey.visited for leaf in past):
@@ -307,24 +306,23 @@ class OutputGraph:
         if self._starts:
             reached |= {n for n, leaf in enumerate(self.leaves) if leaf.grad_fn and leaf.grad_fn in survey.visited}
         for variable in variables:
-            tag, number = variable.__dict__.get(LEAF_TAG, _NOBODYS)
+            if LEAF_TAG not in variable.__dict__:
+                theirs += [variable]
+                continue
+            tag, number = variable.__dict__[LEAF_TAG]
             if tag is mine and variable is self.leaves[number]:
                 reached |= {number}
-                continue
-            others += [variable]
-            if tag is mine or (
-                tag is not None and not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))
-            ):
+                own += 1
+            elif tag is mine or (not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))):
                 raise _refusals.leftover(self._kept_by(tag))
-        if others:
-            self._refuse_bypass(survey, others)
+        if own < len(variables):
+            self._refuse_bypass(survey, {*map(id, theirs)})
         if len(reached) == len(names):
             return []
         return [name for number, name in enumerate(names) if number not in reached]
 
-    def _refuse_bypass(self, survey: _nodes.Survey, others: list[Tensor]) -> None:
+    def _refuse_bypass(self, survey: _nodes.Survey, theirs: Container[int]) -> None:
         """Raise when the caller's own tensor is in the graph: `f` did not use what it was given."""
-        theirs = {id(variable) for variable in others if LEAF_TAG not in variable.__dict__}
         for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if survey.uses(tensor) if tensor.grad_fn is not None else id(tensor) in theirs:
                 raise _refusals.bypass(name)
@@ -349,26 +347,23 @@ class OutputGraph:
 
     def _explain(self, error: GraphError) -> None:
         """Let the message say which line and which variable it is about, where that can be told (see `_messages`)."""
-        failure = _messages.Failure(
-            error,
-            self.call.what if self.call.builds_graph else None,
-            self._again if self.call.builds_graph and not _collective() else None,
-            [] if self.call.builds_graph else _tensors(self.call.what),
-            self.leaves or self.call.where.tensors,
-            self.call.where.tensors,
-            self.call.where.names,
-            self.call.strict,
+        _messages.complete(
+            _messages.Failure(
+                error,
+                self.call.what if self.call.builds_graph else None,
+                self._again if self.call.builds_graph and not _collective() else None,
+                [] if self.call.builds_graph else _tensors(self.call.what),
+                self.leaves or self.call.where.tensors,
+                self.call.where.tensors,
+                self.call.where.names,
+                self.call.strict,
+            )
         )
-        _messages.complete(failure)
 
     def _again(self) -> list[Tensor]:
         """The outputs of `f` when it is called once more."""
         outputs = self.context.again(self.leaves)
         return _tensors(split(outputs)[0] if self.call.has_aux else outputs)
-
-
-_NOBODYS = None, -1
-"""The tag of a tensor of the user's, and its number."""
 
 
 class Watched(OutputGraph):

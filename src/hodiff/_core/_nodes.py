@@ -318,8 +318,7 @@ def reaches(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> bool:
     nodes = list(nodes)
     if not nodes:
         return False
-    graph = Survey(nodes)
-    return any(graph.contains(tensor) for tensor in tensors)
+    return any(map(Survey(nodes).contains, tensors))
 
 
 def largest_output(graph: Survey) -> int:

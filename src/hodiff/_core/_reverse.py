@@ -117,8 +117,7 @@ def products(
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
     if not graph.kinds <= _without_functions:
-        harmless = (k for k in graph.kinds if not _nodes.is_function(k) or _is_ours(k))
-        _without_functions.update(harmless)
+        _without_functions.update(k for k in graph.kinds if not _nodes.is_function(k) or _is_ours(k))
     copied = not graph.kinds <= _without_functions
     if not copied and not any(map(Tensor.is_inference, vectors)):
         return vectors
@@ -256,8 +255,7 @@ def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
     if not graph.kinds:
         return 1 << 20
     result = sum(leaf.numel() for leaf in inputs)
-    itemsize = max(leaf.element_size() for leaf in inputs)
-    return fitting(_nodes.largest_output(graph), result, itemsize, inputs[0].device)
+    return fitting(_nodes.largest_output(graph), result, max(map(Tensor.element_size, inputs)), inputs[0].device)
 
 
 def fitting(largest: int, elements: int, itemsize: int, device: torch.device) -> int:
@@ -335,8 +333,8 @@ def _vjps_batched(
     """One pass for several vectors at once."""
 
     def one(*vectors: Tensor) -> tuple[Tensor, ...] | Tensor:
-        bare = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
-        products = densified(bare, inputs)
+        products = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
+        products = densified(products, inputs)
         return products[0] if len(products) == 1 else tuple(products)  # vmap is quicker with a bare tensor
 
     return batched(one, cotangents)
@@ -354,8 +352,7 @@ def _vjps_one_by_one(
     count = cotangents[0].shape[0]
     rows = []
     for index in range(count):
-        another = more or index < count - 1
-        vectors, keep = [_row(cotangent, index) for cotangent in cotangents], _keep(graph, another)
+        vectors, keep = [_row(each, index) for each in cotangents], _keep(graph, more or index < count - 1)
         products = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
         rows.append(densified(products, inputs))
     if count == 1:
@@ -494,8 +491,9 @@ def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Ten
     The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
     the derivative of a linear function may be the vector itself, or a view of it.
     """
-    alone = not vectors and len(results) == 1
-    given, memories = len(vectors), [None] if alone else _memories([*vectors, *results])
+    if not vectors and len(results) == 1 and 0 not in results[0].stride():  # as often
+        return results
+    given, memories = len(vectors), _memories([*vectors, *results])
     if len({*memories}) == len(memories) and 0 not in chain.from_iterable(map(Tensor.stride, results)):
         return results
     return _copied(results, memories[given:], {*memories[:given]})

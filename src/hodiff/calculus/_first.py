@@ -461,9 +461,8 @@ def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:
 
     Of a tensor already computed it is not known: its graph may have hooks, which nothing shows.
     """
-    plain = all(type(tensor) is Tensor for tensor in (*graph.leaves, *outputs))
     return (
-        plain
+        all(type(tensor) is Tensor for tensor in (*graph.leaves, *outputs))
         and graph.call.builds_graph
         and not graph.context.hooks.registered()
         and _reverse.has_second_derivatives(graph)

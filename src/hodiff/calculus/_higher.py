@@ -192,9 +192,9 @@ def _repeats(
     difference: Tensor, order: int, weights: Tensor, again: Callable[[Tensor], Sequence[Tensor]], factor: float
 ) -> bool:
     """Whether what is apart along w and ones is so along multiples of them: rounding errors are not."""
-    weighted_derivative, ones = (again(along * factor)[order].detach() for along in (weights, torch.ones_like(weights)))
-    weighted_derivative = weighted_derivative - weights**order * ones
-    return _largest(weighted_derivative / factor**order - difference) <= 0.05 * _largest(difference)
+    weighted, ones = (again(along * factor)[order].detach() for along in (weights, torch.ones_like(weights)))
+    apart = (weighted - weights**order * ones) / factor**order
+    return _largest(apart - difference) <= 0.05 * _largest(difference)
 
 
 def _largest(values: Tensor) -> float:
