@@ -4,7 +4,7 @@ An optimiser loads Dynamo and DTensor, after which each call has more to switch 
 the same by hand, or the fastest of PyTorch's own.
 """
 
-import statistics
+import json
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import hodiff
 from benchmarks.bilevel import by_conjugate_gradients, ridge
 from benchmarks.models import tiny
 from benchmarks.table import Row
-from benchmarks.timing import race, ratios, spread
+from benchmarks.timing import instructions, quick_ratio, race, under_valgrind
 
 Call = Callable[[], object]
 
@@ -32,15 +32,24 @@ class Case(NamedTuple):
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    torch.manual_seed(0)
+    _as_in_training()
+    printed = None if quick else under_valgrind(__name__)
+    counts = json.loads(printed) if printed else {}
     for name, case in cases().items():
-        times = race({"ours": case.ours, "by hand": case.by_hand}, rounds=7 if quick else 25)
-        found = ratios(times, "ours", "by hand")
-        ours, theirs = (statistics.median(times[who]) * 1e6 for who in ("ours", "by hand"))
-        measured = f"{spread(found)}; {ours:.0f} and {theirs:.0f} us"
-        met = None if case.bar is None else statistics.median(found) <= case.bar
+        times = race({"ours": case.ours, "by hand": case.by_hand}, rounds=9 if quick else 300, least=5e-4)
+        found = quick_ratio(times, "ours", "by hand")
+        ours, theirs = (min(times[who]) * 1e6 for who in ("ours", "by hand"))
+        measured = f"{found:.2f}; {ours:.0f} and {theirs:.0f} us"
+        if name in counts:
+            measured += f"; of instructions {counts[name][0] / counts[name][1]:.2f}"
+        met = None if case.bar is None else found <= case.bar
         yield Row("a small call / by hand", name, measured, f"{case.bar}" if case.bar else "", met)
+
+
+def _as_in_training() -> None:
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # loads Dynamo and DTensor
+    torch.manual_seed(0)
 
 
 def cases() -> dict[str, Case]:
@@ -254,3 +263,8 @@ def several_gradients() -> dict[str, Case]:
     kept = {f"multi_grad, {n} losses, kept": multi(n, False) for n in (2, 8)}
     released = {f"multi_grad, {n} losses, released": multi(n, True) for n in (2, 8)}
     return {"per_sample_grad, 64 samples / vmap(grad)": samples, **kept, **released}
+
+
+if __name__ == "__main__":  # as `rows` runs it
+    _as_in_training()
+    print(json.dumps({name: [instructions(case.ours), instructions(case.by_hand)] for name, case in cases().items()}))
