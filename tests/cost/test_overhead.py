@@ -28,7 +28,7 @@ BOUNDS = {
     "vjp": (41, 43),
     "cached product": (-28, -24),
     "gradient penalty": (196, 204),
-    "tall jacobian": (-17, -15),
+    "tall jacobian": (-23, -21),
     "three steps of a solve": (530, 533),
 }
 """How many; and in a process that has made an optimiser, as every training loop has: that loads Dynamo and DTensor."""

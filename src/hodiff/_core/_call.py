@@ -186,8 +186,8 @@ def refuse_transforms(*, batched: bool = False) -> None:
 
 def inside_vmap() -> bool:
     """Whether this code runs inside `torch.vmap`, which `torch.func.jacrev` and the like call as well."""
-    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
-    return any(level.key().name == "Vmap" for level in stack or ())
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return any(level.key().name == "Vmap" for level in functorch.get_interpreter_stack() or ())
 
 
 INSIDE_A_TRANSFORM = (

@@ -341,8 +341,8 @@ class EvaluationContext:
 
     def stand_ins(self) -> list[Tensor]:
         """What a part of `f` may read that it is not given: leaves, and parameters of modules."""
-        slots = [p for module in self.borrowed for p in module._parameters.values()]
-        return [*self._watched, *(p for p in slots if p is not None)]
+        parameters = (p for module in self.borrowed for p in module._parameters.values() if p is not None)
+        return [*self._watched, *parameters]
 
     def evaluation(self) -> Evaluation:
         """The run at hand, for what will run a part of it again."""

@@ -273,8 +273,7 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     """Whether a graph reaches a leaf otherwise than through results that the caller was given."""
     below = {child for node in graph.nodes for child, _ in node.next_functions}
     roots = [node for node in graph.nodes if node not in below]
-    results = {node for node in graph.nodes if is_result(node)}
-    return any(variable is leaf for variable in Survey(roots, results).variables())
+    return any(variable is leaf for variable in Survey(roots, {*filter(is_result, graph.nodes)}).variables())
 
 
 function_of, is_once_differentiable = _versions.function_of, _versions.is_once_differentiable
@@ -326,8 +325,7 @@ def largest_output(graph: Survey) -> int:
     largest = 1
     for node in graph.nodes:
         for shape, _ in _versions.received(node):
-            lengths = [length for length in shape if isinstance(length, int)]
-            largest = max(largest, math.prod(lengths))
+            largest = max(largest, math.prod(length for length in shape if isinstance(length, int)))
     return largest
 
 

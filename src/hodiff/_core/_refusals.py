@@ -648,12 +648,16 @@ def warn_of_hooks() -> None:
     )
 
 
-said = threading.local()  # how often the thread was told that a derivative has no value
+class _Said(threading.local):
+    times = 0  # that this thread was told that a derivative has no value
+
+
+said = _Said()
 
 
 def warn_of_non_finite(kinds: Iterable[type]) -> None:
     """Say that a derivative has no value here, and which operations are known for that."""
-    said.times = getattr(said, "times", 0) + 1
+    said.times += 1
     known = sorted({words for kind in kinds for piece, words in _KINKS.items() if piece in kind.__name__})
     warnings.warn(
         "the result is not finite, though x and f(x) are: the derivative does not exist there, or PyTorch's formula "

@@ -81,8 +81,9 @@ def vjp(
 
 def vjp_ahead(graph: OutputGraph, output: Tensor, cotangent: Tensor) -> Tensor:
     """One detached pass to a single leaf, ahead of others that need the same graph."""
-    bare = _engine_pass([output], [cotangent], graph.leaves, keep=True, build=False, recorded=graph.recorded)
-    return densified(bare, graph.leaves)[0]
+    return densified(
+        vjp_between([output], graph.leaves, [cotangent], keep=True, recorded=graph.recorded), graph.leaves
+    )[0]
 
 
 def gradient(graph: OutputGraph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
@@ -110,8 +111,7 @@ def products(
         return warned_if_not_finite(graph, results, vectors) if graph.higher else results
     inputs = graph.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
-    chunks = vjps(graph, outputs, rows, count, chunk_size=chunk_size, inputs=inputs)
-    return stacked(graph, chunks, count, inputs)
+    return stacked(graph, vjps(graph, outputs, rows, count, chunk_size=chunk_size, inputs=inputs), count, inputs)
 
 
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -146,10 +146,9 @@ def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: li
         return pulled
     given = [part.detach() for part in pulled]
     expected = sum(float(part.double().square().sum()) for part in given)
-    live = any(part.requires_grad for part in pulled)
     back = (
         vjp(graph, pulled, given, differentiated=True, inputs=cotangents)
-        if live
+        if any(part.requires_grad for part in pulled)
         else [torch.zeros_like(u) for u in cotangents]
     )
     squared = sum(float((u.detach().double() * part.detach()).sum()) for u, part in zip(cotangents, back, strict=True))

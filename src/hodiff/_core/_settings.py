@@ -291,8 +291,8 @@ def push_calls(mode: M, undo: Undo) -> M:
 
 def those_on(kind: type[M]) -> list[M]:
     """The modes of a kind that see calls at this moment."""
-    modes = map(_torch._get_function_stack_at, range(_torch._len_torch_function_stack()))
-    return [mode for mode in modes if isinstance(mode, kind)]
+    depths = range(_torch._len_torch_function_stack())
+    return [mode for mode in map(_torch._get_function_stack_at, depths) if isinstance(mode, kind)]
 
 
 class _Absent(threading.local):

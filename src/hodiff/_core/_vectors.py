@@ -487,5 +487,4 @@ def standard_error(estimates: Tensor) -> Tensor | None:
 def near(sizes: Tensor) -> Tensor:
     """Powers of two near some sizes, to measure numbers in; 1 for a zero."""
     room = 100 if sizes.dtype is not torch.float64 else 1000
-    exponents = torch.frexp(sizes).exponent.clamp(-room, room)
-    return torch.ldexp(torch.ones_like(sizes), exponents)
+    return torch.ldexp(torch.ones_like(sizes), torch.frexp(sizes).exponent.clamp(-room, room))

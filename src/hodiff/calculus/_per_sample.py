@@ -278,7 +278,7 @@ def even_weights(norms: Tensor) -> Tensor:
 def _auto(graph: OutputGraph, losses: Tensor) -> int:
     """How many samples to take at once: as many as keep their gradients and activations within bounds."""
     largest, count = _nodes.largest_output(_nodes.survey([losses])), losses.shape[0]
-    itemsize = max(leaf.element_size() for leaf in graph.leaves)
+    itemsize = max(map(Tensor.element_size, graph.leaves))
     if 8 * largest * itemsize <= _reverse.CHUNK_BYTES:
         return count  # the pass writes the result itself: chunks would be copied into it
     each = 8 * largest // count + 4 * sum(leaf.numel() for leaf in graph.leaves) * losses.shape[1:].numel()

@@ -308,7 +308,7 @@ class EstimatorProgress:
                 f"callback: is a {type(callback).__name__}; expected a function of the record as it stands."
             )
         self._operator = operator
-        self._before, self._said = operator.products, vars(_refusals.said).copy()
+        self._before, self._said = operator.products, _refusals.said.times
         self._callback = callback
         self._bar: Any = None
         self._name, self._total = name, total
@@ -332,9 +332,8 @@ class EstimatorProgress:
 
     def warn_if_not_finite(self, value: Tensor) -> None:
         """Say of a result that it is not finite, where the rest of it is worth having; unless a product has said so."""
-        if self._said == vars(_refusals.said) and not bool(value.isfinite().all()):
-            text = f"{self._name}: the result {_NOT_FINITE}"
-            warnings.warn(text, HodiffWarning, stacklevel=_arguments.outside())
+        if self._said == _refusals.said.times and not bool(value.isfinite().all()):
+            warnings.warn(f"{self._name}: the result {_NOT_FINITE}", HodiffWarning, stacklevel=_arguments.outside())
 
     def _show(self) -> None:
         from tqdm import tqdm

@@ -61,8 +61,11 @@ class NoConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass everything else through."""
-        given = func in TAKEN_FOR_CONSTANTS and any(getattr(arg, "requires_grad", False) for arg in args)
-        if given and torch.is_grad_enabled():
+        if (
+            func in TAKEN_FOR_CONSTANTS
+            and torch.is_grad_enabled()
+            and any(getattr(arg, "requires_grad", False) for arg in args)
+        ):
             raise NoDerivative(operation(func))
         return func(*args, **(kwargs or {}))
 

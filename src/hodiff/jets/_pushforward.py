@@ -26,8 +26,7 @@ def units(x: Any, batch_ndim: int) -> Tensor:
     value = _jet.value_of(x)
     event = value.shape[batch_ndim:]
     count = event.numel()
-    eye = torch.eye(count, dtype=value.dtype, device=value.device)
-    return eye.reshape(count, *[1] * batch_ndim, *event)
+    return torch.eye(count, dtype=value.dtype, device=value.device).reshape(count, *[1] * batch_ndim, *event)
 
 
 def push(

@@ -224,19 +224,20 @@ def outputs_and_gradient(
             what = critic.per_sample(critic.f, where.tensors[0].shape[: critic.batch_ndim])
     else:
         what = critic
-    request = _call.call(
-        what,
-        where,
-        passes=1,
-        has_aux=not tensor,
-        batch_ndim=critic.batch_ndim,
-        create_graph=create_graph,
-        strict=strict,
-        allow=_critic.accepted(allow),
-        args=args,
-        kwargs=kwargs,
-    )
-    with OutputGraph(request) as graph:
+    with OutputGraph(
+        _call.call(
+            what,
+            where,
+            passes=1,
+            has_aux=not tensor,
+            batch_ndim=critic.batch_ndim,
+            create_graph=create_graph,
+            strict=strict,
+            allow=_critic.accepted(allow),
+            args=args,
+            kwargs=kwargs,
+        )
+    ) as graph:
         gradient = _reverse.gradient(graph)
     return critic.f if tensor else graph.extra(), gradient
 
