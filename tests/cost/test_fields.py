@@ -73,10 +73,10 @@ def test_one_evaluation_where_it_is_small_or_recorded(f, x):
 
 @pytest.mark.usefixtures("small")
 def test_evaluations_in_blocks(f, x):
-    """The whole batch in one direction, the blocks, and one direction of the last of them."""
+    """The whole batch until a coefficient is too large, in one direction, the blocks, one direction of the last."""
     hodiff.laplacian(f, x, create_graph=False)
     size = SAMPLES // BLOCKS
-    assert f.batches == [SAMPLES] + [size] * BLOCKS + [size]
+    assert f.batches == [SAMPLES] * 2 + [size] * BLOCKS + [size]
 
 
 @pytest.mark.parametrize(("size", "evaluations"), [(32, 1), (16, 2), (10, 4), (1, 32)])

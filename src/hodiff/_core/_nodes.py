@@ -325,7 +325,7 @@ def largest_output(graph: Survey) -> int:
     largest = 1
     for node in graph.nodes:
         for shape, _ in _versions.received(node):
-            largest = max(largest, math.prod(length for length in shape if isinstance(length, int)))
+            largest = max(largest, math.prod([length for length in shape if isinstance(length, int)]))
     return largest
 
 

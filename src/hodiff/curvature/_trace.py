@@ -345,7 +345,8 @@ def diagonal(
 
     def record(value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int) -> DiagonalRecord:
         shaped = [None if part is None else operator.unflatten(part.to(operator.dtype)) for part in (value, stderr)]
-        return DiagonalRecord(*shaped, reached(value, stderr, rtol_asked, len(operator._domain.batch)), spent)
+        met = reached(value, stderr, rtol_asked, len(operator._domain.batch))
+        return DiagonalRecord(shaped[0], shaped[1], met, spent)
 
     with EstimatorProgress("diagonal", operator, size if exact else needed, callback, progress) as watch:
         if exact or (method == "xdiag" and drawn.number >= size):

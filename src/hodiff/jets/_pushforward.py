@@ -24,8 +24,7 @@ from hodiff.jets._series import CoefficientTooLarge, Expansion, Series
 def units(x: Any, batch_ndim: int) -> Tensor:
     """The coordinate directions of one sample, `(D, 1, ..., *event)`: the same for every sample."""
     value = _jet.value_of(x)
-    event = value.shape[batch_ndim:]
-    count = event.numel()
+    count = (event := value.shape[batch_ndim:]).numel()
     return torch.eye(count, dtype=value.dtype, device=value.device).reshape(count, *[1] * batch_ndim, *event)
 
 
